@@ -31,7 +31,7 @@ BEYOND = 2.5
 LEAST_LONGER = 0.05  # of the mean length of a prompt
 LEAST_SHARE = 0.005  # of the answers in any run; rarer names are pooled
 
-Counts = Mapping[str, float]
+Distribution = Mapping[str, float]
 
 
 def chance_after(value: float, earlier: Sequence[float], noise: float = 0.0) -> float:
@@ -66,7 +66,7 @@ def t_tail(value: float, freedom: int) -> float:
 
 
 def drifts(
-    now: Mapping[str, Counts], earlier: Sequence[Mapping[str, Counts]], before_key: str
+    now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]], before_key: str
 ) -> tuple[Shift, ...]:
     """Return the distributions of a run that drifted from those of the runs before, newest first.
 
@@ -79,7 +79,9 @@ def drifts(
     return tuple(shift for shift in each if shift is not None)
 
 
-def enough(kind: str, now: Mapping[str, Counts], earlier: Sequence[Mapping[str, Counts]]) -> bool:
+def enough(
+    kind: str, now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]]
+) -> bool:
     """Return whether a run and enough runs before it have a distribution of this kind."""
     runs = [run for run in earlier if _total(run.get(kind, {})) >= LEAST_ANSWERS]
     return _total(now.get(kind, {})) >= LEAST_ANSWERS and len(runs) >= LEAST_RUNS
@@ -99,7 +101,9 @@ def prompt_drift(now: float | None, earlier: Sequence[float], before_key: str) -
     return Shift(PROMPTS, before_key, moved, chance, {"tokens": (usual, now)}, len(lengths))
 
 
-def _drift(kind: str, now: Counts, earlier: Sequence[Counts], before_key: str) -> Shift | None:
+def _drift(
+    kind: str, now: Distribution, earlier: Sequence[Distribution], before_key: str
+) -> Shift | None:
     runs = [run for run in earlier if _total(run) >= LEAST_ANSWERS][:MOST_RUNS]
     if _total(now) < LEAST_ANSWERS or len(runs) < LEAST_RUNS:
         return None
@@ -114,7 +118,7 @@ def _drift(kind: str, now: Counts, earlier: Sequence[Counts], before_key: str) -
     return Shift(kind, before_key, moved, chance, largest_changes(shares), len(runs))
 
 
-def _chance(now: Counts, runs: Sequence[Counts], name: str) -> float:
+def _chance(now: Distribution, runs: Sequence[Distribution], name: str) -> float:
     """Return the chance of the share of one name.
 
     On the scale of arcsin(sqrt(share)) the variance of counting is 1 / (4 rows) for any share.
@@ -124,9 +128,9 @@ def _chance(now: Counts, runs: Sequence[Counts], name: str) -> float:
     return chance_after(angles[0], angles[1:], noise)
 
 
-def _share(counts: Counts, name: str) -> float:
+def _share(counts: Distribution, name: str) -> float:
     return min(1.0, max(0.0, counts.get(name, 0.0) / _total(counts)))
 
 
-def _total(counts: Counts) -> float:
+def _total(counts: Distribution) -> float:
     return sum(counts.values())

@@ -627,15 +627,15 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     (few,) = [event for event in emitted if event["event"] == "raybatch.rows.low"]
     assert few["resource"]["prefect.resource.name"] == "few" and few["payload"]["rows"] == 30
     assert few["payload"]["about"] == (
-        "Far fewer rows than usual: 30; the median of the last 2 completed runs is 300. "
+        "Far fewer rows than usual: 30; the median of the last 7 completed runs is 300. "
         "Check the input."
     )
     pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
     assert any("Last run: 30 of 30 rows" in page and "usual: 30; " in page for page in pages)
-    failed = night(plan_run(job, "m3"), return_state=True)
+    failed = night(plan_run(job, "failing"), return_state=True)
     assert failed.is_failed()
     pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
-    assert any("m3 failed" in page for page in pages)
+    assert any("failing failed" in page for page in pages)
 
 
 # --- keys of artifacts --------------------------------------------------------------------------

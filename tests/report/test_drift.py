@@ -103,3 +103,19 @@ def test_longer_prompts_are_drift():
 def test_runs_that_never_differ_leave_no_room_for_chance():
     assert chance_after(1.0, [1.0] * 20) == 1.0 and chance_after(2.0, [1.0] * 20) == 0.0
     assert chance_after(2.0, [1.0]) == 1.0
+
+
+def test_more_failed_rows_than_runs_of_this_job_have_are_drift():
+    rng = np.random.default_rng(4)
+    runs = runs_of_a_job(rng, LEAST_RUNS + 1, 5_000, 2_000)
+    now = {**runs.pop(), "failures": {"answered": 4_200.0, "failed": 800.0}}
+    (shift,) = drifts(now, runs, "monday")
+    assert shift.kind == "failures" and "of rows: " in shift.line()
+
+
+def test_a_job_whose_rows_always_vary_has_no_few_rows():
+    volatile = [10_000, 900, 4_000, 15_000, 700, 12_000, 9_000] * 2
+    assert few_rows(800, volatile) is None
+    assert few_rows(800, volatile[:7]) is not None  # too few runs to know it
+    assert few_rows(0, volatile) is not None
+    assert few_rows(800, [10_000 + k for k in range(LEAST_RUNS)]) is not None
