@@ -101,8 +101,8 @@ def check_kept(sample: Sample, needed: Mapping[str, str], run: str) -> None:
 
 
 def _numbers(rows: pyarrow.dataset.Dataset, name: str) -> np.ndarray:
-    column = rows.to_table(columns=[name])[name]
-    return column.to_numpy().astype(np.int64)
+    numbers: np.ndarray = rows.to_table(columns=[name])[name].to_numpy().astype(np.int64)
+    return numbers
 
 
 def _inputs(answered: pa.Table, failed: pa.Table | None, columns: list[str]) -> pa.Table:
