@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch.api import dry_run, finalize_run, plan_run
 from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
-from prefect_raybatch.compare.sample import Sample, check_kept, compared_columns, draw
+from prefect_raybatch.compare.sample import DrawnRows, check_kept, compared_columns, draw
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
@@ -27,8 +28,8 @@ from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import join, open_store
 from prefect_raybatch.words import counted
 
-FOLDER = "_diff"  # under output.uri; no run key begins with an underscore
-RUN_KEY = "new"
+DIFF_FOLDER = "_diff"  # under output.uri; no run key begins with an underscore
+DIFF_RUN = "new"
 ROWS_FILE = "rows.parquet"
 
 
@@ -42,7 +43,7 @@ class Prepared:
 
     asked: Resolved
     place: str
-    sample: Sample
+    sample: DrawnRows
     member: Member
     before: RunReport
     whole: DryRun
@@ -53,11 +54,11 @@ class Prepared:
         before = self.before
         made = [
             f"asks {asked:,} of {counted(total, 'row')} of {before.run}",
-            f"all {counted(self.whole.rows, 'row')} of {self.whole.job}: not asked; "
+            f"a run of {self.whole.job} would have {counted(self.whole.rows, 'row')}; "
             f"{before.run_key} took {duration(before.seconds)} for {counted(before.rows, 'row')}",
         ]
         if self.whole.cost is not None:
-            made.append(f"cost of all rows: {self.whole.cost.line()}")
+            made.append(f"cost of that run: {self.whole.cost.line()}")
         return made + [f"problem: {text}" for text in self.whole.problems]
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
     check_kept(sample, {**images, **job.prompt.columns}, before.run)
     parts = (member.plan.hash, resolved.identity.fingerprint, str(rows))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    place = join(job.output.uri, f"{FOLDER}/{key}")
+    place = join(job.output.uri, f"{DIFF_FOLDER}/{key}")
     return Prepared(_asked(resolved, place, member), place, sample, member, before, whole)
 
 
@@ -139,7 +140,7 @@ def begin_diff(prepared: Prepared) -> Run:
     job = prepared.asked.job
     store = open_store(prepared.place, job.output.options or None)
     store.put_if_absent(ROWS_FILE, prepared.sample.to_parquet())
-    return plan_run(prepared.asked, RUN_KEY)
+    return plan_run(prepared.asked, DIFF_RUN)
 
 
 def finish_diff(prepared: Prepared, run: Run) -> Diff:
@@ -154,6 +155,8 @@ def finish_diff(prepared: Prepared, run: Run) -> Diff:
     numbers = table[new.row_number].to_pylist()
     found = dict(zip(numbers, table.select(columns).to_pylist(), strict=True))
     answers = [found.get(at) for at in range(len(sample.numbers))]
+    named = [name for name in job.prompt.columns if name in sample.inputs.column_names]
+    inputs = _texts(sample.inputs.select(named or sample.inputs.column_names).to_pylist())
     renamed = {new.column: old.column}
     notes = []
     if job.sampling.temperature > 0:
@@ -165,9 +168,19 @@ def finish_diff(prepared: Prepared, run: Run) -> Diff:
         run=prepared.before.run,
         job=job.name,
         total=sample.total,
-        changes=changes_of(sample.numbers, sample.answers, answers, renamed),
+        changes=changes_of(sample.numbers, inputs, sample.answers, answers, renamed),
         old=sample.answers,
         new=answers,
         reused=int(report.reuse.get("reused", 0)),
         notes=tuple(notes),
     )
+
+
+def _texts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the input of each row in words: the value of one column, or several with names."""
+    return [
+        ", ".join(f"{name}: {value}" for name, value in row.items())
+        if len(row) > 1
+        else str(next(iter(row.values()), ""))
+        for row in rows
+    ]

@@ -7,19 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefect_raybatch.compare.sample import Answer
+from prefect_raybatch.compare.sample import AnswerValues
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.words import counted
 
-FAILED = "(failed)"
-ABSENT = "(no such column)"
+FAILED_ROW = "(failed)"
+NO_COLUMN = "(no such column)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row whose answer changed: its number in the run, and {column: (old, new)}."""
+    """A row whose answer changed: its number in the run, its input, and {column: (old, new)}."""
 
     row: int
+    input: str
     values: Mapping[str, tuple[Any, Any]]
 
 
@@ -72,7 +73,7 @@ class Diff:
     def table(self) -> list[dict[str, Any]]:
         """Return the changed values, a row of the table for each."""
         return [
-            {"row": change.row, "column": name, "old": before, "new": after}
+            {"row": change.row, "input": change.input, "column": name, "old": before, "new": after}
             for change in self.changes
             for name, (before, after) in change.values.items()
         ]
@@ -94,17 +95,18 @@ class Diff:
 
 def changes_of(
     numbers: Sequence[int],
-    old: Sequence[Answer],
-    new: Sequence[Answer],
+    inputs: Sequence[str],
+    old: Sequence[AnswerValues],
+    new: Sequence[AnswerValues],
     renamed: Mapping[str, str],
 ) -> tuple[Change, ...]:
     """Return the changed rows. `renamed` maps columns of the new answers to the old names."""
     made = []
-    for number, before, after in zip(numbers, old, new, strict=True):
+    for number, given, before, after in zip(numbers, inputs, old, new, strict=True):
         if after is not None:
             after = {renamed.get(name, name): value for name, value in after.items()}
         if values := _differing(before, after):
-            made.append(Change(number, values))
+            made.append(Change(number, given, values))
     return tuple(made)
 
 
@@ -114,8 +116,8 @@ def diff_of(
     job: str,
     total: int,
     changes: tuple[Change, ...],
-    old: Sequence[Answer],
-    new: Sequence[Answer],
+    old: Sequence[AnswerValues],
+    new: Sequence[AnswerValues],
     reused: int,
     notes: tuple[str, ...],
 ) -> Diff:
@@ -136,7 +138,7 @@ def diff_of(
     )
 
 
-def _differing(old: Answer, new: Answer) -> dict[str, tuple[Any, Any]]:
+def _differing(old: AnswerValues, new: AnswerValues) -> dict[str, tuple[Any, Any]]:
     if old is None and new is None:
         return {}
     names = dict.fromkeys([*(old or {}), *(new or {})])
@@ -144,5 +146,5 @@ def _differing(old: Answer, new: Answer) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _value(answer: Answer, name: str) -> Any:
-    return FAILED if answer is None else answer.get(name, ABSENT)
+def _value(answer: AnswerValues, name: str) -> Any:
+    return FAILED_ROW if answer is None else answer.get(name, NO_COLUMN)

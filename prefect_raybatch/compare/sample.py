@@ -22,16 +22,16 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.source.row_sample import RowSample
 from prefect_raybatch.spec.result import FinishSpec
 
-Answer = Mapping[str, Any] | None  # values by column; None for a failed row
+AnswerValues = Mapping[str, Any] | None  # values by column; None for a failed row
 
 
 @dataclass(frozen=True)
-class Sample:
+class DrawnRows:
     """Rows of a run by increasing number; `total` is how many they were drawn from."""
 
     numbers: tuple[int, ...]
     inputs: pa.Table
-    answers: tuple[Answer, ...]
+    answers: tuple[AnswerValues, ...]
     total: int
 
     def to_parquet(self) -> bytes:
@@ -41,7 +41,7 @@ class Sample:
         return out.getvalue()
 
 
-def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows: int) -> Sample:
+def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows: int) -> DrawnRows:
     """Return `rows` rows of a finished run, chosen by a hash of row number and plan.
 
     So that the same command takes the same rows, and another run has others. Rows that postprocess
@@ -70,7 +70,7 @@ def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows:
     )
     at = answered[name].to_pylist() + (failed[name].to_pylist() if failed is not None else [])
     order = pa.array(np.argsort(np.array(at, np.int64)))
-    return Sample(
+    return DrawnRows(
         tuple(chosen.tolist()),
         inputs.take(order).combine_chunks(),
         tuple(found.get(number) for number in chosen.tolist()),
@@ -86,7 +86,7 @@ def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[st
     return [name for name in names if name not in details.union(kept)]
 
 
-def check_kept(sample: Sample, needed: Mapping[str, str], run: str) -> None:
+def check_kept(sample: DrawnRows, needed: Mapping[str, str], run: str) -> None:
     """Raise `ConfigError` if the run does not keep a column that the job needs.
 
     `needed` has the field that names each column.

@@ -46,6 +46,7 @@ def test_only_the_sample_is_asked_and_what_changed_is_told_row_by_row(nights):
     found = compared(nights, prepared(nights, 40, **OTHER))
     assert (found.rows, found.changed, found.reused) == (40, 2, 0)
     assert [change.row for change in found.changes] == [3, 5]
+    assert found.changes[0].input == "w3"
     assert found.changes[0].values == {"response": ("answer to w3", "other")}
     assert found.low == found.high == found.share == 0.05, "every row was asked"
 
@@ -130,7 +131,7 @@ def test_an_unfinished_run_and_an_empty_sample_are_refused(nights):
 def test_structured_answers_are_compared_field_by_field():
     old = [{"label": "a", "sure": True}, {"label": "b", "sure": True}, None]
     new = [{"label": "a", "sure": False}, {"label": "b", "sure": True}, None]
-    changes = changes_of([4, 7, 9], old, new, {})
+    changes = changes_of([4, 7, 9], ["x", "y", "z"], old, new, {})
     assert [(change.row, change.values) for change in changes] == [(4, {"sure": (True, False)})]
 
 
@@ -140,7 +141,7 @@ def test_the_page_escapes_what_rows_say():
         run="out/n1",
         job="j",
         total=9,
-        changes=changes_of([0], old, new, {}),
+        changes=changes_of([0], ["<i>"], old, new, {}),
         old=old,
         new=new,
         reused=0,
