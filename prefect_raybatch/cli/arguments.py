@@ -140,7 +140,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "diff": (
         "raybatch diff job.yaml --against out/monday --dry-run",
-        "raybatch diff job.yaml --against out/monday --html diff.html --max-changed 0.02",
+        "raybatch diff job.yaml --against out/monday --html diff.html",
     ),
     "engines": ("raybatch engines", "raybatch engines stop"),
     "prune": (

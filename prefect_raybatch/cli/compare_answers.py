@@ -38,7 +38,7 @@ def diff_command(
     dry_run: DryRunOnly = False,
     as_json: Json = False,
 ) -> None:
-    """Ask a sample of a run's rows with another job and show which answers change.
+    """Ask a sample of a run again and show which answers change.
 
     First says what the whole would take. The same command takes the same rows and resumes after a
     failure.
