@@ -48,6 +48,7 @@ FLOORS = [
     "publish",
     "compile",
     "runs",
+    "compare",
     "remote",
     "api",
     "doctor",

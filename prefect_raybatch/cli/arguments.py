@@ -81,7 +81,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Watch": ("status", "report", "runs", "history"),
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
-    "Tune": ("tune",),
+    "Tune": ("tune", "diff"),
     "Clean up": ("engines", "prune", "reap", "reconcile"),
 }
 
@@ -137,6 +137,10 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "tune": (
         "raybatch tune job.yaml --minutes 10",
         "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
+    ),
+    "diff": (
+        "raybatch diff job.yaml --against out/monday --dry-run",
+        "raybatch diff job.yaml --against out/monday --html diff.html",
     ),
     "engines": ("raybatch engines", "raybatch engines stop"),
     "prune": (

@@ -34,6 +34,7 @@ from prefect_raybatch.cli.arguments import (
     in_catalog,
     kept_seconds,
 )
+from prefect_raybatch.cli.compare_answers import comparing
 from prefect_raybatch.cli.drive import (
     is_readable,
     job_of_file,
@@ -605,6 +606,7 @@ def _refuse_both(job: str | None) -> None:
 app.add_typer(first_job_file)
 app.add_typer(outputs)
 app.add_typer(recovery)
+app.add_typer(comparing)
 
 
 def main(argv: list[str] | None = None) -> None:

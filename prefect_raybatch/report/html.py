@@ -71,6 +71,11 @@ def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
     )
 
 
+def diff_html(parts: Mapping[str, object], made: str = "") -> str:
+    """Return the comparison of two ways of asking as one page: changed answers side by side."""
+    return _template("diff.html.j2").render(**parts, made=made)
+
+
 @cache
 def _template(name: str = "report.html.j2") -> Template:
     environment = Environment(
