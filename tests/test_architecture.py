@@ -53,6 +53,7 @@ FLOORS = [
     "doctor",
     "flow",
     "tasks blocks",  # addresses of names that live in flow
+    "batches",
     "cli",
     "frames",
 ]
@@ -269,7 +270,7 @@ def test_no_assert_guards_anything():
 
 
 # Rooms in which a job is written, compiled, and taken by the public functions.
-TAKE_A_JOB = ("job", "compile", "api", "frames")
+TAKE_A_JOB = ("job", "compile", "api", "batches", "frames")
 # Modules of other rooms that import BatchJob. None may be added: whoever needs a few fields of a
 # job is given these.
 JOB_IMPORTERS = """
