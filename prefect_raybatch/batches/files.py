@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,13 @@ def write_output(output: str, report: RunReport, job: BatchJob) -> None:
     """Write the output file of a finished run, whole or not at all."""
     run, folder, name = open_run(report.run), *_split(output)
     plan = need_plan(Ledger(open_store(report.run)))
-    lines = output_lines(run, plan.hash, job.engine.model, int(plan.created), job.output.row_number)
+    lines = output_lines(
+        run,
+        plan.hash,
+        job.engine.model,
+        int(datetime.fromisoformat(plan.created).timestamp()),
+        job.output.row_number,
+    )
     with tempfile.TemporaryDirectory() as scratch:
         local = Path(scratch) / "output.jsonl"
         with local.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
