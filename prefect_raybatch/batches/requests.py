@@ -39,7 +39,7 @@ EMPTY: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none",),
 }
 ROLES = ("system", "user", "assistant")
 
@@ -115,11 +115,13 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
             sampling.update(_form(value, line))
         elif name in (*SAMPLED, *IGNORED) or value is None:
             continue
-        elif name not in ("max_completion_tokens", "response_format") and not _is_empty(
-            name, value
-        ):
-            raise ValueError(f"{line}: body.{name} is not supported; remove it")
+        elif not _is_empty(name, value):
+            raise ValueError(f"{line}: body.{_ascii(name)} is not supported; remove it")
     return {"messages": _messages(body.get("messages"), line), "sampling": sampling}
+
+
+def _ascii(name: str) -> str:
+    return name.encode("ascii", "backslashreplace").decode()
 
 
 def _is_empty(name: str, value: object) -> bool:
@@ -154,8 +156,8 @@ def _message(message: object, where: str) -> dict[str, str]:
         raise ValueError(f"{where}.role is not supported; use {', '.join(ROLES)}")
     others = [name for name, value in message.items() if value is not None]
     for name in others:
-        if name not in ("role", "content", "name"):
-            raise ValueError(f"{where}.{name} is not supported; remove it")
+        if name not in ("role", "content"):
+            raise ValueError(f"{where}.{_ascii(name)} is not supported; remove it")
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
