@@ -270,7 +270,7 @@ def test_no_assert_guards_anything():
 
 
 # Rooms in which a job is written, compiled, and taken by the public functions.
-TAKE_A_JOB = ("job", "compile", "api", "batches", "frames")
+TAKE_A_JOB = ("job", "compile", "api", "frames")
 # Modules of other rooms that import BatchJob. None may be added: whoever needs a few fields of a
 # job is given these.
 JOB_IMPORTERS = """

@@ -14,12 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.batches.outputs import output_lines
-from prefect_raybatch.batches.requests import COLUMNS, batch_rows
+from prefect_raybatch.batches.requests import REQUEST_COLUMNS, rows_of_requests
 from prefect_raybatch.compile.job import read_spec
-from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, SourceError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -29,29 +26,30 @@ from prefect_raybatch.source.find import File, find
 from prefect_raybatch.source.json_lines import line_blocks
 from prefect_raybatch.storage import open_store
 
-SCHEMA = pa.schema([(name, pa.int64() if name == "line" else pa.string()) for name in COLUMNS])
-ROWS_AT_ONCE = 4096  # lines that are held in memory while a file is read
-KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
+SCHEMA = pa.schema(
+    [(name, pa.int64() if name == "line" else pa.string()) for name in REQUEST_COLUMNS]
+)
+_ROWS_AT_ONCE = 4096  # lines that are held in memory while a file is read
+_KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
 
 
-def batch_job(
+def batch_fields(
     source: str,
     output: str,
     model: str,
     served_as: Sequence[str],
     max_tokens: int,
-    changes: dict[str, Any],
-) -> tuple[BatchJob, str]:
-    """Store the requests of a batch file beside the output file; return the job and its run key.
+) -> dict[str, Any]:
+    """Store the requests of a batch file beside the output file; return the fields of its job.
 
-    The key depends on the content of the file and on the job, so the same call names the same run.
-    Raises `ConfigError`, `SourceError` and the errors of the stores.
+    The stored file is named by its content, so the same call makes the same job. Raises `ConfigError`,
+    `SourceError` and the errors of the stores.
     """
     if output.startswith(("http://", "https://")):
         raise ConfigError("-o: a URL cannot be written. Name a local or s3:// file")
     place = f"{output}.run"
     requests = _stored(source, place, [model, *served_as])
-    fields = {
+    return {
         "name": "batch",
         "source": {"uri": requests},
         "prompt": {"function": "prefect_raybatch.batches.requests:chat_request"},
@@ -65,21 +63,26 @@ def batch_job(
             "on_cut_off": "keep",
         },
     }
-    where = "the job of the batch file"
-    job = edited(BatchJob.from_dict(fields, where), changes, where)
-    return job, f"batch-{resolve(job).identity.fingerprint[:KEY_LENGTH]}"
 
 
-def write_output(output: str, report: RunReport, job: BatchJob) -> None:
-    """Write the output file of a finished run, whole or not at all."""
+def batch_key(fingerprint: str) -> str:
+    """Return the key of the run of a batch file, from its job's fingerprint."""
+    return f"batch-{fingerprint[:_KEY_LENGTH]}"
+
+
+def write_output(output: str, report: RunReport, model: str, number: str) -> None:
+    """Write the output file of a finished run, whole or not at all.
+
+    `number` names the column of row numbers.
+    """
     run, folder, name = open_run(report.run), *_split(output)
     plan = need_plan(Ledger(open_store(report.run)))
     lines = output_lines(
         run,
         plan.hash,
-        job.engine.model,
+        model,
         int(datetime.fromisoformat(plan.created).timestamp()),
-        job.output.row_number,
+        number,
     )
     with tempfile.TemporaryDirectory() as scratch:
         local = Path(scratch) / "output.jsonl"
@@ -104,8 +107,8 @@ def _stored(source: str, place: str, models: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         local, rows = Path(scratch) / "requests.parquet", 0
         with pq.ParquetWriter(local, SCHEMA, compression="zstd") as writer:
-            requests = batch_rows(_lines(files[0]), models)
-            while block := list(islice(requests, ROWS_AT_ONCE)):
+            requests = rows_of_requests(_lines(files[0]), models)
+            while block := list(islice(requests, _ROWS_AT_ONCE)):
                 columns = zip(*block, strict=True)
                 arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
                 writer.write_table(pa.table(arrays, schema=SCHEMA))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 URL = "/v1/chat/completions"
-COLUMNS = ("line", "custom_id", "body", "fault")
+REQUEST_COLUMNS = ("line", "custom_id", "body", "fault")
 # Fields of a body that vLLM's SamplingParams have under the same name.
 SAMPLED = frozenset(
     [
@@ -41,13 +41,15 @@ EMPTY: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
 }
-ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant")
 
 
-def batch_rows(lines: Iterable[tuple[int, bytes]], models: Iterable[str]) -> Iterator[list[object]]:
-    """Yield the COLUMNS of each line that is not blank; a wrong line has a fault and no body.
+def rows_of_requests(
+    lines: Iterable[tuple[int, bytes]], models: Iterable[str]
+) -> Iterator[list[object]]:
+    """Yield the REQUEST_COLUMNS of each line that is not blank.
 
-    `lines` are numbered; `models` are the names that a request may ask for.
+    A wrong line has a fault and no body. `lines` are numbered; `models` are the names that a request may ask for.
     """
     names, seen = list(models), set[str]()
     for number, line in lines:
@@ -152,8 +154,8 @@ def _messages(value: object, line: str) -> list[dict[str, str]]:
 
 
 def _message(message: object, where: str) -> dict[str, str]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise ValueError(f"{where}.role is not supported; use {', '.join(ROLES)}")
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise ValueError(f"{where}.role is not supported; use {', '.join(_ROLES)}")
     others = [name for name, value in message.items() if value is not None]
     for name in others:
         if name not in ("role", "content"):

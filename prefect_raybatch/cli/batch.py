@@ -13,7 +13,7 @@ from prefect_raybatch.cli.arguments import (
     in_catalog,
     kept_seconds,
 )
-from prefect_raybatch.cli.drive import run_job
+from prefect_raybatch.cli.drive import job_of_fields, run_job
 from prefect_raybatch.cli.terminal import out
 
 batch_files = typer.Typer()
@@ -48,12 +48,15 @@ def batch(
 
     The output has a line for each request, in input order. A wrong line gets an error.
     """
-    from prefect_raybatch.batches.files import batch_job, write_output
+    from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
+    from prefect_raybatch.compile.resolved import resolve
 
     changes = field_changes(set_)
-    job, key = batch_job(input_file, output_file, model, served_as or (), max_tokens, changes)
+    fields = batch_fields(input_file, output_file, model, served_as or (), max_tokens)
+    job = job_of_fields(fields, changes, "the job of the batch file")
+    key = batch_key(resolve(job).identity.fingerprint)
     report, _ = run_job(job, key, False, False, keep_seconds=kept_seconds(keep_engines))
-    write_output(output_file, report, job)
+    write_output(output_file, report, job.engine.model, job.output.row_number)
     out.print(
         f"wrote {output_file}: {report.good:,} answers, {report.failed:,} errors", markup=False
     )

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from helpers.engines import FakeEngine
 from openai.types.chat import ChatCompletion
-from prefect_raybatch.api import finalize_run, infer_run, plan_run
 
-from prefect_raybatch.batches.files import batch_job, write_output
-from prefect_raybatch.batches.requests import batch_rows, chat_request
+from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
+from prefect_raybatch.batches.requests import chat_request, rows_of_requests
+from prefect_raybatch.cli.drive import job_of_fields
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, SourceError
 
@@ -26,7 +27,7 @@ def request(custom_id: object, url: str = "/v1/chat/completions", **body: Any) -
 
 def row(**body: Any) -> dict[str, Any]:
     line = json.dumps(request("a", **body)).encode()
-    ((number, custom_id, text, fault),) = batch_rows([(7, line)], ["demo"])
+    ((number, custom_id, text, fault),) = rows_of_requests([(7, line)], ["demo"])
     return {"line": number, "custom_id": custom_id, "body": text, "fault": fault}
 
 
@@ -49,14 +50,14 @@ def row(**body: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_line_becomes_a_row_with_its_fault(line: bytes, said: str) -> None:
-    ((_, _, body, fault),) = batch_rows([(7, line)], ["demo"])
+    ((_, _, body, fault),) = rows_of_requests([(7, line)], ["demo"])
     assert body is None
     assert isinstance(fault, str) and fault.startswith("line 7: ") and said in fault
 
 
 def test_a_second_use_of_a_custom_id_is_wrong_and_a_blank_line_is_none() -> None:
     line = json.dumps(request("a")).encode()
-    first, second = batch_rows([(1, line), (2, b" \r"), (3, line)], ["demo"])
+    first, second = rows_of_requests([(1, line), (2, b" \r"), (3, line)], ["demo"])
     assert first[3] is None and "earlier line" in str(second[3]) and second[0] == 3
 
 
@@ -104,9 +105,10 @@ def test_every_line_is_answered_in_order_by_the_same_ids(without_ray: None, tmp_
     source.write_text("\n".join(lines), encoding="utf-8")
 
     def answer() -> list[dict[str, Any]]:
-        job, key = batch_job(str(source), str(output), "demo", [], 64, {})
-        run = plan_run(resolve(job), key)
-        write_output(str(output), finalize_run(job, run, infer_run(job, run, engine=Numbered)), job)
+        job = job_of_fields(batch_fields(str(source), str(output), "demo", [], 64), {}, "job")
+        run = plan_run(resolve(job), batch_key(resolve(job).identity.fingerprint))
+        report = finalize_run(job, run, infer_run(job, run, engine=Numbered))
+        write_output(str(output), report, "demo", job.output.row_number)
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
     first = answer()
@@ -137,6 +139,6 @@ def test_a_file_without_requests_and_a_url_to_write_are_refused(tmp_path: Path) 
     source = tmp_path / "in.jsonl"
     source.write_text("\n\n", encoding="utf-8")
     with pytest.raises(SourceError, match="no requests"):
-        batch_job(str(source), str(tmp_path / "out.jsonl"), "demo", [], 64, {})
+        batch_fields(str(source), str(tmp_path / "out.jsonl"), "demo", [], 64)
     with pytest.raises(ConfigError, match="-o"):
-        batch_job(str(source), "https://host/out.jsonl", "demo", [], 64, {})
+        batch_fields(str(source), "https://host/out.jsonl", "demo", [], 64)

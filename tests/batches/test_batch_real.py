@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.whole
 
 
 def test_the_page_about_batch_files(tmp_path: Path) -> None:
-    run_batch = pytest.importorskip("vllm.entrypoints.openai.run_batch")
+    run_batch = importlib.import_module("vllm.entrypoints.openai.run_batch")
     page = (ROOT / "docs/how-to/batch-files.md").read_text(encoding="utf-8")
     (lines,) = (block.text for block in blocks(page) if block.language == "json")
     (tmp_path / "requests.jsonl").write_text(lines, encoding="utf-8")
@@ -23,7 +24,7 @@ def test_the_page_about_batch_files(tmp_path: Path) -> None:
     found = []
     for _ in range(2):  # the second call finds the run complete
         done = subprocess.run(
-            [sys.executable, "-m", "prefect_raybatch", *words], env=clean(), cwd=tmp_path,
+            [sys.executable, "-m", "prefect_raybatch.cli", *words], env=clean(), cwd=tmp_path,
             timeout=600, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
