@@ -42,8 +42,8 @@ def batch_fields(
 ) -> dict[str, Any]:
     """Store the requests of a batch file beside the output file; return the fields of its job.
 
-    The stored file is named by its content, so the same call makes the same job. Raises `ConfigError`,
-    `SourceError` and the errors of the stores.
+    The stored file is named by its content, so the same call makes the same job.
+    Raises `ConfigError`, `SourceError` and the errors of the stores.
     """
     if output.startswith(("http://", "https://")):
         raise ConfigError("-o: a URL cannot be written. Name a local or s3:// file")

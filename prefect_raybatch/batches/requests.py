@@ -49,7 +49,8 @@ def rows_of_requests(
 ) -> Iterator[list[object]]:
     """Yield the REQUEST_COLUMNS of each line that is not blank.
 
-    A wrong line has a fault and no body. `lines` are numbered; `models` are the names that a request may ask for.
+    A wrong line has a fault and no body. `lines` are numbered; `models` are the names that a
+    request may ask for.
     """
     names, seen = list(models), set[str]()
     for number, line in lines:
