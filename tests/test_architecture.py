@@ -54,6 +54,7 @@ FLOORS = [
     "doctor",
     "flow",
     "tasks blocks",  # addresses of names that live in flow
+    "batches",
     "cli",
     "frames",
 ]

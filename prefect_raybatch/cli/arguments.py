@@ -77,7 +77,7 @@ def field_changes(overrides: list[str] | None) -> dict[str, Any]:
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Start": ("init", "preview", "plan", "run", "demo"),
+    "Start": ("init", "preview", "plan", "run", "batch", "demo"),
     "Watch": ("status", "report", "runs", "history"),
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
@@ -101,6 +101,10 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "run": (
         "raybatch run job.yaml --run-key monday",
         "raybatch run job.yaml --set source.limit=100 --no-prefect",
+    ),
+    "batch": (
+        "raybatch batch -i requests.jsonl -o answers.jsonl --model demo",
+        "raybatch batch -i requests.jsonl -o answers.jsonl --model demo --served-as gpt-4o-mini",
     ),
     "demo": (
         "raybatch demo --rows 1000",
