@@ -16,7 +16,7 @@ pytestmark = pytest.mark.whole
 
 
 def test_the_page_about_batch_files(tmp_path: Path) -> None:
-    run_batch = importlib.import_module("vllm.entrypoints.openai.run_batch")
+    run_batch = importlib.import_module("vllm.entrypoints.launchers.run_batch")
     page = (ROOT / "docs/how-to/batch-files.md").read_text(encoding="utf-8")
     (lines,) = (block.text for block in blocks(page) if block.language == "json")
     (tmp_path / "requests.jsonl").write_text(lines, encoding="utf-8")
