@@ -402,7 +402,7 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
         "source.sample_seed": 0,
         "source.rows_per_shard": limit,
         "engine.replicas": 1,
-        **({} if job.engine.endpoint else {"engine.engines_per_gpu": 1}),
+        **({} if job.engine.endpoint.asked else {"engine.engines_per_gpu": 1}),
         "engine.order": "input" if job.engine.order == "input" else "auto",
         "output.uri": folder,
         "output.options": {},

@@ -104,7 +104,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "batch": (
         "raybatch batch -i requests.jsonl -o answers.jsonl --model demo",
-        "raybatch batch -i requests.jsonl -o answers.jsonl --model demo --served-as gpt-4o-mini",
+        "raybatch batch -i in.jsonl -o out.jsonl --model demo --served-as gpt-4o",
     ),
     "demo": (
         "raybatch demo --rows 1000",

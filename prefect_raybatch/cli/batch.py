@@ -44,7 +44,7 @@ def batch(
     set_: FieldChanges = None,
     keep_engines: KeepEngines = None,
 ) -> None:
-    """Answer the requests of an OpenAI batch file; the same command resumes.
+    """Answer an OpenAI batch file; the same command resumes.
 
     The output has a line for each request, in input order. A wrong line gets an error.
     """

@@ -237,11 +237,14 @@ def model_request(engine: Engine) -> ModelRequest:
         adapters=engine.adapters,
         given=without_tries(engine),
         env=HiddenOptions(engine.env),
-        endpoint=None if engine.endpoint is None else endpoint_spec(engine.endpoint),
+        endpoint=endpoint_spec(engine.endpoint),
     )
 
 
-def endpoint_spec(endpoint: ModelEndpoint) -> EndpointSpec:
+def endpoint_spec(endpoint: ModelEndpoint) -> EndpointSpec | None:
+    """Return the hosted model of a job, None if it has none."""
+    if endpoint.url is None or endpoint.model is None:
+        return None
     return EndpointSpec(
         url=endpoint.url,
         model=endpoint.model,
@@ -423,7 +426,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
         replicas = [replicas, replicas]
     return SizeSpec(
         model=engine.model,
-        device="cpu" if engine.endpoint is not None else engine.device,
+        device="cpu" if engine.endpoint.asked else engine.device,
         replicas=None if replicas == "auto" else (replicas[0], replicas[1]),
         tensor=engine.tensor_parallel_size,
         pipeline=engine.pipeline_parallel_size,
@@ -446,7 +449,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
 
 def _sequences(engine: Engine) -> int | None:
     """Return the requests that an engine may have in flight, None for a number to be chosen."""
-    if engine.endpoint is not None:
+    if engine.endpoint.asked:
         return engine.endpoint.max_in_flight
     return None if engine.max_num_seqs == "auto" else engine.max_num_seqs
 

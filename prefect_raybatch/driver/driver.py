@@ -406,7 +406,7 @@ class Driver:
 
     def _note_lost(self, unit: Unit, why: Loss) -> None:
         if why.fatal:
-            raise error_of(why)
+            raise error_of_loss(why)
         if why.is_death and not why.counted:
             self.progress.core_deaths += 1
         if unit.shard not in self._warned:
@@ -491,7 +491,7 @@ FATAL: dict[str, type[RayBatchError]] = {
 }
 
 
-def error_of(why: Loss) -> RayBatchError:
+def error_of_loss(why: Loss) -> RayBatchError:
     """Return the error that a fatal loss stands for."""
     kind = FATAL.get(why.kind)
     return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

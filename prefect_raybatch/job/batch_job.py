@@ -329,8 +329,7 @@ def check_quality(job: BatchJob) -> None:
 
 def check_price(job: BatchJob) -> None:
     """Raise ValueError for a limit on cost without the price of a GPU."""
-    endpoint = job.engine.endpoint
-    if endpoint is not None and endpoint.priced:
+    if job.engine.endpoint.priced:
         return
     if job.limits.max_cost is not None and not job.cluster.priced:
         raise ValueError(
@@ -430,7 +429,7 @@ def check_own_code(job: BatchJob) -> None:
 
 def check_endpoint(job: BatchJob) -> None:
     """Raise ValueError for a field that has no meaning, or is not supported, with an endpoint."""
-    if job.engine.endpoint is None:
+    if job.engine.endpoint.asked is None:
         return
     for group, allowed in (("engine", HOSTED_ENGINE), ("sampling", HOSTED_SAMPLING)):
         for name in _set(getattr(job, group)):

@@ -6,6 +6,8 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import model_validator
+
 from prefect_raybatch.job.checks import without_user
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.secrets import MASK
@@ -33,11 +35,14 @@ HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 class ModelEndpoint(Group):
     """An HTTP server with the OpenAI API that answers the rows, and its limits."""
 
-    url: str = field(
+    url: str | None = field(
+        None,
         title="URL",
         text="Base URL of the server, with its version. Example: https://api.openai.com/v1.",
     )
-    model: str = field(title="Model", text="Name of the model at the server.", min_length=1)
+    model: str | None = field(
+        None, title="Model", text="Name of the model at the server.", min_length=1
+    )
     key: str | None = field(
         None,
         title="API key",
@@ -94,6 +99,19 @@ class ModelEndpoint(Group):
     _key = field_check("key", by=lambda value: check_key(value))
 
     _url = field_check("url", by=lambda value: check_endpoint_url(value))
+
+    @model_validator(mode="after")
+    def _complete(self) -> ModelEndpoint:
+        if self != ModelEndpoint.model_construct():
+            for name, what in (("url", "the server's base URL"), ("model", "its model's name")):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name} is required: set {what}")
+        return self
+
+    @property
+    def asked(self) -> ModelEndpoint | None:
+        """Return None if the group is empty, which leaves the rows to vLLM."""
+        return self if self.url else None
 
     @property
     def priced(self) -> bool:

@@ -162,8 +162,8 @@ class Engine(Group):
         "the same in every case. decided: once the label is unambiguous. first_token: after one "
         "token; ambiguous rows are sent again. off: generate the complete label.",
     )
-    endpoint: ModelEndpoint | None = field(
-        None,
+    endpoint: ModelEndpoint = field(
+        ModelEndpoint(),
         title="Hosted model",
         text="HTTP server with the OpenAI API that answers the rows in place of vLLM. Default: "
         "engines of this run.",

@@ -71,7 +71,7 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     schema = output.schema_model
     if isinstance(schema, str) and not schema.lstrip().startswith("{") and not class_name(schema):
         reach.read("output.schema_model", schema)
-    if engine.endpoint is not None:
+    if engine.endpoint.url is not None:
         reach.connect_url("engine.endpoint.url", engine.endpoint.url)
         reach.variables("engine.endpoint.key", engine.endpoint.key)
     if engine.model != "demo":

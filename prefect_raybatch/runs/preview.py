@@ -118,7 +118,7 @@ def _answered(
     prepared: Sequence[pa.Table], launch: EngineLaunch, engine: type, clock: PhaseClock
 ) -> list[pa.Table]:
     """Start an engine and return the blocks with its answers."""
-    from prefect_raybatch.driver.driver import error_of
+    from prefect_raybatch.driver.driver import error_of_loss
     from prefect_raybatch.stages.block import is_lost, losses
 
     quiet = {"use_tqdm_on_load": False}  # progress bars would be printed between the tables
@@ -129,7 +129,7 @@ def _answered(
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]
-            raise error_of(loss) if loss.fatal else EngineFailure(loss.message)
+            raise error_of_loss(loss) if loss.fatal else EngineFailure(loss.message)
     return tables
 
 
