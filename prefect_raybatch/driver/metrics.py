@@ -169,7 +169,8 @@ class Endpoint:
 
         # Since Python 3.12 no thread starts while the interpreter ends, so the one that listens
         # answers too.
-        self._server.process_request = partial(TCPServer.process_request, self._server)
+        answers = partial(TCPServer.process_request, self._server)
+        self._server.process_request = answers  # type: ignore[method-assign]
         with self._scraped:
             if self._is_scraped:
                 self._scraped.wait_for(all_seen, LAST_SCRAPE_SECONDS)
