@@ -96,7 +96,7 @@ TOKENS = HiddenColumn(
     "tokens", TOKENS_TYPE, "endpoint.prepare prepare texts", "engine runs.preview"
 )
 """Always: the prompt, empty for a failed row."""
-CHAT = HiddenColumn("chat", pa.string(), "endpoint.prepare", "endpoint.stage engine")
+CHAT = HiddenColumn("chat", pa.string(), "endpoint.prepare", "endpoint.stage engine runs.preview")
 """JSON of the row's chat messages, for a hosted model."""
 SECOND = HiddenColumn("second", TOKENS_TYPE, "texts", "engine")
 """The other prompt of a row that compares two."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from prefect_raybatch.driver.heartbeat import read_beats
 from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
+from prefect_raybatch.stages.block import losses
 from prefect_raybatch.stages.endpoint import client
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
+from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.storage import open_store
 
 ROWS = 20
@@ -98,19 +103,51 @@ def test_each_row_is_asked_once_and_its_answer_is_in_the_result(server, tmp_path
     assert written and not any(KEY.encode() in file.read_bytes() for file in written)
 
 
-def test_the_key_goes_to_the_engines_alone(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYBATCH_SECRET_LARGE", KEY)
-    monkeypatch.setattr(pipeline_module, "limiter_of", lambda *_: None)  # an actor, on Ray
-    job = job_of(server, tmp_path, endpoint={"key": "${RAYBATCH_SECRET_LARGE}"})
+def pipeline_of(job: BatchJob) -> Pipeline:
     run = plan_run(job, "night")
     ledger = Ledger(open_store(run.uri))
     plan, shards = load_run(ledger, run)
     spec = compile_planned(job, plan)
     size = for_attempt(spec.sizes, plan, assumed(spec.sizes))
-    pipeline = Pipeline(spec, plan, shards, ledger.store, "attempt", size)
+    return Pipeline(spec, plan, shards, ledger.store, "attempt", size)
+
+
+def test_a_refusal_ends_the_other_blocks_of_the_engine_with_the_same_error(server, tmp_path):
+    together = threading.Barrier(2)
+
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        text = body["messages"][-1]["content"]
+        if text in ("Company 0", "Company 5"):  # of the first and the second shard
+            together.wait(60)
+        if text == "Company 5":
+            refused.wait(60)
+        return failing(401, "bad key") if text == "Company 0" else None
+
+    refused, server.fault = threading.Event(), fault
+    pipeline = pipeline_of(job_of(server, tmp_path))
+    prepare, launch, _ = pipeline.stages(False)
+    assert launch is not None
+    units = [Unit(shard, 0, 5) for shard in range(2)]
+    tasks = pipeline.read_tasks(units, False)
+    blocks = [prepare(table) for task in tasks for table in pipeline.reader.read(task)]
+    stage = EndpointStage(launch)
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(stage, blocks[1])
+        first = stage(blocks[0])
+        refused.set()
+        for table in (first, second.result(60)):
+            assert "401" in losses(table)[0].message and losses(table)[0].fatal
+    stage.close()
+
+
+def test_the_key_goes_to_the_engines_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYBATCH_SECRET_LARGE", KEY)
+    monkeypatch.setattr(pipeline_module, "limiter_of", lambda *_: None)  # an actor, on Ray
+    job = job_of(server, tmp_path, endpoint={"key": "${RAYBATCH_SECRET_LARGE}"})
+    pipeline = pipeline_of(job)
     prepare, launch, finish = pipeline.stages(False)
     assert KEY.encode() in cloudpickle.dumps(launch) and KEY not in repr(launch)
-    for other in (prepare, finish, pipeline.reader, spec):
+    for other in (prepare, finish, pipeline.reader, pipeline.spec):
         assert KEY.encode() not in cloudpickle.dumps(other)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -83,9 +84,15 @@ class EndpointStage(EngineStage):
             self._refused = why
             with self._lock:
                 engine, self.engine = self.engine, None
+            if self._teller is not None:
+                self._teller.end()
             if engine is not None:  # so that blocks that come later are given back at once
                 engine.close()
             return lost_all(table, why)
+        except CancelledError:  # another block met the error that ended the engine
+            if self._refused is None:
+                raise
+            return lost_all(table, self._refused)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[RowAnswer]:
         params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
