@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ from prefect_raybatch.stages.block import losses
 from prefect_raybatch.stages.endpoint import client
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
+from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.storage import open_store
 
 ROWS = 20
@@ -109,7 +111,7 @@ def pipeline_of(job: BatchJob) -> Pipeline:
     plan, shards = load_run(ledger, run)
     spec = compile_planned(job, plan)
     size = for_attempt(spec.sizes, plan, assumed(spec.sizes))
-    return Pipeline(spec, plan, shards, ledger.store, "attempt", size)
+    return Pipeline(spec, plan, shards, ledger.store, uuid.uuid4().hex, size)
 
 
 def test_a_refusal_ends_the_other_blocks_of_the_engine_with_the_same_error(server, tmp_path):
@@ -138,6 +140,13 @@ def test_a_refusal_ends_the_other_blocks_of_the_engine_with_the_same_error(serve
         for table in (first, second.result(60)):
             assert "401" in losses(table)[0].message and losses(table)[0].fatal
     stage.close()
+
+
+def test_the_actor_in_place_of_one_that_died_asks_no_vllm(server, tmp_path, monkeypatch):
+    died = note.Left(note.ROWS, cause=note.SILENT)
+    monkeypatch.setattr(note.Note, "left", lambda self: died)
+    _, folder = run_of(job_of(server, tmp_path))
+    assert len(answers(folder)) == len(server.bodies) == ROWS
 
 
 def test_the_key_goes_to_the_engines_alone(server, tmp_path, monkeypatch):

@@ -70,6 +70,10 @@ class EndpointStage(EngineStage):
             self._journal = Journal(spec.store)
         self.engine, self._refused = cast("SteppedEngine", engine), None
 
+    def _prove(self, cause: str, first: int = 1) -> None:
+        """Do nothing: no row can kill the server, and it told its models at the start."""
+        self._suspect = None
+
     def close(self) -> None:
         super().close()
         if self._journal is not None:
