@@ -31,9 +31,9 @@ class WrongAnswer(StrictRecord):
 class Accuracy(StrictRecord):
     """How many golden rows of the run with this `plan` were answered right.
 
-    `right` of the `rows` golden rows with an answer were; `low` and `high` are the ends of the 95 %
-    interval (0 to 1). `unanswered` golden rows are not among the answered rows of the run. `wrong`
-    are some of the others.
+    `right` of the `rows` golden rows that the run has were; `low` and `high` are the ends of the
+    95 % interval (0 to 1). `unanswered` golden rows are not in the run. `wrong` are some of those
+    that were not right.
     """
 
     plan: str

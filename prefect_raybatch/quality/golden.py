@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MOST_GOLDEN_BYTES = 64 << 20  # of a golden file
 WRONG_SHOWN = 10
+FAILED_ANSWER = "(failed)"
 LONGEST_TEXT = 200  # characters of a shown value
 GoldenKey = tuple[str, ...]
 GoldenRow = Mapping[str, object]
@@ -85,12 +86,34 @@ def as_text(value: object) -> str:
     return "" if value is None else str(value).strip()
 
 
-def accuracy_on(golden: Golden, result: pyarrow.dataset.Dataset, plan: str) -> Accuracy:
-    """Return the accuracy of a result on the golden rows.
+def accuracy_on(
+    golden: Golden,
+    result: pyarrow.dataset.Dataset,
+    quarantine: pyarrow.dataset.Dataset | None,
+    plan: str,
+) -> Accuracy:
+    """Return the accuracy of a run on the golden rows; a failed row is a wrong answer.
 
     If several rows of the result have the key of a golden row, the first one counts, since equal
-    rows are no independent evidence. Raises `ConfigError` if the result lacks a column.
+    rows are no independent evidence. `quarantine` holds the failed rows, None if there are none.
+    Raises `ConfigError` if the result lacks a column.
     """
+    answers: dict[GoldenKey, str] = {}
+    if result.count_rows():  # else it has no columns either
+        answers = _answers(golden, result)
+    for key in _failed(golden, quarantine):
+        answers.setdefault(key, FAILED_ANSWER)
+    wrong = [
+        WrongAnswer(_cut(", ".join(key)), _cut(golden.answers[key]), _cut(answers[key]))
+        for key in answers
+        if answers[key] != golden.answers[key]
+    ]
+    right, unanswered = len(answers) - len(wrong), len(golden.answers) - len(answers)
+    return accuracy_of(plan, right, len(answers), unanswered, wrong[:WRONG_SHOWN])
+
+
+def _answers(golden: Golden, result: pyarrow.dataset.Dataset) -> dict[GoldenKey, str]:
+    """Return the answers of the golden rows in a result. Raises as `accuracy_on`."""
     for name in (*golden.columns, golden.answer):
         if name not in result.schema.names:
             raise ConfigError(
@@ -105,13 +128,20 @@ def accuracy_on(golden: Golden, result: pyarrow.dataset.Dataset, plan: str) -> A
             key = tuple(as_text(row[name]) for name in golden.columns)
             if key in golden.answers:
                 answers.setdefault(key, as_text(row[golden.answer]))
-    wrong = [
-        WrongAnswer(_cut(", ".join(key)), _cut(golden.answers[key]), _cut(answers[key]))
-        for key in answers
-        if answers[key] != golden.answers[key]
-    ]
-    right, unanswered = len(answers) - len(wrong), len(golden.answers) - len(answers)
-    return accuracy_of(plan, right, len(answers), unanswered, wrong[:WRONG_SHOWN])
+    return answers
+
+
+def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Iterator[GoldenKey]:
+    """Yield the keys of golden rows that failed; none if their input lacks a column of the key."""
+    if quarantine is None:
+        return
+    for batch in quarantine.to_batches(columns=["input"]):
+        for row in batch.column(0).to_pylist():
+            if row is None or not set(golden.columns) <= set(row):
+                continue
+            key = tuple(as_text(row[name]) for name in golden.columns)
+            if key in golden.answers:
+                yield key
 
 
 def _candidates(batch: pa.RecordBatch, column: str, values: set[str]) -> pa.RecordBatch:

@@ -36,7 +36,9 @@ def measured(
     golden = golden_of(quality, output)
     if golden is None:
         return report
-    accuracy = accuracy_on(golden, report.dataset(output.options or None), plan.hash)
+    options = output.options or None
+    failed = report.quarantine(options) if report.failed else None
+    accuracy = accuracy_on(golden, report.dataset(options), failed, plan.hash)
     if accuracy != before:
         put_accuracy(store, accuracy)
         report = load_report(store)

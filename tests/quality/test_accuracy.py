@@ -25,6 +25,7 @@ from prefect_raybatch.api import (
 )
 from prefect_raybatch.errors import ConfigError, QualityTooLow
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.quality.golden import accuracy_on, read_golden
 from prefect_raybatch.report.html import html
@@ -32,6 +33,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import history_markdown
 from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.stages.block import Failure, with_failures
 
 ROWS = 60
 
@@ -126,12 +128,12 @@ def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
 def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None:
     golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n2,b\n9,c\n"), {}, [], "answer")
     table = pa.table({"id": [1, 2, 2, 3, None], "answer": ["a", "x", "b", "a", "a"]})
-    accuracy = accuracy_on(golden, ds.dataset(table), "plan")
+    accuracy = accuracy_on(golden, ds.dataset(table), None, "plan")
     assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (1, 2, 1)
     (wrong,) = accuracy.wrong
     assert (wrong.row, wrong.expected, wrong.answer) == ("2", "b", "x")
     with pytest.raises(ConfigError, match=r"no column 'id'.*output\.columns"):
-        accuracy_on(golden, ds.dataset(table.drop_columns(["id"])), "plan")
+        accuracy_on(golden, ds.dataset(table.drop_columns(["id"])), None, "plan")
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -198,6 +200,39 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Pat
     assert f"{first.good} of {first.good} golden rows right" in (
         Path(report.run) / "_raybatch" / "report.md"
     ).read_text(encoding="utf-8")
+
+
+def test_a_golden_row_that_failed_is_wrong(tmp_path: Path) -> None:
+    golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n2,b\n3,c\n4,d\n"), {}, [], "answer")
+    result = ds.dataset(pa.table({"id": [1, 2], "answer": ["a", "b"]}))
+    failed = ds.dataset(pa.table({"_row": [5, 6], "input": [{"id": 3}, {"id": 7}]}))
+    accuracy = accuracy_on(golden, result, failed, "plan")
+    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (2, 3, 1)
+    assert [(one.row, one.answer) for one in accuracy.wrong] == [("3", "(failed)")]
+    keyless = ds.dataset(pa.table({"input": [{"Company": "x"}]}))
+    assert accuracy_on(golden, result, keyless, "plan").rows == 2
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_golden_rows_that_fail_withhold_publishing(tmp_path: Path) -> None:
+    class Fails(FakeEngine):
+        def __call__(self, table: pa.Table) -> pa.Table:
+            failure = Failure("engine", "ValueError", "no")
+            return with_failures(super().__call__(table), [failure] * table.num_rows)
+
+    first = completed(job_of(tmp_path), "first")
+    golden = golden_of_run(first, tmp_path, planted=0)
+    job = edited(
+        job_of(tmp_path, golden=golden, at_least=0.5),
+        {"limits.max_failed_fraction": 1.0, "quality.key": ["id"]},
+        "the job",
+    )
+    run = plan_run(job, "second")
+    report = finalize_run(job, run, infer_run(job, run, engine=Fails))
+    assert report.accuracy is not None
+    assert (report.accuracy.right, report.accuracy.rows) == (0, first.good)
+    with pytest.raises(QualityTooLow):
+        publish_run(job, report.run)
 
 
 @pytest.mark.usefixtures("without_ray")
