@@ -65,7 +65,7 @@ def rows_of_requests(
 
 
 def _read(line: bytes, models: list[str]) -> tuple[str, object, str | None]:
-    """Return custom_id ("" if there is none), body and fault of a line."""
+    """Return the custom_id of a line ("" if it has none), its body and its fault, if any."""
     try:
         request = json.loads(line.decode("utf-8"), parse_constant=_not_json)
     except (ValueError, RecursionError) as error:

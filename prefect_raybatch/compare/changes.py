@@ -1,4 +1,4 @@
-"""Which answers changed, and in what share of all rows that is to be expected. Pure."""
+"""Finds which answers changed, and estimates the share of all rows that would change. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Diff:
 
     @property
     def share(self) -> float:
-        """The share of the sampled rows that changed."""
+        """Return the share of the sampled rows that changed."""
         return self.changed / self.rows
 
     def line(self) -> str:

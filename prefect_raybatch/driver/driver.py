@@ -486,7 +486,12 @@ def cut(unit: Unit) -> list[Unit]:
 FATAL: dict[str, type[RayBatchError]] = {
     kind.__name__: kind
     for kind in (
-        *(SourceError, StoreError, CorruptRun, ConfigError, EndpointRefused, EndpointUnavailable),
+        SourceError,
+        StoreError,
+        CorruptRun,
+        ConfigError,
+        EndpointRefused,
+        EndpointUnavailable,
     )
 }
 

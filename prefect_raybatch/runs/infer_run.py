@@ -349,7 +349,7 @@ class Attempt:
             on_pass=self.monitor.pass_began,
             warm=warm,
             early=early.name,
-            others=seconds_of_others(phase.ledger, self.name, time.time()),
+            others=self._seconds_of_others(),
         )
         self.monitor.meter.tokens_cost = pipeline.tokens_cost
         self.monitor.watch(pipeline)
@@ -357,6 +357,13 @@ class Attempt:
         stack.callback(self.monitor.note_start)
         stack.callback(self.monitor.look_at_deaths)
         return pipeline
+
+    def _seconds_of_others(self) -> float:
+        """Return how long a hosted model's limits still count requests of earlier attempts."""
+        endpoint = self.phase.spec.engine.model.endpoint
+        if endpoint is None or not endpoint.limited:
+            return 0.0
+        return seconds_of_others(self.phase.ledger, self.name, time.time())
 
     def run(self, pipeline: Pipeline, user: User) -> Progress:
         """Send the pending shards through the pipeline; return the progress at the end."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -20,7 +21,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.stages.block import Row
+from prefect_raybatch.stages.block import Row, Tokenizer
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -171,33 +172,30 @@ def _prompts(model: PinnedModel, table: pa.Table) -> list[PreviewedPrompt]:
 
     if passes_by(table):
         return []
-    if CHAT in table.column_names:
-        return _hosted_prompts(table)
-    tokenizer = load_tokenizer(*models.tokenizer_place(model))
+    asked = CHAT
+    shown: Callable[[Any], tuple[str, int]] = _of_messages
+    if CHAT not in table.column_names:
+        asked, shown = TOKENS, partial(_of_tokens, load_tokenizer(*models.tokenizer_place(model)))
     prompts = []
-    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, TOKENS, ERROR))
-    for at, ids, error in zip(*columns, strict=True):
+    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, asked, ERROR))
+    for at, value, error in zip(*columns, strict=True):
         trouble = f"{error['kind']}: {error['message']}" if error else ""
-        text = "" if error else tokenizer.decode(ids)
-        prompts.append(PreviewedPrompt(at, text, 0 if error else len(ids), trouble))
+        text, tokens = ("", 0) if error else shown(value)
+        prompts.append(PreviewedPrompt(at, text, tokens, trouble))
     return prompts
 
 
-def _hosted_prompts(table: pa.Table) -> list[PreviewedPrompt]:
-    """Return the messages for a hosted model, whose tokens are estimated."""
-    from prefect_raybatch.ledger.layout import POSITION_COLUMN
-    from prefect_raybatch.stages.columns import CHAT, ERROR
+def _of_tokens(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, int]:
+    return tokenizer.decode(ids), len(ids)
+
+
+def _of_messages(text: str) -> tuple[str, int]:
+    """Return the messages for a hosted model as lines, and about how many tokens they have."""
     from prefect_raybatch.stages.endpoint.body import prompt_estimate
 
-    prompts = []
-    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, CHAT, ERROR))
-    for at, text, error in zip(*columns, strict=True):
-        messages = json.loads(text or "[]")
-        trouble = f"{error['kind']}: {error['message']}" if error else ""
-        lines = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
-        tokens = 0 if error else prompt_estimate(messages)
-        prompts.append(PreviewedPrompt(at, lines, tokens, trouble))
-    return prompts
+    messages = json.loads(text)
+    lines = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    return lines, prompt_estimate(messages)
 
 
 class PhaseClock:

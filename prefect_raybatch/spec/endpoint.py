@@ -29,6 +29,11 @@ class EndpointSpec:
     price_out: float | None
     batch: bool
 
+    @property
+    def limited(self) -> bool:
+        """Return whether there is a limit per minute."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
     def api_key(self) -> str:
         """Return the API key, "" for none, from its environment variable if it names one.
 
