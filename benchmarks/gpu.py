@@ -9,6 +9,7 @@ Work, greedy in all cases:
   company    a company's industry from its name: about 104 prompt tokens, one of nine choices
   long       512 tokens out for each of short prompts, end tokens ignored
   varied     the same with 128 to 512 tokens out, another number for each row
+  mixed      lognormal lengths, of about 450 prompt tokens and 45 out on average
   prefix     256 prefixes of about 512 tokens, shuffled, with a short ending; 128 tokens out
   record     a JSON record held by a regular expression, from a text of 150 words
   triage     about 150 prompt tokens of which half are shared, 24 tokens out
@@ -54,6 +55,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -139,7 +141,16 @@ DIMENSIONS = {
         "vocab_size": 32000,
     },
 }
-OUT = {"long": 512, "varied": 512, "prefix": 128, "triage": 24, "mid": 64, "rag": 32}  # at most
+# Tokens of an answer, at most.
+OUT = {
+    "long": 512,
+    "varied": 512,
+    "mixed": 256,
+    "prefix": 128,
+    "triage": 24,
+    "mid": 64,
+    "rag": 32,
+}
 # One record as JSON text: three words of a list, a number, a flag and a share.
 RECORD = (
     r'\{"industry": "(law|health|technology|retail|consulting|finance|other)", '
@@ -150,7 +161,7 @@ RECORD_WORDS, RECORD_TOKENS = 150, 96  # words of a row, and the most tokens of 
 WORK = ("company", "record", *OUT)
 # Words of a row of its own, of about 2.8 tokens each, beside the system message.
 OWN_WORDS = {"triage": 20, "mid": 100, "rag": 670}
-LENGTH = {"company": 256, "rag": 4096}  # max_model_len, where it is not 1024
+LENGTH = {"company": 256, "mixed": 2560, "rag": 4096}  # max_model_len, where it is not 1024
 WORDS = [
     "Acme",
     "Stone",
@@ -283,6 +294,15 @@ def make_rows(work: str, count: int) -> list[dict[str, Any]]:
     if work in OWN_WORDS:
         return [
             {"text": f"{draw.randint(1, 10**9)} {words(OWN_WORDS[work])}", "out": OUT[work]}
+            for _ in range(count)
+        ]
+    if work == "mixed":  # lognormal: about 450 tokens in and 45 out on average
+
+        def long(mean: float, most: int) -> int:
+            return min(most, 1 + round(draw.lognormvariate(math.log(mean) - 0.32, 0.8)))
+
+        return [
+            {"text": f"{draw.randint(1, 10**9)} {words(long(130, 700))}", "out": long(45, 256)}
             for _ in range(count)
         ]
     least = 128 if work == "varied" else 512
