@@ -8,13 +8,11 @@ retry or swallow an exception in a task and lose its text.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Iterable, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise, starmap
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -23,6 +21,7 @@ import pyarrow as pa
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model.tokenizer_class import PLAIN_CLASS, class_of_tokenizer
 from prefect_raybatch.stages.columns import ERROR, LOST, LOST_ROWS, POSITION, SHARD, SPENT_COLUMNS
 from prefect_raybatch.words import storable
 
@@ -200,26 +199,24 @@ class Tokenizer(Protocol):
 @lru_cache(maxsize=4)
 def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Tokenizer:
     """Return the model's tokenizer, loaded once per worker process."""
-    if _tokenizer_class(path) == "PreTrainedTokenizerFast":
-        # The class that AutoTokenizer would choose, without the six seconds of imports it needs.
-        from transformers import PreTrainedTokenizerFast
+    name = class_of_tokenizer(path, revision)
+    if name is not None and not trust_remote_code:
+        import transformers
 
-        return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(path))
+        named = getattr(transformers, name, None)
+        base = transformers.PreTrainedTokenizerBase
+        if (
+            hasattr(transformers, PLAIN_CLASS)
+            and isinstance(named, type)
+            and issubclass(named, base)
+        ):
+            return cast(Tokenizer, named.from_pretrained(path, revision=revision or "main"))
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code
     )
     return cast(Tokenizer, made)
-
-
-def _tokenizer_class(path: str) -> str | None:
-    try:
-        config = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    name: str | None = config.get("tokenizer_class")
-    return name
 
 
 def units_of(table: pa.Table) -> list[Unit]:
