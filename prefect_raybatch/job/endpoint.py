@@ -29,7 +29,7 @@ TOKENIZER_PROMPT = (
 )
 TOKENIZER_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
 
-# Shards in flight per worker with the batch API: a batch may take 24 hours, so most runs send all of
+# Shards in flight per worker with the batch API: a batch may take a day, so most runs send all of
 # their shards at once.
 HOSTED_BATCH_SHARDS = 100
 HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes

@@ -350,9 +350,9 @@ class EndpointEngine:
             )
 
 
-def ask_for_model(spec: EndpointSpec) -> None:
+def ask_for_model(spec: EndpointSpec, engine: type[EndpointEngine] = EndpointEngine) -> None:
     """Ask a server whether it has the model. Raises as `EndpointEngine` does, and `ConfigError`."""
-    EndpointEngine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
+    engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
 
 def _parsed(response: httpx.Response) -> HostedAnswer | str:

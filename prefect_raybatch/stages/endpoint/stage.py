@@ -127,11 +127,11 @@ class EndpointStage(EngineStage):
             requests[i] = HostedRequest(body, tokens, key, keep)
         hosted = cast("EndpointEngine", engine)
         answers.update(
-            zip(requests, self._answers(hosted, shards, list(requests.values())), strict=True)
+            zip(requests, self._ask_server(hosted, shards, list(requests.values())), strict=True)
         )
         return [(i, asked.served(i), _completion(answers[i], params[i])) for i in asked.rows]
 
-    def _answers(
+    def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
     ) -> Sequence[HostedAnswer]:
         """Return the answers to requests of these shards, in their order."""

@@ -71,11 +71,11 @@ class Batch:
             line = error.get("line") if isinstance(error, dict) else None
             errors.append((*said_in(error), line if isinstance(line, int) else None))
         return cls(
-            *map(str, texts),
-            _text(value.get("output_file_id")),
-            _text(value.get("error_file_id")),
-            sum(_count(counts.get(name)) for name in ("completed", "failed")),
-            tuple(errors),
+            *texts,
+            output_file_id=_text(value.get("output_file_id")),
+            error_file_id=_text(value.get("error_file_id")),
+            done=sum(_count(counts.get(name)) for name in ("completed", "failed")),
+            errors=tuple(errors),
         )
 
     @property
@@ -111,6 +111,8 @@ class BatchApi(Protocol):
         """Return a file's content; None if it is gone."""
         ...
 
+    def has_file(self, file_id: str) -> bool: ...
+
     def delete(self, file_id: str) -> None: ...
 
     def pause(self, seconds: float) -> None: ...
@@ -125,8 +127,8 @@ class BatchEngine(EndpointEngine):
 
     def upload(self, name: str, data: bytes) -> str:
         # A file whose upload is repeated is stored twice, which costs nothing.
-        given = {"files": {"file": (name, data)}, "data": {"purpose": "batch"}}
-        return self._call("POST", "/files", _id, **given)
+        given: dict[str, Any] = {"files": {"file": (name, data)}, "data": {"purpose": "batch"}}
+        return str(self._call("POST", "/files", _id, **given))
 
     def create(self, file_id: str, key: str) -> Batch:
         body = {"input_file_id": file_id, "endpoint": BATCH_URL, "completion_window": WINDOW}
@@ -142,7 +144,8 @@ class BatchEngine(EndpointEngine):
         after = ""
         for _ in range(MOST_PAGES):
             params = {"limit": str(PAGE), **({"after": after} if after else {})}
-            batches, more = self._call("GET", "/batches", _page, params=params)
+            page = self._call("GET", "/batches", _page, params=params)
+            batches, more = page or ([], False)
             found += [batch for batch in batches if batch.input_file_id == file_id]
             if not batches or not more:
                 break
@@ -156,13 +159,16 @@ class BatchEngine(EndpointEngine):
     def download(self, file_id: str) -> bytes | None:
         return self._call("GET", f"/files/{file_id}/content", _content, accepted=GONE)
 
+    def has_file(self, file_id: str) -> bool:
+        return self._call("GET", f"/files/{file_id}", _id, accepted=GONE) is not None
+
     def delete(self, file_id: str) -> None:
         self._call("DELETE", f"/files/{file_id}", _anything, accepted=(400, *GONE))
 
     def files(self) -> list[tuple[str, str]]:
         """Return the (id, name) of each input file at the server."""
         params = {"purpose": "batch", "limit": str(FILES_PAGE)}
-        return self._call("GET", "/files", _names, params=params)
+        return self._call("GET", "/files", _names, params=params) or []
 
     def pause(self, seconds: float) -> None:
         self._do(asyncio.sleep(seconds))
@@ -194,7 +200,7 @@ class BatchEngine(EndpointEngine):
         read: Callable[[httpx.Response], Returned],
         accepted: tuple[int, ...] = (),
         **given: Any,
-    ) -> Returned:
+    ) -> Returned | None:
         """Return the answer to a call; None if its status is one of `accepted`."""
         try:
             found: Returned = self._do(self._called(method, path, read, **given))

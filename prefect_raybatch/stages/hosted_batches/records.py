@@ -124,9 +124,16 @@ def read_outcome(store: Store, slot: Slot) -> Outcome | None:
     return Outcome(answers, str(head.get("why", "")), head.get("counts") is not False)
 
 
-def read_slots(store: Store, shard: int) -> list[Slot]:
-    """Return the slots of a shard in their order, each with its batch and its end."""
-    return _slots(store, store.list(f"{BATCHES}/{shard:08d}"), ended=True)
+def read_slots(store: Store, shard: int) -> tuple[list[Slot], int]:
+    """Return the slots of a shard in their order, each with its batch and its end; and a number.
+
+    The number is above those of all its slots, damaged ones included. Whoever gets it by `put_slot`
+    knows all slots before its own.
+    """
+    infos = list(store.list(f"{BATCHES}/{shard:08d}"))
+    matches = (_NAME.match(info.path) for info in infos)
+    number = max((int(match[2]) for match in matches if match), default=-1) + 1
+    return _slots(store, infos, ended=True), number
 
 
 def open_slots(store: Store) -> list[Slot]:
@@ -154,12 +161,6 @@ def _slots(store: Store, infos: Iterable[Any], ended: bool) -> list[Slot]:
             slot.outcome = read_outcome(store, slot)
         slots.append(slot)
     return slots
-
-
-def next_number(store: Store, shard: int) -> int:
-    """Return a number above those of all slots of a shard, damaged ones included."""
-    matches = (_NAME.match(info.path) for info in store.list(f"{BATCHES}/{shard:08d}"))
-    return max((int(match[2]) for match in matches if match), default=-1) + 1
 
 
 def remove_records(store: Store) -> None:

@@ -28,7 +28,6 @@ from prefect_raybatch.stages.hosted_batches.lines import (
 from prefect_raybatch.stages.hosted_batches.records import (
     Outcome,
     Slot,
-    next_number,
     put_batch,
     put_outcome,
     put_slot,
@@ -70,7 +69,6 @@ class ShardBatches:
         cancelled.
         """
         asked = {request.key: request for request in requests}
-        self._adopt(asked)
         wait = FIRST_POLL
         try:
             while True:
@@ -95,15 +93,21 @@ class ShardBatches:
             with suppress(Exception):  # the cluster is gone
                 self.api.wait_for(self.shard, BatchCounts())
 
-    def _adopt(self, asked: Mapping[str, HostedRequest]) -> None:
-        """Take over the slots that hold any of the requests; find or create their batches."""
+    def _adopt(self, asked: Mapping[str, HostedRequest]) -> tuple[bool, int]:
+        """Take over the slots that hold any of the requests; find or create their batches.
+
+        Return whether there were any, and the number of the next slot.
+        """
         known = {slot.number for slot in self._slots}
-        for slot in read_slots(self.store, self.shard):
-            if slot.number in known or not asked.keys() & set(slot.keys):
-                continue
+        slots, number = read_slots(self.store, self.shard)
+        fresh = [
+            slot for slot in slots if slot.number not in known and asked.keys() & set(slot.keys)
+        ]
+        for slot in fresh:
             self._slots.append(slot)
             if slot.outcome is None and slot.batch_id is None:
                 self._find_or_create(slot, LOOKS)
+        return bool(fresh), number
 
     def _open(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.outcome is None]
@@ -133,13 +137,14 @@ class ShardBatches:
     def _send(self, pending: Sequence[HostedRequest], asked: Mapping[str, HostedRequest]) -> None:
         """Upload requests, record the files, and create their batches.
 
-        Stops at the first file whose number another driver has taken: what that one sent is taken
-        over first.
+        What another driver has sent meanwhile is taken over first, and nothing is sent then.
         """
         self._check_cancelled()
         if self._full:
             self.api.pause(min(MOST_FULL_PAUSE, FULL_PAUSE * 2.0 ** min(self._full - 1, 10)))
-        number = next_number(self.store, self.shard)
+        is_behind, number = self._adopt(asked)
+        if is_behind:
+            return
         for requests, data in split_requests(pending):
             keys = [request.key for request in requests]
             if not data:
@@ -152,7 +157,6 @@ class ShardBatches:
             slot = Slot(self.shard, number, file_id, keys)
             if not put_slot(self.store, slot):
                 self.api.delete(file_id)
-                self._adopt(asked)
                 return
             self._slots.append(slot)
             self._find_or_create(slot, 0)
@@ -186,8 +190,11 @@ class ShardBatches:
             return
 
     def _refused(self, slot: Slot, error: CallRefused) -> None:
-        """End a slot whose file is gone; raise `EndpointRefused` for any other refusal."""
-        if error.status != 404:
+        """End a slot whose file is gone; raise `EndpointRefused` for any other refusal.
+
+        Another driver may have removed the file, after the end of its batch.
+        """
+        if self.api.has_file(slot.file_id):
             raise EndpointRefused(f"engine.endpoint.batch: {error}")
         self._end(slot, Outcome({}, f"the input file is gone ({error})", True), ())
 
@@ -229,9 +236,6 @@ class ShardBatches:
         """Record what an ended batch has answered, then remove its files from the server."""
         files = [one for one in (batch.output_file_id, batch.error_file_id) if one]
         contents = [self.api.download(one) for one in files]
-        if None in contents and (outcome := read_outcome(self.store, slot)) is not None:
-            slot.outcome = outcome  # of another driver, which has removed the files
-            return
         answers = read_lines((data for data in contents if data is not None), slot.keys)
         counts = self._look_at_errors(slot, batch, answers)
         if answers.refusal or (batch.status == "cancelled" and was_cancelled(self.store)):
@@ -273,13 +277,15 @@ class ShardBatches:
 
     def _end(self, slot: Slot, outcome: Outcome, files: Sequence[str]) -> None:
         """Record the end of a slot's batch, count its tokens, and remove its files."""
-        slot.outcome = outcome
         if put_outcome(self.store, slot, outcome):
+            slot.outcome = outcome
             answers = outcome.answers.values()
             self.api.bill(
                 sum(answer.prompt_tokens for answer in answers),
                 sum(answer.output_tokens for answer in answers),
             )
+        else:
+            slot.outcome = read_outcome(self.store, slot) or outcome
         for file_id in files:
             self.api.delete(file_id)
 

@@ -47,7 +47,7 @@ class BatchStage(EndpointStage):
         except StoreError as error:  # what was sent is recorded, so the next pass goes on with it
             return lost_all(table, Loss(type(error).__name__, str(error)))
 
-    def _answers(
+    def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
     ) -> Sequence[HostedAnswer]:
         if not requests:
