@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -207,21 +206,29 @@ def stages_of(job: BatchJob) -> tuple[Pipeline, BatchStage, list[pa.Table]]:
     return pipeline, BatchStage(launch), blocks
 
 
-def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp_path):
+def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp_path, monkeypatch):
     server.service.clock = lambda: now[0]
-    now = [0.0]
+    now, news = [0.0], threading.Condition()
     server.service.takes = 10.0
+    tell = Limiter.wait_for
+
+    def told(self: Limiter, number: int, batches: BatchCounts) -> None:
+        tell(self, number, batches)
+        with news:
+            news.notify_all()
+
+    monkeypatch.setattr(Limiter, "wait_for", told)
     pipeline, stage, blocks = stages_of(job_of(server, tmp_path))
-    told: list[str] = []
+
+    def wait_until(text: str) -> None:
+        with news:
+            assert news.wait_for(lambda: pipeline.batches() == text, 60), pipeline.batches()
+
     with ThreadPoolExecutor(SHARDS) as pool:
         answered = [pool.submit(stage, block) for block in blocks]
-        while len(server.service.batches) < SHARDS or "4 batches, 0 of 20" not in told[-1]:
-            told.append(pipeline.batches())
-            threading.Event().wait(0.01)
+        wait_until("4 batches, 0 of 20 requests done")
         now[0] = 6.0
-        while "12 of 20 requests done" not in told[-1]:
-            told.append(pipeline.batches())
-            threading.Event().wait(0.01)
+        wait_until("4 batches, 12 of 20 requests done")
         now[0] = 10.0
         for table in answered:
             assert table.result(60).num_rows == ROWS // SHARDS
@@ -303,4 +310,3 @@ def test_a_preview_asks_single_requests_and_the_plan_names_the_batches(server, t
     figures = {figure.name: figure for figure in dry_run(job, "plan").figures}
     assert figures["batches at once"].value == "4 of 4"
     assert "24 hours" in figures["batches at once"].why
-    assert os.environ.get("OPENAI_API_KEY") is None or KEY

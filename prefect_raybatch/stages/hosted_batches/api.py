@@ -59,9 +59,9 @@ class Batch:
         """Return the batch in a server's answer. Raises ValueError if it is none."""
         if not isinstance(value, dict):
             raise ValueError("the answer is no batch object")
-        texts = [value.get(name) for name in ("id", "status", "input_file_id")]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("the answer is no batch object with id, status and input_file_id")
+        for name in ("id", "status", "input_file_id"):
+            if not isinstance(value.get(name), str):
+                raise ValueError(f"the answer is no batch object with a text as {name}")
         counts = value.get("request_counts")
         counts = counts if isinstance(counts, dict) else {}
         listed = value.get("errors")
@@ -71,7 +71,9 @@ class Batch:
             line = error.get("line") if isinstance(error, dict) else None
             errors.append((*said_in(error), line if isinstance(line, int) else None))
         return cls(
-            *texts,
+            value["id"],
+            value["status"],
+            value["input_file_id"],
             output_file_id=_text(value.get("output_file_id")),
             error_file_id=_text(value.get("error_file_id")),
             done=sum(_count(counts.get(name)) for name in ("completed", "failed")),
@@ -124,6 +126,12 @@ class BatchApi(Protocol):
 
 class BatchEngine(EndpointEngine):
     """Takes the place of `EndpointEngine` in a run that uses the server's batch API."""
+
+    _closing = False
+
+    def close(self) -> None:
+        self._closing = True
+        super().close()
 
     def upload(self, name: str, data: bytes) -> str:
         # A file whose upload is repeated is stored twice, which costs nothing.
@@ -228,6 +236,10 @@ class BatchEngine(EndpointEngine):
                     raise
                 if self._loop.is_closed():
                     raise CancelledError from None
+            except RuntimeError:
+                if self._closing:  # its threads have ended already
+                    raise CancelledError from None
+                raise
 
     async def _called(
         self,
