@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import quote
 
 from prefect_raybatch.errors import EndpointRefused
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, backoff
@@ -145,7 +146,7 @@ class BatchEngine(EndpointEngine):
         return found
 
     def get(self, batch_id: str) -> Batch | None:
-        return self._call("GET", f"/batches/{batch_id}", _batch, accepted=(404,))
+        return self._call("GET", f"/batches/{_in_path(batch_id)}", _batch, accepted=(404,))
 
     def find(self, file_id: str) -> list[Batch]:
         found: list[Batch] = []
@@ -162,16 +163,18 @@ class BatchEngine(EndpointEngine):
 
     def cancel(self, batch_id: str) -> None:
         # 400 and 409: it has ended meanwhile.
-        self._call("POST", f"/batches/{batch_id}/cancel", _anything, accepted=(400, 404, 409))
+        self._call(
+            "POST", f"/batches/{_in_path(batch_id)}/cancel", _anything, accepted=(400, 404, 409)
+        )
 
     def download(self, file_id: str) -> bytes | None:
-        return self._call("GET", f"/files/{file_id}/content", _content, accepted=GONE)
+        return self._call("GET", f"/files/{_in_path(file_id)}/content", _content, accepted=GONE)
 
     def has_file(self, file_id: str) -> bool:
-        return self._call("GET", f"/files/{file_id}", _id, accepted=GONE) is not None
+        return self._call("GET", f"/files/{_in_path(file_id)}", _id, accepted=GONE) is not None
 
     def delete(self, file_id: str) -> None:
-        self._call("DELETE", f"/files/{file_id}", _anything, accepted=(400, *GONE))
+        self._call("DELETE", f"/files/{_in_path(file_id)}", _anything, accepted=(400, *GONE))
 
     def files(self) -> list[tuple[str, str]]:
         """Return the (id, name) of each input file at the server."""
@@ -320,6 +323,11 @@ class _Unsent(Exception):
 
 def _refused(error: CallRefused) -> EndpointRefused:
     return EndpointRefused(f"engine.endpoint.batch: {error}")
+
+
+def _in_path(name: str) -> str:
+    """Return an id of the server, or of a record, as one part of a path."""
+    return quote(name, safe="")
 
 
 def _id(response: httpx.Response) -> str:
