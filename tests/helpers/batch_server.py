@@ -47,6 +47,7 @@ class BatchService:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     contents: dict[str, bytes] = field(default_factory=dict)
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lines: dict[str, list[bytes]] = field(default_factory=dict)  # of a batch
     born: dict[str, float] = field(default_factory=dict)
     paid: Counter[str] = field(default_factory=Counter)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -85,7 +86,7 @@ class BatchService:
                 "request_counts": {"total": len(lines), "completed": 0, "failed": 0},
             }
             self.born[made["id"]] = self.clock()
-            self.batches[made["id"]] = made
+            self.batches[made["id"]], self.lines[made["id"]] = made, lines
             return dict(made)
 
     def get(self, batch_id: str) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class BatchService:
             batch |= {"status": "failed", "errors": {"object": "list", "data": [error]}}
             return
         answers, errors = [], []
-        for number, text in enumerate(self.contents[batch["input_file_id"]].splitlines()):
+        for number, text in enumerate(self.lines[batch_id]):
             line = json.loads(text)
             message = line["body"]["messages"][-1]["content"]
             base = {"id": f"req_{number}", "custom_id": line["custom_id"]}

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -274,6 +274,7 @@ def check_run(scenario: Scenario, world: World, answers: dict[str, HostedAnswer]
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MOST_REQUESTS", lines.MOST_REQUESTS)
+    random.seed(45)  # of the pauses between polls
 
 
 def test_a_crash_at_any_point_loses_no_row_and_pays_for_none_twice():
@@ -285,23 +286,69 @@ def test_two_thousand_crashes():
     assert crashed_runs(random.Random(45), CRASHES, check_run) >= CRASHES
 
 
+def two_drivers(world: World, other_at: int, crash_at: int | None) -> None:
+    """Run a driver, and at one of its points another, which may crash at one of its own."""
+
+    def other() -> None:
+        if world.points != other_at:
+            return
+        world.points, world.at_point, world.crash_at = 0, lambda: None, crash_at
+        with suppress(Crash):
+            check_answers(shard_of(world, "b").answer(REQUESTS))
+        world.points, world.crash_at = other_at, None
+
+    world.at_point = other
+    check_answers(lived(world))
+
+
+def points_of(scenario: Scenario) -> int:
+    world = scenario.world()
+    check_answers(lived(world))
+    return world.points
+
+
+SLOW = Scenario("slow", takes=1_000.0)
+
+
 @pytest.mark.parametrize("lag", [0.0, LOOKED * 1.5])
 def test_two_drivers_of_a_shard_give_the_same_answers_and_pay_once(lag):
     """A second driver does all of its work at one point of the first one's, for each point."""
-    counting = World(BatchService(takes=1_000.0))
-    check_answers(lived(counting))
-    for other_at in range(1, counting.points + 1):
-        world = World(BatchService(takes=1_000.0, lag=lag))
-        others: list[dict[str, HostedAnswer] | None] = []
-
-        def other(world: World = world, at: int = other_at, found: Any = others) -> None:
-            if world.points == at:
-                found.append(shard_of(world, "b").answer(REQUESTS))
-
-        world.at_point = other
-        check_answers(lived(world))
-        check_answers(others[0])
+    for other_at in range(1, points_of(SLOW) + 1):
+        world = replace(SLOW, lag=lag).world()
+        two_drivers(world, other_at, None)
         assert paid_again(world) == 0, other_at
+        purposes = {file["purpose"] for file in world.service.files.values()}
+        assert purposes <= {"batch_output"}, other_at  # of a duplicate that was cancelled
+
+
+def test_a_driver_that_dies_beside_another_leaves_it_all_rows():
+    """As above, and the second driver crashes. Only a batch that it had created and not recorded
+    may be paid beside that of the first one, which was about to create its own."""
+    chance, points = random.Random(45), points_of(SLOW)
+    for other_at in range(1, points + 1):
+        for crash_at in chance.sample(range(1, points), 4):
+            world = SLOW.world()
+            two_drivers(world, other_at, crash_at)
+            most = max(0, world.uncertain) * len(REQUESTS)
+            assert paid_again(world) <= most, (other_at, crash_at)
+
+
+def test_a_batch_that_another_driver_records_meanwhile_is_taken():
+    world = World(BatchService(takes=100.0, lag=10**6))
+    assert lived(world, crash_at=_points_until(world, ".file.json") + 2) is None
+    made: list[dict[str, Any]] = []
+
+    def record() -> None:
+        if world.calls["find"] == 2 and not made:
+            (file_id,) = world.service.files
+            body = {"input_file_id": file_id, "endpoint": "e", "completion_window": "24h"}
+            made.append(world.service.create(body))
+            text = f'{{"batch_id": "{made[0]["id"]}"}}'
+            world.files[records.slot_path(3, 0, "batch.json")] = text.encode()
+
+    world.at_point = record
+    check_answers(lived(world))
+    assert len(world.service.batches) == 1
 
 
 def test_all_files_of_a_shard_are_removed_from_the_server_once_their_answers_are_recorded():
@@ -335,9 +382,10 @@ def test_a_row_that_the_server_refuses_is_the_rows_error_and_the_others_are_answ
 
 
 def test_a_used_up_quota_ends_the_run_and_keeps_what_was_answered():
-    world = World(BatchService(fate=first("quota")))
-    with pytest.raises(EndpointRefused, match="quota"):
-        lived(world)
+    world = World(BatchService(fate=first(*["quota"] * ROUNDS)))
+    for _ in range(ROUNDS):  # a row that was refused for the quota was not tried
+        with pytest.raises(EndpointRefused, match="quota"):
+            lived(world)
     check_answers(lived(world))
     assert paid_again(world) == 0
 

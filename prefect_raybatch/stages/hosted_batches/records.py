@@ -17,13 +17,13 @@ from typing import Any
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.stages.endpoint.client import HostedAnswer
+from prefect_raybatch.stages.endpoint.journal import ENTRY_FIELDS
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 MOST_RECORD_BYTES = 64 << 20
 MOST_ANSWERS_BYTES = 4 << 30
 _NAME = re.compile(rf"{BATCHES}/(\d{{8,10}})/(\d{{4,6}})\.(file|batch|answers)\.jsonl?\Z")
-ANSWER_FIELDS = {"key": str, "content": str, "finish": str, "prompt": int, "output": int}
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def read_outcome(store: Store, slot: Slot) -> Outcome | None:
     except FileNotFoundError:
         return None
     first, *rest = text.split("\n")
-    head, keys = _parsed(first), set(slot.keys)
+    head = _parsed(first)
     answers = {}
     for line in rest:
         value = _parsed(line)
         answer = _answer(value)
         if answer is None:
             log.warning("%s: a line cannot be read; its row is asked again", path)
-        elif value["key"] in keys:
+        else:
             answers[value["key"]] = answer
     return Outcome(answers, str(head.get("why", "")), head.get("counts") is not False)
 
@@ -181,7 +181,7 @@ def was_cancelled(store: Store, attempt: str = "") -> bool:
 
 
 def _answer(value: Mapping[str, Any]) -> HostedAnswer | None:
-    if not all(type(value.get(name)) is kind for name, kind in ANSWER_FIELDS.items()):
+    if not all(type(value.get(name)) is kind for name, kind in ENTRY_FIELDS.items()):
         return None
     error = value.get("error")
     if error is not None and not (
