@@ -351,6 +351,40 @@ def test_a_batch_that_another_driver_records_meanwhile_is_taken():
     assert len(world.service.batches) == 1
 
 
+def test_a_batch_of_ones_own_is_cancelled_if_another_driver_records_one_first():
+    world = World(BatchService(takes=100.0, lag=10**6))
+    assert lived(world, crash_at=_points_until(world, ".file.json") + 2) is None
+    others: list[str] = []
+
+    def record() -> None:
+        if world.service.batches and not others:
+            (file_id,) = world.service.files
+            body = {"input_file_id": file_id, "endpoint": "e", "completion_window": "24h"}
+            others.append(world.service.create(body)["id"])
+            text = f'{{"batch_id": "{others[0]}"}}'
+            world.files[records.slot_path(3, 0, "batch.json")] = text.encode()
+
+    world.at_point = record
+    check_answers(lived(world))
+    assert paid_again(world) == 0
+    states = {name: batch["status"] for name, batch in world.service.batches.items()}
+    assert states == {"batch_0": "cancelled", others[0]: "completed"}
+
+
+def test_two_drivers_of_other_rows_of_a_shard_send_a_batch_each():
+    for other_at in range(1, points_of(SLOW) + 1):
+        world = SLOW.world()
+
+        def other(world: World = world, at: int = other_at) -> None:
+            if world.points == at:
+                world.at_point = lambda: None
+                assert len(shard_of(world, "b").answer(REQUESTS[:2])) == 2
+
+        world.at_point = other
+        assert len(shard_of(world).answer(REQUESTS[2:])) == 4
+        assert paid_again(world) == 0 and len(world.service.batches) == 2, other_at
+
+
 def test_all_files_of_a_shard_are_removed_from_the_server_once_their_answers_are_recorded():
     world = World(BatchService(takes=10.0, fate=first("expired")))
     check_answers(lived(world))
