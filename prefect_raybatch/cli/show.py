@@ -128,7 +128,7 @@ def describe_progress(progress: Progress, phase: str, about: str) -> str:
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {progress.unit[1]}/s, "
         f"{duration(progress.seconds_left)} left, {failed:,} failed"
-        + (f"; {phase}: {about}" if about else "")
+        + (f"; {phase}: {about}" if about and progress.whole_done < progress.whole else "")
     )
 
 

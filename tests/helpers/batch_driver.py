@@ -41,7 +41,7 @@ def main(path: str, key: str) -> None:
     instead_of_ray(patch)
     patch.setattr(Pipeline, "__call__", all_at_once)
     patch.setattr(shard, "FIRST_POLL", POLL)
-    patch.setattr(shard, "LOOK_EVERY", LOOK)
+    patch.setattr(shard, "LIST_LOOK_EVERY", LOOK)
     job = BatchJob.from_yaml(path)
     run = plan_run(job, key)
     report = finalize_run(job, run, infer_run(job, run))

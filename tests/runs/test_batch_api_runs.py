@@ -55,7 +55,7 @@ def prompt_answers(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
     monkeypatch.setattr(client, "FIRST_BACKOFF", 0.001)
     monkeypatch.setattr(client, "MOST_BACKOFF", 0.01)
     monkeypatch.setattr(shard, "FIRST_POLL", 0.01)
-    monkeypatch.setattr(shard, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(shard, "LIST_LOOK_EVERY", 0.01)
 
 
 def job_of(server: BatchServer, folder: Path, **groups: Any) -> BatchJob:

@@ -3,6 +3,7 @@ and a store in memory, and no time that passes."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections import Counter
@@ -19,11 +20,18 @@ from prefect_raybatch.stages.endpoint.client import HostedAnswer, HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
 from prefect_raybatch.stages.hosted_batches import lines, records
 from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
-from prefect_raybatch.stages.hosted_batches.shard import LOOK_EVERY, LOOKS, ROUNDS, ShardBatches
+from prefect_raybatch.stages.hosted_batches.shard import (
+    LIST_LOOK_EVERY,
+    LIST_LOOKS,
+    ROUNDS,
+    ShardBatches,
+)
 from prefect_raybatch.storage import Store
 from prefect_raybatch.storage.base import FileInfo
 
-LOOKED = LOOKS * LOOK_EVERY  # seconds that the list is looked at before a batch is created again
+LOOKED = (
+    LIST_LOOKS * LIST_LOOK_EVERY
+)  # seconds that the list is looked at before a batch is created again
 CRASHES = 2_000
 
 
@@ -81,6 +89,11 @@ class FilesInMemory:
         for path in sorted(self.world.files):
             if path.startswith(f"{prefix}/"):
                 yield FileInfo(path, 1, None, 1)
+
+    def stat(self, path: str) -> FileInfo:
+        self.world.point()
+        data = self.world.files[path]
+        return FileInfo(path, len(data), hashlib.md5(data).hexdigest(), None)
 
     def holds(self, path: str) -> bool:
         self.world.point()
@@ -425,7 +438,7 @@ def test_a_used_up_quota_ends_the_run_and_keeps_what_was_answered():
 
 
 def test_a_request_over_the_limit_of_a_file_is_an_error_of_its_row(monkeypatch):
-    monkeypatch.setattr(lines, "MOST_BYTES", 300)
+    monkeypatch.setattr(lines, "MOST_FILE_BYTES", 300)
     world = World(BatchService())
     answers = shard_of(world).answer([*REQUESTS, request_of("long " * 100)])
     assert sum(answer.error is not None for answer in answers.values()) == 1

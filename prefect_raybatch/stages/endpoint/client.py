@@ -191,7 +191,7 @@ class EndpointEngine:
         if remedy is not None:
             raise EndpointRefused(
                 f"engine.endpoint: {self.spec.url}/models answers {status}: {remedy}. The server "
-                f"says: {error_text(response)}"
+                f"says: {_said(response)}"
             )
         names = _model_names(response)
         if names and self.spec.model not in names:
@@ -325,7 +325,7 @@ class EndpointEngine:
         Raises `EndpointRefused` if it will answer no other request either.
         """
         status = response.status_code
-        said = f"the server answers {status}: {error_text(response)}"
+        said = f"the server answers {status}: {_said(response)}"
         if (remedy := remedy_of(status, response.text)) is not None:
             await self._tell(number, "failed")
             raise EndpointRefused(f"engine.endpoint: {said}. Remedy: {remedy}")
@@ -362,7 +362,7 @@ def _parsed(response: httpx.Response) -> HostedAnswer | str:
     try:
         return answer_of(response.json())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return f"the answer is no chat completion in JSON: {error_text(response)}"
+        return f"the answer is no chat completion in JSON: {_said(response)}"
 
 
 def answer_of(value: Any) -> HostedAnswer:
@@ -398,7 +398,7 @@ def _row_error(kind: str, message: str) -> HostedAnswer:
     return HostedAnswer(error=(kind, message))
 
 
-def error_text(response: httpx.Response) -> str:
+def _said(response: httpx.Response) -> str:
     """Return a server's message, short and on one line."""
     try:
         error = response.json()["error"]

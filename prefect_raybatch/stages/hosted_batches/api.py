@@ -7,9 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
+from prefect_raybatch.bounded import Returned
 from prefect_raybatch.errors import EndpointRefused
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, backoff
 from prefect_raybatch.stages.endpoint.headers import limits_of, pause_of
@@ -19,16 +20,14 @@ from prefect_raybatch.stages.hosted_batches.lines import BATCH_URL, said_in
 if TYPE_CHECKING:
     import httpx
 
-WINDOW = "24h"  # the only completion window that all servers know
+COMPLETION_WINDOW = "24h"  # the only completion window that all servers know
 PAGE = 100  # batches of a listing
 MOST_PAGES = 20  # of the newest batches that are searched for a file
 FILES_PAGE = 10_000
-ENDED = ("completed", "failed", "expired", "cancelled")
+ENDED_STATUSES = ("completed", "failed", "expired", "cancelled")
 NO_BATCH_API = (404, 405, 501)
 GONE = (404, 410)
 CLOSED_LOOK = 1.0  # seconds between looks whether the engine was closed during a call
-
-Returned = TypeVar("Returned")
 
 
 class AnswerLost(Exception):
@@ -83,7 +82,7 @@ class Batch:
 
     @property
     def ended(self) -> bool:
-        return self.status in ENDED
+        return self.status in ENDED_STATUSES
 
 
 class BatchApi(Protocol):
@@ -140,7 +139,11 @@ class BatchEngine(EndpointEngine):
         return str(self._call("POST", "/files", _id, **given))
 
     def create(self, file_id: str, key: str) -> Batch:
-        body = {"input_file_id": file_id, "endpoint": BATCH_URL, "completion_window": WINDOW}
+        body = {
+            "input_file_id": file_id,
+            "endpoint": BATCH_URL,
+            "completion_window": COMPLETION_WINDOW,
+        }
         given = {"json": body, "headers": {"Idempotency-Key": key}}
         found: Batch = self._do(self._called("POST", "/batches", _batch, repeat=False, **given))
         return found

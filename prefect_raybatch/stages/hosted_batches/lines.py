@@ -17,7 +17,7 @@ from prefect_raybatch.stages.endpoint.client import (
 )
 
 BATCH_URL = "/v1/chat/completions"
-MOST_REQUESTS, MOST_BYTES = 50_000, 200_000_000  # of a batch's input file
+MOST_REQUESTS, MOST_FILE_BYTES = 50_000, 200_000_000  # of a batch's input file
 # Codes of lines that were not worked on.
 UNTRIED = ("batch_expired", "batch_cancelled")
 QUEUE_FULL = "token_limit_exceeded"
@@ -31,7 +31,7 @@ REFUSING = {
 
 
 @dataclass
-class Answers:
+class BatchAnswers:
     """What the files of an ended batch hold.
 
     `passing` says, by key, why a request that may be sent again has no answer; `refusal` why the
@@ -61,10 +61,10 @@ def split_requests(
     size = 0
     for request in requests:
         line = request_line(request)
-        if len(line) > MOST_BYTES:
+        if len(line) > MOST_FILE_BYTES:
             yield [request], b""
             continue
-        if chosen and (len(chosen) == MOST_REQUESTS or size + len(line) > MOST_BYTES):
+        if chosen and (len(chosen) == MOST_REQUESTS or size + len(line) > MOST_FILE_BYTES):
             yield chosen, b"".join(lines)
             chosen, lines, size = [], [], 0
         chosen.append(request)
@@ -74,12 +74,12 @@ def split_requests(
         yield chosen, b"".join(lines)
 
 
-def read_lines(files: Iterable[bytes], keys: Sequence[str]) -> Answers:
+def read_lines(files: Iterable[bytes], keys: Sequence[str]) -> BatchAnswers:
     """Return what the output and error files of a batch say about its requests.
 
     A line that cannot be read leaves its request without an answer.
     """
-    found, asked = Answers(), set(keys)
+    found, asked = BatchAnswers(), set(keys)
     for data in files:
         for text in data.split(b"\n"):
             if text.strip():
@@ -89,7 +89,7 @@ def read_lines(files: Iterable[bytes], keys: Sequence[str]) -> Answers:
     return found
 
 
-def _read_line(text: bytes, asked: set[str], found: Answers) -> None:
+def _read_line(text: bytes, asked: set[str], found: BatchAnswers) -> None:
     try:
         line = json.loads(text)
         key = line["custom_id"]

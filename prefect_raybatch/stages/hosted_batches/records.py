@@ -19,6 +19,7 @@ from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.stages.endpoint.client import HostedAnswer
 from prefect_raybatch.stages.endpoint.journal import ENTRY_FIELDS
 from prefect_raybatch.storage import Store
+from prefect_raybatch.storage.proof import Sums, bad_upload, holds
 
 log = logging.getLogger(__name__)
 MOST_RECORD_BYTES = 64 << 20
@@ -27,7 +28,7 @@ _NAME = re.compile(rf"{BATCHES}/(\d{{8,10}})/(\d{{4,6}})\.(file|batch|answers)\.
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """What an ended batch has given: answers by key, and why the other requests have none.
 
     `counts` is False if the requests without an answer were not tried.
@@ -51,7 +52,7 @@ class Slot:
     keys: Sequence[str]
     batch_id: str | None = None
     created_again: bool = False
-    outcome: Outcome | None = None
+    outcome: BatchOutcome | None = None
 
     def path(self, kind: str) -> str:
         return slot_path(self.shard, self.number, kind)
@@ -65,13 +66,13 @@ def slot_path(shard: int, number: int, kind: str) -> str:
 def put_slot(store: Store, slot: Slot) -> bool:
     """Record an uploaded file; return False if another driver took the number."""
     value = {"file_id": slot.file_id, "keys": list(slot.keys)}
-    return store.put_if_absent(slot.path("file.json"), json.dumps(value).encode())
+    return _put_record(store, slot.path("file.json"), json.dumps(value))
 
 
 def put_batch(store: Store, slot: Slot, batch_id: str, created_again: bool) -> None:
     """Record a slot's batch unless it has one; set the slot's fields to what is recorded."""
     value = {"batch_id": batch_id, "created_again": created_again}
-    store.put_if_absent(slot.path("batch.json"), json.dumps(value).encode())
+    _put_record(store, slot.path("batch.json"), json.dumps(value))
     if not read_batch(store, slot):  # a damaged record: without it, another attempt would ask again
         slot.batch_id, slot.created_again = batch_id, created_again
 
@@ -86,7 +87,7 @@ def read_batch(store: Store, slot: Slot) -> bool:
     return True
 
 
-def put_outcome(store: Store, slot: Slot, outcome: Outcome) -> bool:
+def put_outcome(store: Store, slot: Slot, outcome: BatchOutcome) -> bool:
     """Record the end of a slot's batch; return False if another driver has recorded it."""
     lines: list[dict[str, Any]] = [{"why": outcome.why, "counts": outcome.counts}]
     for key, answer in outcome.answers.items():
@@ -101,10 +102,10 @@ def put_outcome(store: Store, slot: Slot, outcome: Outcome) -> bool:
             }
         )
     text = "\n".join(json.dumps(line) for line in lines)
-    return store.put_if_absent(slot.path("answers.jsonl"), text.encode())
+    return _put_record(store, slot.path("answers.jsonl"), text)
 
 
-def read_outcome(store: Store, slot: Slot) -> Outcome | None:
+def read_outcome(store: Store, slot: Slot) -> BatchOutcome | None:
     """Return the recorded end of a slot's batch; None without one."""
     path = slot.path("answers.jsonl")
     try:
@@ -121,7 +122,7 @@ def read_outcome(store: Store, slot: Slot) -> Outcome | None:
             log.warning("%s: a line cannot be read; its row is asked again", path)
         else:
             answers[value["key"]] = answer
-    return Outcome(answers, str(head.get("why", "")), head.get("counts") is not False)
+    return BatchOutcome(answers, str(head.get("why", "")), head.get("counts") is not False)
 
 
 def read_slots(store: Store, shard: int) -> tuple[list[Slot], int]:
@@ -178,6 +179,19 @@ def was_cancelled(store: Store, attempt: str = "") -> bool:
     if attempt:
         return store.holds(cancel_path(attempt))
     return any(True for _ in store.list(f"{BATCHES}/cancelled"))
+
+
+def _put_record(store: Store, path: str, text: str) -> bool:
+    """Write a record unless it exists; return whether it has this text.
+
+    Raises `BadUpload` if the store keeps other bytes than it was sent.
+    """
+    data = text.encode()
+    if not store.put_if_absent(path, data):
+        return False
+    if not holds(store, store.stat(path), Sums.of(data)):
+        raise bad_upload(store, path)
+    return True
 
 
 def _answer(value: Mapping[str, Any]) -> HostedAnswer | None:

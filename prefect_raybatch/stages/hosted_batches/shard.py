@@ -18,15 +18,15 @@ from prefect_raybatch.stages.endpoint.client import HostedAnswer, HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
 from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
 from prefect_raybatch.stages.hosted_batches.lines import (
-    MOST_BYTES,
+    MOST_FILE_BYTES,
     QUEUE_FULL,
     REFUSING,
-    Answers,
+    BatchAnswers,
     read_lines,
     split_requests,
 )
 from prefect_raybatch.stages.hosted_batches.records import (
-    Outcome,
+    BatchOutcome,
     Slot,
     put_batch,
     put_outcome,
@@ -44,12 +44,12 @@ ROUNDS = 3  # batches in which a request may get no answer, before its row is qu
 FIRST_POLL, MOST_POLL, SLOWER_POLL = 1.0, 60.0, 1.5  # seconds between polls, and their growth
 # The list of batches may lag: it is asked so often, with such pauses, before a batch is created
 # again whose first creation may have succeeded.
-LOOKS, LOOK_EVERY = 12, 5.0
+LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
 FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0  # while the server's queue is full
 
 
 class ShardBatches:
-    """Answers requests of one shard by batches.
+    """BatchAnswers requests of one shard by batches.
 
     `store` is rooted at the run directory; `attempt` is the name of this attempt; `name` begins the
     names of the run's files at the server.
@@ -106,7 +106,7 @@ class ShardBatches:
         for slot in fresh:
             self._slots.append(slot)
             if slot.outcome is None and slot.batch_id is None:
-                self._find_or_create(slot, LOOKS)
+                self._find_or_create(slot, LIST_LOOKS)
         return bool(fresh), number
 
     def _open(self) -> list[Slot]:
@@ -148,9 +148,9 @@ class ShardBatches:
         for requests, data in split_requests(pending):
             keys = [request.key for request in requests]
             if not data:
-                text = f"the request has over {MOST_BYTES:,} bytes. Shorten the row"
+                text = f"the request has over {MOST_FILE_BYTES:,} bytes. Shorten the row"
                 refused = {key: HostedAnswer(error=("RequestTooLarge", text)) for key in keys}
-                slot = Slot(self.shard, number, "", keys, outcome=Outcome(refused, "", True))
+                slot = Slot(self.shard, number, "", keys, outcome=BatchOutcome(refused, "", True))
                 self._slots.append(slot)
                 continue
             file_id = self.api.upload(f"{self.name}-{self.shard:08d}-{number:04d}.jsonl", data)
@@ -175,13 +175,13 @@ class ShardBatches:
                 if found := self.api.find(slot.file_id):
                     self._keep(slot, _best(found), found, again=True)
                     return
-                self.api.pause(LOOK_EVERY)
+                self.api.pause(LIST_LOOK_EVERY)
             self._check_cancelled()
             try:
                 batch = self.api.create(slot.file_id, f"{slot.file_id}-{slot.number}")
             except AnswerLost as error:
                 log.warning("shard %d: no answer to a new batch: %s", self.shard, error)
-                looks, again = LOOKS, True
+                looks, again = LIST_LOOKS, True
                 continue
             except CallRefused as error:
                 self._refused(slot, error)
@@ -196,7 +196,7 @@ class ShardBatches:
         """
         if self.api.has_file(slot.file_id):
             raise EndpointRefused(f"engine.endpoint.batch: {error}")
-        self._end(slot, Outcome({}, f"the input file is gone ({error})", True), ())
+        self._end(slot, BatchOutcome({}, f"the input file is gone ({error})", True), ())
 
     def _keep(self, slot: Slot, batch: Batch, found: Sequence[Batch], again: bool) -> None:
         """Record a slot's batch and cancel the others of its file."""
@@ -226,7 +226,7 @@ class ShardBatches:
                 if other.id != slot.batch_id and not other.ended:
                     self._cancel_duplicate(slot, other)
         if batch is None:
-            self._end(slot, Outcome({}, "the server no longer has the batch", True), ())
+            self._end(slot, BatchOutcome({}, "the server no longer has the batch", True), ())
         elif batch.ended:
             self._take(slot, batch)
         else:
@@ -251,11 +251,11 @@ class ShardBatches:
                 "shard %d: batch %s is %s; %s without an answer: %s",
                 *(self.shard, batch.id, batch.status, counted(without, "request"), why),
             )
-        self._end(slot, Outcome(answers.by_key, why, counts), (*files, slot.file_id))
+        self._end(slot, BatchOutcome(answers.by_key, why, counts), (*files, slot.file_id))
         if answers.refusal:
             raise EndpointRefused(f"engine.endpoint.batch: {answers.refusal}")
 
-    def _look_at_errors(self, slot: Slot, batch: Batch, answers: Answers) -> bool:
+    def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
         """Add the errors of a batch that failed; return whether its requests were tried."""
         counts = True
         for code, message, line in batch.errors:
@@ -275,7 +275,7 @@ class ShardBatches:
             self._full = 0
         return counts
 
-    def _end(self, slot: Slot, outcome: Outcome, files: Sequence[str]) -> None:
+    def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
         """Record the end of a slot's batch, count its tokens, and remove its files."""
         if put_outcome(self.store, slot, outcome):
             slot.outcome = outcome
