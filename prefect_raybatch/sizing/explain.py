@@ -72,8 +72,7 @@ def _engine_figures(
         return [
             Figure("hosted model", hosted.model, f"at {recorded(hosted.url)}"),
             Figure("workers", _span(pool.replicas), pool.replicas_why),
-            Figure("requests in flight", f"up to {hosted.max_in_flight:,}", "of all workers"),
-            *_batch_figures(hosted, size),
+            _in_flight(hosted, size),
         ]
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
@@ -109,12 +108,12 @@ def _engine_figures(
     return shown
 
 
-def _batch_figures(hosted: EndpointSpec, size: Sizing) -> list[Figure]:
+def _in_flight(hosted: EndpointSpec, size: Sizing) -> Figure:
     if not hosted.batch:
-        return []
+        return Figure("requests in flight", f"up to {hosted.max_in_flight:,}", "of all workers")
     batches = min(size.shards, size.concurrent * size.pool.engines)
     why = "a shard each, answered within 24 hours (engine.endpoint.batch)"
-    return [Figure("batches at once", f"{batches:,} of {size.shards:,}", why)]
+    return Figure("batches at once", f"{batches:,} of {size.shards:,}", why)
 
 
 def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Figure:
