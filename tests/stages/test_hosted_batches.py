@@ -412,6 +412,25 @@ def test_a_request_without_an_answer_in_three_batches_is_quarantined_with_the_re
         assert answer.error is not None and "it is failed" in answer.error[1]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"not JSON",
+        b"[" * 100_000,
+        b"3",
+        b'{"custom_id": ["a"], "response": {"status_code": 200, "body": 1}}',
+        b'{"custom_id": "key of row 0", "response": {"status_code": 1e999, "body": {}}}',
+        b'{"custom_id": "key of row 0", "response": {"status_code": 200, "body": {"choices": []}}}',
+        b'{"custom_id": "key of row 0", "response": 3, "error": 4}',
+        b'{"custom_id": "key of another", "response": {"status_code": 400, "body": null}}',
+    ],
+)
+def test_a_line_that_is_not_as_agreed_leaves_its_request_without_an_answer(line):
+    found = lines.read_lines([line + b"\n"], [request.key for request in REQUESTS])
+    assert found.by_key == {} and found.refusal == ""
+
+
 def test_a_full_queue_is_waited_for_and_costs_no_round():
     full = ["full"] * (ROUNDS + 2)
     world = World(BatchService(fate=first(*full)))
@@ -470,7 +489,9 @@ def _points_until(world: World, ending: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["file.json", "batch.json", "answers.jsonl"])
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\x00", b'{"file_id": 3, "keys": 4}'])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"", b"[]", b"{}", b"\xff\x00", b'{"file_id": 3, "keys": 4}']
+)
 def test_a_damaged_record_loses_no_row(kind, content):
     world = World(BatchService())
     check_answers(lived(world))

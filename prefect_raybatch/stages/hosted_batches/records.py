@@ -224,7 +224,7 @@ def _read_json(store: Store, path: str) -> dict[str, Any]:
 def _parsed(text: str, path: str = "") -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
         return value
