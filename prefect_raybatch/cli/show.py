@@ -18,7 +18,7 @@ from rich.table import Table
 
 from prefect_raybatch.cli.ending import failed_rows_command, print_next
 from prefect_raybatch.cli.terminal import err, out
-from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Listener
+from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, WAITING, Beat, Listener
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
@@ -71,9 +71,10 @@ class TerminalProgress(Listener):
     def hear(self, beat: Beat) -> None:
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
-            self.about = beat.about if self.phase in (STARTING, MAKING) else ""
+            waits = self.phase == WAITING and not beat.alarms
+            self.about = beat.about if waits or self.phase in (STARTING, MAKING) else ""
             progress = self.progress
-            if progress is None or progress.recent or self.phase == ENDED:
+            if progress is None or self.phase == ENDED or (progress.recent and not waits):
                 return
             if fresh or self.about:
                 self.printed = 0.0 if fresh else self.printed
@@ -127,6 +128,7 @@ def describe_progress(progress: Progress, phase: str, about: str) -> str:
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {progress.unit[1]}/s, "
         f"{duration(progress.seconds_left)} left, {failed:,} failed"
+        + (f"; {phase}: {about}" if about and progress.whole_done < progress.whole else "")
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.client import SharedLimiter
-from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
+from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter, Signal, Usage
 from prefect_raybatch.stages.endpoint.stage import EndpointLaunch
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.storage import Store
@@ -40,6 +40,14 @@ class ActorLimiter:
 
     def lower(self, requests: float | None, tokens: float | None) -> None:
         self._actor.lower.remote(requests, tokens)
+
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None:
+        import ray
+
+        ray.get(self._actor.bill.remote(prompt_tokens, output_tokens))
+
+    def wait_for(self, shard: int, batches: BatchCounts) -> None:
+        self._actor.wait_for.remote(shard, batches)
 
     def usage(self) -> Usage:
         import ray

@@ -53,6 +53,7 @@ from prefect_raybatch.stages.endpoint.limiter import Usage
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.finish import RECEIPT, Finish, RawFinish
+from prefect_raybatch.stages.hosted_batches.stage import BatchStage
 from prefect_raybatch.stages.images.rows import row_images
 from prefect_raybatch.stages.lookup import LookUp
 from prefect_raybatch.stages.pooling import Pooling
@@ -343,6 +344,11 @@ class Pipeline:
         prompt = usage.prompt_tokens * (endpoint.price_in or 0.0)
         return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
 
+    def batches(self) -> str:
+        """Return how the open batches of a hosted model stand, "" without any."""
+        endpoint = self.spec.engine.model.endpoint
+        return self._usage().batches if endpoint is not None and endpoint.batch else ""
+
     def _usage(self, last: bool = False) -> Usage:
         """Return what was sent to a hosted model, as far as the limiter answers.
 
@@ -483,9 +489,12 @@ def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
     return resources
 
 
-def stage_of(spec: RunSpec) -> type[EngineStage]:
-    """Return the engine stage of a run."""
-    return EngineStage if spec.engine.model.endpoint is None else EndpointStage
+def stage_of(spec: RunSpec, batch: bool = True) -> type[EngineStage]:
+    """Return the engine stage of a run; without `batch`, one that uses no batch API."""
+    endpoint = spec.engine.model.endpoint
+    if endpoint is None:
+        return EngineStage
+    return BatchStage if batch and endpoint.batch else EndpointStage
 
 
 def warm_kind_of(

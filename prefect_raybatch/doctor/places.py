@@ -21,7 +21,8 @@ from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
-from prefect_raybatch.stages.endpoint.client import ask_for_model
+from prefect_raybatch.stages.endpoint.client import EndpointEngine, ask_for_model
+from prefect_raybatch.stages.hosted_batches.api import BatchEngine
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
@@ -140,7 +141,7 @@ def check_model(context: CheckContext) -> Iterator[Finding]:
         return
     request = model_request(context.job.engine)
     if (hosted := request.endpoint) is not None:
-        ask_for_model(hosted)
+        ask_for_model(hosted, BatchEngine if hosted.batch else EndpointEngine)
         yield passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
         return
     found = models.pin(request)  # raises ConfigError with what to do

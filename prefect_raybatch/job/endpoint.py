@@ -29,6 +29,9 @@ TOKENIZER_PROMPT = (
 )
 TOKENIZER_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
 
+# Shards in flight per worker with the batch API: a batch may take a day, so most runs send all of
+# their shards at once.
+HOSTED_BATCH_SHARDS = 100
 HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 
 
@@ -93,7 +96,8 @@ class ModelEndpoint(Group):
     batch: bool = field(
         False,
         title="Batch API",
-        text="Send each shard as a file to the server's batch API instead of single requests.",
+        text="Send each shard as a batch to the server's batch API, which answers within 24 hours, "
+        "instead of single requests.",
     )
 
     _key = field_check("key", by=lambda value: check_key(value))

@@ -47,6 +47,7 @@ SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # by which run that goes on in thi
 PRECISION = f"{RECORDS}/precision.json"  # in which precision the rows are asked
 QUALITY = f"{RECORDS}/quality.json"  # accuracy on golden rows
 JOURNAL = f"{RECORDS}/journal"  # answers of a hosted model until their shards are committed
+BATCHES = f"{RECORDS}/batches"  # files and batches at a hosted model's batch API
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
 DRAIN = f"{RECORDS}/drain.json"  # attempts that are to end
 REPORT = f"{RECORDS}/report.json"

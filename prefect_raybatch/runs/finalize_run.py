@@ -44,6 +44,7 @@ from prefect_raybatch.sizing.shards import (
 )
 from prefect_raybatch.sizing.sizes import certain_engines
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store
@@ -70,9 +71,9 @@ def finalize_spec(
     """
     from prefect_raybatch.result.finalize import finalize
 
-    layout = spec.output.layout
+    layout, endpoint = spec.output.layout, spec.engine.model.endpoint
     if ledger.finished(plan) is not None:
-        return _end(ledger, plan, layout.compact)
+        return _end(ledger, plan, layout.compact, endpoint)
     try:
         result = finalize(
             ledger,
@@ -87,13 +88,13 @@ def finalize_spec(
     except CorruptRun:
         if ledger.finished(plan) is None:
             raise
-        return _end(ledger, plan, True)  # another finalizer was done first and tidied up
+        return _end(ledger, plan, True, endpoint)  # another finalizer was done first and tidied up
     made = completed_report(spec, ledger, plan, result.tally, result.parts, progress)
     if ledger.finished(plan) is not None:
-        return _end(ledger, plan, True)  # the report is the other finalizer's too
+        return _end(ledger, plan, True, endpoint)  # the report is the other finalizer's too
     put_reports(ledger.store, made)
     ledger.succeed(_success(spec, plan, result, made.accepted))
-    return _end(ledger, plan, True)
+    return _end(ledger, plan, True, endpoint)
 
 
 def completed_report(
@@ -270,16 +271,19 @@ def of_whom(plan: Plan) -> list[str]:
     return [f"a retry of failed rows of run {plan.parent}, with the row numbers of that run"]
 
 
-def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
+def _end(ledger: Ledger, plan: Plan, tidy: bool, endpoint: EndpointSpec | None) -> RunReport:
     """Return the report of a finished run; `tidy` removes the pieces that its result does not need.
 
     `orphans` checks again whose `_SUCCESS` it is and whether the parts exist.
     """
     from prefect_raybatch.result.reap import answers_by_row, ended_notes, orphans
     from prefect_raybatch.stages.endpoint.journal import remove_journal
+    from prefect_raybatch.stages.hosted_batches.stage import forget_batches
 
     if tidy and plan.model["source"] == ENDPOINT:
         remove_journal(ledger.store)
+        if endpoint is not None:
+            forget_batches(endpoint, ledger.store)
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))
         ledger.store.delete(info.path for info in answers_by_row(ledger, plan))

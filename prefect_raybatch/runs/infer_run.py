@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
-from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.errors import RayBatchError, RunDrained, is_transient
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
@@ -241,12 +241,6 @@ class Attempt:
     def check(self) -> None:
         """Run preflight checks, then record the attempt."""
         phase = self.phase
-        endpoint = phase.spec.engine.model.endpoint
-        if endpoint is not None and endpoint.batch:
-            raise ConfigError(
-                "engine.endpoint.batch: the server's batch API is not supported yet; remove it to "
-                "send single requests"
-            )
         self.spent = spent_on(phase.ledger, phase.plan)
         self._check_cost(self.spent.at(None))
         self.monitor(self.driver.progress)
@@ -369,7 +363,22 @@ class Attempt:
         """Send the pending shards through the pipeline; return the progress at the end."""
         run_pass = _interruptible(pipeline, self.monitor, user, self.phase.spec.limits)
         suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
-        return self.driver.run(run_pass, pipeline.quarantine, suspects)
+        try:
+            return self.driver.run(run_pass, pipeline.quarantine, suspects)
+        except BaseException as error:
+            self._cancel_batches(error)
+            raise
+
+    def _cancel_batches(self, error: BaseException) -> None:
+        """Cancel the batches at a hosted model, unless a retry is to go on with them."""
+        from prefect_raybatch.stages.hosted_batches.stage import cancel_batches
+
+        endpoint = self.phase.spec.engine.model.endpoint
+        ends = not isinstance(error, Exception) or not (
+            is_transient(error) or isinstance(error, RunDrained)
+        )
+        if endpoint is not None and endpoint.batch and ends:
+            cancel_batches(endpoint, self.phase.ledger.store, self.name)
 
     def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
         """Return the sizes of this attempt, and the kind of engine by which running ones are found.

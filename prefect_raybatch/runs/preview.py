@@ -84,7 +84,7 @@ def preview_spec(
 
     schema = decode_schema(plan.input_schema)
     size = sized.for_attempt(spec.sizes, plan, capacity)
-    attempt, stage = uuid.uuid4().hex, engine or stage_of(spec)
+    attempt, stage = uuid.uuid4().hex, engine or stage_of(spec, batch=False)
     pipeline = Pipeline(spec, plan, shards, ledger.store, attempt, size, engine=stage)
     clock.took("plan")
     units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]

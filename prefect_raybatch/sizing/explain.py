@@ -13,6 +13,7 @@ from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sa
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.spec.cluster import ClusterSpec
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
@@ -71,7 +72,7 @@ def _engine_figures(
         return [
             Figure("hosted model", hosted.model, f"at {recorded(hosted.url)}"),
             Figure("workers", _span(pool.replicas), pool.replicas_why),
-            Figure("requests in flight", f"up to {hosted.max_in_flight:,}", "of all workers"),
+            _in_flight(hosted, size),
         ]
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
@@ -105,6 +106,14 @@ def _engine_figures(
         _kv_figure(request.env, size, model),
     ]
     return shown
+
+
+def _in_flight(hosted: EndpointSpec, size: Sizing) -> Figure:
+    if not hosted.batch:
+        return Figure("requests in flight", f"up to {hosted.max_in_flight:,}", "of all workers")
+    batches = min(size.shards, size.concurrent * size.pool.engines)
+    why = "a shard each, answered within 24 hours (engine.endpoint.batch)"
+    return Figure("batches at once", f"{batches:,} of {size.shards:,}", why)
 
 
 def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Figure:

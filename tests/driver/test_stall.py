@@ -155,6 +155,20 @@ def test_a_stall_can_end_the_run(tmp_path):
     assert "limits.fail_on_stall" in str(made.failure)
 
 
+def test_a_run_that_waits_for_batches_says_so_and_does_not_stall(tmp_path):
+    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
+    batches = ["1 batch, 200 of 1,000 requests done"]
+    made.batches = lambda: batches[0]
+    for clock.now in (20.0, 3_600.0):
+        made.look()
+        assert (heard.beats[-1].phase, heard.beats[-1].alarms) == (WAITING, 0)
+        assert heard.beats[-1].about == batches[0] and made.failure is None
+    batches[0] = ""
+    for clock.now in (3_611.0, 3_650.0):
+        made.look()
+    assert heard.beats[-1].alarms == 1 and made.failure is not None
+
+
 @pytest.mark.parametrize("how", ["hangs", "fails"])
 def test_a_cluster_that_does_not_answer_keeps_neither_stalls_nor_costs_from_being_seen(
     tmp_path, monkeypatch, caplog, how

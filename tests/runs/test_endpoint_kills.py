@@ -17,6 +17,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.batch_server import BatchServer
 from helpers.openai_server import OpenAIServer, openai_server
 
 from prefect_raybatch.result.verify import verify
@@ -48,7 +49,9 @@ def lived(
     return code == 0
 
 
-def job_of(server: OpenAIServer, folder: Path, rows: int, a_shard: int, **endpoint: Any) -> Path:
+def job_of(
+    server: OpenAIServer | BatchServer, folder: Path, rows: int, a_shard: int, **endpoint: Any
+) -> Path:
     """Write the input and the job file; return its path."""
     table = pa.table({"Company": [f"Company {n}" for n in range(rows)]})
     pq.write_table(table, folder / "in.parquet")

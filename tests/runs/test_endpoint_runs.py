@@ -305,9 +305,3 @@ def test_doctor_asks_the_server_for_the_model(server, tmp_path):
     assert there.mark == "pass" and "large is at http" in there.found
     with pytest.raises(EndpointRefused, match="use one of large"):  # doctor shows it as a failure
         one(places.check_model, job_of(server, tmp_path, endpoint={"model": "larger"}))
-
-
-def test_the_batch_api_is_refused_before_a_row_is_sent(server, tmp_path):
-    with pytest.raises(ConfigError, match=r"engine\.endpoint\.batch"):
-        run_of(job_of(server, tmp_path, endpoint={"batch": True}))
-    assert not server.bodies

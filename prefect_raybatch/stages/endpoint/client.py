@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
-from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
+from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter, Signal, Usage
 
 if TYPE_CHECKING:
     import httpx
@@ -60,6 +60,10 @@ class SharedLimiter(Protocol):
     def lower(self, requests: float | None, tokens: float | None) -> None: ...
 
     def usage(self) -> Usage: ...
+
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None: ...
+
+    def wait_for(self, shard: int, batches: BatchCounts) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ class EndpointEngine:
                         f"engine.endpoint.url: {self.spec.url} cannot be reached "
                         f"({type(error).__name__}: {error})"
                     ) from None
-                await asyncio.sleep(_backoff(attempt))
+                await asyncio.sleep(backoff(attempt))
         status = response.status_code
         remedy = {**ENDS_RUN, **OF_PROBE}.get(status)
         if 300 <= status < 400:
@@ -257,7 +261,7 @@ class EndpointEngine:
             if await self._is_of_row(failures, first_failure):
                 return _row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
             self._check_outage(problem)
-            await asyncio.sleep(_backoff(failures))
+            await asyncio.sleep(backoff(failures))
 
     async def _is_of_row(self, failures: int, first_failure: float) -> bool:
         """Return whether a request fails because of its row, and not because of the server."""
@@ -308,24 +312,37 @@ class EndpointEngine:
                 return answer
             await self._tell(number, "failed")
             return answer
+        said, again = await self._refusal(number, response, pause)
+        if again:
+            return said
+        return _row_error("RequestRefused", f"{said}. Correct the row, or the job's prompt")
+
+    async def _refusal(
+        self, number: int, response: httpx.Response, pause: float | None
+    ) -> tuple[str, bool]:
+        """Return what the server said in place of an answer, and whether to send it again.
+
+        Raises `EndpointRefused` if it will answer no other request either.
+        """
+        status = response.status_code
         said = f"the server answers {status}: {_said(response)}"
-        if status in ENDS_RUN or (status == 429 and QUOTA in response.text):
+        if (remedy := remedy_of(status, response.text)) is not None:
             await self._tell(number, "failed")
-            remedy = ENDS_RUN.get(status, "the account's quota is used up; raise it")
             raise EndpointRefused(f"engine.endpoint: {said}. Remedy: {remedy}")
         if status == 429:
             await self._tell(number, "limited", None, pause or 1.0, "429")
-            return said
+            return said, True
         again = may_retry(response.headers)
-        if (status in (408, 409, 425) or status >= 500 or again) and again is not False:
+        if (is_passing(status) or again) and again is not False:
             await self._tell(number, "failed", None, pause or 0.0, str(status))
-            return said
+            return said, True
         await self._tell(number, "answered")
         self._answered_at = self._loop.time()
-        return _row_error("RequestRefused", f"{said}. Correct the row, or the job's prompt")
+        return said, False
 
-    def _check_outage(self, problem: str) -> None:
-        silent = self._loop.time() - self._answered_at
+    def _check_outage(self, problem: str, since: float = 0.0) -> None:
+        """Raise `EndpointUnavailable` if nothing was answered for long, counted from `since`."""
+        silent = self._loop.time() - max(self._answered_at, since)
         if silent > SERVER_OUTAGE:
             raise EndpointUnavailable(
                 f"engine.endpoint: {self.spec.url} has answered nothing for {silent / 60:.0f} "
@@ -333,9 +350,9 @@ class EndpointEngine:
             )
 
 
-def ask_for_model(spec: EndpointSpec) -> None:
+def ask_for_model(spec: EndpointSpec, engine: type[EndpointEngine] = EndpointEngine) -> None:
     """Ask a server whether it has the model. Raises as `EndpointEngine` does, and `ConfigError`."""
-    EndpointEngine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
+    engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
 
 def _parsed(response: httpx.Response) -> HostedAnswer | str:
@@ -343,19 +360,38 @@ def _parsed(response: httpx.Response) -> HostedAnswer | str:
     if len(response.content) > MOST_ANSWER_BYTES:
         return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
     try:
-        value = response.json()
-        choice, usage = value["choices"][0], value.get("usage") or {}
-        content = choice["message"]["content"]
-        prompt = int(usage.get("prompt_tokens") or 0)
-        output = int(usage.get("completion_tokens") or 0)
+        return answer_of(response.json())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return f"the answer is no chat completion in JSON: {_said(response)}"
+
+
+def answer_of(value: Any) -> HostedAnswer:
+    """Return the answer in a chat completion.
+
+    Raises ValueError, TypeError, KeyError, IndexError or AttributeError if it is none.
+    """
+    choice, usage = value["choices"][0], value.get("usage") or {}
+    content = choice["message"]["content"]
+    prompt = int(usage.get("prompt_tokens") or 0)
+    output = int(usage.get("completion_tokens") or 0)
     finish = choice.get("finish_reason")
     if content is None and (refusal := choice["message"].get("refusal")):
         return _row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
     if not isinstance(content, str):
         return _row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
     return HostedAnswer(content, "length" if finish == "length" else "stop", prompt, output)
+
+
+def remedy_of(status: int, text: str) -> str | None:
+    """Return what to do about an answer that ends the run; None for any other answer."""
+    if status == 429 and QUOTA in text:
+        return "the account's quota is used up; raise it"
+    return ENDS_RUN.get(status)
+
+
+def is_passing(status: int) -> bool:
+    """Return whether an error of that status may be gone when the request is sent again."""
+    return status in (408, 409, 425) or status >= 500
 
 
 def _row_error(kind: str, message: str) -> HostedAnswer:
@@ -380,7 +416,7 @@ def _model_names(response: httpx.Response) -> set[str]:
         return set()
 
 
-def _backoff(attempt: int) -> float:
+def backoff(attempt: int) -> float:
     """Return the seconds to wait after that many failures, spread so that workers do not agree."""
     wait = min(MOST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(attempt, 10))
     return wait * random.uniform(0.5, 1.0)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
+
+from prefect_raybatch.words import counted
 
 LIMIT_WINDOW = 60.0  # seconds
 BURST = 1.0  # seconds' worth that may leave at once
@@ -25,6 +27,15 @@ Signal = Literal["answered", "limited", "failed"]
 
 
 @dataclass(frozen=True)
+class BatchCounts:
+    """The open batches of a shard: how many there are, and their requests."""
+
+    batches: int = 0
+    done: int = 0
+    requests: int = 0
+
+
+@dataclass(frozen=True)
 class Usage:
     """What a run has sent so far, and why it waits ("" if it does not)."""
 
@@ -32,6 +43,7 @@ class Usage:
     prompt_tokens: int = 0
     output_tokens: int = 0
     waits: str = ""
+    batches: str = ""  # how the open batches stand, "" without any
 
 
 @dataclass
@@ -89,6 +101,7 @@ class Limiter:
     _why: str = ""
     _cut: float = 0.0  # when the requests in flight were last halved
     _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _batches: dict[int, BatchCounts] = field(default_factory=dict)  # by shard
 
     def __post_init__(self) -> None:
         self.allowed = min(FIRST_IN_FLIGHT, self.most)
@@ -158,6 +171,19 @@ class Limiter:
             if tokens:
                 self.tokens = min(tokens, self.tokens or tokens)
 
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Count tokens of answers in a batch, which count against no limit per minute."""
+        with self._lock:
+            self._usage[1] += prompt_tokens
+            self._usage[2] += output_tokens
+
+    def wait_for(self, shard: int, batches: BatchCounts) -> None:
+        """Note how the open batches of a shard stand."""
+        with self._lock:
+            self._batches.pop(shard, None)
+            if batches.batches:
+                self._batches[shard] = batches
+
     def usage(self) -> Usage:
         """Return what was sent, and why nothing is sent now."""
         with self._lock:
@@ -167,7 +193,7 @@ class Limiter:
             )
             waits = f"waiting {left:.0f} s: {self._why}{limit}" if left >= 1 else ""
             requests, prompt, output = self._usage
-            return Usage(requests, prompt, output, waits)
+            return Usage(requests, prompt, output, waits, _batches_text(self._batches.values()))
 
     def _wait(self, now: float, tokens: int) -> float:
         waits = [self._paused - now]
@@ -199,3 +225,14 @@ class Limiter:
         lost = [n for n, one in self._flying.items() if now - one.at > 2 * self.timeout]
         for number in lost:
             del self._flying[number]
+
+
+def _batches_text(open_batches: Iterable[BatchCounts]) -> str:
+    each = list(open_batches)
+    batches, done, asked = (
+        sum(getattr(one, name) for one in each) for name in ("batches", "done", "requests")
+    )
+    if not batches:
+        return ""
+    text = counted(batches, "batch", "batches")
+    return f"{text}, {done:,} of {counted(asked, 'request')} done"

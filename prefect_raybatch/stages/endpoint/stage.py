@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pyarrow as pa
 
@@ -54,6 +54,7 @@ class EndpointStage(EngineStage):
     """The engine stage of a run with `engine.endpoint`."""
 
     spec: EndpointLaunch
+    engine_class: ClassVar[type[EndpointEngine]] = EndpointEngine
     _journal: Journal | None = None
 
     def _prepare_process(self, spec: EngineLaunch) -> None:
@@ -62,7 +63,7 @@ class EndpointStage(EngineStage):
     def start(self) -> None:
         spec = self.spec
         try:
-            engine = EndpointEngine(spec.endpoint, spec.key, spec.limiter)
+            engine = self.engine_class(spec.endpoint, spec.key, spec.limiter)
         except (EndpointRefused, EndpointUnavailable) as error:
             self._refused = Loss(type(error).__name__, str(error), fatal=True)
             return
@@ -125,8 +126,16 @@ class EndpointStage(EngineStage):
             keep = partial(self._keep, shards[i], key)
             requests[i] = HostedRequest(body, tokens, key, keep)
         hosted = cast("EndpointEngine", engine)
-        answers.update(zip(requests, hosted.ask(list(requests.values())), strict=True))
+        answers.update(
+            zip(requests, self._ask_server(hosted, shards, list(requests.values())), strict=True)
+        )
         return [(i, asked.served(i), _completion(answers[i], params[i])) for i in asked.rows]
+
+    def _ask_server(
+        self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
+    ) -> Sequence[HostedAnswer]:
+        """Return the answers to requests of these shards, in their order."""
+        return engine.ask(requests)
 
     def _keep(self, shard: int, key: str, answer: HostedAnswer) -> None:
         if self._journal is not None:

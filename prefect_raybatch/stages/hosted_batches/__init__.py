@@ -1,0 +1,1 @@
+"""Sends shards to a hosted model's batch API: files, batches, their records, and the stage."""

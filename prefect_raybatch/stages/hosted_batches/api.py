@@ -1,0 +1,366 @@
+"""Calls of a server's batch API, each within the run's limits and retried while that is safe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
+
+from prefect_raybatch.bounded import Returned
+from prefect_raybatch.errors import EndpointRefused
+from prefect_raybatch.stages.endpoint.client import EndpointEngine, backoff
+from prefect_raybatch.stages.endpoint.headers import limits_of, pause_of
+from prefect_raybatch.stages.endpoint.limiter import BatchCounts
+from prefect_raybatch.stages.hosted_batches.lines import BATCH_URL, UNREADABLE_JSON, said_in
+
+if TYPE_CHECKING:
+    import httpx
+
+COMPLETION_WINDOW = "24h"  # the only completion window that all servers know
+PAGE = 100  # batches of a listing
+MOST_PAGES = 20  # of the newest batches that are searched for a file
+FILES_PAGE = 10_000
+ENDED_STATUSES = ("completed", "failed", "expired", "cancelled")
+NO_BATCH_API = (404, 405, 501)
+GONE = (404, 410)
+CLOSED_LOOK = 1.0  # seconds between looks whether the engine was closed during a call
+
+
+class AnswerLost(Exception):
+    """A call may or may not have had its effect: its answer was lost."""
+
+
+class CallRefused(Exception):
+    """The server refuses a call, which no retry helps. `status` is that of its answer."""
+
+    def __init__(self, status: int, said: str):
+        super().__init__(said)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as the server describes it. `errors` are (code, message, line from 1 or None)."""
+
+    id: str
+    status: str
+    input_file_id: str
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    done: int = 0
+    errors: tuple[tuple[str, str, int | None], ...] = ()
+
+    @classmethod
+    def of(cls, value: Any) -> Batch:
+        """Return the batch in a server's answer. Raises ValueError if it is none."""
+        if not isinstance(value, dict):
+            raise ValueError("the answer is no batch object")
+        for name in ("id", "status", "input_file_id"):
+            if not isinstance(value.get(name), str):
+                raise ValueError(f"the answer is no batch object with a text as {name}")
+        counts = value.get("request_counts")
+        counts = counts if isinstance(counts, dict) else {}
+        listed = value.get("errors")
+        listed = listed.get("data") if isinstance(listed, dict) else None
+        errors = []
+        for error in listed if isinstance(listed, list) else ():
+            line = error.get("line") if isinstance(error, dict) else None
+            errors.append((*said_in(error), line if isinstance(line, int) else None))
+        return cls(
+            value["id"],
+            value["status"],
+            value["input_file_id"],
+            output_file_id=_text(value.get("output_file_id")),
+            error_file_id=_text(value.get("error_file_id")),
+            done=sum(_count(counts.get(name)) for name in ("completed", "failed")),
+            errors=tuple(errors),
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED_STATUSES
+
+
+class BatchApi(Protocol):
+    """What `ShardBatches` needs of a server; each call may take long.
+
+    Raises `EndpointRefused` and `EndpointUnavailable`.
+    """
+
+    def upload(self, name: str, data: bytes) -> str:
+        """Store an input file; return its id."""
+        ...
+
+    def create(self, file_id: str, key: str) -> Batch:
+        """Create a batch. Raises `AnswerLost` and `CallRefused`."""
+        ...
+
+    def get(self, batch_id: str) -> Batch | None:
+        """Return a batch; None if there is none of that id."""
+        ...
+
+    def find(self, file_id: str) -> list[Batch]:
+        """Return the listed batches made from a file. The list may lag."""
+        ...
+
+    def cancel(self, batch_id: str) -> None: ...
+
+    def download(self, file_id: str) -> bytes | None:
+        """Return a file's content; None if it is gone."""
+        ...
+
+    def has_file(self, file_id: str) -> bool: ...
+
+    def delete(self, file_id: str) -> None: ...
+
+    def pause(self, seconds: float) -> None: ...
+
+    def wait_for(self, shard: int, batches: BatchCounts) -> None: ...
+
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None: ...
+
+
+class BatchEngine(EndpointEngine):
+    """Takes the place of `EndpointEngine` in a run that uses the server's batch API."""
+
+    _closing = False
+
+    def close(self) -> None:
+        self._closing = True
+        super().close()
+
+    def upload(self, name: str, data: bytes) -> str:
+        # A file whose upload is repeated is stored twice, which costs nothing.
+        given: dict[str, Any] = {"files": {"file": (name, data)}, "data": {"purpose": "batch"}}
+        return str(self._call("POST", "/files", _id, **given))
+
+    def create(self, file_id: str, key: str) -> Batch:
+        body = {
+            "input_file_id": file_id,
+            "endpoint": BATCH_URL,
+            "completion_window": COMPLETION_WINDOW,
+        }
+        given = {"json": body, "headers": {"Idempotency-Key": key}}
+        found: Batch = self._do(self._called("POST", "/batches", _batch, repeat=False, **given))
+        return found
+
+    def get(self, batch_id: str) -> Batch | None:
+        return self._call("GET", f"/batches/{_in_path(batch_id)}", _batch, accepted=(404,))
+
+    def find(self, file_id: str) -> list[Batch]:
+        found: list[Batch] = []
+        after = ""
+        for _ in range(MOST_PAGES):
+            params = {"limit": str(PAGE), **({"after": after} if after else {})}
+            page = self._call("GET", "/batches", _page, params=params)
+            batches, more = page or ([], False)
+            found += [batch for batch in batches if batch.input_file_id == file_id]
+            if not batches or not more:
+                break
+            after = batches[-1].id
+        return found
+
+    def cancel(self, batch_id: str) -> None:
+        # 400 and 409: it has ended meanwhile.
+        self._call(
+            "POST", f"/batches/{_in_path(batch_id)}/cancel", _anything, accepted=(400, 404, 409)
+        )
+
+    def download(self, file_id: str) -> bytes | None:
+        return self._call("GET", f"/files/{_in_path(file_id)}/content", _content, accepted=GONE)
+
+    def has_file(self, file_id: str) -> bool:
+        return self._call("GET", f"/files/{_in_path(file_id)}", _id, accepted=GONE) is not None
+
+    def delete(self, file_id: str) -> None:
+        self._call("DELETE", f"/files/{_in_path(file_id)}", _anything, accepted=(400, *GONE))
+
+    def files(self) -> list[tuple[str, str]]:
+        """Return the (id, name) of each input file at the server."""
+        params = {"purpose": "batch", "limit": str(FILES_PAGE)}
+        return self._call("GET", "/files", _names, params=params) or []
+
+    def pause(self, seconds: float) -> None:
+        self._do(asyncio.sleep(seconds))
+
+    def wait_for(self, shard: int, batches: BatchCounts) -> None:
+        self.limiter.wait_for(shard, batches)
+
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.limiter.bill(prompt_tokens, output_tokens)
+
+    async def _probe(self) -> None:
+        """Ask for the list of models, and whether there is a batch API."""
+        await super()._probe()
+        try:
+            await self._called("GET", "/batches", _page, params={"limit": "1"})
+        except CallRefused as error:
+            if error.status not in NO_BATCH_API:
+                raise _refused(error) from None
+            raise EndpointRefused(
+                f"engine.endpoint.batch: {self.spec.url} has no batch API "
+                f"({self.spec.url}/batches answers {error.status}). Remove batch to send single "
+                "requests"
+            ) from None
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[httpx.Response], Returned],
+        accepted: tuple[int, ...] = (),
+        **given: Any,
+    ) -> Returned | None:
+        """Return the answer to a call; None if its status is one of `accepted`."""
+        try:
+            found: Returned = self._do(self._called(method, path, read, **given))
+        except CallRefused as error:
+            if error.status not in accepted:
+                raise _refused(error) from None
+            return None
+        return found
+
+    def _do(self, work: Any) -> Any:
+        """Return what a coroutine returns; raise `CancelledError` once the engine is closed.
+
+        Blocks make many calls, so some are between two of them when another block closes it.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise CancelledError from None
+        while True:
+            try:
+                return future.result(CLOSED_LOOK)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if self._loop.is_closed():
+                    raise CancelledError from None
+            except RuntimeError:
+                if self._closing:  # its threads have ended already
+                    raise CancelledError from None
+                raise
+
+    async def _called(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[httpx.Response], Returned],
+        repeat: bool = True,
+        **given: Any,
+    ) -> Returned:
+        """Return what `read` makes of the server's answer to a call.
+
+        With `repeat` the call is made again after a failure that may pass. Without, a failure
+        raises `AnswerLost` if the call may have had its effect. Raises `CallRefused` for other
+        errors of the server.
+        """
+        failures, first = 0, 0.0
+        while True:
+            try:
+                return await self._once(method, path, read, **given)
+            except _Limited:  # nothing was done, and the limiter waits
+                continue
+            except _Unsent as error:
+                problem = str(error)
+            except AnswerLost as error:
+                if not repeat:
+                    raise
+                problem = str(error)
+            failures, first = failures + 1, first or self._loop.time()
+            self._check_outage(problem, first)
+            await asyncio.sleep(backoff(failures))
+
+    async def _once(
+        self, method: str, path: str, read: Callable[[httpx.Response], Returned], **given: Any
+    ) -> Returned:
+        """Make a call once, when the limits allow it.
+
+        Raises `_Limited`, `_Unsent`, `AnswerLost` and `CallRefused`.
+        """
+        import httpx
+
+        number = await self._leave(0)
+        try:
+            response = await self._client.request(method, f"{self.spec.url}{path}", **given)
+        except BaseException as error:
+            await self._tell(number, "failed")
+            if not isinstance(error, httpx.HTTPError):
+                raise
+            unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            problem = f"{type(error).__name__}: {error}"
+            raise _Unsent(problem) if unsent else AnswerLost(problem) from None
+        pause = pause_of(response.headers, datetime.now(UTC))
+        if any(limits := limits_of(response.headers)):
+            await asyncio.to_thread(self.limiter.lower, *limits)
+        if not response.is_success:
+            problem, again = await self._refusal(number, response, pause)
+            if not again:
+                raise CallRefused(response.status_code, problem)
+            raise _Limited if response.status_code == 429 else AnswerLost(problem)
+        try:
+            found = read(response)
+        except UNREADABLE_JSON as error:
+            await self._tell(number, "failed")
+            raise AnswerLost(
+                f"the answer is not as the batch API has it ({type(error).__name__}: {error})"
+            ) from None
+        await self._tell(number, "answered", None, pause or 0.0, "its limit is used up")
+        self._answered_at = self._loop.time()
+        return found
+
+
+class _Limited(Exception):
+    """The server answers 429."""
+
+
+class _Unsent(Exception):
+    """A call did not reach the server."""
+
+
+def _refused(error: CallRefused) -> EndpointRefused:
+    return EndpointRefused(f"engine.endpoint.batch: {error}")
+
+
+def _in_path(name: str) -> str:
+    """Return an id of the server, or of a record, as one part of a path."""
+    return quote(name, safe="")
+
+
+def _id(response: httpx.Response) -> str:
+    return str(response.json()["id"])
+
+
+def _batch(response: httpx.Response) -> Batch:
+    return Batch.of(response.json())
+
+
+def _page(response: httpx.Response) -> tuple[list[Batch], bool]:
+    value = response.json()
+    return [Batch.of(one) for one in value["data"]], bool(value.get("has_more"))
+
+
+def _names(response: httpx.Response) -> list[tuple[str, str]]:
+    return [(str(one["id"]), str(one.get("filename"))) for one in response.json()["data"]]
+
+
+def _content(response: httpx.Response) -> bytes:
+    return response.content
+
+
+def _anything(response: httpx.Response) -> None:
+    return None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,133 @@
+"""Lines of the files of a batch: requests on their way in, answers and errors on their way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_raybatch.stages.endpoint.client import (
+    QUOTED_TEXT,
+    HostedAnswer,
+    HostedRequest,
+    answer_of,
+    is_passing,
+    remedy_of,
+)
+
+BATCH_URL = "/v1/chat/completions"
+MOST_REQUESTS, MOST_FILE_BYTES = 50_000, 200_000_000  # of a batch's input file
+# What reading JSON of any shape and depth may raise.
+UNREADABLE_JSON = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+# Codes of lines that were not worked on.
+UNTRIED = ("batch_expired", "batch_cancelled")
+QUEUE_FULL = "token_limit_exceeded"
+# Codes of a batch or a line that ends the run, as the same answer to a single request does.
+REFUSING = {
+    "insufficient_quota": "the account's quota is used up; raise it",
+    "billing_hard_limit_reached": "the account's spending limit is reached; raise it",
+    "invalid_api_key": "check engine.endpoint.key",
+    "model_not_found": "the server's batch API does not have engine.endpoint.model; use another",
+}
+
+
+@dataclass
+class BatchAnswers:
+    """What the files of an ended batch hold.
+
+    `passing` says, by key, why a request that may be sent again has no answer; `refusal` why the
+    run ends, "" if it does not.
+    """
+
+    by_key: dict[str, HostedAnswer] = field(default_factory=dict)
+    passing: dict[str, str] = field(default_factory=dict)
+    refusal: str = ""
+
+
+def request_line(request: HostedRequest) -> bytes:
+    """Return a request's line in an input file."""
+    line = {"custom_id": request.key, "method": "POST", "url": BATCH_URL, "body": request.body}
+    return json.dumps(line).encode() + b"\n"
+
+
+def split_requests(
+    requests: Iterable[HostedRequest],
+) -> Iterator[tuple[list[HostedRequest], bytes]]:
+    """Yield the requests and the bytes of each input file, within the API's limits.
+
+    A request that is too large for any file is in one of its own, with no bytes.
+    """
+    chosen: list[HostedRequest] = []
+    lines: list[bytes] = []
+    size = 0
+    for request in requests:
+        line = request_line(request)
+        if len(line) > MOST_FILE_BYTES:
+            yield [request], b""
+            continue
+        if chosen and (len(chosen) == MOST_REQUESTS or size + len(line) > MOST_FILE_BYTES):
+            yield chosen, b"".join(lines)
+            chosen, lines, size = [], [], 0
+        chosen.append(request)
+        lines.append(line)
+        size += len(line)
+    if chosen:
+        yield chosen, b"".join(lines)
+
+
+def read_lines(files: Iterable[bytes], keys: Sequence[str]) -> BatchAnswers:
+    """Return what the output and error files of a batch say about its requests.
+
+    A line that cannot be read leaves its request without an answer.
+    """
+    found, asked = BatchAnswers(), set(keys)
+    for data in files:
+        for text in data.split(b"\n"):
+            if text.strip():
+                _read_line(text, asked, found)
+    for key in found.by_key:
+        found.passing.pop(key, None)
+    return found
+
+
+def _read_line(text: bytes, asked: set[str], found: BatchAnswers) -> None:
+    try:
+        line = json.loads(text)
+        key = line["custom_id"]
+        response, error = line.get("response"), line.get("error")
+        body = response["body"] if response else None
+        status = int(response["status_code"]) if response else 0
+    except UNREADABLE_JSON:
+        return
+    if not isinstance(key, str) or key not in asked:
+        return
+    if status == 200:
+        try:
+            found.by_key[key] = answer_of(body)
+        except UNREADABLE_JSON:
+            found.passing[key] = "the answer is no chat completion in JSON"
+        return
+    code, message = said_in(error if status == 0 else body)
+    said = f"{status}: {message}" if status else f"{code}: {message}"
+    remedy = REFUSING.get(code) or remedy_of(status, code)
+    if remedy is not None:
+        found.refusal = f"the server answers {said}. Remedy: {remedy}"
+    elif code in UNTRIED or status == 429 or is_passing(status):
+        found.passing[key] = said
+    else:
+        reason = f"the server answers {said}. Correct the row, or the job's prompt"
+        found.by_key[key] = HostedAnswer(error=("RequestRefused", reason))
+
+
+def said_in(error: Any) -> tuple[str, str]:
+    """Return the code and the message of an error, short and on one line."""
+    if isinstance(error, dict) and isinstance(error.get("error"), dict):
+        error = error["error"]
+    if not isinstance(error, dict):
+        return "", " ".join(str(error).split())[:QUOTED_TEXT]
+    code, message = error.get("code"), error.get("message")
+    return str(code or ""), " ".join(str(message or code).split())[:QUOTED_TEXT]

@@ -1,0 +1,306 @@
+"""The batches of one shard, from its requests to their answers, over any number of crashes.
+
+What was sent is recorded before the next step that depends on it. A call that creates a batch is
+the only one that can be paid twice: after a crash, or if its answer was lost, the batch is looked
+for in the server's list by its input file before another is created.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.stages.endpoint.client import HostedAnswer, HostedRequest
+from prefect_raybatch.stages.endpoint.limiter import BatchCounts
+from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
+from prefect_raybatch.stages.hosted_batches.lines import (
+    MOST_FILE_BYTES,
+    QUEUE_FULL,
+    REFUSING,
+    BatchAnswers,
+    read_lines,
+    split_requests,
+)
+from prefect_raybatch.stages.hosted_batches.records import (
+    BatchOutcome,
+    Slot,
+    put_batch,
+    put_outcome,
+    put_slot,
+    read_batch,
+    read_outcome,
+    read_slots,
+    was_cancelled,
+)
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+log = logging.getLogger(__name__)
+ROUNDS = 3  # batches in which a request may get no answer, before its row is quarantined
+FIRST_POLL, MOST_POLL, SLOWER_POLL = 1.0, 60.0, 1.5  # seconds between polls, and their growth
+# The list of batches may lag: it is asked so often, with such pauses, before a batch is created
+# again whose first creation may have succeeded.
+LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
+FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0  # while the server's queue is full
+
+
+class ShardBatches:
+    """BatchAnswers requests of one shard by batches.
+
+    `store` is rooted at the run directory; `attempt` is the name of this attempt; `name` begins the
+    names of the run's files at the server.
+    """
+
+    def __init__(self, api: BatchApi, store: Store, shard: int, attempt: str, name: str):
+        self.api, self.store, self.shard = api, store, shard
+        self.attempt, self.name = attempt, name
+        self._slots: list[Slot] = []
+        self._done: Counter[int] = Counter()  # by slot
+        self._full = 0  # times in a row that the server's queue was full
+
+    def answer(self, requests: Iterable[HostedRequest]) -> dict[str, HostedAnswer]:
+        """Return the answer of each request by its key.
+
+        Raises `EndpointRefused` and `EndpointUnavailable`, the latter also once the attempt is
+        cancelled.
+        """
+        asked = {request.key: request for request in requests}
+        wait = FIRST_POLL
+        try:
+            while True:
+                answers, tried, why = self._ended()
+                for key in asked.keys() - answers.keys():
+                    if tried[key] >= ROUNDS:
+                        answers[key] = HostedAnswer(error=("NoAnswer", _given_up(tried[key], why)))
+                covered = {key for slot in self._open() for key in slot.keys}
+                pending = [asked[key] for key in asked if key not in answers and key not in covered]
+                if pending:
+                    self._send(pending, asked)
+                    wait = FIRST_POLL
+                    continue
+                if not self._open():
+                    return {key: answers[key] for key in asked}
+                self._report()
+                self.api.pause(wait * random.uniform(0.8, 1.0))
+                wait = min(MOST_POLL, wait * SLOWER_POLL)
+                for slot in self._open():
+                    self._poll(slot)
+        finally:
+            with suppress(Exception):  # the cluster is gone
+                self.api.wait_for(self.shard, BatchCounts())
+
+    def _adopt(self, asked: Mapping[str, HostedRequest]) -> tuple[bool, int]:
+        """Take over the slots that hold any of the requests; find or create their batches.
+
+        Return whether there were any, and the number of the next slot.
+        """
+        known = {slot.number for slot in self._slots}
+        slots, number = read_slots(self.store, self.shard)
+        fresh = [
+            slot for slot in slots if slot.number not in known and asked.keys() & set(slot.keys)
+        ]
+        for slot in fresh:
+            self._slots.append(slot)
+            if slot.outcome is None and slot.batch_id is None:
+                self._find_or_create(slot, LIST_LOOKS)
+        return bool(fresh), number
+
+    def _open(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.outcome is None]
+
+    def _ended(self) -> tuple[dict[str, HostedAnswer], Counter[str], str]:
+        """Return answers by key, in how many batches the other requests were, and the last why."""
+        answers: dict[str, HostedAnswer] = {}
+        tried: Counter[str] = Counter()
+        why = ""
+        for slot in self._slots:
+            if slot.outcome is None:
+                continue
+            answers.update(slot.outcome.answers)
+            if slot.outcome.counts:
+                tried.update(slot.keys)
+            why = slot.outcome.why or why
+        return answers, tried, why
+
+    def _report(self) -> None:
+        slots = self._open()
+        done = sum(self._done[slot.number] for slot in slots)
+        requests = sum(len(slot.keys) for slot in slots)
+        self.api.wait_for(self.shard, BatchCounts(len(slots), done, requests))
+
+    # --- sending ----------------------------------------------------------------------------
+
+    def _send(self, pending: Sequence[HostedRequest], asked: Mapping[str, HostedRequest]) -> None:
+        """Upload requests, record the files, and create their batches.
+
+        What another driver has sent meanwhile is taken over first, and nothing is sent then.
+        """
+        self._check_cancelled()
+        if self._full:
+            self.api.pause(min(MOST_FULL_PAUSE, FULL_PAUSE * 2.0 ** min(self._full - 1, 10)))
+        is_behind, number = self._adopt(asked)
+        if is_behind:
+            return
+        for requests, data in split_requests(pending):
+            keys = [request.key for request in requests]
+            if not data:
+                text = f"the request has over {MOST_FILE_BYTES:,} bytes. Shorten the row"
+                refused = {key: HostedAnswer(error=("RequestTooLarge", text)) for key in keys}
+                slot = Slot(self.shard, number, "", keys, outcome=BatchOutcome(refused, "", True))
+                self._slots.append(slot)
+                continue
+            file_id = self.api.upload(f"{self.name}-{self.shard:08d}-{number:04d}.jsonl", data)
+            slot = Slot(self.shard, number, file_id, keys)
+            if not put_slot(self.store, slot):
+                self.api.delete(file_id)
+                return
+            self._slots.append(slot)
+            self._find_or_create(slot, 0)
+            number += 1
+
+    def _find_or_create(self, slot: Slot, looks: int) -> None:
+        """Give a slot its batch: the recorded one, one in the server's list, or a new one.
+
+        `looks` is how often the list is asked before a batch is created, 0 if none can exist.
+        """
+        again = looks > 0
+        while True:
+            for _ in range(looks):
+                if read_batch(self.store, slot):
+                    return
+                if found := self.api.find(slot.file_id):
+                    self._keep(slot, _best(found), found, again=True)
+                    return
+                self.api.pause(LIST_LOOK_EVERY)
+            self._check_cancelled()
+            try:
+                batch = self.api.create(slot.file_id, f"{slot.file_id}-{slot.number}")
+            except AnswerLost as error:
+                log.warning("shard %d: no answer to a new batch: %s", self.shard, error)
+                looks, again = LIST_LOOKS, True
+                continue
+            except CallRefused as error:
+                self._refused(slot, error)
+                return
+            self._keep(slot, batch, [batch], again)
+            return
+
+    def _refused(self, slot: Slot, error: CallRefused) -> None:
+        """End a slot whose file is gone; raise `EndpointRefused` for any other refusal.
+
+        Another driver may have removed the file, after the end of its batch.
+        """
+        if self.api.has_file(slot.file_id):
+            raise EndpointRefused(f"engine.endpoint.batch: {error}")
+        self._end(slot, BatchOutcome({}, f"the input file is gone ({error})", True), ())
+
+    def _keep(self, slot: Slot, batch: Batch, found: Sequence[Batch], again: bool) -> None:
+        """Record a slot's batch and cancel the others of its file."""
+        put_batch(self.store, slot, batch.id, again)
+        for other in found:
+            if other.id != slot.batch_id and not other.ended:
+                self._cancel_duplicate(slot, other)
+
+    def _cancel_duplicate(self, slot: Slot, batch: Batch) -> None:
+        log.warning(
+            "shard %d: batch %s has the same requests as %s; it is cancelled",
+            *(self.shard, batch.id, slot.batch_id),
+        )
+        self.api.cancel(batch.id)
+
+    def _check_cancelled(self) -> None:
+        if was_cancelled(self.store, self.attempt):
+            raise EndpointUnavailable("this attempt was cancelled, and its batches with it")
+
+    # --- ends -------------------------------------------------------------------------------
+
+    def _poll(self, slot: Slot) -> None:
+        """Ask for a slot's batch, and take its answers once it has ended."""
+        batch = self.api.get(slot.batch_id or "")
+        if slot.created_again:
+            for other in self.api.find(slot.file_id):
+                if other.id != slot.batch_id and not other.ended:
+                    self._cancel_duplicate(slot, other)
+        if batch is None:
+            self._end(slot, BatchOutcome({}, "the server no longer has the batch", True), ())
+        elif batch.ended:
+            self._take(slot, batch)
+        else:
+            self._done[slot.number] = batch.done
+
+    def _take(self, slot: Slot, batch: Batch) -> None:
+        """Record what an ended batch has answered, then remove its files from the server."""
+        files = [one for one in (batch.output_file_id, batch.error_file_id) if one]
+        contents = [self.api.download(one) for one in files]
+        answers = read_lines((data for data in contents if data is not None), slot.keys)
+        counts = self._look_at_errors(slot, batch, answers)
+        if answers.refusal or (batch.status == "cancelled" and was_cancelled(self.store)):
+            counts = False  # the requests without an answer were not tried
+        why = next(iter(answers.passing.values()), "")
+        if None in contents:
+            why = "its output file is gone from the server"
+        elif batch.status != "completed" or not why:
+            why = f"the batch is {batch.status}" + (f" ({why})" if why else "")
+        without = len(set(slot.keys) - answers.by_key.keys())
+        if without:
+            log.warning(
+                "shard %d: batch %s is %s; %s without an answer: %s",
+                *(self.shard, batch.id, batch.status, counted(without, "request"), why),
+            )
+        self._end(slot, BatchOutcome(answers.by_key, why, counts), (*files, slot.file_id))
+        if answers.refusal:
+            raise EndpointRefused(f"engine.endpoint.batch: {answers.refusal}")
+
+    def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
+        """Add the errors of a batch that failed; return whether its requests were tried."""
+        counts = True
+        for code, message, line in batch.errors:
+            if code in REFUSING:
+                answers.refusal = f"{code}: {message}. Remedy: {REFUSING[code]}"
+                counts = False
+            elif code == QUEUE_FULL and self._full < FULL_TRIES:
+                self._full += 1
+                counts = False
+                answers.passing[slot.keys[0]] = message
+            elif line is not None and 0 < line <= len(slot.keys):
+                text = f"the server says of the request: {message}. Correct the row"
+                answers.by_key[slot.keys[line - 1]] = HostedAnswer(error=("RequestRefused", text))
+            else:
+                answers.passing[slot.keys[0]] = message
+        if counts:
+            self._full = 0
+        return counts
+
+    def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
+        """Record the end of a slot's batch, count its tokens, and remove its files."""
+        if put_outcome(self.store, slot, outcome):
+            slot.outcome = outcome
+            answers = outcome.answers.values()
+            self.api.bill(
+                sum(answer.prompt_tokens for answer in answers),
+                sum(answer.output_tokens for answer in answers),
+            )
+        else:
+            slot.outcome = read_outcome(self.store, slot) or outcome
+        for file_id in files:
+            self.api.delete(file_id)
+
+
+def _usefulness(batch: Batch) -> tuple[int, int]:
+    """Return a rank by how likely a batch gives answers."""
+    order = ("cancelled", "failed", "cancelling", "expired")
+    known = batch.status in order
+    return order.index(batch.status) if known else len(order), batch.done
+
+
+def _best(found: Sequence[Batch]) -> Batch:
+    """Return the batch of several to keep: the furthest of those that may give answers."""
+    return max(found, key=_usefulness)
+
+
+def _given_up(rounds: int, why: str) -> str:
+    return f"no answer in {counted(rounds, 'batch', 'batches')}: {why}. Retry the row"

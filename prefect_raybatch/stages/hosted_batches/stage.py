@@ -1,0 +1,129 @@
+"""The engine stage of a run that uses a server's batch API, and what ends its batches."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar, cast
+
+import pyarrow as pa
+
+from prefect_raybatch.bounded import within
+from prefect_raybatch.errors import RayBatchError, StoreError
+from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.layout import BATCHES
+from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.stages.block import lost_all
+from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedAnswer, HostedRequest
+from prefect_raybatch.stages.endpoint.limiter import Limiter
+from prefect_raybatch.stages.endpoint.stage import EndpointStage
+from prefect_raybatch.stages.hosted_batches.api import BatchEngine
+from prefect_raybatch.stages.hosted_batches.records import (
+    Slot,
+    cancel_path,
+    open_slots,
+    remove_records,
+)
+from prefect_raybatch.stages.hosted_batches.shard import ShardBatches
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+log = logging.getLogger(__name__)
+CANCEL_SECONDS = 20.0  # for the cancelling of all batches: whoever sent SIGTERM waits for it
+CANCELS_AT_ONCE = 16
+SWEEP_SECONDS = 60.0  # for the removal of files at the server
+
+
+class BatchStage(EndpointStage):
+    """The engine stage of a run with `engine.endpoint.batch`; a block waits for its batches."""
+
+    engine_class: ClassVar[type[EndpointEngine]] = BatchEngine
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        try:
+            return super().__call__(table)
+        except StoreError as error:  # what was sent is recorded, so the next pass goes on with it
+            return lost_all(table, Loss(type(error).__name__, str(error)))
+
+    def _ask_server(
+        self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
+    ) -> Sequence[HostedAnswer]:
+        if not requests:
+            return []
+        spec = self.spec
+        shard = ShardBatches(
+            cast("BatchEngine", engine), spec.store, shards[0], spec.attempt, files_name(spec.store)
+        )
+        answers = shard.answer(requests)
+        return [answers[request.key] for request in requests]
+
+
+class _Unprobed(BatchEngine):
+    """Only ends what a run has sent, so it need not ask for the model."""
+
+    async def _probe(self) -> None:
+        pass
+
+
+def files_name(store: Store) -> str:
+    """Return how the names of a run's files at the server begin; `store` is its directory."""
+    return f"raybatch-{hashlib.sha256(store.uri.encode()).hexdigest()[:16]}"
+
+
+def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
+    """Cancel the batches of a run whose attempt was cancelled; log those that may go on.
+
+    The note comes first: an engine that still works creates no batch after it.
+    """
+    try:
+        store.put(cancel_path(attempt), b"{}")
+        slots = open_slots(store)
+        if slots:
+            log.warning("cancelling %s", counted(len(slots), "batch", "batches"))
+            within(CANCEL_SECONDS, lambda: _cancel_all(spec, slots))
+    except (RayBatchError, TimeoutError) as error:
+        log.warning(
+            "not all batches are known to be cancelled: %s. Look at the server's list of batches, "
+            "or run the same command again to use what they answer",
+            error,
+        )
+
+
+def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
+    engine = _Unprobed(spec, spec.api_key(), Limiter(None, None, CANCELS_AT_ONCE, spec.timeout))
+
+    def cancel(slot: Slot) -> None:
+        if slot.batch_id is not None:
+            engine.cancel(slot.batch_id)
+            return
+        for batch in engine.find(slot.file_id):  # its creation may be in flight
+            engine.cancel(batch.id)
+
+    try:
+        with ThreadPoolExecutor(CANCELS_AT_ONCE) as pool:
+            list(pool.map(cancel, slots))
+    finally:
+        engine.close()
+
+
+def forget_batches(spec: EndpointSpec, store: Store) -> None:
+    """Remove a finished run's records of batches, and files that a crash left at the server."""
+    if next(iter(store.list(BATCHES)), None) is None:
+        return
+    try:
+        within(SWEEP_SECONDS, lambda: _sweep(spec, files_name(store)))
+    except (RayBatchError, TimeoutError) as error:
+        log.warning("files named %s-... may be left at the server: %s", files_name(store), error)
+    remove_records(store)
+
+
+def _sweep(spec: EndpointSpec, name: str) -> None:
+    engine = _Unprobed(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout))
+    try:
+        for file_id, file_name in engine.files():
+            if file_name.startswith(f"{name}-"):
+                engine.delete(file_id)
+    finally:
+        engine.close()
