@@ -132,6 +132,7 @@ def read_spec(source: Source) -> ReadSpec:
         format=source.format,
         table_format=source.table_format,
         stored=source.stored,
+        served_as=None if source.served_as is None else tuple(source.served_as),
         limit=source.limit,
         sample=source.sample,
         sample_seed=source.sample_seed,
@@ -204,7 +205,7 @@ def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec
         fields=schema_sampling_fields(given, _schema(job.output, planned)),
         pooling=_pooling_fields(job),
         temperature=sampling.temperature,
-        max_tokens=job.drawn.max_tokens,
+        max_tokens=job.drawn.expected_tokens,
         answers=answers_of(job),
         logprobs=None if logprobs is None else int(logprobs),
         choices=tuple(choice_of(given) or ()),
@@ -499,8 +500,8 @@ def _most_out(job: BatchJob) -> tuple[int, str]:
     if labels:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
         longest = max(len(str(label)) for label in labels) // 2 + 1
-        return _most_of_label(job, min(sampling.max_tokens, longest), answers)
-    return sampling.max_tokens * answers, "sampling.max_tokens"
+        return _most_of_label(job, min(sampling.expected_tokens, longest), answers)
+    return sampling.expected_tokens * answers, "sampling.max_tokens"
 
 
 def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]:

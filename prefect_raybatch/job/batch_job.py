@@ -29,6 +29,7 @@ from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.openai_batch import check_batch_file, with_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
@@ -112,6 +113,11 @@ class BatchJob(Group):
         if value is not None and value not in ("latest", "all"):
             check_uri(value)
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_batch_file(cls, value: Any) -> Any:
+        return with_batch_fields(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _combined(self) -> BatchJob:
@@ -469,9 +475,20 @@ def check_endpoint(job: BatchJob) -> None:
         )
 
 
+def check_max_tokens(job: BatchJob) -> None:
+    """Raise ValueError for an answer of any length where that length must be known."""
+    if job.sampling.max_tokens is None and job.engine.endpoint.asked is not None:
+        raise ValueError(
+            "sampling.max_tokens: null needs vLLM, which knows the context; with engine.endpoint "
+            "set a number"
+        )
+
+
 COMBINATIONS = (
     check_own_code,
     check_endpoint,
+    check_batch_file,
+    check_max_tokens,
     check_task,
     check_adapters,
     check_without_images,

@@ -8,6 +8,7 @@ FINGERPRINTED = {
     "name": "part of what the run is called; a renamed job is another job",
     "source.uri": "other rows",
     "source.format": "other parsing, other values",
+    "source.served_as": "decides which requests are wrong; counts with a batch file",
     "source.limit": "other rows",
     "source.sample": "other rows",
     "source.sample_seed": "other rows; counts with a sample",

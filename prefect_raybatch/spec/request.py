@@ -114,6 +114,11 @@ class SamplingSpec:
     skip_special_tokens: bool
 
     @property
+    def fills_context(self) -> bool:
+        """Return whether the context alone limits the answers; `max_tokens` is then assumed."""
+        return self.fields.get("max_tokens") == WHOLE_CONTEXT
+
+    @property
     def several(self) -> bool:
         """Return whether a row has a list of answers."""
         return self.answers > 1
