@@ -122,7 +122,10 @@ def _files(
     return [f"{root}/{part.path}" for part in success.of(kind)], filesystem
 
 
-def result_rows(store: Store, success: Success | PartialResult, kind: str) -> pyarrow.dataset.Dataset:
+def result_rows(
+    store: Store, success: Success | PartialResult, kind: str
+) -> pyarrow.dataset.Dataset:
+    """Return the rows of data or quarantine in the files that a record names."""
     import pyarrow.dataset
 
     names, filesystem = _files(store, success, kind)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from prefect_raybatch.batches.outputs import ANSWERED, FAILED, AnswerLines
 from prefect_raybatch.compile.job import compile_plan, read_spec
 from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.faults import explain
+from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
@@ -26,28 +30,40 @@ from prefect_raybatch.storage import open_store
 _KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
 
 
-def batch_fields(source: str, output: str, names: list[str]) -> dict[str, Any]:
-    """Copy a batch file beside the output file; return the fields of its job, without the engine.
+def batch_fields(
+    source: str, output: str, names: list[str], changes: Mapping[str, object]
+) -> dict[str, Any]:
+    """Copy a batch file beside the output file; return the fields of its job.
 
-    The copy is named by its content, so the same call makes the same job, even if the original is
-    gone. `names` are the model names that requests may use. Raises `ConfigError`, `SourceError` and
-    the errors of the stores.
+    The copy is named by its content, so the same call makes the same job. `names` are the model
+    names that requests may use; the first becomes the model. `changes` are fields that the user
+    set. Raises `ConfigError`, `SourceError` and the errors of the stores.
     """
     if output.startswith(("http://", "https://")):
         raise ConfigError("-o: a URL cannot be written. Name a local or s3:// file")
     _split(output)
     place = f"{output}.run"
-    _, files = find(read_spec(Source(uri=source, format=BATCH_FORMAT)))
+    fields: dict[str, Any] = {
+        "name": "batch",
+        "source": {"uri": source, "format": BATCH_FORMAT, "served_as": names},
+        "prompt": {},
+        "engine": {},
+        "output": {"uri": place},
+    }
+    fields = with_fields(fields, changes)
+    try:
+        input_file = Source.model_validate(fields["source"])
+    except ValidationError as error:
+        raise ConfigError(explain(error, Source, "-i")) from None
+    _, files = find(read_spec(input_file))
     if len(files) != 1:
         raise SourceError(f"-i {source!r} has {len(files)} files. Name one file")
     requests, first_url = _copied(files[0], place)
-    return {
-        "name": "batch",
-        "source": {"uri": requests, "format": BATCH_FORMAT, "served_as": names},
-        "prompt": {},
-        "engine": {"task": "embed"} if first_url == EMBEDDING_URL else {},
-        "output": {"uri": place},
-    }
+    fields["source"]["uri"], engine = requests, fields["engine"]
+    engine.get("endpoint", engine).setdefault("model", names[0])
+    if first_url == EMBEDDING_URL:
+        engine.setdefault("task", "embed")
+    return fields
 
 
 def batch_key(fingerprint: str) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from heapq import merge
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from prefect_raybatch.ledger.layout import KINDS
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result_reader import result_rows
@@ -64,12 +64,9 @@ class AnswerLines:
 
     def lines(self, *kinds: str) -> Iterator[str]:
         """Yield a line for each request of these kinds, in input order."""
-        of_kinds = (
-            ((row[self.number], kind, row) for row in _rows(self.store, self.success, kind))
-            for kind in kinds or KINDS
-        )
+        of_kinds = (self._rows(kind) for kind in kinds)
         created = int(datetime.fromisoformat(self.plan.created).timestamp())
-        for at, kind, row in merge(*of_kinds, key=lambda one: int(one[0])):
+        for at, kind, row in merge(*of_kinds, key=itemgetter(0)):
             token = hashlib.sha256(f"{self.plan.hash}:{at}".encode()).hexdigest()[:32]
             if kind == FAILED:
                 line = _error(row, token)
@@ -77,6 +74,13 @@ class AnswerLines:
                 body = self._embedding(row) if self.embeds else self._chat(row, token, created)
                 line = _line(row["custom_id"], token, 200, body, None)
             yield json.dumps(line, ensure_ascii=False)
+
+    def _rows(self, kind: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        # One thread and little read ahead keep the order and the memory small.
+        dataset = result_rows(self.store, self.success, kind)
+        for batch in dataset.to_batches(use_threads=False, batch_readahead=1, fragment_readahead=1):
+            for row in batch.to_pylist():
+                yield int(row[self.number]), kind, row
 
     def _model(self, row: Mapping[str, Any]) -> str:
         return json.loads(row["body"]).get("model") or self.model
@@ -111,13 +115,6 @@ class AnswerLines:
             "model": self._model(row),
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
-
-
-def _rows(store: Store, success: Success, kind: str) -> Iterator[dict[str, Any]]:
-    # One thread and little read ahead keep the order and the memory small.
-    dataset = result_rows(store, success, kind)
-    for batch in dataset.to_batches(use_threads=False, batch_readahead=1, fragment_readahead=1):
-        yield from batch.to_pylist()
 
 
 def _error(row: Mapping[str, Any], token: str) -> dict[str, Any]:

@@ -30,9 +30,7 @@ SAMPLED = frozenset(
     ]
 )
 # Fields that change no answer, and values with which a field means nothing.
-IGNORED = frozenset(
-    ["model", "user", "metadata", "store", "service_tier", "parallel_tool_calls"]
-)
+IGNORED = frozenset(["model", "user", "metadata", "store", "service_tier", "parallel_tool_calls"])
 EMPTY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -67,7 +65,7 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
 def embedding_request(row: Mapping[str, Any]) -> str:
     """Return the text of a row to embed; raise ValueError for what is wrong in it.
 
-    This is the prompt function of a run with `source.format: openai_batch` and `engine.task: embed`.
+    This is the prompt function of such a run with `engine.task: embed`.
     """
     body, line = _opened(row, EMBEDDING_URL)
     for name, value in body.items():

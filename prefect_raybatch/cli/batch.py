@@ -55,15 +55,11 @@ def batch(
     """
     from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
     from prefect_raybatch.compile.resolved import resolve
-    from prefect_raybatch.job.job_file import with_fields
 
-    fields = with_fields(
-        batch_fields(input_file, output_file, [model, *(served_as or ())]), field_changes(set_)
-    )
-    engine = fields["engine"]
-    engine.get("endpoint", engine).setdefault("model", model)
+    changes = field_changes(set_)
     if max_tokens is not None:
-        fields.setdefault("sampling", {})["max_tokens"] = max_tokens
+        changes["sampling.max_tokens"] = max_tokens
+    fields = batch_fields(input_file, output_file, [model, *(served_as or ())], changes)
     job = job_of_fields(fields, {}, "the job of the batch file")
     key = batch_key(resolve(job).identity.fingerprint)
     report, _ = run_job(job, key, False, False, keep_seconds=kept_seconds(keep_engines))

@@ -1,4 +1,4 @@
-"""Jobs about OpenAI batch files: fields that such a file decides, and those that do not go with it."""
+"""Jobs about OpenAI batch files: what such a file decides, and what does not go with it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     if source is None or source.get("format") != BATCH_FORMAT:
         return job
     names = ("prompt", "sampling", "engine", "limits", "output")
-    groups = {name: _fields(job.get(name, {})) for name in names}
-    prompt, sampling, engine, limits, output = groups.values()
-    if None in (prompt, sampling, engine, limits, output):
+    groups = {name: fields for name in names if (fields := _fields(job.get(name, {}))) is not None}
+    if len(groups) < len(names):
         return job
+    prompt, sampling, engine, limits, output = (groups[name] for name in names)
     is_embedding = engine.get("task") == "embed"
     hosted = _fields(engine.get("endpoint")) or {}
     if not {"template", "function", "messages"} & set(prompt):

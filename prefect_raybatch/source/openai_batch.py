@@ -71,14 +71,13 @@ def rows_of_requests(
             yield [number, custom_id, url, text, fault and f"line {number}: {fault}"]
 
 
-def _read(
-    line: bytes, models: Sequence[str] | None
-) -> tuple[str, str | None, object, str | None]:
+def _read(line: bytes, models: Sequence[str] | None) -> tuple[str, str | None, object, str | None]:
     """Return the custom_id of a line ("" if it has none), its URL, its body and its fault."""
     try:
         request = json.loads(line.decode("utf-8"), parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
-        return "", None, None, f"it is not valid JSON ({str(error)[:100]}); write one object per line"
+        problem = f"it is not valid JSON ({str(error)[:100]}); write one object per line"
+        return "", None, None, problem
     if not isinstance(request, dict):
         return "", None, None, "it is not an object; write {custom_id, method, url, body}"
     custom_id = request.get("custom_id")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from prefect_raybatch.job.sampling import WHOLE_CONTEXT
+
 # Fields of vLLM's SamplingParams or PoolingParams by name; vLLM defines the type of each.
 SamplingFields = Mapping[str, Any]
 OTHER_MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds

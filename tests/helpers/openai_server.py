@@ -42,7 +42,9 @@ class OpenAIServer:
         text = body["messages"][-1]["content"]
         content = f"about {text}"
         form = body.get("response_format")
-        if form:
+        if form and form["type"] == "json_object":
+            content = "{}"
+        elif form:
             schema = form["json_schema"]["schema"]
             content = json.dumps({"label": schema["properties"]["label"]["enum"][0]})
         with self.lock:

@@ -30,10 +30,17 @@ def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) 
     body = {"model": model, "messages": messages, **given}
     if labels:
         body["response_format"] = _json_schema("label", _label_schema(labels))
+    elif form.get("json_object"):
+        body["response_format"] = {"type": "json_object"}
     elif form.get("json") is not None:
         schema = form["json"]
         schema = json.loads(schema) if isinstance(schema, str) else schema
         body["response_format"] = _json_schema("answer", schema)
+    elif form:
+        raise ValueError(
+            f"sampling.structured_outputs: a hosted model does not take {', '.join(sorted(form))}; "
+            "use json, json_object or choice"
+        )
     return body
 
 
