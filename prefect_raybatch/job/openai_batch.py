@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from prefect_raybatch.job.limits import FAILED_LIMITS
+
 if TYPE_CHECKING:
     from prefect_raybatch.job.batch_job import BatchJob
 
@@ -37,12 +39,13 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     prompt, sampling, engine, limits, output = (groups[name] for name in names)
     is_embedding = engine.get("task") == "embed"
     hosted = _fields(engine.get("endpoint")) or {}
-    if not {"template", "function", "messages"} & set(prompt):
+    if _unset(prompt, "template", "function", "messages"):
         prompt["function"] = EMBEDDING_REQUEST if is_embedding else CHAT_REQUEST
         extras = ANSWER_EXTRAS[1:2] if is_embedding else ANSWER_EXTRAS
-        output.setdefault("columns", list(KEPT_COLUMNS))
-        output["extras"] = list(dict.fromkeys([*output.get("extras", ()), *extras]))
-        if not {"max_failed_rows", "max_failed_fraction"} & set(limits):
+        if _unset(output, "columns"):
+            output["columns"] = list(KEPT_COLUMNS)
+        output["extras"] = list(dict.fromkeys([*(output.get("extras") or ()), *extras]))
+        if _unset(limits, *FAILED_LIMITS):
             limits["max_failed_fraction"] = 1.0
         if not is_embedding:
             sampling.setdefault("temperature", 1.0)
@@ -51,6 +54,11 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     if hosted.get("url") and sampling.get("max_tokens", 0) is None:
         sampling["max_tokens"] = HOSTED_TOKENS
     return {**job, **{name: fields for name, fields in groups.items() if fields}}
+
+
+def _unset(group: Mapping[str, Any], *names: str) -> bool:
+    """Return whether a group has none of these fields."""
+    return all(group.get(name) is None for name in names)
 
 
 def _fields(group: object) -> dict[str, Any] | None:

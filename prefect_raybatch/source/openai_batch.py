@@ -102,7 +102,7 @@ def _fault(request: Mapping[str, Any], models: Sequence[str] | None) -> str | No
     model = body.get("model")
     if models is not None and model is not None and model not in models:
         known = ", ".join(models)
-        return f"model {model!r} is not served, only {known}; add it to source.served_as"
+        return f"model {model!r} is not served, only {known}; add it with source.served_as"
     return None
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from helpers.engines import FakeEngine
 from helpers.openai_server import failing, openai_server
-from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
@@ -249,7 +248,10 @@ def test_the_key_of_a_run_is_that_of_another_version(
         ({"output": {"compact": False}}, "output.compact"),
         ({"output": {"columns": ["body"]}}, "custom_id"),
         ({"source": {"columns": ["custom_id", "body"]}}, "'line'"),
-        ({"source": {"format": "jsonl", "served_as": ["x"]}, "prompt": {"template": "x"}}, "served_as"),
+        (
+            {"source": {"format": "jsonl", "served_as": ["x"]}, "prompt": {"template": "x"}},
+            "served_as",
+        ),
         ({"sampling": {"n": 2}}, "sampling.n"),
         ({"engine": {"task": "classify"}}, "engine.task"),
     ],

@@ -93,6 +93,12 @@ def _inputs() -> Iterator[GoldenJob]:
         },
     )
     yield made("input-json-lines", "JSON Lines.", source={"uri": "data/rows.jsonl"})
+    yield made(
+        "input-batch-file",
+        "Requests of an OpenAI batch file.",
+        source={"uri": "data/requests.jsonl", "format": "openai_batch", "served_as": ["demo"]},
+        prompt={"system": "Answer in French."},
+    )
     yield made("input-arrow", "An Arrow file.", source={"uri": "data/rows.arrow"})
     yield made(
         "input-several-files",
