@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import ValidationError
 
-from prefect_raybatch.batches.outputs import ANSWERED, FAILED, AnswerLines
+from prefect_raybatch.batches.outputs import DATA_KIND, ERROR_KIND, AnswerLines
 from prefect_raybatch.compile.job import compile_plan, read_spec
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.faults import explain
@@ -79,8 +79,9 @@ def write_output(output: str, run: str) -> None:
     plan = need_plan(ledger)
     success = ledger.finished(plan)
     if success is not None:
-        lines = AnswerLines.of(store, plan, success, compile_plan(plan))
-        lines.put(open_store(folder), name, ANSWERED, FAILED)
+        spec = compile_plan(plan)
+        lines = AnswerLines.of(store, plan, success, spec.finish, spec.engine.model)
+        lines.put(open_store(folder), name, DATA_KIND, ERROR_KIND)
 
 
 def _split(output: str) -> tuple[str, str]:

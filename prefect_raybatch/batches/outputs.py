@@ -15,13 +15,13 @@ from typing import Any
 
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.result_reader import result_rows
+from prefect_raybatch.result_reader import rows_of_result
 from prefect_raybatch.spec.engine import ModelRequest
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.storage import Store
 
-OUTPUT, ERRORS = "output.jsonl", "error.jsonl"  # in the run directory
-ANSWERED, FAILED = "data", "quarantine"
+OUTPUT_FILE, ERROR_FILE = "output.jsonl", "error.jsonl"  # in the run directory
+DATA_KIND, ERROR_KIND = "data", "quarantine"
 BAD_REQUEST, SERVER_ERROR = 400, 500
 
 
@@ -42,22 +42,22 @@ class AnswerLines:
     embeds: bool
 
     @classmethod
-    def of(cls, store: Store, plan: Plan, success: Success, spec: RunSpec) -> AnswerLines:
-        asked: ModelRequest = spec.engine.model
+    def of(
+        cls, store: Store, plan: Plan, success: Success, finish: FinishSpec, asked: ModelRequest
+    ) -> AnswerLines:
         model = asked.name if asked.endpoint is None else asked.endpoint.model
-        finish = spec.finish
-        embeds = asked.task == "embed"
-        return cls(store, plan, success, finish.column, finish.row_number, model, embeds)
+        columns = finish.column, finish.row_number
+        return cls(store, plan, success, *columns, model, asked.task == "embed")
 
     def put_both(self) -> None:
         """Write output.jsonl and error.jsonl to the run directory, each whole or not at all."""
-        self.put(self.store, OUTPUT, ANSWERED)
-        self.put(self.store, ERRORS, FAILED)
+        self.put(self.store, OUTPUT_FILE, DATA_KIND)
+        self.put(self.store, ERROR_FILE, ERROR_KIND)
 
     def put(self, store: Store, name: str, *kinds: str) -> None:
         """Write the lines of these kinds of rows to a file, whole or not at all."""
         with tempfile.TemporaryDirectory() as scratch:
-            local = Path(scratch) / OUTPUT
+            local = Path(scratch) / OUTPUT_FILE
             with local.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
                 file.writelines(f"{line}\n" for line in self.lines(*kinds))
             store.put_file(name, local)
@@ -68,7 +68,7 @@ class AnswerLines:
         created = int(datetime.fromisoformat(self.plan.created).timestamp())
         for at, kind, row in merge(*of_kinds, key=itemgetter(0)):
             token = hashlib.sha256(f"{self.plan.hash}:{at}".encode()).hexdigest()[:32]
-            if kind == FAILED:
+            if kind == ERROR_KIND:
                 line = _error(row, token)
             else:
                 body = self._embedding(row) if self.embeds else self._chat(row, token, created)
@@ -77,7 +77,7 @@ class AnswerLines:
 
     def _rows(self, kind: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         # One thread and little read ahead keep the order and the memory small.
-        dataset = result_rows(self.store, self.success, kind)
+        dataset = rows_of_result(self.store, self.success, kind)
         for batch in dataset.to_batches(use_threads=False, batch_readahead=1, fragment_readahead=1):
             for row in batch.to_pylist():
                 yield int(row[self.number]), kind, row

@@ -475,6 +475,11 @@ def check_endpoint(job: BatchJob) -> None:
         )
 
 
+def check_batch(job: BatchJob) -> None:
+    """Raise ValueError for a field that does not go with a batch file, or without one."""
+    check_batch_file(job.source, job.prompt.function, job.sampling, job.engine.task, job.output)
+
+
 def check_max_tokens(job: BatchJob) -> None:
     """Raise ValueError for an answer of any length where that length must be known."""
     if job.sampling.max_tokens is None and job.engine.endpoint.asked is not None:
@@ -487,7 +492,7 @@ def check_max_tokens(job: BatchJob) -> None:
 COMBINATIONS = (
     check_own_code,
     check_endpoint,
-    check_batch_file,
+    check_batch,
     check_max_tokens,
     check_task,
     check_adapters,

@@ -10,7 +10,9 @@ from pydantic import BaseModel
 from prefect_raybatch.job.limits import FAILED_LIMITS
 
 if TYPE_CHECKING:
-    from prefect_raybatch.job.batch_job import BatchJob
+    from prefect_raybatch.job.output import Output
+    from prefect_raybatch.job.sampling import Sampling
+    from prefect_raybatch.job.source import Source
 
 BATCH_FORMAT = "openai_batch"
 CHAT_REQUEST = "prefect_raybatch.batches.requests:chat_request"
@@ -68,25 +70,25 @@ def _fields(group: object) -> dict[str, Any] | None:
     return dict(group) if isinstance(group, Mapping) else None
 
 
-def check_batch_file(job: BatchJob) -> None:
+def check_batch_file(
+    source: Source, function: str | None, sampling: Sampling, task: str, output: Output
+) -> None:
     """Raise ValueError for a field that does not go with a batch file, or without one."""
-    if job.source.format != BATCH_FORMAT:
-        if job.source.served_as is not None:
+    if source.format != BATCH_FORMAT:
+        if source.served_as is not None:
             raise ValueError(
                 f"source.served_as applies only to format: {BATCH_FORMAT}; remove it, or set format"
             )
         return
-    if job.prompt.function not in REQUEST_FUNCTIONS:
+    if function not in REQUEST_FUNCTIONS:
         raise ValueError(
             f"prompt: the requests are those of the {BATCH_FORMAT} file; remove template, function "
             "and messages"
         )
-    if job.engine.task not in ("generate", "embed"):
+    if task not in ("generate", "embed"):
         raise ValueError(
-            f"engine.task {job.engine.task} does not apply to format: {BATCH_FORMAT}; use generate "
-            "or embed"
+            f"engine.task {task} does not apply to format: {BATCH_FORMAT}; use generate or embed"
         )
-    output = job.output
     for name in ("postprocess", "schema_model", "tool_parser"):
         if getattr(output, name):
             raise ValueError(
@@ -95,9 +97,9 @@ def check_batch_file(job: BatchJob) -> None:
             )
     if not output.compact:
         raise ValueError(f"output.compact must be true for format: {BATCH_FORMAT}; remove it")
-    if (job.sampling.extra.get("n") or 1) > 1:
+    if (sampling.extra.get("n") or 1) > 1:
         raise ValueError(f"sampling.n must be 1 for format: {BATCH_FORMAT}; remove it")
-    columns = job.source.columns, output.columns
+    columns = source.columns, output.columns
     for group, names in zip(("source", "output"), columns, strict=True):
         wanted = ("line", "url", "fault", *KEPT_COLUMNS) if group == "source" else KEPT_COLUMNS
         for name in wanted:

@@ -97,7 +97,8 @@ def finalize_spec(
     success = _success(spec, plan, result, made.accepted)
     increment = increment_of(plan)
     if spec.read.format == BATCH_FORMAT and (increment is None or increment.ledger == OF_ROWS):
-        AnswerLines.of(ledger.store, plan, success, spec).put_both()
+        finish, model = spec.finish, spec.engine.model
+        AnswerLines.of(ledger.store, plan, success, finish, model).put_both()
     ledger.succeed(success)
     return _end(ledger, plan, True)
 

@@ -17,9 +17,7 @@ from openai.types.chat import ChatCompletion
 from prefect_raybatch.demo import demo_model_path
 
 pytestmark = pytest.mark.whole
-CONTEXT = json.loads((Path(demo_model_path()) / "config.json").read_text())[
-    "max_position_embeddings"
-]
+CONFIG = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
 
 
 def answered(tmp_path: Path, lines: str) -> list[str]:
