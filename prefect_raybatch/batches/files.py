@@ -24,7 +24,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.source.find import File, find
 from prefect_raybatch.source.json_lines import line_blocks
-from prefect_raybatch.source.openai_batch import EMBEDDING_URL
+from prefect_raybatch.source.openai_batch import COMPLETION_URL, EMBEDDING_URL
 from prefect_raybatch.storage import open_store
 
 _KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
@@ -63,6 +63,8 @@ def batch_fields(
     engine.get("endpoint", engine).setdefault("model", names[0])
     if first_url == EMBEDDING_URL:
         engine.setdefault("task", "embed")
+    elif first_url == COMPLETION_URL and "endpoint" in engine:
+        engine["endpoint"].setdefault("api", "completions")
     return fields
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result_reader import rows_of_result
+from prefect_raybatch.spec.endpoint import EndpointPath
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.storage import Store
@@ -39,7 +40,7 @@ class AnswerLines:
     column: str
     number: str
     model: str
-    embeds: bool
+    path: EndpointPath
 
     @classmethod
     def of(
@@ -47,7 +48,9 @@ class AnswerLines:
     ) -> AnswerLines:
         model = asked.name if asked.endpoint is None else asked.endpoint.model
         columns = finish.column, finish.row_number
-        return cls(store, plan, success, *columns, model, asked.task == "embed")
+        path: EndpointPath = "embeddings" if asked.pools else "chat/completions"
+        path = path if asked.endpoint is None else asked.endpoint.path
+        return cls(store, plan, success, *columns, model, path)
 
     def put_both(self) -> None:
         """Write output.jsonl and error.jsonl to the run directory, each whole or not at all."""
@@ -71,7 +74,8 @@ class AnswerLines:
             if kind == ERROR_KIND:
                 line = _error(row, token)
             else:
-                body = self._embedding(row) if self.embeds else self._chat(row, token, created)
+                embeds = self.path == "embeddings"
+                body = self._embedding(row) if embeds else self._answer(row, token, created)
                 line = _line(row["custom_id"], token, 200, body, None)
             yield json.dumps(line, ensure_ascii=False)
 
@@ -85,18 +89,18 @@ class AnswerLines:
     def _model(self, row: Mapping[str, Any]) -> str:
         return json.loads(row["body"]).get("model") or self.model
 
-    def _chat(self, row: Mapping[str, Any], token: str, created: int) -> dict[str, Any]:
+    def _answer(self, row: Mapping[str, Any], token: str, created: int) -> dict[str, Any]:
         prompt, output = row["prompt_tokens"], row["output_tokens"]
-        message = {"role": "assistant", "content": row[self.column]}
+        chats, text = self.path == "chat/completions", row[self.column]
         choice = {
             "index": 0,
-            "message": message,
+            **({"message": {"role": "assistant", "content": text}} if chats else {"text": text}),
             "logprobs": None,
             "finish_reason": row["finish_reason"],
         }
         return {
-            "id": f"chatcmpl-{token}",
-            "object": "chat.completion",
+            "id": f"{'chatcmpl' if chats else 'cmpl'}-{token}",
+            "object": "chat.completion" if chats else "text_completion",
             "created": created,
             "model": self._model(row),
             "choices": [choice],

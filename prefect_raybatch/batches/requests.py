@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_raybatch.source.openai_batch import CHAT_URL, EMBEDDING_URL
+from prefect_raybatch.source.openai_batch import CHAT_URL, COMPLETION_URL, EMBEDDING_URL
 
 # Fields of a body that vLLM's SamplingParams have under the same name.
 SAMPLED = frozenset(
@@ -39,6 +39,8 @@ EMPTY: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
     "encoding_format": ("float",),
+    "echo": (False,),
+    "best_of": (1,),
 }
 _ROLES = ("system", "user", "assistant")
 
@@ -49,6 +51,27 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
     This is the prompt function of a run with `source.format: openai_batch`.
     """
     body, line = _opened(row, CHAT_URL)
+    sampling = _sampling(body, line, "messages")
+    return {"messages": _messages(body.get("messages"), line), "sampling": sampling}
+
+
+def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt of a row as its only message, and its sampling fields.
+
+    This is the prompt function of such a run with `engine.endpoint.api: completions`. Raises
+    ValueError for what is wrong in the row.
+    """
+    body, line = _opened(row, COMPLETION_URL)
+    sampling = _sampling(body, line, "prompt")
+    message = {"role": "user", "content": _one_text(body, "prompt", line)}
+    return {"messages": [message], "sampling": sampling}
+
+
+def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
+    """Return the sampling fields of a body; raise ValueError for what is not supported.
+
+    `asked` is the field that holds the request itself.
+    """
     sampling = {
         name: value for name, value in body.items() if name in SAMPLED and value is not None
     }
@@ -57,9 +80,9 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
             sampling["max_tokens"] = value
         elif name == "response_format" and value is not None:
             sampling.update(_form(value, line))
-        elif name not in SAMPLED and name != "messages":
+        elif name not in SAMPLED and name != asked:
             _refuse(name, value, line)
-    return {"messages": _messages(body.get("messages"), line), "sampling": sampling}
+    return sampling
 
 
 def embedding_request(row: Mapping[str, Any]) -> str:
@@ -71,11 +94,15 @@ def embedding_request(row: Mapping[str, Any]) -> str:
     for name, value in body.items():
         if name != "input":
             _refuse(name, value, line)
-    text = body.get("input")
+    return _one_text(body, "input", line)
+
+
+def _one_text(body: Mapping[str, Any], name: str, line: str) -> str:
+    text = body.get(name)
     if isinstance(text, list) and len(text) == 1:
         text = text[0]
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{line}: body.input is not supported; write one text that is not empty")
+        raise ValueError(f"{line}: body.{name} is not supported; write one text that is not empty")
     return text
 
 
@@ -87,7 +114,8 @@ def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
     if row["url"] != url:
         raise ValueError(
             f"{line}: url {row['url']} is not answered by this run, only {url}; put the requests "
-            "of each url into a file of their own, and set engine.task: embed for embeddings"
+            "of each url into a file of their own, and set engine.task: embed for embeddings, or "
+            "engine.endpoint.api: completions"
         )
     return json.loads(row["body"]), line
 

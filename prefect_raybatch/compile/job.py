@@ -30,7 +30,7 @@ from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
-from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
 from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.options import HiddenOptions
 from prefect_raybatch.spec.read import ReadSpec
@@ -238,16 +238,18 @@ def model_request(engine: Engine) -> ModelRequest:
         adapters=engine.adapters,
         given=without_tries(engine),
         env=HiddenOptions(engine.env),
-        endpoint=endpoint_spec(engine.endpoint),
+        endpoint=endpoint_spec(engine.endpoint, engine.task),
     )
 
 
-def endpoint_spec(endpoint: ModelEndpoint) -> EndpointSpec | None:
+def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
     """Return the hosted model of a job, None if it has none."""
     if endpoint.url is None or endpoint.model is None:
         return None
+    path: EndpointPath = "chat/completions" if endpoint.api == "chat" else "completions"
     return EndpointSpec(
         url=endpoint.url,
+        path="embeddings" if task == "embed" else path,
         model=endpoint.model,
         secret=HiddenOptions({"key": endpoint.key} if endpoint.key else None),
         requests_per_minute=endpoint.requests_per_minute,

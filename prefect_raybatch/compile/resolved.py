@@ -157,6 +157,7 @@ COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields alwa
     "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
     "engine.endpoint.url": lambda job: job.engine.endpoint.asked is not None,
     "engine.endpoint.model": lambda job: job.engine.endpoint.asked is not None,
+    "engine.endpoint.api": lambda job: job.engine.endpoint.api != "chat",
     "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
     "output.tool_calls_column": lambda job: job.output.tool_parser is not None,
 }

@@ -451,9 +451,16 @@ def check_endpoint(job: BatchJob) -> None:
                     f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
                     "remove it"
                 )
-    if job.engine.task != "generate":
+    if job.engine.task not in ("generate", "embed"):
         raise ValueError(
-            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate"
+            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate or "
+            "embed"
+        )
+    raw = job.engine.endpoint.api == "completions"
+    if raw and (job.engine.task == "embed" or job.prompt.system or job.prompt.messages):
+        raise ValueError(
+            "engine.endpoint.api: completions sends one text and no chat; remove prompt.system, "
+            "prompt.messages and engine.task, or remove api"
         )
     if job.prompt.images.used:
         raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")

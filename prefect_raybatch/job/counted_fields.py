@@ -50,6 +50,7 @@ FINGERPRINTED = {
     "engine.adapter": "other answers; its content counts",
     "engine.adapters": "other answers; their content counts",
     "engine.endpoint.url": "another server; counts with an endpoint",
+    "engine.endpoint.api": "other requests; counts if it is not chat",
     "engine.endpoint.model": "another model; counts with an endpoint",
     "engine.(extra)": "any other engine argument may change the answers, unless listed as free",
     "output.column": "other result columns",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import model_validator
@@ -48,6 +48,12 @@ class ModelEndpoint(Group):
         title="API key",
         text="API key, as an environment variable of the flow: ${OPENAI_API_KEY}. Default: "
         "requests without a key.",
+    )
+    api: Literal["chat", "completions"] = field(
+        "chat",
+        title="API",
+        text="completions sends the text of the prompt as it is to /completions, without a chat. "
+        "With engine.task embed, texts go to /embeddings.",
     )
     requests_per_minute: int | None = field(
         None,

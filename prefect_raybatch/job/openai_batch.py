@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 BATCH_FORMAT = "openai_batch"
 CHAT_REQUEST = "prefect_raybatch.batches.requests:chat_request"
 EMBEDDING_REQUEST = "prefect_raybatch.batches.requests:embedding_request"
-REQUEST_FUNCTIONS = (CHAT_REQUEST, EMBEDDING_REQUEST)
+COMPLETION_REQUEST = "prefect_raybatch.batches.requests:completion_request"
+REQUEST_FUNCTIONS = (CHAT_REQUEST, EMBEDDING_REQUEST, COMPLETION_REQUEST)
 # The version of what these functions make of a line. Raise it if they make another request of the
 # same line. It counts in place of their source, so that a new release continues a run.
 REQUEST_FORM = "1"
@@ -42,7 +43,8 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     is_embedding = engine.get("task") == "embed"
     hosted = _fields(engine.get("endpoint")) or {}
     if _unset(prompt, "template", "function", "messages"):
-        prompt["function"] = EMBEDDING_REQUEST if is_embedding else CHAT_REQUEST
+        chat = COMPLETION_REQUEST if hosted.get("api") == "completions" else CHAT_REQUEST
+        prompt["function"] = EMBEDDING_REQUEST if is_embedding else chat
         extras = ANSWER_EXTRAS[1:2] if is_embedding else ANSWER_EXTRAS
         if _unset(output, "columns"):
             output["columns"] = list(KEPT_COLUMNS)

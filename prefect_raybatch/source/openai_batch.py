@@ -14,8 +14,9 @@ from prefect_raybatch.source.find import File
 from prefect_raybatch.source.json_lines import line_blocks
 from prefect_raybatch.source.streams import one_line
 
-CHAT_URL, EMBEDDING_URL = "/v1/chat/completions", "/v1/embeddings"
-URLS = (CHAT_URL, EMBEDDING_URL)
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+EMBEDDING_URL = "/v1/embeddings"
+URLS = (CHAT_URL, COMPLETION_URL, EMBEDDING_URL)
 REQUEST_SCHEMA = pa.schema(
     {
         "line": pa.int64(),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from prefect_raybatch.job.endpoint import HOSTED_SAMPLING
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 
 CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
@@ -13,11 +14,16 @@ MESSAGE_TOKENS = 8  # that a chat template puts around a message
 LABEL_FIELD = "label"
 
 
-def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) -> dict[str, Any]:
-    """Return the body of a chat completion.
+def body_of(
+    endpoint: EndpointSpec, messages: list[dict[str, Any]], params: SamplingFields
+) -> dict[str, Any]:
+    """Return the body of a request.
 
     Raises ValueError for a sampling field that no hosted model takes.
     """
+    text = "\n\n".join(str(message["content"]) for message in messages)
+    if endpoint.path == "embeddings":
+        return {"model": endpoint.model, "input": text, "encoding_format": "float"}
     given = {name: value for name, value in params.items() if value is not None}
     odd = sorted(set(given) - set(HOSTED_SAMPLING))
     if odd:
@@ -27,7 +33,10 @@ def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) 
         )
     form = given.pop("structured_outputs", None) or {}
     labels = given.pop("choice", None) or form.get("choice")
-    body = {"model": model, "messages": messages, **given}
+    asked: dict[str, Any] = {"messages": messages}
+    if endpoint.path == "completions":
+        asked = {"prompt": text}
+    body = {"model": endpoint.model, **asked, **given}
     if labels:
         body["response_format"] = _json_schema("label", _label_schema(labels))
     elif form.get("json_object"):

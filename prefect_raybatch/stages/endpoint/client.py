@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
-from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
 from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
 
@@ -235,7 +235,7 @@ class EndpointEngine:
             number = await self._leave(request.tokens)
             try:
                 response = await self._client.post(
-                    f"{self.spec.url}/chat/completions",
+                    f"{self.spec.url}/{self.spec.path}",
                     json=request.body,
                     headers={"Idempotency-Key": request.key},
                 )
@@ -300,7 +300,7 @@ class EndpointEngine:
         if any(limits := limits_of(response.headers)):
             await asyncio.to_thread(self.limiter.lower, *limits)
         if status == 200:
-            answer = _parsed(response)
+            answer = _parsed(response, self.spec.path)
             if isinstance(answer, HostedAnswer):
                 self._answered_at = self._loop.time()
                 used = (answer.prompt_tokens, answer.output_tokens)
@@ -338,20 +338,28 @@ def ask_for_model(spec: EndpointSpec) -> None:
     EndpointEngine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
 
-def _parsed(response: httpx.Response) -> HostedAnswer | str:
-    """Return the answer in a response, or what is wrong with it."""
+def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:
+    """Return the answer in a response, or what is wrong with it.
+
+    The content of an embedding is the JSON of its numbers.
+    """
     if len(response.content) > MOST_ANSWER_BYTES:
         return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
     try:
         value = response.json()
-        choice, usage = value["choices"][0], value.get("usage") or {}
-        content = choice["message"]["content"]
+        usage = value.get("usage") or {}
         prompt = int(usage.get("prompt_tokens") or 0)
         output = int(usage.get("completion_tokens") or 0)
+        if path == "embeddings":
+            numbers = [float(number) for number in value["data"][0]["embedding"]]
+            return HostedAnswer(json.dumps(numbers), "stop", prompt, 0)
+        choice = value["choices"][0]
+        message = choice["message"] if path == "chat/completions" else {"content": choice["text"]}
+        content = message["content"]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return f"the answer is no chat completion in JSON: {_said(response)}"
+        return f"the answer is no JSON of /{path}: {_said(response)}"
     finish = choice.get("finish_reason")
-    if content is None and (refusal := choice["message"].get("refusal")):
+    if content is None and (refusal := message.get("refusal")):
         return _row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
     if not isinstance(content, str):
         return _row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
