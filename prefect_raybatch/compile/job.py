@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.answer_schema import BACKEND, schema_sampling_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
@@ -244,6 +244,11 @@ def model_request(engine: Engine) -> ModelRequest:
 
 def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
     """Return the hosted model of a job, None if it has none."""
+    if endpoint.block is not None and (endpoint.url is None or endpoint.model is None):
+        raise ConfigError(
+            f"engine.endpoint.block: {endpoint.block} is loaded by a flow or by raybatch run; set "
+            "url and model to run without Prefect"
+        )
     if endpoint.url is None or endpoint.model is None:
         return None
     path: EndpointPath = "chat/completions" if endpoint.api == "chat" else "completions"

@@ -93,6 +93,7 @@ FREE = {
     "engine.accelerator_type": "where it runs",
     "engine.num_cpus": "what Ray sets aside",
     "engine.env": "how the process runs; may hold secrets; VLLM_BATCH_INVARIANT counts where on",
+    "engine.endpoint.block": "how to reach the server; its url and model count",
     "engine.endpoint.key": "how to reach the server; may hold a secret",
     "engine.endpoint.requests_per_minute": "speed",
     "engine.endpoint.tokens_per_minute": "speed",

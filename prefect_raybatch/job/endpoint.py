@@ -35,6 +35,12 @@ HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 class ModelEndpoint(Group):
     """An HTTP server with the OpenAI API that answers the rows, and its limits."""
 
+    block: str | None = field(
+        None,
+        title="Block",
+        text="Saved Prefect block with the URL, model, key and limits, as hosted-model/NAME.",
+        min_length=1,
+    )
     url: str | None = field(
         None,
         title="URL",
@@ -108,7 +114,7 @@ class ModelEndpoint(Group):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelEndpoint:
-        if self != ModelEndpoint.model_construct():
+        if self.block is None and self != ModelEndpoint.model_construct():
             for name, what in (("url", "the server's base URL"), ("model", "its model's name")):
                 if getattr(self, name) is None:
                     raise ValueError(f"{name} is required: set {what}")
@@ -117,11 +123,13 @@ class ModelEndpoint(Group):
     @property
     def asked(self) -> ModelEndpoint | None:
         """Return None if the group is empty, which leaves the rows to vLLM."""
-        return self if self.url else None
+        return self if self.url or self.block else None
 
     @property
     def priced(self) -> bool:
-        """Return whether any price is given."""
+        """Return whether any price is given, or may be given by the block."""
+        if self.block is not None and self.url is None:
+            return True
         return self.price_in is not None or self.price_out is not None
 
     @classmethod

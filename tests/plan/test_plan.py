@@ -298,6 +298,7 @@ CHANGED: dict[str, Any] = {
     "limits.stall_start_seconds": 60.0,
     "limits.fail_on_stall": True,
     "limits.deadline": "6h",
+    "engine.endpoint.block": "hosted-model/large",
     "engine.endpoint.api": "completions",
     "engine.endpoint.url": "https://other.example.com/v1",
     "engine.endpoint.model": "large",
