@@ -18,7 +18,7 @@ from rich.table import Table
 
 from prefect_raybatch.cli.ending import failed_rows_command, print_next
 from prefect_raybatch.cli.terminal import err, out
-from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, Beat, Listener
+from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, MAKING, STARTING, Beat, Listener
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
@@ -71,9 +71,10 @@ class TerminalProgress(Listener):
     def hear(self, beat: Beat) -> None:
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
-            self.about = beat.about if self.phase in (STARTING, MAKING) else ""
+            told = self.phase in (STARTING, MAKING, INFERRING)
+            self.about = beat.about if told else ""
             progress = self.progress
-            if progress is None or progress.recent or self.phase == ENDED:
+            if progress is None or self.phase == ENDED or (progress.recent and not self.about):
                 return
             if fresh or self.about:
                 self.printed = 0.0 if fresh else self.printed
@@ -124,9 +125,10 @@ def describe_progress(progress: Progress, phase: str, about: str) -> str:
         now = "" if phase == ENDED else f"{phase}{f': {about}' if about else ''}"
         return "; ".join(filter(None, (done, now)))
     failed = progress.failed + progress.held_back
+    limited = f", {about}" if phase == INFERRING and about else ""
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {progress.unit[1]}/s, "
-        f"{duration(progress.seconds_left)} left, {failed:,} failed"
+        f"{duration(progress.seconds_left)} left, {failed:,} failed{limited}"
     )
 
 

@@ -343,6 +343,10 @@ class Pipeline:
         prompt = usage.prompt_tokens * (endpoint.price_in or 0.0)
         return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
 
+    def limited(self) -> str:
+        """Return why no request to a hosted model leaves now; "" if requests leave."""
+        return self._used.waits
+
     def _usage(self, last: bool = False) -> Usage:
         """Return what was sent to a hosted model, as far as the limiter answers.
 

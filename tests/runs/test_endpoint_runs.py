@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import uuid
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.cluster.sizes import for_attempt
 from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
-from prefect_raybatch.driver.heartbeat import read_beats
+from prefect_raybatch.driver import monitor
+from prefect_raybatch.driver.heartbeat import Beat, Listener, read_beats
 from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
+from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
@@ -276,6 +279,29 @@ def test_a_server_that_answers_nothing_more_is_worth_a_retry(server, tmp_path, m
     assert is_transient(error.value)
     server.fault = lambda number, body: None
     assert len(answers(run_of(job_of(server, tmp_path))[1])) == ROWS
+
+
+def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
+    """The server answers 429 until somebody is told so."""
+    monkeypatch.setattr(monitor, "LOOK", 0.02)
+    told = threading.Event()
+    lines = []
+
+    class Reader(Listener):
+        def hear(self, beat: Beat) -> None:
+            if "429" in beat.about:
+                lines.extend((progress_line(beat), live_rows(beat)[0]["now"]))
+                told.set()
+
+    limited = failing(429, "slow down", retry_after="2")
+    server.fault = lambda number, body: None if told.is_set() or number < 5 else limited
+    job = job_of(server, tmp_path, endpoint={"requests_per_minute": 60_000, "max_in_flight": 1})
+    run = plan_run(job, "told")
+    infer_run(job, run, Reader())
+    assert told.is_set() and len(lines) >= 2
+    for line in lines:
+        assert re.search(r"waiting \d s: 429, limit 60000 requests per minute", line), line
+    assert not any("starting engines" in line for line in lines)
 
 
 def test_a_new_attempt_waits_until_requests_of_others_count_no_longer(server, tmp_path):
