@@ -18,6 +18,7 @@ from .ports import free_ports
 
 START_SECONDS = 240.0
 MODEL = "demo"
+WHITESPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def vllm_server(folder: Path) -> Iterator[str]:
         *("--model", demo_model_path(), "--served-model-name", MODEL, "--host", "127.0.0.1"),
         *("--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"),
         # The bundled model is too small to end JSON that may have any number of line breaks.
-        *("--structured-outputs-config", '{"disable_any_whitespace": true}'),
+        *("--structured-outputs-config", WHITESPACE),
     ]
     environment = {**clean(), "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = dying_with_us(*command)

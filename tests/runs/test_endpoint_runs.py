@@ -39,12 +39,14 @@ from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.block import losses
 from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint.body import LABEL_TOKENS
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.storage import open_store
 
 ROWS = 20
+ENDLESS = completion("x").replace(b'"prompt_tokens": 11', b'"prompt_tokens": 1e999')
 KEY = "sk-very-secret-0123456789"
 runs = itertools.count()
 
@@ -167,7 +169,8 @@ def test_sampling_fields_and_labels_go_to_the_server(server, tmp_path):
     sampling = {"max_tokens": 9, "seed": 3, "choice": ["Retail", "Other"]}
     _, folder = run_of(job_of(server, tmp_path, sampling=sampling))
     body = server.bodies[0]
-    assert (body["model"], body["max_tokens"], body["seed"]) == ("large", 9, 3)
+    room = 9 + LABEL_TOKENS  # for the JSON around a label
+    assert (body["model"], body["max_tokens"], body["seed"]) == ("large", room, 3)
     assert set(answers(folder).values()) == {"Retail"}
 
 
@@ -213,6 +216,29 @@ def test_a_row_that_always_fails_while_others_are_answered_is_quarantined(server
     assert (
         sum(b["messages"][-1]["content"] == "Company 3" for b in server.bodies) >= client.ROW_TRIES
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (failing(413, "request entity too large"), "RequestRefused"),
+        ((200, {}, b"<html>not JSON</html>"), "ServerError"),
+        ((200, {"x-length": "9999"}, completion("cut")[:20]), "ServerError"),
+        ((200, {}, b'{"choices": [{"message": {"content": 7}}]}'), "NoAnswer"),
+        ((200, {}, b"[" * 100_000), "ServerError"),
+        ((200, {}, ENDLESS), "ServerError"),
+        (failing(400, "[" * 100_000), "RequestRefused"),
+    ],
+    ids=["413", "html", "truncated", "a number", "deep", "endless", "long"],
+)
+def test_a_row_with_an_answer_that_is_none_is_quarantined(fault, kind, server, tmp_path):
+    server.fault = lambda number, body: (
+        fault if body["messages"][-1]["content"] == "Company 3" else None
+    )
+    report, folder = run_of(job_of(server, tmp_path))
+    (row,) = quarantined(folder)
+    assert row["error"] == kind and row["input"]["Company"] == "Company 3"
+    assert report.good == ROWS - 1
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def answer_text(content: str, params: SamplingFields) -> str:
         return content
     try:
         label = json.loads(content)[LABEL_FIELD]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return content
     return label if isinstance(label, str) else content
 

@@ -41,6 +41,11 @@ OF_PROBE = {
     404: "check engine.endpoint.url",
 }
 QUOTA = "insufficient_quota"
+# What reading JSON of any shape and depth may raise.
+NOT_AS_AGREED = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 
 class SharedLimiter(Protocol):
@@ -348,15 +353,15 @@ def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:
     try:
         value = response.json()
         usage = value.get("usage") or {}
-        prompt = int(usage.get("prompt_tokens") or 0)
-        output = int(usage.get("completion_tokens") or 0)
+        prompt = max(0, int(usage.get("prompt_tokens") or 0))
+        output = max(0, int(usage.get("completion_tokens") or 0))
         if path == "embeddings":
             numbers = [float(number) for number in value["data"][0]["embedding"]]
             return HostedAnswer(json.dumps(numbers), "stop", prompt, 0)
         choice = value["choices"][0]
         message = choice["message"] if path == "chat/completions" else {"content": choice["text"]}
         content = message["content"]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except NOT_AS_AGREED:
         return f"the answer is no JSON of /{path}: {_said(response)}"
     finish = choice.get("finish_reason")
     if content is None and (refusal := message.get("refusal")):
@@ -375,7 +380,7 @@ def _said(response: httpx.Response) -> str:
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, TypeError, KeyError):
+    except NOT_AS_AGREED:
         text = response.text
     return " ".join(text.split())[:QUOTED_TEXT] or "no text"
 
@@ -384,7 +389,7 @@ def _model_names(response: httpx.Response) -> set[str]:
     """Return the names of the server's models; empty if it does not list them."""
     try:
         return {str(one["id"]) for one in json.loads(response.content)["data"]}
-    except (ValueError, TypeError, KeyError):
+    except NOT_AS_AGREED:
         return set()
 
 
