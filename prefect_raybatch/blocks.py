@@ -5,9 +5,17 @@ from __future__ import annotations
 from prefect_raybatch.flow.blocks import (
     BatchInferenceJob,
     BatchInferenceRun,
+    HostedModel,
     ObjectStore,
     RayCluster,
     options_of,
 )
 
-__all__ = ["BatchInferenceJob", "BatchInferenceRun", "ObjectStore", "RayCluster", "options_of"]
+__all__ = [
+    "BatchInferenceJob",
+    "BatchInferenceRun",
+    "HostedModel",
+    "ObjectStore",
+    "RayCluster",
+    "options_of",
+]

@@ -43,11 +43,11 @@ class FinishedRows:
 
     def dataset(self, options: Options = None) -> pyarrow.dataset.Dataset:
         """Return the answered rows, in input order, read on demand."""
-        return _dataset(*self._opened(options), "data")
+        return rows_of_result(*self._opened(options), "data")
 
     def quarantine(self, options: Options = None) -> pyarrow.dataset.Dataset:
         """Return the failed rows: stage, error, message, attempts and the input row."""
-        return _dataset(*self._opened(options), "quarantine")
+        return rows_of_result(*self._opened(options), "quarantine")
 
     def to_arrow(self, options: Options = None, *, quarantine: bool = False) -> pyarrow.Table:
         """Return the answered rows as a pyarrow Table, in memory."""
@@ -122,7 +122,10 @@ def _files(
     return [f"{root}/{part.path}" for part in success.of(kind)], filesystem
 
 
-def _dataset(store: Store, success: Success | PartialResult, kind: str) -> pyarrow.dataset.Dataset:
+def rows_of_result(
+    store: Store, success: Success | PartialResult, kind: str
+) -> pyarrow.dataset.Dataset:
+    """Return the rows of data or quarantine in the files that a record names."""
     import pyarrow.dataset
 
     names, filesystem = _files(store, success, kind)

@@ -47,6 +47,7 @@ FLOORS = [
     "result",
     "publish",
     "compile",
+    "batches",
     "runs",
     "compare",
     "remote",
@@ -54,7 +55,6 @@ FLOORS = [
     "doctor",
     "flow",
     "tasks blocks",  # addresses of names that live in flow
-    "batches",
     "cli",
     "frames",
 ]

@@ -1,68 +1,71 @@
-"""Turns a batch file into the job of a run, and the finished run into the output file."""
+"""Turns a batch file into the fields of a job, and the finished run into one output file."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from datetime import datetime
-from itertools import islice
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+from pydantic import ValidationError
 
-from prefect_raybatch.batches.outputs import output_lines
-from prefect_raybatch.batches.requests import REQUEST_COLUMNS, rows_of_requests
-from prefect_raybatch.compile.job import read_spec
+from prefect_raybatch.batches.outputs import DATA_KIND, ERROR_KIND, AnswerLines
+from prefect_raybatch.compile.job import compile_plan, read_spec
 from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.faults import explain
+from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.open_run import open_run
 from prefect_raybatch.source.find import File, find
 from prefect_raybatch.source.json_lines import line_blocks
+from prefect_raybatch.source.openai_batch import COMPLETION_URL, EMBEDDING_URL
 from prefect_raybatch.storage import open_store
 
-SCHEMA = pa.schema(
-    [(name, pa.int64() if name == "line" else pa.string()) for name in REQUEST_COLUMNS]
-)
-_ROWS_AT_ONCE = 4096  # lines that are held in memory while a file is read
 _KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
 
 
 def batch_fields(
-    source: str,
-    output: str,
-    model: str,
-    served_as: Sequence[str],
-    max_tokens: int,
+    source: str, output: str, names: list[str], changes: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Store the requests of a batch file beside the output file; return the fields of its job.
+    """Copy a batch file beside the output file; return the fields of its job.
 
-    The stored file is named by its content, so the same call makes the same job.
-    Raises `ConfigError`, `SourceError` and the errors of the stores.
+    The copy is named by its content, so the same call makes the same job. `names` are the model
+    names that requests may use; the first becomes the model. `changes` are fields that the user
+    set. Raises `ConfigError`, `SourceError` and the errors of the stores.
     """
     if output.startswith(("http://", "https://")):
         raise ConfigError("-o: a URL cannot be written. Name a local or s3:// file")
+    _split(output)
     place = f"{output}.run"
-    requests = _stored(source, place, [model, *served_as])
-    return {
+    fields: dict[str, Any] = {
         "name": "batch",
-        "source": {"uri": requests},
-        "prompt": {"function": "prefect_raybatch.batches.requests:chat_request"},
-        "sampling": {"temperature": 1.0, "max_tokens": max_tokens},
-        "engine": {"model": model},
-        "limits": {"max_failed_fraction": 1.0},
-        "output": {
-            "uri": place,
-            "columns": ["custom_id", "body"],
-            "extras": ["finish_reason", "prompt_tokens", "output_tokens"],
-            "on_cut_off": "keep",
-        },
+        "source": {"uri": source, "format": BATCH_FORMAT, "served_as": names},
+        "prompt": {},
+        "engine": {},
+        "output": {"uri": place},
     }
+    fields = with_fields(fields, changes)
+    try:
+        input_file = Source.model_validate(fields["source"])
+    except ValidationError as error:
+        raise ConfigError(explain(error, Source, "-i")) from None
+    _, files = find(read_spec(input_file))
+    if len(files) != 1:
+        raise SourceError(f"-i {source!r} has {len(files)} files. Name one file")
+    requests, first_url = _copied(files[0], place)
+    fields["source"]["uri"], engine = requests, fields["engine"]
+    engine.get("endpoint", engine).setdefault("model", names[0])
+    if first_url == EMBEDDING_URL:
+        engine.setdefault("task", "embed")
+    elif first_url == COMPLETION_URL and "endpoint" in engine:
+        engine["endpoint"].setdefault("api", "completions")
+    return fields
 
 
 def batch_key(fingerprint: str) -> str:
@@ -70,25 +73,17 @@ def batch_key(fingerprint: str) -> str:
     return f"batch-{fingerprint[:_KEY_LENGTH]}"
 
 
-def write_output(output: str, report: RunReport, model: str, number: str) -> None:
-    """Write the output file of a finished run, whole or not at all.
-
-    `number` names the column of row numbers.
-    """
-    run, folder, name = open_run(report.run), *_split(output)
-    plan = need_plan(Ledger(open_store(report.run)))
-    lines = output_lines(
-        run,
-        plan.hash,
-        model,
-        int(datetime.fromisoformat(plan.created).timestamp()),
-        number,
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        local = Path(scratch) / "output.jsonl"
-        with local.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        open_store(folder).put_file(name, local)
+def write_output(output: str, run: str) -> None:
+    """Write the answers and errors of a finished run to one file, whole or not at all."""
+    folder, name = _split(output)
+    store = open_store(run)
+    ledger = Ledger(store)
+    plan = need_plan(ledger)
+    success = ledger.finished(plan)
+    if success is not None:
+        spec = compile_plan(plan)
+        lines = AnswerLines.of(store, plan, success, spec.finish, spec.engine.model)
+        lines.put(open_store(folder), name, DATA_KIND, ERROR_KIND)
 
 
 def _split(output: str) -> tuple[str, str]:
@@ -98,29 +93,31 @@ def _split(output: str) -> tuple[str, str]:
     return (folder or "/") if slash else ".", name
 
 
-def _stored(source: str, place: str, models: Sequence[str]) -> str:
-    """Store the requests of a batch file as Parquet, named by its content; return the URI."""
-    _, files = find(read_spec(Source(uri=source, format="jsonl")))
-    if len(files) != 1:
-        raise SourceError(f"-i {source!r} has {len(files)} files. Name one file")
-    digest = hashlib.sha256()
+def _copied(file: File, place: str) -> tuple[str, str | None]:
+    """Copy a batch file, compressed and named by its content.
+
+    Return the URI of the copy, and the URL of the first request that has one.
+    """
+    digest, url, is_empty = hashlib.sha256(), None, True
     with tempfile.TemporaryDirectory() as scratch:
-        local, rows = Path(scratch) / "requests.parquet", 0
-        with pq.ParquetWriter(local, SCHEMA, compression="zstd") as writer:
-            requests = rows_of_requests(_lines(files[0]), models)
-            while block := list(islice(requests, _ROWS_AT_ONCE)):
-                columns = zip(*block, strict=True)
-                arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
-                writer.write_table(pa.table(arrays, schema=SCHEMA))
-                digest.update(repr(block).encode("utf-8", "backslashreplace"))
-                rows += len(block)
-        if not rows:
-            raise SourceError(f"{files[0].uri} has no requests. Write one object per line")
-        store, name = open_store(f"{place}/inputs"), f"{digest.hexdigest()}.parquet"
+        local = Path(scratch) / "requests"
+        with pa.CompressedOutputStream(str(local), "zstd") as out:
+            for _, block in line_blocks(file):
+                digest.update(block)
+                out.write(block)
+                is_empty = is_empty and not block.strip()
+                url = url or _first_url(block)
+        if is_empty:
+            raise SourceError(f"{file.uri} has no requests. Write one object per line")
+        store, name = open_store(f"{place}/inputs"), f"{digest.hexdigest()}.jsonl.zst"
         store.put_file_if_absent(name, local)
-        return f"{store.uri}/{name}"
+        return f"{store.uri}/{name}", url
 
 
-def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    for first, block in line_blocks(file):
-        yield from enumerate(block.split(b"\n"), first)
+def _first_url(block: bytes) -> str | None:
+    for line in block.split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            request = json.loads(line)
+            if isinstance(request, dict) and isinstance(request.get("url"), str):
+                return str(request["url"])
+    return None

@@ -1,68 +1,129 @@
-"""Writes the answers of a run as the lines of an OpenAI batch output file."""
+"""Writes the answers of a run as the lines of OpenAI batch output files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from heapq import merge
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from prefect_raybatch.runs.open_run import OpenRun
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.result_reader import rows_of_result
+from prefect_raybatch.spec.endpoint import EndpointPath
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.result import FinishSpec
+from prefect_raybatch.storage import Store
 
+OUTPUT_FILE, ERROR_FILE = "output.jsonl", "error.jsonl"  # in the run directory
+DATA_KIND, ERROR_KIND = "data", "quarantine"
 BAD_REQUEST, SERVER_ERROR = 400, 500
 
 
-def output_lines(run: OpenRun, plan: str, model: str, created: int, number: str) -> Iterator[str]:
-    """Yield a line for each request of a finished run, in input order.
+@dataclass(frozen=True)
+class AnswerLines:
+    """The lines of a run whose result is in `store`.
 
-    `plan` is the plan's hash, from which ids are made, so they are those of every later call;
-    `created` are seconds since 1970; `number` names the column of row numbers.
+    `column` has the answers, `number` the row numbers; `model` is named for requests that name
+    none. Ids are made from the plan's hash, so they are those of every later call.
     """
-    rows = merge(
-        ((row[number], row, True) for row in _rows(run.dataset())),
-        ((row[number], row, False) for row in _rows(run.quarantine())),
-        key=lambda one: int(one[0]),
-    )
-    for at, row, answered in rows:
-        token = hashlib.sha256(f"{plan}:{at}".encode()).hexdigest()[:32]
-        made = _answer(row, token, model, created) if answered else _error(row, token)
-        yield json.dumps(made, ensure_ascii=False)
 
+    store: Store
+    plan: Plan
+    success: Success
+    column: str
+    number: str
+    model: str
+    path: EndpointPath
 
-def _rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    # One thread and little read ahead keep the order and the memory small.
-    for batch in dataset.to_batches(use_threads=False, batch_readahead=1, fragment_readahead=1):
-        yield from batch.to_pylist()
+    @classmethod
+    def of(
+        cls, store: Store, plan: Plan, success: Success, finish: FinishSpec, asked: ModelRequest
+    ) -> AnswerLines:
+        model = asked.name if asked.endpoint is None else asked.endpoint.model
+        columns = finish.column, finish.row_number
+        path: EndpointPath = "embeddings" if asked.pools else "chat/completions"
+        path = path if asked.endpoint is None else asked.endpoint.path
+        return cls(store, plan, success, *columns, model, path)
 
+    def put_both(self) -> None:
+        """Write output.jsonl and error.jsonl to the run directory, each whole or not at all."""
+        self.put(self.store, OUTPUT_FILE, DATA_KIND)
+        self.put(self.store, ERROR_FILE, ERROR_KIND)
 
-def _answer(row: Mapping[str, Any], token: str, model: str, created: int) -> dict[str, Any]:
-    prompt, output = row["prompt_tokens"], row["output_tokens"]
-    body = {
-        "id": f"chatcmpl-{token}",
-        "object": "chat.completion",
-        "created": created,
-        "model": json.loads(row["body"]).get("model") or model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": row["response"]},
-                "logprobs": None,
-                "finish_reason": row["finish_reason"],
-            }
-        ],
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-        },
-    }
-    return _line(row["custom_id"], token, 200, body, None)
+    def put(self, store: Store, name: str, *kinds: str) -> None:
+        """Write the lines of these kinds of rows to a file, whole or not at all."""
+        with tempfile.TemporaryDirectory() as scratch:
+            local = Path(scratch) / OUTPUT_FILE
+            with local.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
+                file.writelines(f"{line}\n" for line in self.lines(*kinds))
+            store.put_file(name, local)
+
+    def lines(self, *kinds: str) -> Iterator[str]:
+        """Yield a line for each request of these kinds, in input order."""
+        of_kinds = (self._rows(kind) for kind in kinds)
+        created = int(datetime.fromisoformat(self.plan.created).timestamp())
+        for at, kind, row in merge(*of_kinds, key=itemgetter(0)):
+            token = hashlib.sha256(f"{self.plan.hash}:{at}".encode()).hexdigest()[:32]
+            if kind == ERROR_KIND:
+                line = _error(row, token)
+            else:
+                embeds = self.path == "embeddings"
+                body = self._embedding(row) if embeds else self._answer(row, token, created)
+                line = _line(row["custom_id"], token, 200, body, None)
+            yield json.dumps(line, ensure_ascii=False)
+
+    def _rows(self, kind: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        # One thread and little read ahead keep the order and the memory small.
+        dataset = rows_of_result(self.store, self.success, kind)
+        for batch in dataset.to_batches(use_threads=False, batch_readahead=1, fragment_readahead=1):
+            for row in batch.to_pylist():
+                yield int(row[self.number]), kind, row
+
+    def _model(self, row: Mapping[str, Any]) -> str:
+        return json.loads(row["body"]).get("model") or self.model
+
+    def _answer(self, row: Mapping[str, Any], token: str, created: int) -> dict[str, Any]:
+        prompt, output = row["prompt_tokens"], row["output_tokens"]
+        chats, text = self.path == "chat/completions", row[self.column]
+        choice = {
+            "index": 0,
+            **({"message": {"role": "assistant", "content": text}} if chats else {"text": text}),
+            "logprobs": None,
+            "finish_reason": row["finish_reason"],
+        }
+        return {
+            "id": f"{'chatcmpl' if chats else 'cmpl'}-{token}",
+            "object": "chat.completion" if chats else "text_completion",
+            "created": created,
+            "model": self._model(row),
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+            },
+        }
+
+    def _embedding(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = row["prompt_tokens"]
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": 0, "embedding": row[self.column]}],
+            "model": self._model(row),
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
 
 
 def _error(row: Mapping[str, Any], token: str) -> dict[str, Any]:
-    status = BAD_REQUEST if row["stage"] == "prepare" else SERVER_ERROR
+    refused = row["stage"] == "prepare" or row["error"] == "RequestRefused"
+    status = BAD_REQUEST if refused else SERVER_ERROR
     error = {"code": row["error"], "message": row["message"], "line": row["input"]["line"]}
     return _line(row["input"]["custom_id"], token, status, None, error)
 

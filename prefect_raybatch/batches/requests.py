@@ -1,13 +1,13 @@
-"""Reads the lines of an OpenAI batch file; a wrong line becomes a row with its fault."""
+"""Prompt functions of OpenAI batch files: the request that a row of such a file makes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
-URL = "/v1/chat/completions"
-REQUEST_COLUMNS = ("line", "custom_id", "body", "fault")
+from prefect_raybatch.source.openai_batch import CHAT_URL, COMPLETION_URL, EMBEDDING_URL
+
 # Fields of a body that vLLM's SamplingParams have under the same name.
 SAMPLED = frozenset(
     [
@@ -30,9 +30,7 @@ SAMPLED = frozenset(
     ]
 )
 # Fields that change no answer, and values with which a field means nothing.
-IGNORED = frozenset(
-    ["model", "messages", "user", "metadata", "store", "service_tier", "parallel_tool_calls"]
-)
+IGNORED = frozenset(["model", "user", "metadata", "store", "service_tier", "parallel_tool_calls"])
 EMPTY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -40,74 +38,40 @@ EMPTY: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none",),
+    "encoding_format": ("float",),
+    "echo": (False,),
+    "best_of": (1,),
 }
 _ROLES = ("system", "user", "assistant")
-
-
-def rows_of_requests(
-    lines: Iterable[tuple[int, bytes]], models: Iterable[str]
-) -> Iterator[list[object]]:
-    """Yield the REQUEST_COLUMNS of each line that is not blank.
-
-    A wrong line has a fault and no body. `lines` are numbered; `models` are the names that a
-    request may ask for.
-    """
-    names, seen = list(models), set[str]()
-    for number, line in lines:
-        if line.strip():
-            custom_id, body, fault = _read(line, names)
-            if fault is None and custom_id in seen:
-                fault = f"custom_id {custom_id!r} is that of an earlier line; make it unique"
-            if fault is None:
-                seen.add(custom_id)
-            text = None if fault is not None else json.dumps(body)
-            yield [number, custom_id, text, fault and f"line {number}: {fault}"]
-
-
-def _read(line: bytes, models: list[str]) -> tuple[str, object, str | None]:
-    """Return the custom_id of a line ("" if it has none), its body and its fault, if any."""
-    try:
-        request = json.loads(line.decode("utf-8"), parse_constant=_not_json)
-    except (ValueError, RecursionError) as error:
-        return "", None, f"it is not valid JSON ({str(error)[:100]}); write one object per line"
-    if not isinstance(request, dict):
-        return "", None, "it is not an object; write {custom_id, method, url, body}"
-    custom_id = request.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        return "", None, "custom_id is missing or is no text; set a unique text"
-    try:
-        custom_id.encode()
-    except UnicodeEncodeError:
-        return "", None, "custom_id has half of a surrogate pair; write the whole character"
-    return custom_id, request.get("body"), _fault(request, models)
-
-
-def _fault(request: Mapping[str, Any], models: list[str]) -> str | None:
-    url, body = request.get("url"), request.get("body")
-    if request.get("method") != "POST":
-        return f"method is {request.get('method')!r}; set it to POST"
-    if url != URL:
-        return f"url {url!r} is not supported; use {URL}"
-    if not isinstance(body, dict):
-        return "body is missing or is no object; write the request into it"
-    if body.get("model") is not None and body["model"] not in models:
-        known = ", ".join(models)
-        return f"model {body['model']!r} is not served, only {known}; add it with --served-as"
-    return None
-
-
-def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the messages and sampling fields of a row; raise ValueError for what is wrong in it.
 
-    This is the prompt function of a batch file's run.
+    This is the prompt function of a run with `source.format: openai_batch`.
     """
-    if row["fault"] is not None:
-        raise ValueError(row["fault"])
-    body, line = json.loads(row["body"]), f"line {row['line']}"
+    body, line = _opened(row, CHAT_URL)
+    sampling = _sampling(body, line, "messages")
+    return {"messages": _messages(body.get("messages"), line), "sampling": sampling}
+
+
+def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt of a row as its only message, and its sampling fields.
+
+    This is the prompt function of such a run with `engine.endpoint.api: completions`. Raises
+    ValueError for what is wrong in the row.
+    """
+    body, line = _opened(row, COMPLETION_URL)
+    sampling = _sampling(body, line, "prompt")
+    message = {"role": "user", "content": _one_text(body, "prompt", line)}
+    return {"messages": [message], "sampling": sampling}
+
+
+def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
+    """Return the sampling fields of a body; raise ValueError for what is not supported.
+
+    `asked` is the field that holds the request itself.
+    """
     sampling = {
         name: value for name, value in body.items() if name in SAMPLED and value is not None
     }
@@ -116,11 +80,50 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
             sampling["max_tokens"] = value
         elif name == "response_format" and value is not None:
             sampling.update(_form(value, line))
-        elif name in (*SAMPLED, *IGNORED) or value is None:
-            continue
-        elif not _is_empty(name, value):
-            raise ValueError(f"{line}: body.{_ascii(name)} is not supported; remove it")
-    return {"messages": _messages(body.get("messages"), line), "sampling": sampling}
+        elif name not in SAMPLED and name != asked:
+            _refuse(name, value, line)
+    return sampling
+
+
+def embedding_request(row: Mapping[str, Any]) -> str:
+    """Return the text of a row to embed; raise ValueError for what is wrong in it.
+
+    This is the prompt function of such a run with `engine.task: embed`.
+    """
+    body, line = _opened(row, EMBEDDING_URL)
+    for name, value in body.items():
+        if name != "input":
+            _refuse(name, value, line)
+    return _one_text(body, "input", line)
+
+
+def _one_text(body: Mapping[str, Any], name: str, line: str) -> str:
+    text = body.get(name)
+    if isinstance(text, list) and len(text) == 1:
+        text = text[0]
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{line}: body.{name} is not supported; write one text that is not empty")
+    return text
+
+
+def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
+    """Return the body of a row and the words for its line; raise ValueError if it has a fault."""
+    if row["fault"] is not None:
+        raise ValueError(row["fault"])
+    line = f"line {row['line']}"
+    if row["url"] != url:
+        raise ValueError(
+            f"{line}: url {row['url']} is not answered by this run, only {url}; put the requests "
+            "of each url into a file of their own, and set engine.task: embed for embeddings, or "
+            "engine.endpoint.api: completions"
+        )
+    return json.loads(row["body"]), line
+
+
+def _refuse(name: str, value: object, line: str) -> None:
+    """Raise ValueError for a field that would change the answer and is not supported."""
+    if name not in IGNORED and value is not None and not _is_empty(name, value):
+        raise ValueError(f"{line}: body.{_ascii(name)} is not supported; remove it")
 
 
 def _ascii(name: str) -> str:

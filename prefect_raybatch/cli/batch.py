@@ -39,8 +39,13 @@ def batch(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Longest answer to requests without max_tokens")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Longest answer to requests without max_tokens; default: what the context leaves",
+        ),
+    ] = None,
     set_: FieldChanges = None,
     keep_engines: KeepEngines = None,
 ) -> None:
@@ -52,11 +57,13 @@ def batch(
     from prefect_raybatch.compile.resolved import resolve
 
     changes = field_changes(set_)
-    fields = batch_fields(input_file, output_file, model, served_as or (), max_tokens)
-    job = job_of_fields(fields, changes, "the job of the batch file")
+    if max_tokens is not None:
+        changes["sampling.max_tokens"] = max_tokens
+    fields = batch_fields(input_file, output_file, [model, *(served_as or ())], changes)
+    job = job_of_fields(fields, {}, "the job of the batch file")
     key = batch_key(resolve(job).identity.fingerprint)
     report, _ = run_job(job, key, False, False, keep_seconds=kept_seconds(keep_engines))
-    write_output(output_file, report, job.engine.model, job.output.row_number)
+    write_output(output_file, report.run)
     out.print(
         f"wrote {output_file}: {report.good:,} answers, {report.failed:,} errors", markup=False
     )

@@ -189,8 +189,8 @@ def with_keys(job: BatchJob) -> BatchJob:
     A flow gets the job without them and loads them itself, because Prefect stores flow parameters
     unencrypted.
     """
-    blocks = (job.source.credentials_block, job.output.credentials_block, job.cluster.block)
-    if not any(blocks):
+    stores = (job.source.credentials_block, job.output.credentials_block)
+    if not any((*stores, job.cluster.block, job.engine.endpoint.block)):
         return job
     from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.flow.tasks import with_blocks

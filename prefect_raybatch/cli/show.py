@@ -18,7 +18,15 @@ from rich.table import Table
 
 from prefect_raybatch.cli.ending import failed_rows_command, print_next
 from prefect_raybatch.cli.terminal import err, out
-from prefect_raybatch.driver.heartbeat import ENDED, MAKING, STARTING, WAITING, Beat, Listener
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    INFERRING,
+    MAKING,
+    STARTING,
+    WAITING,
+    Beat,
+    Listener,
+)
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
@@ -72,9 +80,10 @@ class TerminalProgress(Listener):
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
             waits = self.phase == WAITING and not beat.alarms
-            self.about = beat.about if waits or self.phase in (STARTING, MAKING) else ""
+            told = waits or self.phase in (STARTING, MAKING, INFERRING)
+            self.about = beat.about if told else ""
             progress = self.progress
-            if progress is None or self.phase == ENDED or (progress.recent and not waits):
+            if progress is None or self.phase == ENDED or (progress.recent and not self.about):
                 return
             if fresh or self.about:
                 self.printed = 0.0 if fresh else self.printed
@@ -125,10 +134,12 @@ def describe_progress(progress: Progress, phase: str, about: str) -> str:
         now = "" if phase == ENDED else f"{phase}{f': {about}' if about else ''}"
         return "; ".join(filter(None, (done, now)))
     failed = progress.failed + progress.held_back
+    state = ""
+    if about and progress.whole_done < progress.whole:
+        state = f", {about}" if phase == INFERRING else f"; {phase}: {about}"
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {progress.unit[1]}/s, "
-        f"{duration(progress.seconds_left)} left, {failed:,} failed"
-        + (f"; {phase}: {about}" if about and progress.whole_done < progress.whole else "")
+        f"{duration(progress.seconds_left)} left, {failed:,} failed{state}"
     )
 
 

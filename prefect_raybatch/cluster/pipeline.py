@@ -349,6 +349,10 @@ class Pipeline:
         endpoint = self.spec.engine.model.endpoint
         return self._usage().batches if endpoint is not None and endpoint.batch else ""
 
+    def limited(self) -> str:
+        """Return why no request to a hosted model leaves now; "" if requests leave."""
+        return self._used.waits
+
     def _usage(self, last: bool = False) -> Usage:
         """Return what was sent to a hosted model, as far as the limiter answers.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.answer_schema import BACKEND, schema_sampling_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
@@ -30,7 +30,7 @@ from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
-from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
 from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.options import HiddenOptions
 from prefect_raybatch.spec.read import ReadSpec
@@ -132,6 +132,7 @@ def read_spec(source: Source) -> ReadSpec:
         format=source.format,
         table_format=source.table_format,
         stored=source.stored,
+        served_as=None if source.served_as is None else tuple(source.served_as),
         limit=source.limit,
         sample=source.sample,
         sample_seed=source.sample_seed,
@@ -204,7 +205,7 @@ def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec
         fields=schema_sampling_fields(given, _schema(job.output, planned)),
         pooling=_pooling_fields(job),
         temperature=sampling.temperature,
-        max_tokens=job.drawn.max_tokens,
+        max_tokens=job.drawn.expected_tokens,
         answers=answers_of(job),
         logprobs=None if logprobs is None else int(logprobs),
         choices=tuple(choice_of(given) or ()),
@@ -237,16 +238,23 @@ def model_request(engine: Engine) -> ModelRequest:
         adapters=engine.adapters,
         given=without_tries(engine),
         env=HiddenOptions(engine.env),
-        endpoint=endpoint_spec(engine.endpoint),
+        endpoint=endpoint_spec(engine.endpoint, engine.task),
     )
 
 
-def endpoint_spec(endpoint: ModelEndpoint) -> EndpointSpec | None:
+def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
     """Return the hosted model of a job, None if it has none."""
+    if endpoint.block is not None and (endpoint.url is None or endpoint.model is None):
+        raise ConfigError(
+            f"engine.endpoint.block: {endpoint.block} is loaded by a flow or by raybatch run; set "
+            "url and model to run without Prefect"
+        )
     if endpoint.url is None or endpoint.model is None:
         return None
+    path: EndpointPath = "chat/completions" if endpoint.api == "chat" else "completions"
     return EndpointSpec(
         url=endpoint.url,
+        path="embeddings" if task == "embed" else path,
         model=endpoint.model,
         secret=HiddenOptions({"key": endpoint.key} if endpoint.key else None),
         requests_per_minute=endpoint.requests_per_minute,
@@ -506,8 +514,8 @@ def _most_out(job: BatchJob) -> tuple[int, str]:
     if labels:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
         longest = max(len(str(label)) for label in labels) // 2 + 1
-        return _most_of_label(job, min(sampling.max_tokens, longest), answers)
-    return sampling.max_tokens * answers, "sampling.max_tokens"
+        return _most_of_label(job, min(sampling.expected_tokens, longest), answers)
+    return sampling.expected_tokens * answers, "sampling.max_tokens"
 
 
 def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.edits import with_answer_schema, with_template_text
 from prefect_raybatch.job.functions import source_digest
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT, REQUEST_FORM, REQUEST_FUNCTIONS
 from prefect_raybatch.job.own_code.loading import shown_name
 from prefect_raybatch.job.secrets import (
     catalog_place,
@@ -150,11 +151,13 @@ FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
 }
 COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields always count
+    "source.served_as": lambda job: job.source.format == BATCH_FORMAT,
     "source.sample": lambda job: job.source.sample is not None,
     "source.sample_seed": lambda job: job.source.sample is not None,
     "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
     "engine.endpoint.url": lambda job: job.engine.endpoint.asked is not None,
     "engine.endpoint.model": lambda job: job.engine.endpoint.asked is not None,
+    "engine.endpoint.api": lambda job: job.engine.endpoint.api != "chat",
     "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
     "output.tool_calls_column": lambda job: job.output.tool_parser is not None,
 }
@@ -177,7 +180,11 @@ def fingerprint(
     if found := adapters.identities(model_request(job.engine)):
         parts["engine.adapters"] = found
     if job.prompt.function:
-        parts["prompt.function.source"] = source_digest(job.prompt.function, "prompt.function")
+        parts["prompt.function.source"] = (
+            REQUEST_FORM
+            if job.prompt.function in REQUEST_FUNCTIONS
+            else source_digest(job.prompt.function, "prompt.function")
+        )
     if job.output.postprocess:
         parts["output.postprocess.source"] = source_digest(
             job.output.postprocess, "output.postprocess"

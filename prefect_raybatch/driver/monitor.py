@@ -96,6 +96,7 @@ class Monitor:
         self.failure: EngineFailure | None = None
         self.spent: CostExceeded | None = None
         self.meter = CostMeter()
+        self.limited: Callable[[], str] = lambda: ""  # why no request leaves now, by `pipeline`
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
@@ -206,7 +207,7 @@ class Monitor:
         else:
             # Of the counts that are told, which are newer than what the watch saw last.
             starting = counts is None or latest is None or starts(latest, counts.passes)
-            phase = STARTING if starting else INFERRING
+            phase = STARTING if starting and not self.limited() else INFERRING
         more: dict[str, Any] = {
             "phase": phase,
             "engines": dict(self._states),
@@ -216,6 +217,8 @@ class Monitor:
         about = self._about if watch.alarms else self._held or self._batches
         if phase == STARTING:
             about = self.starting.text()
+        elif phase == INFERRING:
+            about = self.limited()
         if counts is None:
             rows, shards = self.plan.rows, self.plan.shards
             more |= self.meter.figures(None)

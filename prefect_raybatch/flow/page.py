@@ -21,6 +21,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
     COSTS,
     ENDED,
+    INFERRING,
     MAKING,
     STARTING,
     UNHEARD,
@@ -322,9 +323,11 @@ def live_rows(
 def starting(beat: Beat) -> str:
     """Return the progress of the start, e.g. `starting engines: cluster 3 s, imports 9 s`.
 
-    While a cluster is created for the run, return what it waits for. Return "" after the start.
+    While a cluster is created for the run, return what it waits for. Return "" after the start,
+    unless the limit of a hosted model holds the run up: then that.
     """
-    return f"{beat.phase}: {beat.about}" if beat.phase in (STARTING, MAKING) and beat.about else ""
+    told = beat.phase in (STARTING, MAKING, INFERRING) and beat.about
+    return f"{beat.phase}: {beat.about}" if told else ""
 
 
 def cost_figures(beat: Beat, currency: str = "") -> dict[str, str]:
@@ -340,7 +343,8 @@ def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     share = beat.done / beat.rows if beat.rows else 1.0
     pace = starting(beat) or beat.phase
     if beat.seconds_left is not None:
-        pace = f"{beat.rate:,.0f} {unit[1]}/s, {duration(beat.seconds_left)} left"
+        left = f"{beat.rate:,.0f} {unit[1]}/s, {duration(beat.seconds_left)} left"
+        pace = f"{left}, {beat.about}" if beat.phase == INFERRING and beat.about else left
     rows = counted(beat.rows, *unit)
     return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
 

@@ -33,6 +33,7 @@ from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
 from prefect_raybatch.flow.assets import materialize_result
 from prefect_raybatch.flow.away import watched
 from prefect_raybatch.flow.blocks.cluster import access_of
+from prefect_raybatch.flow.blocks.endpoint import endpoint_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
@@ -43,7 +44,12 @@ from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.edits import with_access, with_run_words, with_store_options
+from prefect_raybatch.job.edits import (
+    with_access,
+    with_endpoint_fields,
+    with_run_words,
+    with_store_options,
+)
 from prefect_raybatch.job.run_words import date_of_key, today
 from prefect_raybatch.job.trust import check_blocks, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
@@ -437,5 +443,8 @@ def with_blocks(job: BatchJob) -> BatchJob:
     job = with_store_options(
         job, options_of(source) if source else {}, options_of(output) if output else {}
     )
+    hosted = job.engine.endpoint.block
+    if hosted is not None:
+        job = with_endpoint_fields(job, endpoint_of(hosted))
     block = job.cluster.block
     return job if block is None else with_access(job, access_of(block))

@@ -29,6 +29,7 @@ from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.job.openai_batch import check_batch_file, with_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
@@ -112,6 +113,11 @@ class BatchJob(Group):
         if value is not None and value not in ("latest", "all"):
             check_uri(value)
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_batch_file(cls, value: Any) -> Any:
+        return with_batch_fields(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _combined(self) -> BatchJob:
@@ -445,9 +451,21 @@ def check_endpoint(job: BatchJob) -> None:
                     f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
                     "remove it"
                 )
-    if job.engine.task != "generate":
+    if job.engine.task not in ("generate", "embed"):
         raise ValueError(
-            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate"
+            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate or "
+            "embed"
+        )
+    raw = job.engine.endpoint.api == "completions"
+    if raw and (job.engine.task == "embed" or job.prompt.system or job.prompt.messages):
+        raise ValueError(
+            "engine.endpoint.api: completions sends one text and no chat; remove prompt.system, "
+            "prompt.messages and engine.task, or remove api"
+        )
+    if job.engine.endpoint.batch and (raw or job.engine.task == "embed"):
+        raise ValueError(
+            "engine.endpoint.batch sends chats only; remove it, or engine.endpoint.api and "
+            "engine.task"
         )
     if job.prompt.images.used:
         raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
@@ -469,9 +487,25 @@ def check_endpoint(job: BatchJob) -> None:
         )
 
 
+def check_batch(job: BatchJob) -> None:
+    """Raise ValueError for a field that does not go with a batch file, or without one."""
+    check_batch_file(job.source, job.prompt.function, job.sampling, job.engine.task, job.output)
+
+
+def check_max_tokens(job: BatchJob) -> None:
+    """Raise ValueError for an answer of any length where that length must be known."""
+    if job.sampling.max_tokens is None and job.engine.endpoint.asked is not None:
+        raise ValueError(
+            "sampling.max_tokens: null needs vLLM, which knows the context; with engine.endpoint "
+            "set a number"
+        )
+
+
 COMBINATIONS = (
     check_own_code,
     check_endpoint,
+    check_batch,
+    check_max_tokens,
     check_task,
     check_adapters,
     check_without_images,

@@ -12,6 +12,7 @@ from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.output import Output
@@ -68,6 +69,15 @@ def with_store_options(
             "output": written.model_copy(update={"options": {**output, **written.options}}),
         }
     )
+
+
+def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
+    """Return the job with fields added to its `engine.endpoint`; its own have precedence."""
+    endpoint = job.engine.endpoint
+    own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
+    own = {name: value for name, value in own.items() if value is not None}
+    made = ModelEndpoint.model_validate({**fields, **own})
+    return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
 
 
 def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import model_validator
@@ -38,6 +38,12 @@ HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 class ModelEndpoint(Group):
     """An HTTP server with the OpenAI API that answers the rows, and its limits."""
 
+    block: str | None = field(
+        None,
+        title="Block",
+        text="Saved Prefect block with the URL, model, key and limits, as hosted-model/NAME.",
+        min_length=1,
+    )
     url: str | None = field(
         None,
         title="URL",
@@ -51,6 +57,12 @@ class ModelEndpoint(Group):
         title="API key",
         text="API key, as an environment variable of the flow: ${OPENAI_API_KEY}. Default: "
         "requests without a key.",
+    )
+    api: Literal["chat", "completions"] = field(
+        "chat",
+        title="API",
+        text="completions sends the text of the prompt as it is to /completions, without a chat. "
+        "With engine.task embed, texts go to /embeddings.",
     )
     requests_per_minute: int | None = field(
         None,
@@ -106,7 +118,7 @@ class ModelEndpoint(Group):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelEndpoint:
-        if self != ModelEndpoint.model_construct():
+        if self.block is None and self != ModelEndpoint.model_construct():
             for name, what in (("url", "the server's base URL"), ("model", "its model's name")):
                 if getattr(self, name) is None:
                     raise ValueError(f"{name} is required: set {what}")
@@ -115,11 +127,13 @@ class ModelEndpoint(Group):
     @property
     def asked(self) -> ModelEndpoint | None:
         """Return None if the group is empty, which leaves the rows to vLLM."""
-        return self if self.url else None
+        return self if self.url or self.block else None
 
     @property
     def priced(self) -> bool:
-        """Return whether any price is given."""
+        """Return whether any price is given, or may be given by the block."""
+        if self.block is not None and self.url is None:
+            return True
         return self.price_in is not None or self.price_out is not None
 
     @classmethod

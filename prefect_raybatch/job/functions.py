@@ -15,6 +15,7 @@ from typing import Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.function_faults import check_call, check_defined_in, import_failure
+from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.own_code.loading import check_owner, is_own_code, own_digest
 from prefect_raybatch.job.own_code.shipping import OwnFunction, by_value
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
@@ -44,7 +45,7 @@ def check_place(name: str, field: str) -> None:
     """Raise `ConfigError` unless a function or class of that name may be used. Imports nothing."""
     if is_own_code(name):
         check_owner(name, field)
-    else:
+    elif name not in REQUEST_FUNCTIONS:
         check_module(name.partition(":")[0], field)
 
 
@@ -66,7 +67,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
 
 def _module_function(name: str, field: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    check_module(module_name, field)
+    check_place(name, field)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -19,6 +19,10 @@ NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval"
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
 
+WHOLE_CONTEXT = 1 << 22  # tokens: more than any context, whose end then ends the answer
+ASSUMED_TOKENS = 1024  # of such an answer, for sizes
+
+
 class Sampling(Group):
     """How the model generates an answer. You can add any field of vLLM's SamplingParams."""
 
@@ -31,8 +35,11 @@ class Sampling(Group):
         ge=0,
         allow_inf_nan=False,
     )
-    max_tokens: int = field(
-        16, title="Maximum output tokens", text="Maximum length of an answer, in tokens.", gt=0
+    max_tokens: int | None = field(
+        16,
+        title="Maximum output tokens",
+        text="Maximum length of an answer, in tokens. null: as many as the context leaves.",
+        gt=0,
     )
     choice: list[str] | None = field(
         None,
@@ -41,9 +48,16 @@ class Sampling(Group):
         "[Retail, Finance, Other].",
     )
 
+    @property
+    def expected_tokens(self) -> int:
+        """The most tokens of an answer; an assumption if the context is the only limit."""
+        return ASSUMED_TOKENS if self.max_tokens is None else self.max_tokens
+
     def given(self) -> dict[str, Any]:
-        """Return the fields that are set, as plain values."""
+        """Return the fields that are set, as plain values that an engine takes."""
         fields = self.model_dump(mode="json")
+        if self.max_tokens is None:
+            fields["max_tokens"] = WHOLE_CONTEXT
         return {name: value for name, value in fields.items() if value is not None}
 
     @property

@@ -52,7 +52,17 @@ class Web(Group):
 
 
 SourceFormat = Literal[
-    "auto", "parquet", "csv", "jsonl", "arrow", "delta", "iceberg", "lance", "sql", "huggingface"
+    "auto",
+    "parquet",
+    "csv",
+    "jsonl",
+    "openai_batch",
+    "arrow",
+    "delta",
+    "iceberg",
+    "lance",
+    "sql",
+    "huggingface",
 ]
 
 
@@ -70,6 +80,13 @@ class Source(Group):
         title="Format",
         text="Format of the files or table. Default (auto): inferred from file "
         "extensions or table metadata.",
+    )
+    served_as: list[str] | None = field(
+        None,
+        title="Model names",
+        text="Names of the model that requests of an openai_batch file may use; others get an "
+        "error. Default: any name.",
+        min_length=1,
     )
     limit: int | None = field(
         None, title="Row limit", text="Read only the first N rows. Default: all rows.", gt=0

@@ -126,6 +126,7 @@ def _check_blocks(reach: Reach, job: BatchJob) -> None:
     reach.block("source.credentials_block", job.source.credentials_block)
     reach.block("output.credentials_block", job.output.credentials_block)
     reach.block("cluster.block", job.cluster.block)
+    reach.block("engine.endpoint.block", job.engine.endpoint.block)
 
 
 def _check_cluster(reach: Reach, cluster: Cluster) -> None:

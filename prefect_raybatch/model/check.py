@@ -53,7 +53,7 @@ def check(
         check_images(request, prompt.images, source, config)
     _check_length(request, config)
     if not request.pools:
-        _check_room(request, sampling.max_tokens, config)
+        _check_room(request, 1 if sampling.fills_context else sampling.max_tokens, config)
         _check_vocabulary(request, sampling, config)
     if found := adapters.pin_adapters(request) if files else {}:
         adapters.check_adapters_fit(request, found, config)

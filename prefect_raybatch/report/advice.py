@@ -214,7 +214,8 @@ def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
     failed = report.failed_with("AnswerCutOff")
     if failed:
         return failed_answers(report, failed, most)
-    if not report.good or number < CUT_OFF_SHARE * report.good:
+    few = not report.good or number < CUT_OFF_SHARE * report.good
+    if few or spec.sampling.fills_context:
         return None
     return Advice(
         "answers are cut off",

@@ -10,8 +10,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prefect_raybatch.batches.outputs import AnswerLines
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
@@ -93,7 +95,12 @@ def finalize_spec(
     if ledger.finished(plan) is not None:
         return _end(ledger, plan, True, endpoint)  # the report is the other finalizer's too
     put_reports(ledger.store, made)
-    ledger.succeed(_success(spec, plan, result, made.accepted))
+    success = _success(spec, plan, result, made.accepted)
+    increment = increment_of(plan)
+    if spec.read.format == BATCH_FORMAT and (increment is None or increment.ledger == OF_ROWS):
+        finish, model = spec.finish, spec.engine.model
+        AnswerLines.of(ledger.store, plan, success, finish, model).put_both()
+    ledger.succeed(success)
     return _end(ledger, plan, True, endpoint)
 
 

@@ -346,6 +346,7 @@ class Attempt:
             others=self._seconds_of_others(),
         )
         self.monitor.meter.tokens_cost = pipeline.tokens_cost
+        self.monitor.limited = pipeline.limited
         self.monitor.watch(pipeline)
         stack.callback(pipeline.leave)
         stack.callback(self.monitor.note_start)

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.checks import is_web, missing_path
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT
 from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
@@ -245,6 +246,7 @@ def _by_web(given: str, source: ReadSpec) -> File:
 
 
 def _may_be_read(file: File, format: str) -> bool:
+    format = "jsonl" if format == BATCH_FORMAT else format
     return file.named or format == "auto" or ending(file.info.path)[0] in (format, None)
 
 

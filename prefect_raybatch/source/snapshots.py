@@ -15,6 +15,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import is_web
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.source import cuts, side_copies, streams
 from prefect_raybatch.source.arrow_types import written
@@ -35,6 +36,7 @@ from prefect_raybatch.source.hive import add_columns
 from prefect_raybatch.source.ipc_files import arrow_rows, arrow_tables
 from prefect_raybatch.source.json_arrays import array_blocks, is_array
 from prefect_raybatch.source.json_lines import json_tables
+from prefect_raybatch.source.openai_batch import request_tables
 from prefect_raybatch.source.row_sample import sample_of
 from prefect_raybatch.source.side_copies import (
     NotSideBySide,
@@ -222,7 +224,7 @@ def peek(source: ReadSpec) -> Inventory:
     chosen, left = [], source.most_rows
     whole = (  # the block is the file
         len(files) == 1
-        and kind in ("csv", "jsonl")
+        and kind in ("csv", "jsonl", BATCH_FORMAT)
         and files[0].info.size <= streams.BLOCK_BYTES
         and not ending(files[0].info.path)[1]
     )
@@ -347,6 +349,8 @@ def _tables(
         tables = csv_tables(file, columns, known, source.csv)
     elif kind == "parquet":
         tables = parquet_tables(file, columns, known, pushed)
+    elif kind == BATCH_FORMAT:
+        tables = request_tables(file, columns, known, source.served_as)
     elif kind == "jsonl":
         tables = json_tables(file, columns, known, digits_kept(own))
     else:
@@ -372,7 +376,7 @@ def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[st
 def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
     """Return what else a copy of the same bytes depends on: how they are read, by which code."""
     named = sorted((name, str(found)) for name, found in types.items())
-    chosen = [source.uris, source.columns, source.limit, source.filter]
+    chosen = [source.uris, source.columns, source.limit, source.filter, source.served_as]
     csv = source.csv.model_dump(mode="json")
     return dump([code_version(), kind, chosen, csv, dict(source.types), named]).decode()
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.options import HiddenOptions
+
+EndpointPath = Literal["chat/completions", "completions", "embeddings"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointSpec:
     """A server with the OpenAI API that answers in place of engines.
 
-    `secret` holds the API key as `key`, or nothing; a key may be a variable `${NAME}` that the
-    driver fills in. The limits hold for the whole run; None for no limit. `timeout` is in seconds;
+    `path` is where rows are sent, below the URL. `secret` holds the API key as `key`, or nothing; a
+    key may be a variable `${NAME}` that the driver fills in. The limits
+    hold for the whole run; None for no limit. `timeout` is in seconds;
     prices are those of a million tokens, None if unknown. `batch`: shards go to the server's batch
     API.
     """
 
     url: str
+    path: EndpointPath
     model: str
     secret: HiddenOptions
     requests_per_minute: int | None

@@ -16,7 +16,8 @@ class ReadSpec:
 
     `format` is as the job names it, `auto` to infer it from the files; `table_format` is the kind
     of table that format or scheme tell, None if only a look at the files can. `stored`: the URIs
-    name files and folders, not a table in a catalog. `limit` is the number of first rows to read,
+    name files and folders, not a table in a catalog. `served_as` are the model names that
+    requests of a batch file may use, None for any. `limit` is the number of first rows to read,
     None for all. `sample` is the number of rows to choose by a hash and `sample_seed`.
     `options` are s3fs options, `catalog` pyiceberg properties.
     """
@@ -25,6 +26,7 @@ class ReadSpec:
     format: str
     table_format: str | None
     stored: bool
+    served_as: tuple[str, ...] | None
     limit: int | None
     sample: int | None
     sample_seed: int

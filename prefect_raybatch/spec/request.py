@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from prefect_raybatch.job.sampling import WHOLE_CONTEXT
+
 # Fields of vLLM's SamplingParams or PoolingParams by name; vLLM defines the type of each.
 SamplingFields = Mapping[str, Any]
 OTHER_MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
@@ -112,6 +114,11 @@ class SamplingSpec:
     form: Mapping[str, Any] | None
     fixed_form: str | None
     skip_special_tokens: bool
+
+    @property
+    def fills_context(self) -> bool:
+        """Return whether the context alone limits the answers; `max_tokens` is then assumed."""
+        return self.fields.get("max_tokens") == WHOLE_CONTEXT
 
     @property
     def several(self) -> bool:

@@ -55,6 +55,8 @@ class Pooling:
         model = spec.engine.model
         if not model.pools:
             return None
+        if model.endpoint is not None:
+            return cls(model.task, Texts.ONE, {**spec.sampling.pooling, "task": "embed"})
         config, _ = models.read_config(pinned)
         asked = tasks.asked(model, config)
         texts = Texts.ONE

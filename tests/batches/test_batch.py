@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 from helpers.engines import FakeEngine
+from helpers.openai_server import failing, openai_server
 from openai.types.chat import ChatCompletion
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
-from prefect_raybatch.batches.requests import chat_request, rows_of_requests
+from prefect_raybatch.batches.requests import chat_request, embedding_request
 from prefect_raybatch.cli.drive import job_of_fields
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.openai_batch import CHAT_REQUEST
+from prefect_raybatch.source.openai_batch import REQUEST_SCHEMA, rows_of_requests
 
 ASK = [{"role": "user", "content": "What is a shard?"}]
 
@@ -27,8 +31,8 @@ def request(custom_id: object, url: str = "/v1/chat/completions", **body: Any) -
 
 def row(**body: Any) -> dict[str, Any]:
     line = json.dumps(request("a", **body)).encode()
-    ((number, custom_id, text, fault),) = rows_of_requests([(7, line)], ["demo"])
-    return {"line": number, "custom_id": custom_id, "body": text, "fault": fault}
+    (values,) = rows_of_requests([(7, line)], ["demo"], set())
+    return dict(zip(REQUEST_SCHEMA.names, values, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -45,20 +49,20 @@ def row(**body: Any) -> dict[str, Any]:
         (json.dumps(request("a") | {"method": "GET"}).encode(), "set it to POST"),
         (json.dumps(request("a", "/v1/audio")).encode(), "use /v1/chat/completions"),
         (json.dumps(request("a") | {"body": 1}).encode(), "body is missing"),
-        (json.dumps(request("a", model="other")).encode(), "--served-as"),
-        (json.dumps(request("a", model=["demo"])).encode(), "--served-as"),
+        (json.dumps(request("a", model="other")).encode(), "source.served_as"),
+        (json.dumps(request("a", model=["demo"])).encode(), "source.served_as"),
     ],
 )
 def test_a_wrong_line_becomes_a_row_with_its_fault(line: bytes, said: str) -> None:
-    ((_, _, body, fault),) = rows_of_requests([(7, line)], ["demo"])
+    ((_, _, _, body, fault),) = rows_of_requests([(7, line)], ["demo"], set())
     assert body is None
     assert isinstance(fault, str) and fault.startswith("line 7: ") and said in fault
 
 
 def test_a_second_use_of_a_custom_id_is_wrong_and_a_blank_line_is_none() -> None:
     line = json.dumps(request("a")).encode()
-    first, second = rows_of_requests([(1, line), (2, b" \r"), (3, line)], ["demo"])
-    assert first[3] is None and "earlier line" in str(second[3]) and second[0] == 3
+    first, second = rows_of_requests([(1, line), (2, b" \r"), (3, line)], None, set())
+    assert first[4] is None and "earlier line" in str(second[4]) and second[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -104,12 +108,15 @@ def test_every_line_is_answered_in_order_by_the_same_ids(without_ray: None, tmp_
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(lines), encoding="utf-8")
 
+    runs: list[Path] = []
+
     def answer() -> list[dict[str, Any]]:
-        job = job_of_fields(batch_fields(str(source), str(output), "demo", [], 64), {}, "job")
+        job = job_of_fields(batch_fields(str(source), str(output), ["demo"], {}), {}, "job")
         run = plan_run(resolve(job), batch_key(resolve(job).identity.fingerprint))
         report = finalize_run(job, run, infer_run(job, run, engine=Numbered))
-        write_output(str(output), report, "demo", job.output.row_number)
-        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        write_output(str(output), report.run)
+        runs.append(Path(report.run))
+        return lines_of(output)
 
     first = answer()
     custom = [f"id {i}" for i in range(16)]
@@ -124,8 +131,15 @@ def test_every_line_is_answered_in_order_by_the_same_ids(without_ray: None, tmp_
             assert body.choices[0].message.content == f"answer {i}" and body.usage is not None
         else:
             assert line["error"]["line"] == i + 1
+    parts = [lines_of(runs[0] / name) for name in ("output.jsonl", "error.jsonl")]
+    assert [len(part) for part in parts] == [16 - 3, 3]
+    assert sorted((*parts[0], *parts[1]), key=str) == sorted(first, key=str)
     output.unlink()
-    assert answer() == first
+    assert answer() == first and len({*runs}) == 1
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 class Numbered(FakeEngine):
@@ -139,6 +153,141 @@ def test_a_file_without_requests_and_a_url_to_write_are_refused(tmp_path: Path) 
     source = tmp_path / "in.jsonl"
     source.write_text("\n\n", encoding="utf-8")
     with pytest.raises(SourceError, match="no requests"):
-        batch_fields(str(source), str(tmp_path / "out.jsonl"), "demo", [], 64)
+        batch_fields(str(source), str(tmp_path / "out.jsonl"), ["demo"], {})
     with pytest.raises(ConfigError, match="-o"):
-        batch_fields(str(source), "https://host/out.jsonl", "demo", [], 64)
+        batch_fields(str(source), "https://host/out.jsonl", ["demo"], {})
+
+
+def job_of(tmp_path: Path, lines: list[str], **groups: Any) -> BatchJob:
+    """A job of the shortest kind, as a job file has it."""
+    source = tmp_path / "requests.jsonl"
+    source.write_text("\n".join(lines), encoding="utf-8")
+    source_fields = {"uri": str(source), "format": "openai_batch", **groups.pop("source", {})}
+    output = {"uri": str(tmp_path / "runs"), **groups.pop("output", {})}
+    fields = {"name": "asked", "source": source_fields, "prompt": {}, "output": output, **groups}
+    return BatchJob.from_dict(fields)
+
+
+def run_of(job: BatchJob, **more: Any) -> Path:
+    run = plan_run(job, "night")
+    return Path(finalize_run(job, run, infer_run(job, run, **more)).run)
+
+
+def test_a_job_with_an_endpoint_answers_a_batch_file(without_ray: None, tmp_path: Path) -> None:
+    lines = [json.dumps(request(f"id {i}", temperature=0.5)) for i in range(6)]
+    lines[1] = json.dumps(request("id 1", max_tokens=3, response_format={"type": "json_object"}))
+    lines[2] = json.dumps(request("id 2", top_k=3))
+    with openai_server() as server:
+        server.fault = lambda _, body: refused_without(body, "temperature")
+        endpoint = {"url": server.url, "model": "large"}
+        folder = run_of(job_of(tmp_path, lines, engine={"endpoint": endpoint}))
+        (own,) = [body for body in server.bodies if body["max_tokens"] == 3]
+        (other, *_) = [body for body in server.bodies if body["max_tokens"] != 3]
+    assert own["response_format"] == {"type": "json_object"} and own["temperature"] == 1.0
+    assert other["temperature"] == 0.5 and other["max_tokens"] == 1024
+    answered = lines_of(folder / "output.jsonl")
+    assert [line["custom_id"] for line in answered] == ["id 0", "id 1", "id 3", "id 4", "id 5"]
+    for line in answered:
+        body = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+        assert body.model == "demo" and body.choices[0].message.content
+        assert body.usage is not None and body.usage.total_tokens == 18
+    (error,) = lines_of(folder / "error.jsonl")
+    assert error["custom_id"] == "id 2" and "top_k" in error["error"]["message"]
+
+
+def refused_without(body: dict[str, Any], name: str) -> Any:
+    return None if name in body else failing(400, f"{name} is missing")
+
+
+def test_what_a_server_refuses_is_an_error_line_with_status_400(
+    without_ray: None, tmp_path: Path
+) -> None:
+    with openai_server() as server:
+        server.fault = lambda number, _: failing(413, "too large")
+        endpoint = {"url": server.url, "model": "large"}
+        lines = [json.dumps(request("a"))]
+        folder = run_of(job_of(tmp_path, lines, engine={"endpoint": endpoint}))
+    (error,) = lines_of(folder / "error.jsonl")
+    assert lines_of(folder / "output.jsonl") == []
+    assert error["response"]["status_code"] == 400 and "413" in error["error"]["message"]
+
+
+def test_an_answer_without_max_tokens_may_fill_the_context(tmp_path: Path) -> None:
+    job = job_of(tmp_path, [json.dumps(request("a"))])
+    assert job.sampling.max_tokens is None and job.sampling.given()["max_tokens"] > 1_000_000
+    assert job_of(tmp_path, [], sampling={"max_tokens": 5}).sampling.max_tokens == 5
+    again = BatchJob.from_dict(job.to_dict())
+    assert again == job and again.prompt.function == CHAT_REQUEST
+    cold = job_of(tmp_path, [], sampling={"temperature": 0.0})
+    assert BatchJob.from_dict(cold.to_dict()).sampling.temperature == 0.0
+
+
+def test_the_key_of_a_run_is_that_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(request("a")), encoding="utf-8")
+
+    def key() -> str:
+        fields = batch_fields(str(source), str(tmp_path / "out.jsonl"), ["demo"], {})
+        return resolve(BatchJob.from_dict(fields)).identity.fingerprint
+
+    before = key()
+    monkeypatch.setattr("prefect_raybatch.installed.code_version", lambda: "another")
+    monkeypatch.setattr("inspect.getsourcefile", lambda _: str(Path(__file__)))
+    assert key() == before
+    source.write_text(json.dumps(request("b")), encoding="utf-8")
+    assert key() != before
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [
+        ({"prompt": {"template": "{body}"}}, "prompt"),
+        ({"output": {"postprocess": "helpers.functions:shout"}}, "output.postprocess"),
+        ({"output": {"compact": False}}, "output.compact"),
+        ({"output": {"columns": ["body"]}}, "custom_id"),
+        ({"source": {"columns": ["custom_id", "body"]}}, "'line'"),
+        (
+            {"source": {"format": "jsonl", "served_as": ["x"]}, "prompt": {"template": "x"}},
+            "served_as",
+        ),
+        ({"sampling": {"n": 2}}, "sampling.n"),
+        ({"engine": {"task": "classify"}}, "engine.task"),
+    ],
+)
+def test_fields_that_do_not_go_with_a_batch_file_are_refused(
+    tmp_path: Path, groups: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job_of(tmp_path, [], **groups)
+    assert field in str(refused.value) and "remove" in str(refused.value)
+
+
+def embedding(custom_id: str, **body: Any) -> str:
+    return json.dumps(request(custom_id, "/v1/embeddings", messages=None, **body))
+
+
+def test_lines_for_another_url_than_that_of_the_run_are_wrong() -> None:
+    (values,) = rows_of_requests([(7, embedding("a", input="x").encode())], None, set())
+    wrong = dict(zip(REQUEST_SCHEMA.names, values, strict=True))
+    with pytest.raises(ValueError, match="line 7: url /v1/embeddings"):
+        chat_request(wrong)
+    with pytest.raises(ValueError, match="line 7: url /v1/chat"):
+        embedding_request(row())
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"input": ["a", "b"]}, "body.input"),
+        ({"input": ""}, "body.input"),
+        ({"input": [1, 2]}, "body.input"),
+        ({"input": "a", "dimensions": 8}, "body.dimensions"),
+        ({"input": "a", "encoding_format": "base64"}, "body.encoding_format"),
+    ],
+)
+def test_what_an_embedding_cannot_have_is_refused(body: dict[str, Any], field: str) -> None:
+    (values,) = rows_of_requests([(7, embedding("a", **body).encode())], None, set())
+    with pytest.raises(ValueError, match=f"line 7: {field}"):
+        embedding_request(dict(zip(REQUEST_SCHEMA.names, values, strict=True)))

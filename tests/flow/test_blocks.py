@@ -33,6 +33,7 @@ from prefect_raybatch.flow import tasks
 from prefect_raybatch.flow.blocks import (
     BatchInferenceJob,
     BatchInferenceRun,
+    HostedModel,
     ObjectStore,
     RayCluster,
     options_of,
@@ -41,7 +42,7 @@ from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.runs.run import Run
 
-BLOCKS = [RayCluster, ObjectStore, BatchInferenceJob]
+BLOCKS = [RayCluster, ObjectStore, HostedModel, BatchInferenceJob]
 ROOT = Path(__file__).parents[2]
 BUCKET = "bucket"  # which the examples name
 HUSH = ("hush-key-1", "hush-secret-2", "hush-token-3", "hush-header-4", "hush-bearer-5")
@@ -86,6 +87,12 @@ class TestObjectStore(Suite):
         return ObjectStore
 
 
+class TestHostedModel(Suite):
+    @pytest.fixture
+    def block(self) -> type[Block]:
+        return HostedModel
+
+
 class TestBatchInferenceJob(Suite):
     @pytest.fixture
     def block(self) -> type[Block]:
@@ -101,6 +108,12 @@ class TestBatchInferenceJob(Suite):
             "object-store",
             "credentials access_key_id secret_access_key session_token endpoint_url region "
             "anonymous",
+        ),
+        (
+            HostedModel,
+            "hosted-model",
+            "url model key requests_per_minute tokens_per_minute max_in_flight timeout price_in "
+            "price_out",
         ),
         (BatchInferenceJob, "batch-inference-job", "job job_file cluster store"),
     ],
@@ -163,6 +176,13 @@ def test_prefect_registers_the_blocks_of_the_package_by_its_name(
         (lambda: ObjectStore(endpoint_url="s3.local"), "not an endpoint"),
         (lambda: ObjectStore(credentials="object-store/other"), "another object store"),
         (lambda: ObjectStore(credentials=store()), "save it first"),
+        (lambda: HostedModel(url="ftp://x", model="m"), "url: .*is not an http"),
+        (lambda: HostedModel(url="http://x/v1", model="m", key=f"{HUSH[0]} x"), "key: .*spaces"),
+        (lambda: HostedModel(url="http://x/v1", model="m", timeout=0), "timeout: .*greater"),
+        (
+            lambda: HostedModel(url="http://x/v1", model="m", requests_per_minute=0),
+            "requests_per_minute: .*greater",
+        ),
         (lambda: BatchInferenceJob(), "exactly one"),
         (lambda: BatchInferenceJob(job=job(), job_file="x.yaml"), "exactly one"),
     ],
@@ -182,6 +202,31 @@ def test_a_cluster_puts_its_address_into_the_job() -> None:
     assert found.cluster.address == "new:6379" and found.cluster.finish.num_cpus == 2
     assert found.cluster.prepare == here.cluster.prepare and found.source == here.source
     assert RayCluster().apply(here).cluster.address is None  # a local one, as the block says
+
+
+def test_a_hosted_model_gives_a_job_what_the_job_does_not_set(prefect_api: None) -> None:
+    hosted = HostedModel(
+        url="http://host/v1", model="large", key=HUSH[0], requests_per_minute=60, price_in=0.5
+    )
+    hosted.save("large", overwrite=True)
+    endpoint = {"block": "hosted-model/large", "requests_per_minute": 7}
+    here = make_job(engine={"endpoint": endpoint}, limits={"max_cost": 5})
+    assert HUSH[0] not in str(here.to_dict())
+    found = with_blocks(here).engine.endpoint
+    assert (found.url, found.model, found.key) == ("http://host/v1", "large", HUSH[0])
+    assert (found.requests_per_minute, found.price_in) == (7, 0.5)
+    assert HUSH[0] not in repr(found.model_dump(mode="json")) + repr(hosted)
+    with pytest.raises(ConfigError, match=r"engine\.endpoint\.block.*set url and model"):
+        model_request(here.engine)
+    (headers,) = [hosted.get_client().headers]
+    assert headers["Authorization"] == f"Bearer {HUSH[0]}"
+
+
+def test_another_block_as_a_hosted_model_is_refused(prefect_api: None) -> None:
+    store().save("keys", overwrite=True)
+    wrong = make_job(engine={"endpoint": {"block": "object-store/keys"}})
+    with pytest.raises(ConfigError, match="no HostedModel block"):
+        with_blocks(wrong)
 
 
 def test_headers_carry_the_token() -> None:

@@ -93,6 +93,12 @@ def _inputs() -> Iterator[GoldenJob]:
         },
     )
     yield made("input-json-lines", "JSON Lines.", source={"uri": "data/rows.jsonl"})
+    yield made(
+        "input-batch-file",
+        "Requests of an OpenAI batch file.",
+        source={"uri": "data/requests.jsonl", "format": "openai_batch", "served_as": ["demo"]},
+        prompt={"system": "Answer in French."},
+    )
     yield made("input-arrow", "An Arrow file.", source={"uri": "data/rows.arrow"})
     yield made(
         "input-several-files",
@@ -484,6 +490,7 @@ def _endpoints() -> Iterator[GoldenJob]:
         engine={
             "endpoint": {
                 "url": "https://api.example.com/v1",
+                "api": "completions",
                 "model": "large",
                 "key": "example-key",
                 "requests_per_minute": 500,

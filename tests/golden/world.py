@@ -173,6 +173,10 @@ def _write_inputs(folder: Path) -> None:
     pa.csv.write_csv(plain, folder / "rows.csv")
     pa.feather.write_feather(plain, str(folder / "rows.arrow"))
     (folder / "rows.jsonl").write_text(_json_lines(plain), encoding="utf-8")
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "What is a shard?"}]}
+    url = "/v1/chat/completions"
+    requests = [{"custom_id": i, "method": "POST", "url": url, "body": asked} for i in "abc"]
+    (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, requests)), "utf-8")
     (folder / "rows.txt").write_bytes(
         "Export of Monday\n1;'Müller; Söhne';NULL;1,5\n2;'O~'Neill';IE;2,5\n".encode("cp1252")
     )

@@ -24,6 +24,7 @@ class OpenAIServer:
     fault: Callable[[int, dict[str, Any]], Answer | None] = lambda number, body: None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     authorizations: set[str | None] = field(default_factory=set)
     answered: list[str] = field(default_factory=list)  # keys of requests that got an answer
@@ -39,10 +40,16 @@ class OpenAIServer:
         found = self.fault(number, body)
         if found is not None:
             return found
+        if "input" in body:
+            return 200, {}, embedding(body["input"])
+        if "prompt" in body:
+            return 200, {}, text_completion(f"after {body['prompt']}")
         text = body["messages"][-1]["content"]
         content = f"about {text}"
         form = body.get("response_format")
-        if form:
+        if form and form["type"] == "json_object":
+            content = "{}"
+        elif form:
             schema = form["json_schema"]["schema"]
             content = json.dumps({"label": schema["properties"]["label"]["enum"][0]})
         with self.lock:
@@ -55,6 +62,20 @@ def completion(content: str | None, finish: str = "stop") -> bytes:
     usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
     choice = {"index": 0, "message": message, "finish_reason": finish}
     return json.dumps({"object": "chat.completion", "choices": [choice], "usage": usage}).encode()
+
+
+def text_completion(text: str) -> bytes:
+    usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+    choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": None}
+    return json.dumps({"object": "text_completion", "choices": [choice], "usage": usage}).encode()
+
+
+def embedding(text: str) -> bytes:
+    """A vector of length 5 whose direction tells the number of characters."""
+    numbers = [3.0, 4.0, 0.0] if len(text) % 2 else [0.0, 3.0, 4.0]
+    data = [{"object": "embedding", "index": 0, "embedding": numbers}]
+    usage = {"prompt_tokens": 11, "total_tokens": 11}
+    return json.dumps({"object": "list", "data": data, "usage": usage}).encode()
 
 
 def failing(status: int, message: str, **headers: str) -> Answer:
@@ -77,6 +98,7 @@ def openai_server(models: tuple[str, ...] = ("large",)) -> Iterator[OpenAIServer
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
             key = self.headers["Idempotency-Key"]
+            server.paths.append(self.path)
             self.say(*server.answer(body, key, self.headers["Authorization"]))
 
         def say(self, status: int, headers: dict[str, str], body: bytes) -> None:

@@ -16,7 +16,7 @@ import versions
 from pydantic import BaseModel, SecretStr
 
 from prefect_raybatch import errors
-from prefect_raybatch.blocks import BatchInferenceJob, ObjectStore, RayCluster
+from prefect_raybatch.blocks import BatchInferenceJob, HostedModel, ObjectStore, RayCluster
 from prefect_raybatch.cli.commands import app
 from prefect_raybatch.driver.metrics import COMPLETED_METRIC, COUNTERS, GAUGES
 
@@ -168,6 +168,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "errors": error_table,
     "metrics": metrics,
     "object-store": lambda: block_fields(ObjectStore),
+    "hosted-model": lambda: block_fields(HostedModel),
     "ray-cluster": lambda: block_fields(RayCluster),
     "batch-inference-job": lambda: block_fields(BatchInferenceJob),
     "tested-versions": lambda: versions.table(versions.recorded()),

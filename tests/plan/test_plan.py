@@ -185,6 +185,7 @@ CHANGED: dict[str, Any] = {
     "name": "other",
     "source.uri": "data/other.parquet",
     "source.format": "parquet",
+    "source.served_as": ["large"],
     "source.limit": 5,
     "source.sample": 5,
     "source.sample_seed": 7,
@@ -297,6 +298,8 @@ CHANGED: dict[str, Any] = {
     "limits.stall_start_seconds": 60.0,
     "limits.fail_on_stall": True,
     "limits.deadline": "6h",
+    "engine.endpoint.block": "hosted-model/large",
+    "engine.endpoint.api": "completions",
     "engine.endpoint.url": "https://other.example.com/v1",
     "engine.endpoint.model": "large",
     "engine.endpoint.key": "${OTHER_KEY}",
@@ -334,6 +337,7 @@ CHANGED: dict[str, Any] = {
 ENDPOINT = {"engine.endpoint.url": "https://api.example.com/v1", "engine.endpoint.model": "small"}
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
+    "source.served_as": {"source.format": "openai_batch", "prompt.template": None},
     "source.sample_seed": {"source.sample": 5},
     "source.media_root": WITH_IMAGES,
     **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import uuid
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.cluster.sizes import for_attempt
 from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
-from prefect_raybatch.driver.heartbeat import read_beats
+from prefect_raybatch.driver import monitor
+from prefect_raybatch.driver.heartbeat import Beat, Listener, read_beats
 from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
+from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
@@ -36,12 +39,14 @@ from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.block import losses
 from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint.body import LABEL_TOKENS
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.vllm import note
 from prefect_raybatch.storage import open_store
 
 ROWS = 20
+ENDLESS = completion("x").replace(b'"prompt_tokens": 11', b'"prompt_tokens": 1e999')
 KEY = "sk-very-secret-0123456789"
 runs = itertools.count()
 
@@ -164,7 +169,8 @@ def test_sampling_fields_and_labels_go_to_the_server(server, tmp_path):
     sampling = {"max_tokens": 9, "seed": 3, "choice": ["Retail", "Other"]}
     _, folder = run_of(job_of(server, tmp_path, sampling=sampling))
     body = server.bodies[0]
-    assert (body["model"], body["max_tokens"], body["seed"]) == ("large", 9, 3)
+    room = 9 + LABEL_TOKENS  # for the JSON around a label
+    assert (body["model"], body["max_tokens"], body["seed"]) == ("large", room, 3)
     assert set(answers(folder).values()) == {"Retail"}
 
 
@@ -210,6 +216,29 @@ def test_a_row_that_always_fails_while_others_are_answered_is_quarantined(server
     assert (
         sum(b["messages"][-1]["content"] == "Company 3" for b in server.bodies) >= client.ROW_TRIES
     )
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (failing(413, "request entity too large"), "RequestRefused"),
+        ((200, {}, b"<html>not JSON</html>"), "ServerError"),
+        ((200, {"x-length": "9999"}, completion("cut")[:20]), "ServerError"),
+        ((200, {}, b'{"choices": [{"message": {"content": 7}}]}'), "NoAnswer"),
+        ((200, {}, b"[" * 100_000), "ServerError"),
+        ((200, {}, ENDLESS), "ServerError"),
+        (failing(400, "[" * 100_000), "RequestRefused"),
+    ],
+    ids=["413", "html", "truncated", "a number", "deep", "endless", "long"],
+)
+def test_a_row_with_an_answer_that_is_none_is_quarantined(fault, kind, server, tmp_path):
+    server.fault = lambda number, body: (
+        fault if body["messages"][-1]["content"] == "Company 3" else None
+    )
+    report, folder = run_of(job_of(server, tmp_path))
+    (row,) = quarantined(folder)
+    assert row["error"] == kind and row["input"]["Company"] == "Company 3"
+    assert report.good == ROWS - 1
 
 
 @pytest.mark.parametrize(
@@ -276,6 +305,29 @@ def test_a_server_that_answers_nothing_more_is_worth_a_retry(server, tmp_path, m
     assert is_transient(error.value)
     server.fault = lambda number, body: None
     assert len(answers(run_of(job_of(server, tmp_path))[1])) == ROWS
+
+
+def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
+    """The server answers 429 until somebody is told so."""
+    monkeypatch.setattr(monitor, "LOOK", 0.02)
+    told = threading.Event()
+    lines = []
+
+    class Reader(Listener):
+        def hear(self, beat: Beat) -> None:
+            if "429" in beat.about:
+                lines.extend((progress_line(beat), live_rows(beat)[0]["now"]))
+                told.set()
+
+    limited = failing(429, "slow down", retry_after="2")
+    server.fault = lambda number, body: None if told.is_set() or number < 5 else limited
+    job = job_of(server, tmp_path, endpoint={"requests_per_minute": 60_000, "max_in_flight": 1})
+    run = plan_run(job, "told")
+    infer_run(job, run, Reader())
+    assert told.is_set() and len(lines) >= 2
+    for line in lines:
+        assert re.search(r"waiting \d s: 429, limit 60000 requests per minute", line), line
+    assert not any("starting engines" in line for line in lines)
 
 
 def test_a_new_attempt_waits_until_requests_of_others_count_no_longer(server, tmp_path):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,24 @@ def test_how_long_a_server_asks_to_wait(headers, seconds):
     assert pause_of(headers, NOW) == (None if seconds is None else pytest.approx(seconds))
 
 
+@pytest.mark.parametrize("hours", [-9, 0, 3])
+def test_a_time_counts_by_the_clock_of_the_server_that_names_it(hours: int) -> None:
+    there = NOW + timedelta(hours=hours)
+    date = format_datetime(there, usegmt=True)
+    later = there + timedelta(seconds=30)
+    asked = {"date": date, "retry-after": format_datetime(later, usegmt=True)}
+    assert pause_of(asked, NOW) == pytest.approx(30)
+    reset = {
+        "date": date,
+        "anthropic-ratelimit-requests-remaining": "0",
+        "anthropic-ratelimit-requests-reset": later.isoformat(),
+    }
+    assert pause_of(reset, NOW) == pytest.approx(30)
+    without = {**asked, "date": "yesterday"}
+    wait = 30 + 3600 * hours
+    assert pause_of(without, NOW) == (min(wait, MOST_PAUSE) if wait > 0 else None)
+
+
 @pytest.mark.parametrize(
     ("headers", "limits"),
     [
@@ -66,7 +85,7 @@ def test_whether_a_retry_may_help():
 
 PARTS, KINDS = ("remaining", "reset", "limit"), ("requests", "tokens")
 NAMES = (
-    *("retry-after", "retry-after-ms", "x-should-retry"),
+    *("retry-after", "retry-after-ms", "x-should-retry", "date"),
     *(f"x-ratelimit-{part}-{kind}" for part in PARTS for kind in KINDS),
     *(f"anthropic-ratelimit-{kind}-{part}" for part in PARTS for kind in KINDS),
 )

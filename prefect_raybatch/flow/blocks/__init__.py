@@ -1,4 +1,4 @@
-"""Prefect blocks: `RayCluster`, `ObjectStore` and `BatchInferenceJob`.
+"""Prefect blocks: `RayCluster`, `ObjectStore`, `HostedModel` and `BatchInferenceJob`.
 
 Importing this package registers them; Prefect does so itself through the entry point
 `prefect.collections`. Slugs, field names and their order are kept: saved blocks depend on them.
@@ -7,7 +7,16 @@ Importing this package registers them; Prefect does so itself through the entry 
 from __future__ import annotations
 
 from prefect_raybatch.flow.blocks.cluster import RayCluster
+from prefect_raybatch.flow.blocks.endpoint import HostedModel, endpoint_of
 from prefect_raybatch.flow.blocks.job import BatchInferenceJob, BatchInferenceRun
 from prefect_raybatch.flow.blocks.store import ObjectStore, options_of
 
-__all__ = ["BatchInferenceJob", "BatchInferenceRun", "ObjectStore", "RayCluster", "options_of"]
+__all__ = [
+    "BatchInferenceJob",
+    "BatchInferenceRun",
+    "HostedModel",
+    "ObjectStore",
+    "RayCluster",
+    "endpoint_of",
+    "options_of",
+]

@@ -6,18 +6,25 @@ import json
 from typing import Any
 
 from prefect_raybatch.job.endpoint import HOSTED_SAMPLING
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 
 CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
 MESSAGE_TOKENS = 8  # that a chat template puts around a message
 LABEL_FIELD = "label"
+LABEL_TOKENS = 16  # more than the braces, quotes and name around a label take
 
 
-def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) -> dict[str, Any]:
-    """Return the body of a chat completion.
+def body_of(
+    endpoint: EndpointSpec, messages: list[dict[str, Any]], params: SamplingFields
+) -> dict[str, Any]:
+    """Return the body of a request.
 
     Raises ValueError for a sampling field that no hosted model takes.
     """
+    text = "\n\n".join(str(message["content"]) for message in messages)
+    if endpoint.path == "embeddings":
+        return {"model": endpoint.model, "input": text, "encoding_format": "float"}
     given = {name: value for name, value in params.items() if value is not None}
     odd = sorted(set(given) - set(HOSTED_SAMPLING))
     if odd:
@@ -27,13 +34,25 @@ def body_of(model: str, messages: list[dict[str, Any]], params: SamplingFields) 
         )
     form = given.pop("structured_outputs", None) or {}
     labels = given.pop("choice", None) or form.get("choice")
-    body = {"model": model, "messages": messages, **given}
+    asked: dict[str, Any] = {"messages": messages}
+    if endpoint.path == "completions":
+        asked = {"prompt": text}
+    body = {"model": endpoint.model, **asked, **given}
     if labels:
         body["response_format"] = _json_schema("label", _label_schema(labels))
+        if "max_tokens" in body:  # which the job means for the label itself
+            body["max_tokens"] += LABEL_TOKENS
+    elif form.get("json_object"):
+        body["response_format"] = {"type": "json_object"}
     elif form.get("json") is not None:
         schema = form["json"]
         schema = json.loads(schema) if isinstance(schema, str) else schema
         body["response_format"] = _json_schema("answer", schema)
+    elif form:
+        raise ValueError(
+            f"sampling.structured_outputs: a hosted model does not take {', '.join(sorted(form))}; "
+            "use json, json_object or choice"
+        )
     return body
 
 
@@ -44,7 +63,7 @@ def answer_text(content: str, params: SamplingFields) -> str:
         return content
     try:
         label = json.loads(content)[LABEL_FIELD]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return content
     return label if isinstance(label, str) else content
 

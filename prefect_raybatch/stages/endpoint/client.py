@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
-from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter, Signal, Usage
 
@@ -41,6 +41,11 @@ OF_PROBE = {
     404: "check engine.endpoint.url",
 }
 QUOTA = "insufficient_quota"
+# What reading JSON of any shape and depth may raise.
+NOT_AS_AGREED = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 
 class SharedLimiter(Protocol):
@@ -239,7 +244,7 @@ class EndpointEngine:
             number = await self._leave(request.tokens)
             try:
                 response = await self._client.post(
-                    f"{self.spec.url}/chat/completions",
+                    f"{self.spec.url}/{self.spec.path}",
                     json=request.body,
                     headers={"Idempotency-Key": request.key},
                 )
@@ -304,7 +309,7 @@ class EndpointEngine:
         if any(limits := limits_of(response.headers)):
             await asyncio.to_thread(self.limiter.lower, *limits)
         if status == 200:
-            answer = _parsed(response)
+            answer = _parsed(response, self.spec.path)
             if isinstance(answer, HostedAnswer):
                 self._answered_at = self._loop.time()
                 used = (answer.prompt_tokens, answer.output_tokens)
@@ -355,27 +360,35 @@ def ask_for_model(spec: EndpointSpec, engine: type[EndpointEngine] = EndpointEng
     engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
 
-def _parsed(response: httpx.Response) -> HostedAnswer | str:
-    """Return the answer in a response, or what is wrong with it."""
+def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:
+    """Return the answer in a response, or what is wrong with it.
+
+    The content of an embedding is the JSON of its numbers.
+    """
     if len(response.content) > MOST_ANSWER_BYTES:
         return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
     try:
-        return answer_of(response.json())
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return f"the answer is no chat completion in JSON: {_said(response)}"
+        return answer_of(response.json(), path)
+    except NOT_AS_AGREED:
+        return f"the answer is no JSON of /{path}: {_said(response)}"
 
 
-def answer_of(value: Any) -> HostedAnswer:
-    """Return the answer in a chat completion.
+def answer_of(value: Any, path: EndpointPath = "chat/completions") -> HostedAnswer:
+    """Return the answer in what a path of the API answers. Raises `NOT_AS_AGREED` if it is none.
 
-    Raises ValueError, TypeError, KeyError, IndexError or AttributeError if it is none.
+    The content of an embedding is the JSON of its numbers.
     """
-    choice, usage = value["choices"][0], value.get("usage") or {}
-    content = choice["message"]["content"]
-    prompt = int(usage.get("prompt_tokens") or 0)
-    output = int(usage.get("completion_tokens") or 0)
+    usage = value.get("usage") or {}
+    prompt = max(0, int(usage.get("prompt_tokens") or 0))
+    output = max(0, int(usage.get("completion_tokens") or 0))
+    if path == "embeddings":
+        numbers = [float(number) for number in value["data"][0]["embedding"]]
+        return HostedAnswer(json.dumps(numbers), "stop", prompt, 0)
+    choice = value["choices"][0]
+    message = choice["message"] if path == "chat/completions" else {"content": choice["text"]}
+    content = message["content"]
     finish = choice.get("finish_reason")
-    if content is None and (refusal := choice["message"].get("refusal")):
+    if content is None and (refusal := message.get("refusal")):
         return _row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
     if not isinstance(content, str):
         return _row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
@@ -403,7 +416,7 @@ def _said(response: httpx.Response) -> str:
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, TypeError, KeyError):
+    except NOT_AS_AGREED:
         text = response.text
     return " ".join(text.split())[:QUOTED_TEXT] or "no text"
 
@@ -412,7 +425,7 @@ def _model_names(response: httpx.Response) -> set[str]:
     """Return the names of the server's models; empty if it does not list them."""
     try:
         return {str(one["id"]) for one in json.loads(response.content)["data"]}
-    except (ValueError, TypeError, KeyError):
+    except NOT_AS_AGREED:
         return set()
 
 

@@ -14,7 +14,12 @@ _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 def pause_of(headers: Mapping[str, str], now: datetime) -> float | None:
-    """Return the seconds that the server asks to wait, None if it does not say."""
+    """Return the seconds that the server asks to wait, None if it does not say.
+
+    A time that it names is compared with its own clock if it tells it (Date), because that may
+    disagree with `now`, the time here.
+    """
+    now = _time(headers.get("date")) or now
     waits = [_number(headers.get("retry-after-ms"), 0.001), _retry_after(headers, now)]
     for kind in ("requests", "tokens"):
         for family in ("x-ratelimit-{}-" + kind, "anthropic-ratelimit-" + kind + "-{}"):
@@ -46,12 +51,17 @@ def may_retry(headers: Mapping[str, str]) -> bool | None:
 def _retry_after(headers: Mapping[str, str], now: datetime) -> float | None:
     text = headers.get("retry-after")
     seconds = _number(text)
-    if seconds is not None or not text:
-        return seconds
+    until = _time(text) if seconds is None else None
+    return seconds if until is None else (until - now).total_seconds()
+
+
+def _time(text: str | None) -> datetime | None:
+    """Return the time in a header, None if it has none."""
     try:
-        return (parsedate_to_datetime(text) - now).total_seconds()
+        found = parsedate_to_datetime(text) if text else None
     except (ValueError, TypeError):
         return None
+    return found if found is None or found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _reset(text: str | None, now: datetime) -> float | None:

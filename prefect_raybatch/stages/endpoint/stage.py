@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
@@ -28,6 +29,7 @@ from prefect_raybatch.stages.endpoint.client import (
 from prefect_raybatch.stages.endpoint.journal import Journal, read_journal
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, fields_of
 from prefect_raybatch.stages.order import arrange
+from prefect_raybatch.stages.pooling import without_misfits
 from prefect_raybatch.storage import Store
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ class EndpointStage(EngineStage):
         for i in asked.rows:
             try:
                 messages = json.loads(texts[i])
-                body = body_of(self.spec.endpoint.model, messages, params[i])
+                body = body_of(self.spec.endpoint, messages, params[i])
             except ValueError as error:
                 answers[i] = HostedAnswer(error=("ValueError", str(error)))
                 continue
@@ -129,7 +131,12 @@ class EndpointStage(EngineStage):
         answers.update(
             zip(requests, self._ask_server(hosted, shards, list(requests.values())), strict=True)
         )
-        return [(i, asked.served(i), _completion(answers[i], params[i])) for i in asked.rows]
+        pools = self.spec.endpoint.path == "embeddings"
+        complete = _vector if pools else _completion
+        made: list[RowAnswer] = [
+            (i, asked.served(i), complete(answers[i], params[i])) for i in asked.rows
+        ]
+        return without_misfits(made) if pools else made
 
     def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
@@ -164,6 +171,19 @@ def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
     return Completion(
         [[0] * answer.output_tokens], [text], answer.finish, prompt_tokens=answer.prompt_tokens
     )
+
+
+def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
+    """Return an embedding as an engine gives it, of length 1 unless the job wants it as it is."""
+    from prefect_raybatch.stages.vllm.stepper import Completion
+
+    if answer.error is not None:
+        return Completion([], error=answer.error)
+    vector = np.asarray(json.loads(answer.content), np.float32)
+    length = float(np.linalg.norm(vector))
+    if params.get("use_activation", True) and 0.0 < length < float("inf"):
+        vector = vector / length
+    return Completion([], vector=vector, prompt_tokens=answer.prompt_tokens)
 
 
 def _key(run: str, shard: int, position: int, body: dict[str, Any]) -> str:

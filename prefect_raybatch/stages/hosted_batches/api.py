@@ -12,10 +12,10 @@ from urllib.parse import quote
 
 from prefect_raybatch.bounded import Returned
 from prefect_raybatch.errors import EndpointRefused
-from prefect_raybatch.stages.endpoint.client import EndpointEngine, backoff
+from prefect_raybatch.stages.endpoint.client import NOT_AS_AGREED, EndpointEngine, backoff
 from prefect_raybatch.stages.endpoint.headers import limits_of, pause_of
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
-from prefect_raybatch.stages.hosted_batches.lines import BATCH_URL, UNREADABLE_JSON, said_in
+from prefect_raybatch.stages.hosted_batches.lines import BATCH_URL, said_in
 
 if TYPE_CHECKING:
     import httpx
@@ -306,7 +306,7 @@ class BatchEngine(EndpointEngine):
             raise _Limited if response.status_code == 429 else AnswerLost(problem)
         try:
             found = read(response)
-        except UNREADABLE_JSON as error:
+        except NOT_AS_AGREED as error:
             await self._tell(number, "failed")
             raise AnswerLost(
                 f"the answer is not as the batch API has it ({type(error).__name__}: {error})"

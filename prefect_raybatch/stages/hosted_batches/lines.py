@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.stages.endpoint.client import (
+    NOT_AS_AGREED,
     QUOTED_TEXT,
     HostedAnswer,
     HostedRequest,
@@ -18,11 +19,6 @@ from prefect_raybatch.stages.endpoint.client import (
 
 BATCH_URL = "/v1/chat/completions"
 MOST_REQUESTS, MOST_FILE_BYTES = 50_000, 200_000_000  # of a batch's input file
-# What reading JSON of any shape and depth may raise.
-UNREADABLE_JSON = (
-    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
-    *(OverflowError, RecursionError),
-)
 # Codes of lines that were not worked on.
 UNTRIED = ("batch_expired", "batch_cancelled")
 QUEUE_FULL = "token_limit_exceeded"
@@ -101,14 +97,14 @@ def _read_line(text: bytes, asked: set[str], found: BatchAnswers) -> None:
         response, error = line.get("response"), line.get("error")
         body = response["body"] if response else None
         status = int(response["status_code"]) if response else 0
-    except UNREADABLE_JSON:
+    except NOT_AS_AGREED:
         return
     if not isinstance(key, str) or key not in asked:
         return
     if status == 200:
         try:
             found.by_key[key] = answer_of(body)
-        except UNREADABLE_JSON:
+        except NOT_AS_AGREED:
             found.passing[key] = "the answer is no chat completion in JSON"
         return
     code, message = said_in(error if status == 0 else body)

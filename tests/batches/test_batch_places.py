@@ -1,0 +1,84 @@
+"""`raybatch batch` on S3 and over http, answered by a server of the tests."""
+
+from __future__ import annotations
+
+import json
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.command_line import called
+from helpers.openai_server import openai_server
+from helpers.web_server import served
+from s3server import S3Server
+
+from prefect_raybatch.storage import open_store
+
+ROWS = 12
+
+
+def lines() -> bytes:
+    made = []
+    for number in range(ROWS):
+        body = {"model": "large", "messages": [{"role": "user", "content": f"row {number}"}]}
+        url = "/v1/chat/completions"
+        made.append({"custom_id": str(number), "method": "POST", "url": url, "body": body})
+    return "\n".join(map(json.dumps, made)).encode()
+
+
+def contents(text: str) -> list[str]:
+    found = [json.loads(line) for line in text.splitlines()]
+    assert [line["custom_id"] for line in found] == [str(number) for number in range(ROWS)]
+    return [line["response"]["body"]["choices"][0]["message"]["content"] for line in found]
+
+
+def test_a_batch_file_on_s3_is_answered_on_s3(
+    s3: S3Server,
+    without_ray: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    store = open_store("s3://batch-places/files")
+    store.put("requests.jsonl", lines())
+    with openai_server() as server:
+        place = "s3://batch-places/files"
+        for _ in range(2):  # the second call finds the run complete
+            files = "-i", f"{place}/requests.jsonl", "-o", f"{place}/answers.jsonl"
+            change = "--set", f"engine.endpoint.url={server.url}"
+            code, _, err = called(capsys, "batch", *files, "--model", "large", *change)
+            assert code == 0, err
+            answers = store.read("answers.jsonl").decode()
+            assert contents(answers) == [f"about row {number}" for number in range(ROWS)]
+        assert len(server.bodies) == ROWS
+    paths = [info.path for info in store.list("answers.jsonl.run")]
+    (written,) = [path for path in paths if path.endswith("/output.jsonl")]
+    assert store.read(written).decode() == answers
+
+
+def test_a_batch_file_behind_http_is_answered(
+    without_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(lines())))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(lines())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    output = tmp_path / "answers.jsonl"
+    with openai_server() as server, served(Handler) as address:
+        changes = f"engine.endpoint.url={server.url}", "source.web.allow_private=true"
+        more = [word for change in changes for word in ("--set", change)]
+        files = "-i", f"{address}/requests.jsonl", "-o", output
+        code, _, err = called(capsys, "batch", *files, "--model", "large", *more)
+        assert code == 0, err
+    assert contents(output.read_text("utf-8")) == [f"about row {number}" for number in range(ROWS)]

@@ -1,0 +1,178 @@
+"""Flows with a hosted model: an outage, a block, the example flow, and a real vllm serve."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from helpers.nights import Nights
+from helpers.openai_server import failing, openai_server
+from helpers.prefect_server import ROOT
+from helpers.vllm_server import MODEL, vllm_server
+from openai.types import Completion
+from pydantic import SecretStr
+
+from prefect_raybatch import BatchJob, batch_inference
+from prefect_raybatch.api import infer_run
+from prefect_raybatch.blocks import HostedModel
+from prefect_raybatch.demo import LABELS
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.flow import tasks
+from prefect_raybatch.runs.run import Run
+from prefect_raybatch.stages.endpoint import client
+
+pytestmark = pytest.mark.usefixtures("prefect_api", "without_ray")
+ROWS = 12
+KEY = "sk-of-a-block-0123456789"
+
+
+class HostedToo(Nights):
+    """Answers Other to every fifth prompt; a job with an endpoint asks its server."""
+
+    def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
+        if job.engine.endpoint.asked:
+            return infer_run(job, run)
+        return super().infer(job, run, observe)
+
+    def answer(self, prompt: str) -> str:
+        digest = hashlib.sha256(prompt.encode()).digest()
+        return "Other" if digest[0] % 5 == 0 else "Retail"
+
+
+def job_of(folder: Path, **endpoint: Any) -> BatchJob:
+    uri = folder / "in.parquet"
+    pq.write_table(pa.table({"Company": [f"Company {n}" for n in range(ROWS)]}), uri)
+    return BatchJob(
+        name="hosted",
+        source={"uri": str(uri), "rows_per_shard": 4},
+        prompt={"template": "{Company}"},
+        output={"uri": str(folder / "out")},
+        engine={"endpoint": {"max_in_flight": 1, **endpoint}},
+    )
+
+
+def test_a_flow_waits_for_a_server_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server fails until the first attempt of the task has ended; the task's retry asks the
+    remaining rows."""
+    monkeypatch.setattr(client, "SERVER_OUTAGE", 0.2)
+    monkeypatch.setattr(client, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(tasks.infer_shards, "retry_delay_seconds", 0)
+    starts = 0
+    opened = client.EndpointEngine.__init__
+
+    def noted(*args: Any) -> None:
+        nonlocal starts
+        starts += 1
+        opened(*args)
+
+    monkeypatch.setattr(client.EndpointEngine, "__init__", noted)
+    with openai_server() as server:
+        down = failing(503, "overloaded")
+        server.fault = lambda number, body: down if starts < 2 and number >= 5 else None
+        report = batch_inference(job_of(tmp_path, url=server.url, model="large"), "night")
+        assert starts == 2 and report.good == ROWS
+        assert len(server.answered) == len(set(server.answered)) == ROWS  # none was paid twice
+    rows = ds.dataset(f"{report.run}/data").to_table()
+    answers = dict(zip(rows["Company"].to_pylist(), rows["response"].to_pylist(), strict=True))
+    assert answers == {f"Company {n}": f"about Company {n}" for n in range(ROWS)}
+
+
+def test_a_flow_takes_key_and_limits_from_a_block(tmp_path: Path) -> None:
+    with openai_server() as server:
+        block = HostedModel(url=server.url, model="large", key=SecretStr(KEY), price_in=1e6)
+        block.save("flow", overwrite=True)
+        report = batch_inference(job_of(tmp_path, block="hosted-model/flow"), "blocked")
+        assert server.authorizations == {f"Bearer {KEY}"}
+    assert report.good == ROWS and report.cost["total"] == pytest.approx(11 * ROWS)
+    written = [file for file in Path(report.run).rglob("*") if file.is_file()]
+    assert written and not any(KEY.encode() in file.read_bytes() for file in written)
+
+
+def check_hard_rows(folder: Path, url: str, model: str, hosted_answers: set[str]) -> list[str]:
+    """Run the flow with a hosted model at that URL; return its answers to the hard rows."""
+    from hosted_for_hard_rows import hosted_for_hard_rows
+
+    day = date(2026, 1, 2)
+    result = hosted_for_hard_rows(str(folder), url, model, 40, day)
+    rows = pq.read_table(result).to_pylist()
+    names = pq.read_table(folder / "companies.parquet")["Company"].to_pylist()
+    assert [row["Company"] for row in rows] == names and len(names) == 40
+    hard = [row["industry"] for row in rows if row["industry"] != "Retail"]
+    assert 0 < len(hard) < 40 and set(hard) <= hosted_answers
+    assert pq.read_table(hosted_for_hard_rows(str(folder), url, model, 40, day)).equals(
+        pq.read_table(result)
+    )
+    return hard
+
+
+@pytest.fixture
+def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A local engine in this process, and real HTTP to a hosted model."""
+    infer = HostedToo(tmp_path).infer
+    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer)
+    monkeypatch.syspath_prepend(str(ROOT / "flows"))
+    yield
+    sys.modules.pop("hosted_for_hard_rows", None)
+
+
+def test_a_hosted_model_answers_what_the_local_one_left_open(both: None, tmp_path: Path) -> None:
+    with openai_server() as server:
+        first, *_ = LABELS  # which the server answers whenever it is given labels
+        hard = check_hard_rows(tmp_path, server.url, "large", {first})
+    assert len(server.bodies) == len(hard)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with vllm_server(tmp_path_factory.mktemp("vllm")) as url:
+        yield url
+
+
+@pytest.mark.whole
+def test_the_hosted_model_is_a_real_vllm_serve(vllm: str, both: None, tmp_path: Path) -> None:
+    check_hard_rows(tmp_path, vllm, MODEL, {*LABELS})
+
+
+@pytest.mark.whole
+def test_a_real_server_answers_a_batch_file_and_refuses_a_long_prompt(
+    vllm: str, tmp_path: Path
+) -> None:
+    texts = [f"What industry is this company in: Smith Law {n}" for n in range(6)]
+    texts[3] = "long " * 4000
+    url, line = "/v1/completions", {"method": "POST"}
+    requests = [
+        {"custom_id": str(n), "url": url, "body": {"prompt": text, "max_tokens": 5}, **line}
+        for n, text in enumerate(texts)
+    ]
+    source = tmp_path / "requests.jsonl"
+    source.write_text("\n".join(map(json.dumps, requests)), encoding="utf-8")
+    job = BatchJob(
+        name="raw",
+        source={"uri": str(source), "format": "openai_batch"},
+        prompt={},
+        output={"uri": str(tmp_path / "out")},
+        engine={"endpoint": {"url": vllm, "model": MODEL, "api": "completions"}},
+    )
+    report = batch_inference(job, "raw")
+    lines = (Path(report.run) / "output.jsonl").read_text(encoding="utf-8").splitlines()
+    outputs = [json.loads(line) for line in lines]
+    assert [one["custom_id"] for one in outputs] == ["0", "1", "2", "4", "5"]
+    for one in outputs:
+        body = Completion.model_validate(one["response"]["body"], strict=True)
+        assert body.usage is not None and 0 < body.usage.completion_tokens <= 5
+        assert body.usage.prompt_tokens > 5
+    (line,) = (Path(report.run) / "error.jsonl").read_text(encoding="utf-8").splitlines()
+    error = json.loads(line)
+    assert error["custom_id"] == "3" and error["response"]["status_code"] == 400
+    assert "2048" in error["error"]["message"]  # the context, in the server's own words

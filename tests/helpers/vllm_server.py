@@ -1,0 +1,61 @@
+"""A real `vllm serve` with the bundled model, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from prefect_raybatch.demo import demo_model_path
+
+from .environ import clean, dying_with_us
+from .ports import free_ports
+
+START_SECONDS = 240.0
+MODEL = "demo"
+WHITESPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+
+
+@contextmanager
+def vllm_server(folder: Path) -> Iterator[str]:
+    """Yield the base URL of the server; its log is in `folder`."""
+    (port,) = free_ports(1)
+    log = folder / "vllm.log"
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", demo_model_path(), "--served-model-name", MODEL, "--host", "127.0.0.1"),
+        *("--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"),
+        # The bundled model is too small to end JSON that may have any number of line breaks.
+        *("--structured-outputs-config", WHITESPACE),
+    ]
+    environment = {**clean(), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = dying_with_us(*command)
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=folder)
+    try:
+        _wait(server, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(60)
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while True:
+        if server.poll() is not None or time.monotonic() > until:
+            raise AssertionError(f"vllm serve did not start: {log.read_text('utf-8')[-3000:]}")
+        try:
+            if httpx.get(url, timeout=5).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.2)

@@ -1,0 +1,137 @@
+"""Embeddings and raw completions of a hosted model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from helpers.openai_server import OpenAIServer, openai_server
+from openai.types import Completion, CreateEmbeddingResponse
+
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+
+TEXTS = ["a", "bb", "a"]
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIServer]:
+    with openai_server() as made:
+        yield made
+
+
+def job_of(server: OpenAIServer, folder: Path, engine: dict[str, Any], **groups: Any) -> BatchJob:
+    uri = folder / "in.parquet"
+    pq.write_table(pa.table({"Text": TEXTS}), uri)
+    endpoint = {"url": server.url, "model": "large", **engine.pop("endpoint", {})}
+    fields = {
+        "name": "hosted",
+        "source": {"uri": str(uri)},
+        "prompt": {"template": "{Text}"},
+        "output": {"uri": str(folder / "out"), **groups.pop("output", {})},
+        "engine": {**engine, "endpoint": endpoint},
+    }
+    return BatchJob.from_dict({**fields, **groups})
+
+
+def run_of(job: BatchJob) -> Path:
+    run = plan_run(job, "night")
+    return Path(finalize_run(job, run, infer_run(job, run)).run)
+
+
+def rows_of(folder: Path) -> dict[str, list[Any]]:
+    return ds.dataset(folder / "data").to_table().to_pydict()
+
+
+@pytest.mark.parametrize(("normalize", "length"), [(True, 1.0), (False, 5.0)])
+def test_embeddings_have_the_form_of_local_ones(
+    server: OpenAIServer, without_ray: None, tmp_path: Path, normalize: bool, length: float
+) -> None:
+    output = {"column": "vector", "normalize": normalize, "extras": ["prompt_tokens"]}
+    folder = run_of(job_of(server, tmp_path, {"task": "embed"}, output=output))
+    table = ds.dataset(folder / "data").to_table()
+    assert table.schema.field("vector").type == pa.list_(pa.float32(), 3)
+    expected = [[0.6, 0.8, 0.0], [0.0, 0.6, 0.8], [0.6, 0.8, 0.0]]
+    for vector, shape in zip(table["vector"].to_pylist(), expected, strict=True):
+        assert vector == pytest.approx([length * number for number in shape])
+    assert table["prompt_tokens"].to_pylist() == [11, 11, 11]
+    assert {*server.paths} == {"/v1/embeddings"}
+    assert sorted(body["input"] for body in server.bodies) == ["a", "bb"]  # equal texts once
+
+
+def test_embeddings_that_are_none_fail_their_row(
+    server: OpenAIServer, without_ray: None, tmp_path: Path
+) -> None:
+    wrong = {"data": [{"embedding": [1.0, None]}]}
+    odd = {"data": [{"embedding": [1e999, 0.0, 0.0]}]}
+
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        if body["input"] == "bb":
+            return 200, {}, json.dumps(odd).encode()
+        return (200, {}, json.dumps(wrong).encode()) if number == 0 else None
+
+    server.fault = fault
+    limits = {"max_failed_rows": 3}
+    folder = run_of(job_of(server, tmp_path, {"task": "embed"}, limits=limits))
+    assert rows_of(folder)["Text"] == ["a", "a"]
+    (failed,) = ds.dataset(folder / "_quarantine").to_table().to_pylist()
+    assert failed["error"] == "NotFinite" and failed["input"]["Text"] == "bb"
+
+
+def test_completions_get_the_prompt_as_it_is(
+    server: OpenAIServer, without_ray: None, tmp_path: Path
+) -> None:
+    job = job_of(server, tmp_path, {"endpoint": {"api": "completions"}}, sampling={"seed": 3})
+    assert preview_rows(job, 1)
+    folder = run_of(job)
+    assert rows_of(folder)["response"] == ["after a", "after bb", "after a"]
+    assert {*server.paths} == {"/v1/completions"}
+    assert all(body["seed"] == 3 and "messages" not in body for body in server.bodies)
+
+
+@pytest.mark.parametrize("groups", [{"prompt": {"template": "{Text}", "system": "Be kind."}}])
+def test_a_chat_for_completions_is_refused(
+    server: OpenAIServer, tmp_path: Path, groups: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"api: completions.*remove prompt\.system"):
+        job_of(server, tmp_path, {"endpoint": {"api": "completions"}}, **groups)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "engine", "form"),
+    [
+        ("/v1/completions", {"prompt": "a"}, {"endpoint": {"api": "completions"}}, Completion),
+        ("/v1/embeddings", {"input": ["a"]}, {"task": "embed"}, CreateEmbeddingResponse),
+    ],
+)
+def test_a_batch_file_of_them_is_answered(
+    server: OpenAIServer,
+    without_ray: None,
+    tmp_path: Path,
+    url: str,
+    body: dict[str, Any],
+    engine: dict[str, Any],
+    form: Any,
+) -> None:
+    lines = [
+        {"custom_id": "right", "method": "POST", "url": url, "body": body},
+        {"custom_id": "wrong", "method": "POST", "url": "/v1/chat/completions", "body": body},
+    ]
+    source = tmp_path / "requests.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    asked = {"uri": str(source), "format": "openai_batch"}
+    folder = run_of(job_of(server, tmp_path, {**engine}, source=asked, prompt={}))
+    (line,) = (folder / "output.jsonl").read_text(encoding="utf-8").splitlines()
+    output = json.loads(line)
+    assert output["custom_id"] == "right"
+    assert form.model_validate(output["response"]["body"], strict=True).model == "large"
+    (line,) = (folder / "error.jsonl").read_text(encoding="utf-8").splitlines()
+    error = json.loads(line)
+    assert error["custom_id"] == "wrong" and url in error["error"]["message"]
