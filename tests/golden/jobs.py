@@ -490,6 +490,7 @@ def _endpoints() -> Iterator[GoldenJob]:
         engine={
             "endpoint": {
                 "url": "https://api.example.com/v1",
+                "block": "hosted-model/large",
                 "api": "completions",
                 "model": "large",
                 "key": "example-key",

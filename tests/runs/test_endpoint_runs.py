@@ -39,7 +39,7 @@ from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.block import losses
 from prefect_raybatch.stages.endpoint import client
-from prefect_raybatch.stages.endpoint.body import LABEL_TOKENS
+from prefect_raybatch.stages.endpoint.body import LABEL_JSON_TOKENS
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.vllm import note
@@ -169,7 +169,7 @@ def test_sampling_fields_and_labels_go_to_the_server(server, tmp_path):
     sampling = {"max_tokens": 9, "seed": 3, "choice": ["Retail", "Other"]}
     _, folder = run_of(job_of(server, tmp_path, sampling=sampling))
     body = server.bodies[0]
-    room = 9 + LABEL_TOKENS  # for the JSON around a label
+    room = 9 + LABEL_JSON_TOKENS  # for the JSON around a label
     assert (body["model"], body["max_tokens"], body["seed"]) == ("large", room, 3)
     assert set(answers(folder).values()) == {"Retail"}
 

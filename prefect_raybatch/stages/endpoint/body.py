@@ -12,7 +12,7 @@ from prefect_raybatch.spec.request import SamplingFields
 CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
 MESSAGE_TOKENS = 8  # that a chat template puts around a message
 LABEL_FIELD = "label"
-LABEL_TOKENS = 16  # more than the braces, quotes and name around a label take
+LABEL_JSON_TOKENS = 16  # more than the braces, quotes and name around a label take
 
 
 def body_of(
@@ -41,7 +41,7 @@ def body_of(
     if labels:
         body["response_format"] = _json_schema("label", _label_schema(labels))
         if "max_tokens" in body:  # which the job means for the label itself
-            body["max_tokens"] += LABEL_TOKENS
+            body["max_tokens"] += LABEL_JSON_TOKENS
     elif form.get("json_object"):
         body["response_format"] = {"type": "json_object"}
     elif form.get("json") is not None:
