@@ -72,7 +72,7 @@ class CloudStore(Store):
         body = self._call("read", path, get)
         if isinstance(body, int):
             raise too_large(self._place(path), body, max_bytes or 0)
-        return body
+        return bytes(body)
 
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
         import obstore
@@ -231,7 +231,7 @@ class CloudStore(Store):
                 f"{self._place(path)} changed while it was being read. Start again when it is "
                 "complete"
             )
-        return found
+        return bytes(found)
 
     def now(self) -> float:
         return self.connection.clock() or time.time()
