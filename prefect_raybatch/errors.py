@@ -135,6 +135,19 @@ class EngineFailure(RayBatchError):
     transient = True
 
 
+class EndpointRefused(RayBatchError):
+    """The server of a hosted model will answer no request of this run."""
+
+    remedy = "Do what the message says, then run the job again. Paid answers are kept."
+
+
+class EndpointUnavailable(RayBatchError):
+    """The server of a hosted model cannot be reached, or has answered nothing for minutes."""
+
+    remedy = "Check engine.endpoint.url and the server, then run the job again."
+    transient = True
+
+
 class ErrorBudgetExceeded(RayBatchError):
     """More rows failed than the job's limits allow; committed shards are kept."""
 
@@ -190,6 +203,15 @@ class PublishFailed(RayBatchError):
         "Fix what the target reports, then publish again. Targets that have the rows are skipped."
     )
     transient = True
+
+
+class QualityTooLow(RayBatchError):
+    """The golden rows do not show the accuracy that `quality.at_least` asks for before publishing.
+
+    The result in data/ is complete.
+    """
+
+    remedy = "Do what the message says, then publish again. The result in data/ is complete."
 
 
 def is_transient(error: BaseException) -> bool:

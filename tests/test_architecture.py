@@ -37,6 +37,7 @@ FLOORS = [
     "model",
     "sizing",
     "stages",
+    "quality",
     "report",
     "cluster",
     "standby",
@@ -47,11 +48,13 @@ FLOORS = [
     "publish",
     "compile",
     "runs",
+    "compare",
     "remote",
     "api",
     "doctor",
     "flow",
     "tasks blocks",  # addresses of names that live in flow
+    "batches",
     "cli",
     "frames",
 ]
@@ -247,7 +250,7 @@ def test_only_the_engine_stages_know_the_stepper():
     }
     assert users <= {
         *("stages.engine", "stages.decided", "stages.pooling", "stages.meter"),
-        "stages.vllm.forward",
+        *("stages.vllm.forward", "stages.endpoint.stage"),
     }
 
 
@@ -328,7 +331,9 @@ GIVES_A_SPEC = {
     "compile.job.compile_planned",
     "spec.run.RunSpec.decide",
     "runs.increment.asks_of",
+    "api.tune.tune",  # a lambda: the spec of each trial's job, which is another job
 }
+GIVERS = ("compile_job", "compile_plan", "compile_planned", "decide")
 
 
 def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -342,6 +347,14 @@ def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield from visit(node.body, f"{within}{node.name}.")
 
     yield from visit(parsed(path).body, "")
+
+
+def gives_a_spec(node: ast.AST) -> bool:
+    """Whether it is a lambda that returns a spec."""
+    called = (
+        node.body.func if isinstance(node, ast.Lambda) and isinstance(node.body, ast.Call) else None
+    )
+    return called is not None and ast.unparse(called).rsplit(".", 1)[-1] in GIVERS
 
 
 def test_a_job_is_copied_in_its_room_alone():
@@ -362,6 +375,8 @@ def test_only_what_is_open_in_a_spec_is_decided_after_it_was_compiled():
     for module, path in MODULES.items():
         for name, function in functions(path):
             if function.returns is not None and ast.unparse(function.returns) == "RunSpec":
+                giving.add(f"{module}.{name}")
+            if any(map(gives_a_spec, ast.walk(function))):
                 giving.add(f"{module}.{name}")
             specs = {"self"} if module == "spec.run" else set()
             for argument in [*function.args.args, *function.args.kwonlyargs]:

@@ -41,6 +41,7 @@ PLACES = {
 }
 # Read by the command line and not run here: why, and where they are run.
 READ = {
+    "batch": "a real engine: tests/batches/test_batch_real.py",
     "demo": "a real engine: tests/test_wheel.py",
     "doctor": "a real engine: tests/test_wheel.py",
     "tune": "engines for minutes: tests/runs/test_tune.py",

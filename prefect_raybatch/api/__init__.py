@@ -45,7 +45,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import attempts
 from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
 from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
-from prefect_raybatch.runs.finalize_run import finalize_spec
+from prefect_raybatch.runs.finalize_run import finalize_spec, load_report
 from prefect_raybatch.runs.infer_run import infer_spec
 from prefect_raybatch.runs.plan_run import (
     adopt_plan,
@@ -53,6 +53,8 @@ from prefect_raybatch.runs.plan_run import (
     check_places,
     precheck_resolved,
 )
+from prefect_raybatch.runs.publish_run import finished_member
+from prefect_raybatch.runs.quality import check_accuracy, golden_of, measured
 from prefect_raybatch.runs.run import Run, latest_unfinished, load_run, run_of, run_store
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.storage import Store, open_store
@@ -190,6 +192,7 @@ def plan_run(
     ledger = Ledger(run_store(job.output, run_key))
     plan = ledger.load_plan()
     with recorded_attempt(ledger.store, job, run_key, attempts.PLANNING, begin=plan is None):
+        golden_of(job.quality, job.output)  # a file that cannot be read stops the run here
         if plan is not None:
             return adopt_plan(plan, resolved, ledger, accept)
         return begin_run(resolved, run_key, ledger, dataset)
@@ -242,8 +245,17 @@ def infer_run(
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
     """Write the result and _SUCCESS; return the report. A finished run returns its report again.
 
-    Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong.
+    Measures the accuracy on the job's golden rows, if it names any. Raises `IncompleteRun` while
+    shards are missing, `CorruptRun` if the coverage is wrong.
     """
+    report = _finalized(job, run, progress)
+    if job.quality.golden is None:
+        return report
+    member = finished_member(open_store(run.uri, job.output.options or None))
+    return measured(report, member, job.quality, job.output)
+
+
+def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
     ledger = Ledger(open_store(run.uri, job.output.options or None))
     plan, shards = load_run(ledger, run)
     report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
@@ -263,7 +275,9 @@ def finalize_whole(run_dir: str, job: BatchJob | None = None) -> RunReport:
     ledger = Ledger(store)
     plan = need_plan(ledger)
     try:
-        return finalize_run(job or planned_job(plan), run_of(store, plan, ledger))
+        run = run_of(store, plan, ledger)
+        # A run directory does not decide which file is read as golden rows.
+        return finalize_run(job, run) if job else _finalized(planned_job(plan), run)
     except IncompleteRun as error:
         raise IncompleteRun(
             f"{error}, or write the committed rows now: raybatch finalize --partial {store.uri}"
@@ -305,15 +319,17 @@ def publish_run(
     place of their own. So `job` None is rejected if the run's plan names targets, unless
     `targets_from_plan` says that these were reviewed. `run_date` is the value of {run_date} in a
     target, by default the date in the run key. Raises `IncompleteRun` while the run is not
-    finished, `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
+    finished, `QualityTooLow` if the golden rows do not show `quality.at_least`, `ConfigError` for
+    what cannot be published, `PublishFailed` (worth a retry).
     """
-    from prefect_raybatch.runs.publish_run import finished_member, publish_member, targets_text
+    from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
     check_run_place(uri)
     if job is not None:
         check_trust(job)  # its options name the host that is asked for the run
     options = job.output.options if job is not None else {}
     member = finished_member(open_store(uri, options or None))
+    given = job is not None
     if job is None:
         job = planned_job(member.plan)
         if job.output.publish and not targets_from_plan:
@@ -324,6 +340,11 @@ def publish_run(
             )
     job = with_dated_targets(job, member.key, run_date)
     check_trust(job)
+    if job.quality.golden is not None:
+        report = load_report(member.ledger.store)
+        if given:  # a run directory does not decide which file is read as golden rows
+            report = measured(report, member, job.quality, job.output, again=True)
+        check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 
 
@@ -385,7 +406,7 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
         "source.sample_seed": 0,
         "source.rows_per_shard": limit,
         "engine.replicas": 1,
-        "engine.engines_per_gpu": 1,
+        **({} if job.engine.endpoint.asked else {"engine.engines_per_gpu": 1}),
         "engine.order": "input" if job.engine.order == "input" else "auto",
         "output.uri": folder,
         "output.options": {},

@@ -52,6 +52,12 @@ def tune(
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
 
+    if job.engine.endpoint.asked:
+        raise ConfigError(
+            "tuning tries settings of vLLM's engines, and engine.endpoint has none. Set its "
+            "max_in_flight and limits as its server allows"
+        )
+
     resolved = resolve(job).pinned()
     rows = dry_run(resolved).rows
     sample, key = _sampled(resolved.job), uuid.uuid4().hex[:12]

@@ -77,11 +77,11 @@ def field_changes(overrides: list[str] | None) -> dict[str, Any]:
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Start": ("init", "preview", "plan", "run", "demo"),
+    "Start": ("init", "preview", "plan", "run", "batch", "demo"),
     "Watch": ("status", "report", "runs", "history"),
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
-    "Tune": ("tune",),
+    "Tune": ("tune", "diff"),
     "Clean up": ("engines", "prune", "reap", "reconcile"),
 }
 
@@ -101,6 +101,10 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "run": (
         "raybatch run job.yaml --run-key monday",
         "raybatch run job.yaml --set source.limit=100 --no-prefect",
+    ),
+    "batch": (
+        "raybatch batch -i requests.jsonl -o answers.jsonl --model demo",
+        "raybatch batch -i in.jsonl -o out.jsonl --model demo --served-as gpt-4o",
     ),
     "demo": (
         "raybatch demo --rows 1000",
@@ -137,6 +141,10 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "tune": (
         "raybatch tune job.yaml --minutes 10",
         "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
+    ),
+    "diff": (
+        "raybatch diff job.yaml --against out/monday --dry-run",
+        "raybatch diff job.yaml --against out/monday --html diff.html",
     ),
     "engines": ("raybatch engines", "raybatch engines stop"),
     "prune": (

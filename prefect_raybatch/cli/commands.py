@@ -34,6 +34,8 @@ from prefect_raybatch.cli.arguments import (
     in_catalog,
     kept_seconds,
 )
+from prefect_raybatch.cli.batch import batch_files
+from prefect_raybatch.cli.compare_answers import comparing
 from prefect_raybatch.cli.drive import (
     is_readable,
     job_of_file,
@@ -94,7 +96,7 @@ from prefect_raybatch.storage.private import write_private
 from prefect_raybatch.words import counted
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 plus the number of the signal
-DRIVING = ("run", "demo", "retry-failed", "backfill")  # commands that commit shards
+DRIVING = ("run", "batch", "demo", "retry-failed", "backfill")  # commands that commit shards
 
 app = typer.Typer(
     cls=CommandGroups,
@@ -605,6 +607,8 @@ def _refuse_both(job: str | None) -> None:
 app.add_typer(first_job_file)
 app.add_typer(outputs)
 app.add_typer(recovery)
+app.add_typer(comparing)
+app.add_typer(batch_files)
 
 
 def main(argv: list[str] | None = None) -> None:

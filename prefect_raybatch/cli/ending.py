@@ -28,7 +28,7 @@ def show_ending(
     retry: Sequence[str] | None = (),
     is_readable: bool = True,
 ) -> None:
-    """Print at most five lines about a complete run.
+    """Print at most six lines about a complete run.
 
     `fresh`: this call did some of its work. `retry`: the options that `raybatch retry-failed` needs
     for this run; None if it would need credentials, which are not printed. `is_readable`: `raybatch
@@ -39,6 +39,8 @@ def show_ending(
     lines = {"rows": _rows(report)}
     if report.failed:
         lines["failed"] = _main_failure(report.failures, report.failed)
+    if report.accuracy:
+        lines["right"] = report.accuracy.text()
     if fresh:
         lines["time"] = _time(report)
     lines["result"] = _result(report)
@@ -95,8 +97,9 @@ def _time(report: RunReport) -> str:
         f"({report.rows_per_s:,.0f} rows/s)"
     )
     if "total" in report.cost:
-        hours = money(report.cost.get("gpu_hours", 0.0))
-        text = f"{text}; cost {money(report.cost['total'], report.currency)} for {hours} GPU-hours"
+        text = f"{text}; cost {money(report.cost['total'], report.currency)}"
+        if "gpu_hours" in report.cost:
+            text = f"{text} for {money(report.cost['gpu_hours'])} GPU-hours"
     return text
 
 

@@ -23,6 +23,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
 from prefect_raybatch.ledger.records import JsonObject
+from prefect_raybatch.model.pinned import model_name
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
@@ -175,7 +176,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("columns", [", ".join(columns)]),
         ("result", [f"{name}: {kind}" for name, kind in plan.result]),
         ("publish to", list(plan.publish)),
-        ("model", [f"{plan.model['source']} {plan.model.get('revision') or ''}".rstrip()]),
+        ("model", [model_name(plan.model)]),
         ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}"]),
         (
             "shards per engine",

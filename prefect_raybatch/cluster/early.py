@@ -105,6 +105,8 @@ def why_late(spec: RunSpec) -> str:
     """Return why the job prevents prewarming; "" if it does not."""
     if spec.cluster.access.remote:
         return "they run on a cluster that this process has not joined"
+    if spec.engine.model.endpoint is not None:
+        return "the model is hosted"
     if spec.engine.model.context_auto:
         return "engine.max_model_len: auto depends on the rows"
     if spec.engine.tries:

@@ -22,6 +22,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.endpoint import endpoint_launch, limiter_of
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.cluster.warm import ActorOptions, WarmKind, WarmLease
@@ -47,6 +48,9 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
+from prefect_raybatch.stages.endpoint.client import SharedLimiter
+from prefect_raybatch.stages.endpoint.limiter import Usage
+from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.finish import RECEIPT, Finish, RawFinish
 from prefect_raybatch.stages.images.rows import row_images
@@ -95,7 +99,8 @@ class Pipeline:
 
     `size` has the sizes for the cluster; `shuffle` (any text) seeds the order of the shards;
     `on_pass` is called before the engines of a pass start; `warm` are engines that outlast the run;
-    `early` is the name under which prewarmed engines report their start.
+    `early` is the name under which prewarmed engines report their start; `others` are the seconds
+    in which requests of earlier attempts may still count against a hosted model's limits.
     """
 
     spec: RunSpec
@@ -109,14 +114,17 @@ class Pipeline:
     on_pass: Callable[[], None] = lambda: None
     warm: WarmLease | None = None
     early: str = ""
+    others: float = 0.0
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
         self._done = partial(_is_unwanted, self.store, Draining(self.store, self.attempt))
         self._running: Dataset | None = None
+        self._limiter: SharedLimiter | None = None
+        self._used, self._usage_lock = Usage(), threading.Lock()
         self._spanning: SpanningGroups | None = None
         self._passes = 0
-        self._questions = {name: Question(ANSWER) for name in ("nodes", "forget")}
+        self._questions = {name: Question(ANSWER) for name in ("nodes", "forget", "usage")}
         files = ledger.files(self.plan)
         check_planned(files, self.spec.read, self.plan.snapshot)
         self.reader = ShardReader(
@@ -259,6 +267,11 @@ class Pipeline:
         if self.warm is None:  # else the engine's actor checks, for all its runs
             launch = replace(launch, leaving=node_is_leaving)
         increment = self.increment
+        endpoint = spec.engine.model.endpoint
+        if endpoint is not None:
+            self._limiter = self._limiter or limiter_of(endpoint, self.store, self.others)
+            run = f"{self.plan.fingerprint} {self.plan.run_key}"
+            launch = endpoint_launch(launch, endpoint, self.store, run, self._limiter)
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
             self.task,
@@ -269,6 +282,7 @@ class Pipeline:
             calls=calls,
             images=row_images(spec.prompt, launch.arguments, dict(spec.read.options)),
             parsing=spec.finish.parsing,
+            hosted=endpoint is not None,
         )
         finish = replace(self.finish, calls=calls)
         if increment is None:
@@ -320,6 +334,28 @@ class Pipeline:
         kept = {k: v for k, v in resources.items() if k not in ("num_gpus", "accelerator_type")}
         return {**kept, "ray_remote_args_fn": self._spanning}
 
+    def tokens_cost(self) -> float:
+        """Return what the tokens of a hosted model have cost in this attempt."""
+        endpoint = self.spec.engine.model.endpoint
+        if endpoint is None:
+            return 0.0
+        usage = self._usage()
+        prompt = usage.prompt_tokens * (endpoint.price_in or 0.0)
+        return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
+
+    def _usage(self, last: bool = False) -> Usage:
+        """Return what was sent to a hosted model, as far as the limiter answers.
+
+        After the `last` call nobody asks it: that would start Ray anew once the run has left it.
+        """
+        with self._usage_lock:
+            if self._limiter is not None:
+                with contextlib.suppress(Exception):  # the cluster is gone, or does not answer
+                    self._used = self._questions["usage"](self._limiter.usage)
+            if last:
+                self._limiter = None
+            return self._used
+
     def engines(self) -> dict[str, int]:
         """Return how many engine actors are in which Ray state."""
         return cluster.actor_states(self._actors())
@@ -357,6 +393,11 @@ class Pipeline:
 
         with contextlib.suppress(Exception):  # the cluster is gone, or does not answer
             self._questions["forget"](ask)
+
+    def leave(self) -> None:
+        """Ask the cluster nothing more, because the run leaves it."""
+        self._usage(last=True)
+        self.forget()
 
     def stop(self) -> None:
         """End a pass, from another thread than the one that iterates over it."""
@@ -442,15 +483,20 @@ def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
     return resources
 
 
+def stage_of(spec: RunSpec) -> type[EngineStage]:
+    """Return the engine stage of a run."""
+    return EngineStage if spec.engine.model.endpoint is None else EndpointStage
+
+
 def warm_kind_of(
     spec: RunSpec, model: models.PinnedModel, size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
     """Return the kind of engines of a run with that pinned model; None if they cannot be reused.
 
-    Their GPUs may be on several nodes, or the pool is elastic.
+    Their GPUs may be on several nodes, the pool is elastic, or the model is hosted.
     """
     fewest, most = size.pool.replicas
-    if spec.sizes.spans_nodes or fewest != most:
+    if spec.sizes.spans_nodes or fewest != most or spec.engine.model.endpoint is not None:
         return None
     launch = launch_of(spec, model, size)
     calls = min(size.concurrent, size.shards)  # so that small runs of several sizes share engines

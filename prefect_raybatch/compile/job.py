@@ -19,6 +19,7 @@ from prefect_raybatch.job.early_stop import (
     may_ask_rest,
     may_stop_early,
 )
+from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import Output
@@ -29,6 +30,7 @@ from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.options import HiddenOptions
 from prefect_raybatch.spec.read import ReadSpec
@@ -235,6 +237,25 @@ def model_request(engine: Engine) -> ModelRequest:
         adapters=engine.adapters,
         given=without_tries(engine),
         env=HiddenOptions(engine.env),
+        endpoint=endpoint_spec(engine.endpoint),
+    )
+
+
+def endpoint_spec(endpoint: ModelEndpoint) -> EndpointSpec | None:
+    """Return the hosted model of a job, None if it has none."""
+    if endpoint.url is None or endpoint.model is None:
+        return None
+    return EndpointSpec(
+        url=endpoint.url,
+        model=endpoint.model,
+        secret=HiddenOptions({"key": endpoint.key} if endpoint.key else None),
+        requests_per_minute=endpoint.requests_per_minute,
+        tokens_per_minute=endpoint.tokens_per_minute,
+        max_in_flight=endpoint.max_in_flight,
+        timeout=endpoint.timeout,
+        price_in=endpoint.price_in,
+        price_out=endpoint.price_out,
+        batch=endpoint.batch,
     )
 
 
@@ -372,6 +393,7 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
         value["source"]["catalog"] = catalog_place(job.source.catalog)
     engine = value.get("engine", {})
     engine.pop("env", None)
+    engine.get("endpoint", {}).pop("key", None)
     for name in job.engine.given:
         if is_masked(hide_argument(engine.get(name), name)):
             del engine[name]
@@ -404,12 +426,12 @@ def size_spec(job: BatchJob) -> SizeSpec:
         replicas = [replicas, replicas]
     return SizeSpec(
         model=engine.model,
-        device=engine.device,
+        device="cpu" if engine.endpoint.asked else engine.device,
         replicas=None if replicas == "auto" else (replicas[0], replicas[1]),
         tensor=engine.tensor_parallel_size,
         pipeline=engine.pipeline_parallel_size,
         engines_per_gpu=None if engine.engines_per_gpu == "auto" else engine.engines_per_gpu,
-        max_num_seqs=None if engine.max_num_seqs == "auto" else engine.max_num_seqs,
+        max_num_seqs=_sequences(engine),
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_concurrent_batches=engine.max_concurrent_batches,
         rows_per_shard=job.source.rows_per_shard,
@@ -423,6 +445,13 @@ def size_spec(job: BatchJob) -> SizeSpec:
         given=without_tries(engine),
         row=row_spec(job),
     )
+
+
+def _sequences(engine: Engine) -> int | None:
+    """Return the requests that an engine may have in flight, None for a number to be chosen."""
+    if engine.endpoint.asked:
+        return engine.endpoint.max_in_flight
+    return None if engine.max_num_seqs == "auto" else engine.max_num_seqs
 
 
 def row_spec(job: BatchJob) -> RowSpec:

@@ -142,6 +142,10 @@ FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "prompt.function": lambda job: _shown(job.prompt.function),
     "output.postprocess": lambda job: _shown(job.output.postprocess),
     "engine.(extra)": _engine_arguments,
+    "engine.endpoint.url": lambda job: (
+        job.engine.endpoint.url and recorded(job.engine.endpoint.url)
+    ),
+    "engine.endpoint.model": lambda job: job.engine.endpoint.model,
     "output.schema_model": lambda job: job.output.answer_form,
     "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
 }
@@ -149,6 +153,8 @@ COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields alwa
     "source.sample": lambda job: job.source.sample is not None,
     "source.sample_seed": lambda job: job.source.sample is not None,
     "engine.max_model_len_percentile": lambda job: job.engine.max_model_len == "auto",
+    "engine.endpoint.url": lambda job: job.engine.endpoint.asked is not None,
+    "engine.endpoint.model": lambda job: job.engine.endpoint.asked is not None,
     "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
     "output.tool_calls_column": lambda job: job.output.tool_parser is not None,
 }

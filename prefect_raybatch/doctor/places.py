@@ -13,6 +13,7 @@ from prefect_raybatch.compile.job import compile_job, model_request, read_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
 from prefect_raybatch.job.functions import load_function
+from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.check import INDEX
@@ -20,6 +21,7 @@ from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.stages.endpoint.client import ask_for_model
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
@@ -137,6 +139,10 @@ def check_model(context: CheckContext) -> Iterator[Finding]:
     if context.job is None:
         return
     request = model_request(context.job.engine)
+    if (hosted := request.endpoint) is not None:
+        ask_for_model(hosted)
+        yield passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
+        return
     found = models.pin(request)  # raises ConfigError with what to do
     source = str(found["source"])
     if found["revision"]:

@@ -1,12 +1,14 @@
 """Cost of a run: the time for which its engines hold GPUs, times the price of a GPU-hour.
 
+A hosted model costs what its tokens do.
+
 Each attempt records its GPU time in its heartbeats, so a killed attempt is counted up to its last
 heartbeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -89,6 +91,7 @@ class CostMeter:
         self.gpus = 0.0  # that are held now
         self._beside = 0.0  # of these, by what is no engine of a pass
         self._at: float | None = None
+        self.tokens_cost: Callable[[], float] = lambda: 0.0  # of a hosted model, in this attempt
 
     def see(self, now: float, states: Mapping[str, int]) -> None:
         """Charge the time since the last call to the engine states given then; keep `states`."""
@@ -118,7 +121,9 @@ class CostMeter:
     @property
     def cost(self) -> float | None:
         """Return the cost of this attempt so far; None if unknown."""
-        return None if self.price is None else self.gpu_seconds * self.price / HOUR
+        gpus = None if self.price is None else self.gpu_seconds * self.price / HOUR
+        tokens = self.tokens_cost()
+        return (gpus or 0.0) + tokens if tokens else gpus
 
     @property
     def whole(self) -> float | None:

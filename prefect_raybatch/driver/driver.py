@@ -20,6 +20,8 @@ from prefect_raybatch.driver.stops import Stop, failed_rows
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
+    EndpointRefused,
+    EndpointUnavailable,
     EngineFailure,
     EngineStartError,
     ErrorBudgetExceeded,
@@ -404,7 +406,7 @@ class Driver:
 
     def _note_lost(self, unit: Unit, why: Loss) -> None:
         if why.fatal:
-            raise _error_of(why)
+            raise error_of_loss(why)
         if why.is_death and not why.counted:
             self.progress.core_deaths += 1
         if unit.shard not in self._warned:
@@ -482,11 +484,19 @@ def cut(unit: Unit) -> list[Unit]:
 
 
 FATAL: dict[str, type[RayBatchError]] = {
-    kind.__name__: kind for kind in (SourceError, StoreError, CorruptRun, ConfigError)
+    kind.__name__: kind
+    for kind in (
+        SourceError,
+        StoreError,
+        CorruptRun,
+        ConfigError,
+        EndpointRefused,
+        EndpointUnavailable,
+    )
 }
 
 
-def _error_of(why: Loss) -> RayBatchError:
+def error_of_loss(why: Loss) -> RayBatchError:
     """Return the error that a fatal loss stands for."""
     kind = FATAL.get(why.kind)
     return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

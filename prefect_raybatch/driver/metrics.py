@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.driver.heartbeat import Beat, alive
@@ -103,8 +105,8 @@ class Endpoint:
         self._is_scraped = False
         registry = CollectorRegistry()
         registry.register(self)
-        server, _ = start_http_server(port, host, registry)
-        server.set_app(self._noting_answers(make_wsgi_app(registry)))
+        self._server, _ = start_http_server(port, host, registry)
+        self._server.set_app(self._noting_answers(make_wsgi_app(registry)))
         atexit.register(self.wait_for_last_scrape)
 
     def begin(self, job: str, run_key: str, state: Callable[[], Beat]) -> None:
@@ -165,6 +167,10 @@ class Endpoint:
         def all_seen() -> bool:
             return all(run.is_end_scraped for run in self._runs.values() if run.is_completed)
 
+        # Since Python 3.12 no thread starts while the interpreter ends, so the one that listens
+        # answers too.
+        answers = partial(TCPServer.process_request, self._server)
+        self._server.process_request = answers  # type: ignore[method-assign]
         with self._scraped:
             if self._is_scraped:
                 self._scraped.wait_for(all_seen, LAST_SCRAPE_SECONDS)

@@ -101,7 +101,7 @@ def show_history(
     """Show the history of the job `name` whose run has just ended.
 
     `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if
-    the run has far fewer rows than usual, unless `limited`, or if its answers drifted. An error
+    the run has far fewer rows than usual, unless `limited`, or if it drifted. An error
     here is only logged and never fails the run.
     """
     try:
@@ -116,7 +116,7 @@ def show_history(
         return
     unusual = [] if limited else remarks(page, line)
     if (notes := _notes.get()) is not None:
-        notes.remarks = [*unusual, *([DRIFT_REMARK] if line.shifts else [])]
+        notes.remarks = [*unusual, *([DRIFT_REMARK] if line.drift else [])]
         notes.seconds = line.elapsed or 0.0
     if tell:
         _tell_few_rows(line, name, unusual)
@@ -130,21 +130,21 @@ def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:
 
 
 def _tell_drift(line: HistoryLine, job: str, changed: str) -> None:
-    """Emit one event for all shifts, so that a run sends one notification.
+    """Emit one event for all drift, so that a run sends one notification.
 
     `changed` names the fields of the job that changed since the run before, if any.
     """
-    if not line.shifts:
+    if not line.drift:
         return
-    texts = [shift.line() for shift in line.shifts]
+    texts = [shift.line() for shift in line.drift]
     if changed:
         texts.append(f"the job changed in {changed} since then")
     for text in texts:
-        log.warning("the answers have drifted since the previous run: %s", text)
+        log.warning("the run has drifted from those before it: %s", text)
     RunEvents(line.run_key, job).emit(
         "answers.drifted",
         run=line.run,
-        before=line.shifts[0].before,
+        before=line.drift[0].before,
         about="; ".join(texts),
-        moved={shift.kind: round(shift.moved, 4) for shift in line.shifts},
+        moved={shift.kind: round(shift.moved, 4) for shift in line.drift},
     )

@@ -139,7 +139,7 @@ def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) ->
 
 
 async def ask_async(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Any:
-    """Call `ask` in a thread, so that the event loop goes on."""
+    """Call `ask` in a thread, which leaves the event loop free."""
     return await asyncio.to_thread(partial(ask, data, prompt, model=model, **options))
 
 
@@ -318,7 +318,7 @@ def _place(cache: str | os.PathLike[str] | None) -> str:
 def _job(
     name: str, fields: dict[str, Any], settings: Mapping[str, object] | None, place: str
 ) -> BatchJob:
-    """Return the job without its input. The user's settings win over those of a call.
+    """Return the job, still without its input. `settings` override `fields`.
 
     The runs of a question have a folder of their own, in which all answers are looked for.
     """

@@ -16,6 +16,12 @@ from pydantic import ValidationError, field_validator, model_validator
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.endpoint import (
+    HOSTED_ENGINE,
+    HOSTED_SAMPLING,
+    TOKENIZER_OUTPUT,
+    TOKENIZER_PROMPT,
+)
 from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
@@ -26,6 +32,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.source import Source
@@ -58,6 +65,11 @@ class BatchJob(Group):
         Limits(),
         title="Limits",
         text="How many failed rows, how much time and what cost are acceptable.",
+    )
+    quality: Quality = field(
+        Quality(),
+        title="Quality",
+        text="Rows with right answers, and the accuracy that publishing needs.",
     )
     cluster: Cluster = field(
         Cluster(),
@@ -235,8 +247,8 @@ def check_adapters(job: BatchJob) -> None:
 
 def _set(group: Group) -> list[str]:
     """Return the fields of a group that differ from their defaults."""
-    usual = type(group)().model_dump()
-    return [name for name, value in group.model_dump().items() if value != usual.get(name)]
+    given = group.model_dump(exclude_defaults=True)
+    return [name for name, value in given.items() if value is not None]
 
 
 def check_without_images(job: BatchJob) -> None:
@@ -293,8 +305,32 @@ def check_precision(job: BatchJob) -> None:
         )
 
 
+def check_quality(job: BatchJob) -> None:
+    """Raise ValueError for golden rows that cannot be compared with the result."""
+    quality, output = job.quality, job.output
+    if quality.golden is None:
+        for name in _set(quality):
+            raise ValueError(f"quality.{name} needs quality.golden; set it, or remove {name}")
+        return
+    if job.engine.task in ("embed", "score"):
+        raise ValueError(
+            f"quality.golden: answers of engine.task {job.engine.task} are never exactly equal; "
+            "remove it"
+        )
+    if not output.compact:
+        raise ValueError("quality.golden needs output.compact: true; set it, or remove golden")
+    columns = output.columns
+    for name in quality.key:
+        if columns is not None and name not in columns:
+            raise ValueError(
+                f"quality.key: the result has no column {name!r}; add it to output.columns"
+            )
+
+
 def check_price(job: BatchJob) -> None:
     """Raise ValueError for a limit on cost without the price of a GPU."""
+    if job.engine.endpoint.priced:
+        return
     if job.limits.max_cost is not None and not job.cluster.priced:
         raise ValueError(
             "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
@@ -391,14 +427,58 @@ def check_own_code(job: BatchJob) -> None:
         )
 
 
+def check_endpoint(job: BatchJob) -> None:
+    """Raise ValueError for a field that has no meaning, or is not supported, with an endpoint."""
+    if job.engine.endpoint.asked is None:
+        return
+    for group, allowed in (("engine", HOSTED_ENGINE), ("sampling", HOSTED_SAMPLING)):
+        for name in _set(getattr(job, group)):
+            if name not in allowed:
+                raise ValueError(
+                    f"{group}.{name} does not apply to engine.endpoint; remove it, or remove "
+                    "engine.endpoint"
+                )
+    for group, refused in (("prompt", TOKENIZER_PROMPT), ("output", TOKENIZER_OUTPUT)):
+        for name in _set(getattr(job, group)):
+            if name in refused:
+                raise ValueError(
+                    f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
+                    "remove it"
+                )
+    if job.engine.task != "generate":
+        raise ValueError(
+            f"engine.task {job.engine.task} is not supported with engine.endpoint; use generate"
+        )
+    if job.prompt.images.used:
+        raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
+    if job.keeps_answers or job.engine.order == "run":
+        raise ValueError(
+            "reuse, output.keep_answers and engine.order: run are not supported with "
+            "engine.endpoint; remove them"
+        )
+    if job.prompt.on_too_long != "quarantine":
+        raise ValueError(
+            f"prompt.on_too_long: {job.prompt.on_too_long} needs the model's tokenizer, and "
+            "engine.endpoint has none; remove it"
+        )
+    form = job.sampling.extra.get("structured_outputs")
+    if form and set(form) - {"json", "choice"}:
+        raise ValueError(
+            "sampling.structured_outputs: a hosted model takes only json and choice; write one of "
+            "them, or use output.schema_model"
+        )
+
+
 COMBINATIONS = (
     check_own_code,
+    check_endpoint,
     check_task,
     check_adapters,
     check_without_images,
     check_with_images,
     check_precision,
     check_price,
+    check_quality,
     check_reasoning_parser,
     check_logprobs,
     check_probabilities,

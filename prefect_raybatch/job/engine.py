@@ -8,6 +8,7 @@ from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, mod
 
 from prefect_raybatch.job import tasks
 from prefect_raybatch.job.checks import check_count, refuse_unknown, unknown_too, without_user
+from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.vllm import fields as vllm_fields
 
@@ -160,6 +161,12 @@ class Engine(Group):
         text="When to stop generating an answer to sampling.choice; the labels are "
         "the same in every case. decided: once the label is unambiguous. first_token: after one "
         "token; ambiguous rows are sent again. off: generate the complete label.",
+    )
+    endpoint: ModelEndpoint = field(
+        ModelEndpoint(),
+        title="Hosted model",
+        text="HTTP server with the OpenAI API that answers the rows in place of vLLM. Default: "
+        "engines of this run.",
     )
 
     @classmethod

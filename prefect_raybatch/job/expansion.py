@@ -29,6 +29,7 @@ EXPANDED_FIELDS = (
     "engine.adapters",
     "output.uri",
     "reuse",
+    "quality.golden",
     "cluster.kubernetes.manifest_file",
     *FUNCTION_FIELDS,
 )

@@ -71,6 +71,9 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     schema = output.schema_model
     if isinstance(schema, str) and not schema.lstrip().startswith("{") and not class_name(schema):
         reach.read("output.schema_model", schema)
+    if engine.endpoint.url is not None:
+        reach.connect_url("engine.endpoint.url", engine.endpoint.url)
+        reach.variables("engine.endpoint.key", engine.endpoint.key)
     if engine.model != "demo":
         reach.model("engine.model", engine.model)
     for name, adapter in {"": engine.adapter, **engine.adapters}.items():
@@ -80,6 +83,8 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     reach.options("output.options", output.options)
     if job.reuse is not None and job.reuse not in ("latest", "all"):
         reach.read("reuse", job.reuse)
+    if job.quality.golden is not None:
+        reach.read("quality.golden", job.quality.golden)
     for target in output.publish:
         _check_target(reach, target)
     _check_cluster(reach, job.cluster)

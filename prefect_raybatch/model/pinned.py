@@ -12,6 +12,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
+from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
 from prefect_raybatch.model.context import ModelConfig, own_context
 from prefect_raybatch.spec.engine import ModelRequest
@@ -24,6 +25,7 @@ PinnedModel = JsonObject
 """A model as a plan keeps it: source, revision, identity and, if it has any, its adapters."""
 
 DEMO = "demo"
+ENDPOINT = "endpoint"  # source of a hosted model
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 MAX_CONFIG_BYTES = 4 << 20
 HUB = 3.0  # seconds for an answer of Hugging Face
@@ -38,6 +40,9 @@ def pin(request: ModelRequest) -> dict[str, Any]:
     model.
     """
     source = request.name
+    if (endpoint := request.endpoint) is not None:  # what a server runs cannot be pinned
+        name = f"{endpoint.model}@{recorded(endpoint.url)}"
+        return {"source": ENDPOINT, "revision": None, "identity": name}
     if source == DEMO:
         return {"source": DEMO, "revision": None, "identity": _folder(Path(demo.demo_model_path()))}
     if is_remote(source):
@@ -74,6 +79,13 @@ def store_of(model: PinnedModel) -> Store:
     """Return the files of a model in a folder, local or s3://; downloads nothing."""
     source = str(model["source"])
     return open_store(demo.demo_model_path() if source == DEMO else source)
+
+
+def model_name(model: PinnedModel) -> str:
+    """Return a model as people know it: `NAME REVISION`, or `NAME@URL` for a hosted one."""
+    if model["source"] == ENDPOINT:
+        return str(model["identity"])
+    return f"{model['source']} {model.get('revision') or ''}".rstrip()
 
 
 def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:

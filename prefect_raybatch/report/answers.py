@@ -10,10 +10,12 @@ from prefect_raybatch.ledger.stats import ANSWER_ENDS, ANSWER_LABELS, ANSWER_LEN
 
 NO_LABEL = "none of the labels"
 KINDS_OF_COUNTS = {"labels": ANSWER_LABELS, "lengths": ANSWER_LENGTHS, "ends": ANSWER_ENDS}
+FAILED_ROWS, PROMPTS = "failures", "prompts"
 KIND_NAMES = {
     "labels": "the labels",
     "lengths": "the lengths of answers",
     "ends": "how answers end",
+    FAILED_ROWS: "the failed rows",
 }
 
 # A shift is reported if chance alone explains it once in a thousand runs, and if this share of the
@@ -53,11 +55,12 @@ def tokens_range(bits: int) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A distribution of answers that differs from that of run `before` beyond chance.
+    """A distribution of a run that differs from that of run `before` beyond chance.
 
-    `kind` is labels, lengths or ends; `moved` is the share of answers that moved, `chance` the
-    probability of such a difference by chance; `changes` are the largest, as {name: (share before,
-    share now)}.
+    `kind` is labels, lengths, ends, failures or prompts; `moved` is the share of rows that moved,
+    `chance` the probability of such a difference by chance; `changes` are the largest, as {name:
+    (share before, share now)}. With `runs` above 1, `before` is the newest of so many runs, whose
+    mean is compared.
     """
 
     kind: str
@@ -65,15 +68,29 @@ class Shift:
     moved: float
     chance: float
     changes: Mapping[str, tuple[float, float]]
+    runs: int = 1
+
+    @property
+    def is_drift(self) -> bool:
+        """Return whether the runs before show that runs of this job differ less by themselves."""
+        return self.runs > 1
 
     def line(self) -> str:
         """Return e.g. `the labels differ from monday in 12% of answers: Retail 20% -> 31%, ...`."""
+        earlier = f"the {self.runs} runs before" if self.is_drift else self.before
+        if self.kind == PROMPTS:
+            ((usual, now),) = self.changes.values()
+            return (
+                f"the mean length of prompts differs from {earlier} by {self.moved:.1%}: "
+                f"{usual:,.0f} -> {now:,.0f} tokens"
+            )
         named = ", ".join(
             f"{name} {before:.1%} -> {now:.1%}" for name, (before, now) in self.changes.items()
         )
         verb = "differs" if self.kind == "ends" else "differ"
         what = KIND_NAMES[self.kind]
-        return f"{what} {verb} from {self.before} in {self.moved:.1%} of answers: {named}"
+        unit = "rows" if self.kind == FAILED_ROWS else "answers"
+        return f"{what} {verb} from {earlier} in {self.moved:.1%} of {unit}: {named}"
 
 
 def shifts(
@@ -81,8 +98,8 @@ def shifts(
     before: Mapping[str, Mapping[str, float]],
     before_key: str,
 ) -> tuple[Shift, ...]:
-    """Return the distributions that both runs count and that differ beyond chance."""
-    each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KIND_NAMES)
+    """Return the distributions of answers that both runs count and that differ beyond chance."""
+    each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KINDS_OF_COUNTS)
     return tuple(shift for shift in each if shift is not None)
 
 
@@ -92,7 +109,7 @@ def comparable(
     """Return whether two runs count the same kind of answers, and each has enough of them."""
     return any(
         min(sum(now[kind].values()), sum(before[kind].values())) >= LEAST_ANSWERS
-        for kind in KIND_NAMES
+        for kind in KINDS_OF_COUNTS
         if kind in now and kind in before
     )
 
@@ -109,9 +126,14 @@ def _shift(
     chance = chance_of([before.get(n, 0.0) for n in names], [now.get(n, 0.0) for n in names])
     if moved < LEAST_MOVED or chance >= CHANCE:
         return None
+    return Shift(kind, before_key, moved, chance, largest_changes(shares))
+
+
+def largest_changes(shares: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Return the names whose shares changed most, largest change first."""
     largest = sorted(shares.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     named = [item for item in largest if abs(item[1][1] - item[1][0]) >= CHANGES_LEAST]
-    return Shift(kind, before_key, moved, chance, dict(named[:CHANGES_NAMED]))
+    return dict(named[:CHANGES_NAMED])
 
 
 def chance_of(one: list[float], other: list[float]) -> float:

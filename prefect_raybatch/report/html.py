@@ -47,6 +47,7 @@ def _parts(report: RunReport) -> dict[str, object]:
         "stages": reports.stage_table(report),
         "precision": reports.precision_text(report),
         "tries": reports.precision_table(report),
+        "wrong": reports.wrong_table(report),
         "disagreements": reports.disagreement_table(report),
         "engines": [tuple(row.values()) for row in reports.engine_table(report)],
         "starts": reports.start_table(report),
@@ -68,6 +69,11 @@ def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
         failures=[run_history.failures(page) for page in pages],
         notes=[run_history.unread(page) for page in pages],
     )
+
+
+def diff_html(parts: Mapping[str, object], made: str = "") -> str:
+    """Return the comparison of two ways of asking as one page: changed answers side by side."""
+    return _template("diff.html.j2").render(**parts, made=made)
 
 
 @cache
@@ -116,6 +122,7 @@ def _tiles(report: RunReport) -> dict[str, str]:
     tiles = {
         "rows answered": f"{report.good:,}",
         "in quarantine": f"{report.failed:,}",
+        **({"accuracy": f"{report.accuracy.share:.1%}"} if report.accuracy else {}),
         "working time": reports.duration(report.seconds),
         "rows/s": reports.number(report.rows_per_s or None, 0),
         "tokens/s": reports.number(

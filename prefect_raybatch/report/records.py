@@ -16,6 +16,7 @@ from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
+from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
 
@@ -144,6 +145,7 @@ class RunReport(FinishedRows, StrictRecord):
     advice: tuple[Advice, ...] = ()
     # Kept in their own records, since the report is written before a run is published.
     published: tuple[Published, ...] = ()
+    accuracy: Accuracy | None = None
     # rows reused, merged and asked, tokens and seconds saved; only with `reuse`
     reuse: Mapping[str, Number] = field(default_factory=dict)
     starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
@@ -180,6 +182,7 @@ class RunReport(FinishedRows, StrictRecord):
         value = asdict(self)
         optional = (
             "published",
+            "accuracy",
             "reuse",
             "cost",
             "currency",

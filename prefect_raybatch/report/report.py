@@ -95,6 +95,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Engines", _table_lines(engine_table(report))),
         *_section("Start-up", _table_lines(start_table(report))),
         *_section("Nodes", _table_lines(node_table(report))),
+        *_section("Golden rows answered wrong", _table_lines(wrong_table(report))),
         *_section("Precision", precision_lines(report)),
         *_section("Advice", _table_lines(advice_table(report))),
         *_section("Most common failures", _table_lines(failure_table(report.failures))),
@@ -121,6 +122,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Rows in quarantine", f"{report.failed:,}{share}"),
         *left_out,
         *remaining,
+        *([("Accuracy", report.accuracy.text())] if report.accuracy else []),
         ("Working time", duration(report.seconds)),
         *(_work_rows(report) if done else ()),
         *reuse_rows(report.reuse),
@@ -281,6 +283,14 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
         "share of the GPU's peak memory bandwidth (MBU)": percent(roofline.get("mbu")),
         "GPU idle: no rows yet / host busy / no rows left": " / ".join(causes),
     }
+
+
+def wrong_table(report: RunReport) -> list[dict[str, str]]:
+    """Return some golden rows that were answered wrong."""
+    return [
+        {"golden row": one.row, "right answer": one.expected, "answer": one.answer}
+        for one in (report.accuracy.wrong if report.accuracy else ())
+    ]
 
 
 def precision_table(report: RunReport) -> list[dict[str, str]]:

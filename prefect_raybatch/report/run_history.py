@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
-from prefect_raybatch.report.answers import LEAST_ANSWERS, Shift
+from prefect_raybatch.quality.accuracy import Accuracy
+from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
@@ -23,7 +24,7 @@ class HistoryLine:
 
     `run` is its directory, "" for a run that Prefect scheduled and that has none. `began` is in
     seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
-    are the differences of its answers from the completed run before. `trouble` says why a run
+    are the differences from the completed runs before. `trouble` says why a run
     cannot be read, `failure` why its last attempt failed, and `command` runs it again.
     """
 
@@ -48,6 +49,19 @@ class HistoryLine:
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
     currency: str = ""  # of the cost
+    accuracy: Accuracy | None = None  # on golden rows
+    prompt_tokens: float | None = None  # mean of a prompt
+
+    @property
+    def distributions(self) -> dict[str, Mapping[str, float]]:
+        """Return the distributions of answers, and that of answered and failed rows."""
+        failed = {"answered": float(self.good or 0), "failed": float(self.quarantined or 0)}
+        return {**self.answers, FAILED_ROWS: failed}
+
+    @property
+    def drift(self) -> tuple[Shift, ...]:
+        """Return the shifts that are beyond what the runs of this job differ by themselves."""
+        return tuple(shift for shift in self.shifts if shift.is_drift)
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,12 @@ class HistoryPage:
 
 def history_rows(page: HistoryPage) -> list[dict[str, str]]:
     """Return one row for each run."""
-    return [_row(line, any(n.cost is not None for n in page.runs)) for line in page.runs]
+    costs = any(line.cost is not None for line in page.runs)
+    accuracies = any(line.accuracy is not None for line in page.runs)
+    return [_row(line, costs, accuracies) for line in page.runs]
 
 
-def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
+def _row(run: HistoryLine, with_cost: bool, with_accuracy: bool) -> dict[str, str]:
     began = DASH
     if run.began is not None:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
@@ -82,6 +98,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
     cost = (
         {"cost": DASH if run.cost is None else money(run.cost, run.currency)} if with_cost else {}
     )
+    accuracy = {"accuracy": run.accuracy.short() if run.accuracy else DASH} if with_accuracy else {}
     return {
         "run": run.run_key,
         "started (UTC)": began,
@@ -92,6 +109,7 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
         "time": duration(run.elapsed),
         "work": duration(run.seconds),
         **cost,
+        **accuracy,
         "answers": _shift_text(run),
     }
 
@@ -99,7 +117,12 @@ def _row(run: HistoryLine, with_cost: bool) -> dict[str, str]:
 def _shift_text(run: HistoryLine) -> str:
     """Return the shifts from the run before, or why there are none."""
     if run.shifts:
-        return "; ".join(f"{shift.moved:.1%} of {shift.kind} differ" for shift in run.shifts)
+        return "; ".join(
+            f"prompts by {shift.moved:.1%}"
+            if shift.kind == PROMPTS
+            else f"{shift.moved:.1%} of {shift.kind} differ"
+            for shift in run.shifts
+        )
     if not run.answers:
         return DASH
     if run.compared:
@@ -183,7 +206,7 @@ def headlines(page: HistoryPage) -> list[str]:
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
-    about += [DRIFT_REMARK] if shifted else []
+    about += [DRIFT_REMARK] if run.drift else []
     counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
     return [f"Last run: {outcome}", *shifted, *unstarted]

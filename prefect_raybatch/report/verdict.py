@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
 from prefect_raybatch.report.advice import DEADLINE_MISSED
+from prefect_raybatch.report.drift import LEAST_RUNS, MOST_RUNS, RUN_CHANCE, chance_after
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.words import counted, money
@@ -15,7 +17,7 @@ SLOW = 2.0  # times the usual seconds
 SLOW_LEAST = 60.0  # seconds more than usual, below which short runs differ anyway
 COMPARED_RUNS = 7  # completed runs that give the usual numbers of rows and seconds
 NOTHING_TO_DO = "Nothing to do."
-DRIFT_REMARK = "The answers have drifted."
+DRIFT_REMARK = "The run has drifted from those before it."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
 
 
@@ -59,8 +61,12 @@ def missed_deadline(report: RunReport) -> bool:
 def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     """Return the remark on a run with far fewer rows than usual; None for any other run.
 
-    `earlier` are the rows of the completed runs before it, newest first.
+    `earlier` are the rows of the completed runs before it, newest first. If there are enough of
+    them, they must also differ less among themselves.
     """
+    logs = [math.log(number) for number in earlier[:MOST_RUNS] if number > 0]
+    if rows and len(logs) >= LEAST_RUNS and chance_after(math.log(rows), logs) >= RUN_CHANCE:
+        return None
     compared = earlier[:COMPARED_RUNS]
     if not compared or rows >= FEW_ROWS * (usual := median(compared)):
         return None

@@ -68,7 +68,7 @@ def _costs(
     total, hours = spent.at(price), spent.gpu_seconds / HOUR
     found = {"gpu_hours": hours} if hours else {}
     saved = report.reuse.get("saved_seconds")
-    if total is None or not (hours or saved):
+    if total is None or not (hours or saved or total):
         return found
     found["total"] = total
     tokens = asked.tokens.get("prompt_tokens", 0) + asked.tokens.get("output_tokens", 0)

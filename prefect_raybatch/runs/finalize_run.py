@@ -26,6 +26,8 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.model.pinned import ENDPOINT
+from prefect_raybatch.quality.accuracy import read_accuracy
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport, put_report, read_report
@@ -150,6 +152,11 @@ def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport
 def put_reports(store: Store, report: RunReport) -> None:
     """Write report.json and its pages for people."""
     put_report(store, report)
+    put_pages(store, report)
+
+
+def put_pages(store: Store, report: RunReport) -> None:
+    """Write the pages of a report for people."""
     store.put(REPORT_PAGE, reports.markdown(report).encode())
     store.put(REPORT_HTML, html_page(report).encode())
 
@@ -269,7 +276,10 @@ def _end(ledger: Ledger, plan: Plan, tidy: bool) -> RunReport:
     `orphans` checks again whose `_SUCCESS` it is and whether the parts exist.
     """
     from prefect_raybatch.result.reap import answers_by_row, ended_notes, orphans
+    from prefect_raybatch.stages.endpoint.journal import remove_journal
 
+    if tidy and plan.model["source"] == ENDPOINT:
+        remove_journal(ledger.store)
     if tidy:
         ledger.store.delete(info.path for info in orphans(ledger, plan))
         ledger.store.delete(info.path for info in answers_by_row(ledger, plan))
@@ -285,7 +295,7 @@ def load_report(store: Store) -> RunReport:
         raise CorruptRun(
             f"{store.uri} is finished but has no {REPORT}. Run: raybatch repair {store.uri}"
         ) from None
-    return replace(found, published=all_published(store))
+    return replace(found, published=all_published(store), accuracy=read_accuracy(store))
 
 
 def html_page(report: RunReport) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
@@ -34,6 +35,7 @@ from prefect_raybatch.runs.attempts import AttemptLog, about_process, compare_co
 from prefect_raybatch.runs.costs import meter_for
 from prefect_raybatch.runs.precision import decided_precision
 from prefect_raybatch.runs.run import Run, run_of
+from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 
@@ -239,6 +241,12 @@ class Attempt:
     def check(self) -> None:
         """Run preflight checks, then record the attempt."""
         phase = self.phase
+        endpoint = phase.spec.engine.model.endpoint
+        if endpoint is not None and endpoint.batch:
+            raise ConfigError(
+                "engine.endpoint.batch: the server's batch API is not supported yet; remove it to "
+                "send single requests"
+            )
         self.spent = spent_on(phase.ledger, phase.plan)
         self._check_cost(self.spent.at(None))
         self.monitor(self.driver.progress)
@@ -313,11 +321,10 @@ class Attempt:
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.early import engines_begun
-        from prefect_raybatch.cluster.pipeline import Pipeline
-        from prefect_raybatch.stages.engine import EngineStage
+        from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
 
         phase, spec, capacity = self.phase, self.phase.spec, joined.capacity
-        engine = self.engine or EngineStage
+        engine = self.engine or stage_of(spec)
         size, kind = self._sizes(capacity, engine)
         cluster.check_fit(phase.sizes, capacity, size.pool)
         early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
@@ -342,12 +349,21 @@ class Attempt:
             on_pass=self.monitor.pass_began,
             warm=warm,
             early=early.name,
+            others=self._seconds_of_others(),
         )
+        self.monitor.meter.tokens_cost = pipeline.tokens_cost
         self.monitor.watch(pipeline)
-        stack.callback(pipeline.forget)
+        stack.callback(pipeline.leave)
         stack.callback(self.monitor.note_start)
         stack.callback(self.monitor.look_at_deaths)
         return pipeline
+
+    def _seconds_of_others(self) -> float:
+        """Return how long a hosted model's limits still count requests of earlier attempts."""
+        endpoint = self.phase.spec.engine.model.endpoint
+        if endpoint is None or not endpoint.limited:
+            return 0.0
+        return seconds_of_others(self.phase.ledger, self.name, time.time())
 
     def run(self, pipeline: Pipeline, user: User) -> Progress:
         """Send the pending shards through the pipeline; return the progress at the end."""

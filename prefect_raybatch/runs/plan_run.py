@@ -174,6 +174,10 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
 
     As far as its files tell; without `files`, by its config.json and its chat template only.
     """
+    endpoint = spec.engine.model.endpoint
+    if endpoint is not None:  # its server is asked when an engine starts
+        endpoint.api_key()
+        return
     model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
     chat_template.check_template(spec.prompt, spec.engine.model, model)
     check_labels(spec.sampling.labels, spec.engine.model, model)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from prefect_raybatch.errors import (
     CorruptRun,
     EngineFailure,
-    EngineStartError,
     InsufficientResources,
     SourceError,
 )
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.stages.block import Row
+from prefect_raybatch.stages.block import Row, Tokenizer
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -76,14 +77,15 @@ def preview_spec(
     `clock` has run since before the plan was made.
     """
     from prefect_raybatch.cluster import sizes as sized
-    from prefect_raybatch.cluster.pipeline import Pipeline
+    from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
     from prefect_raybatch.ledger.plan_tables import decode_schema
     from prefect_raybatch.ledger.records import Unit
     from prefect_raybatch.stages.block import is_lost, losses
 
     schema = decode_schema(plan.input_schema)
     size = sized.for_attempt(spec.sizes, plan, capacity)
-    pipeline = Pipeline(spec, plan, shards, ledger.store, uuid.uuid4().hex, size)
+    attempt, stage = uuid.uuid4().hex, engine or stage_of(spec)
+    pipeline = Pipeline(spec, plan, shards, ledger.store, attempt, size, engine=stage)
     clock.took("plan")
     units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]
     read = [t for task in pipeline.read_tasks(units, False) for t in pipeline.reader.read(task)]
@@ -105,7 +107,7 @@ def preview_spec(
     )
     if not answers or launch is None:
         return preview
-    tables = _answered(prepared, launch, engine or pipeline.engine, clock)
+    tables = _answered(prepared, launch, stage, clock)
     rows: dict[str, list[Row]] = {"data": [], "quarantine": []}
     for table in tables:
         for kind, finished in _finished(ledger, plan, shards, finish(table)):
@@ -117,6 +119,7 @@ def _answered(
     prepared: Sequence[pa.Table], launch: EngineLaunch, engine: type, clock: PhaseClock
 ) -> list[pa.Table]:
     """Start an engine and return the blocks with its answers."""
+    from prefect_raybatch.driver.driver import error_of_loss
     from prefect_raybatch.stages.block import is_lost, losses
 
     quiet = {"use_tqdm_on_load": False}  # progress bars would be printed between the tables
@@ -127,7 +130,7 @@ def _answered(
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]
-            raise (EngineStartError if loss.fatal else EngineFailure)(loss.message)
+            raise error_of_loss(loss) if loss.fatal else EngineFailure(loss.message)
     return tables
 
 
@@ -165,18 +168,34 @@ def _prompts(model: PinnedModel, table: pa.Table) -> list[PreviewedPrompt]:
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.model import pinned as models
     from prefect_raybatch.stages.block import load_tokenizer, passes_by
-    from prefect_raybatch.stages.columns import ERROR, TOKENS
+    from prefect_raybatch.stages.columns import CHAT, ERROR, TOKENS
 
     if passes_by(table):
         return []
-    tokenizer = load_tokenizer(*models.tokenizer_place(model))
+    asked = CHAT
+    shown: Callable[[Any], tuple[str, int]] = _of_messages
+    if CHAT not in table.column_names:
+        asked, shown = TOKENS, partial(_of_tokens, load_tokenizer(*models.tokenizer_place(model)))
     prompts = []
-    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, TOKENS, ERROR))
-    for at, ids, error in zip(*columns, strict=True):
+    columns = (table[name].to_pylist() for name in (POSITION_COLUMN, asked, ERROR))
+    for at, value, error in zip(*columns, strict=True):
         trouble = f"{error['kind']}: {error['message']}" if error else ""
-        text = "" if error else tokenizer.decode(ids)
-        prompts.append(PreviewedPrompt(at, text, 0 if error else len(ids), trouble))
+        text, tokens = ("", 0) if error else shown(value)
+        prompts.append(PreviewedPrompt(at, text, tokens, trouble))
     return prompts
+
+
+def _of_tokens(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, int]:
+    return tokenizer.decode(ids), len(ids)
+
+
+def _of_messages(text: str) -> tuple[str, int]:
+    """Return the messages for a hosted model as lines, and about how many tokens they have."""
+    from prefect_raybatch.stages.endpoint.body import prompt_estimate
+
+    messages = json.loads(text)
+    lines = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    return lines, prompt_estimate(messages)
 
 
 class PhaseClock:

@@ -8,12 +8,10 @@ from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.layout import REPORT_HTML, REPORT_PAGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.finalize_run import html_page, load_report
+from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store
 
@@ -80,5 +78,4 @@ def _update_pages(ledger: Ledger) -> None:
     """Update the pages for people with what is published so far."""
     made = load_report(ledger.store)
     if made.published:
-        ledger.store.put(REPORT_PAGE, reports.markdown(made).encode())
-        ledger.store.put(REPORT_HTML, html_page(made).encode())
+        put_pages(ledger.store, made)

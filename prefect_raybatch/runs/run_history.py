@@ -8,7 +8,9 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import differing
-from prefect_raybatch.report.answers import comparable, shifts
+from prefect_raybatch.report.answers import Shift, comparable, shifts
+from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
 from prefect_raybatch.runs.finalize_run import load_report
@@ -108,12 +110,10 @@ def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
     """Return the newest `most` runs, and the earlier ones that they are compared with.
 
-    That is up to the completed run with which the oldest of them is compared.
+    Those are as many completed runs as drift looks at.
     """
-    for number in range(most, len(found)):
-        if found[number].state == COMPLETED:
-            return found[: number + 1]
-    return found
+    completed = [number for number in range(most, len(found)) if found[number].state == COMPLETED]
+    return found[: completed[MOST_RUNS - 1] + 1] if len(completed) >= MOST_RUNS else found
 
 
 def _lines(output: str, options: StoreOptions | None) -> list[RunLine]:
@@ -137,22 +137,49 @@ def _dated_folders(output: str, options: StoreOptions | None) -> list[str]:
 
 
 def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
-    """Return each run with how its answers differ from those of the completed run before it."""
-    made = []
-    before: HistoryLine | None = None
+    """Return each run with how it differs from the completed runs before it."""
+    made: list[HistoryLine] = []
+    earlier: list[HistoryLine] = []  # completed, newest first
     for line in reversed(lines):
-        if before is not None:
+        if line.good is not None:
+            before = next((run for run in earlier if run.answers), None)
             line = replace(
                 line,
-                shifts=shifts(line.answers, before.answers, before.run_key),
-                compared=comparable(line.answers, before.answers),
+                shifts=_shifts(line, earlier, before),
+                compared=before is not None and comparable(line.answers, before.answers),
+                is_first=bool(line.answers) and before is None,
             )
-        elif line.answers:
-            line = replace(line, is_first=True)
-        if line.answers:
-            before = line
+            earlier.insert(0, line)
         made.append(line)
     return tuple(reversed(made))
+
+
+def _shifts(
+    line: HistoryLine, earlier: list[HistoryLine], before: HistoryLine | None
+) -> tuple[Shift, ...]:
+    """Return the drift of a run from the earlier ones.
+
+    Where these are too few, return the shifts from the answers of the run `before`.
+    """
+    if not earlier:
+        return ()
+    newest, distributions = earlier[0].run_key, [run.distributions for run in earlier]
+    pairwise = tuple(
+        shift
+        for shift in (shifts(line.answers, before.answers, before.run_key) if before else ())
+        if not enough(shift.kind, line.answers, distributions)
+    )
+    prompts = prompt_drift(
+        line.prompt_tokens, [run.prompt_tokens or 0.0 for run in earlier], newest
+    )
+    drift = drifts(line.distributions, distributions, newest)
+    return (*drift, *pairwise, *([] if prompts is None else [prompts]))
+
+
+def _prompt_tokens(report: RunReport) -> float | None:
+    """Return the mean tokens of a prompt; None if the run did not ask all its rows."""
+    tokens = report.tokens.get("prompt_tokens")
+    return tokens / report.good if tokens and report.good and not report.reuse else None
 
 
 def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
@@ -180,5 +207,7 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         is_late=missed_deadline(report),
         cost=report.cost.get("total"),
         currency=report.currency,
+        accuracy=report.accuracy,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
+        prompt_tokens=_prompt_tokens(report),
     )

@@ -8,13 +8,14 @@ from datetime import datetime
 
 from pydantic import TypeAdapter
 
-from prefect_raybatch.driver.heartbeat import read_beats
+from prefect_raybatch.driver.heartbeat import BEAT_EVERY, read_beats
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.increments import asks_ledger, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.report.records import StartTimes
 from prefect_raybatch.report.tally import covered
+from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 
 log = logging.getLogger(__name__)
 STARTS_SHOWN = 10  # attempts of a report, the latest
@@ -57,6 +58,18 @@ def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
             if (start := began[name]) is not None:
                 spans.append((start, beat.at))
     return covered([start for start, _ in spans], [end for _, end in spans])
+
+
+def seconds_of_others(ledger: Ledger, attempt: str, now: float) -> float:
+    """Return how long requests of earlier attempts may still count against a limit per minute.
+
+    They may have been sent until a heartbeat after the last recorded one. `now` is in seconds since
+    1970.
+    """
+    others = [name for name in ledger.attempts() if name != attempt]
+    beats = read_beats(ledger.store, others).values()
+    last = max((beat.at for beat in beats), default=0.0)
+    return max(0.0, min(last, now) + BEAT_EVERY + TRAVEL + LIMIT_WINDOW - now)
 
 
 def engine_deaths(ledger: Ledger) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_raybatch.job.engine import TRY_FP8
+from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sample_size
@@ -66,6 +67,12 @@ def _engine_figures(
     asked: SizeSpec, request: ModelRequest, have: Capacity, size: Sizing, model: Model | None
 ) -> list[Figure]:
     pool, arguments = size.pool, size.arguments
+    if (hosted := request.endpoint) is not None:
+        return [
+            Figure("hosted model", hosted.model, f"at {recorded(hosted.url)}"),
+            Figure("workers", _span(pool.replicas), pool.replicas_why),
+            Figure("requests in flight", f"up to {hosted.max_in_flight:,}", "of all workers"),
+        ]
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
     shown = [

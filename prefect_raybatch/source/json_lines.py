@@ -78,13 +78,13 @@ def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.T
     """
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"
-    for line, block in array_blocks(file) if array else _line_blocks(file):
+    for line, block in array_blocks(file) if array else line_blocks(file):
         if block.strip():
             for table in _parse_json(file, block, line, unit, as_written):
                 yield f"{file.uri}, from {unit} {line}", table
 
 
-def _line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
+def line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
     """Yield (number of the first line, whole lines) of about streams.BLOCK_BYTES."""
     line, carry = 1, b""
     first = file.cut is None or not file.cut.at

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prefect_raybatch.job.tasks import TaskName, pools
+from prefect_raybatch.spec.endpoint import EndpointSpec
 
 # Fields of vLLM's EngineArgs by name; vLLM defines the type of each.
 EngineFields = Mapping[str, Any]
@@ -20,6 +21,7 @@ class ModelRequest:
     length in tokens, None for the model's own; with `context_auto` it is still to be measured so
     that it fits the share `context_share` of the rows. `given` are vLLM engine arguments without a
     field of ours, as the job gives them; `env` are the environment variables of its engines.
+    `endpoint` is the server of a hosted model, None for engines of the run's own.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ModelRequest:
     adapters: Mapping[str, str]
     given: EngineFields = field(repr=False)  # a token may be among them
     env: Mapping[str, str]
+    endpoint: EndpointSpec | None = None
 
     @property
     def pools(self) -> bool:

@@ -67,13 +67,15 @@ class HiddenColumn(str):
         return values
 
 
-SHARD = HiddenColumn("shard", pa.int32(), "block", "block finish load lookup parsing")
+SHARD = HiddenColumn(
+    "shard", pa.int32(), "block", "block endpoint.stage finish load lookup parsing"
+)
 """Always: the shard of the row."""
 POSITION = HiddenColumn(
     POSITION_COLUMN,
     pa.int32(),
     "block",
-    "block finish lookup parsing text_answers vectors",
+    "block endpoint.stage finish lookup parsing text_answers vectors",
 )
 """Always: the row's position in its shard."""
 ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")
@@ -90,11 +92,17 @@ ENGINE_SPENT = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shar
 """Always: seconds in the engine stage."""
 ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard_figures")
 """Always: when the block reached the engine (seconds since 1970)."""
-TOKENS = HiddenColumn("tokens", TOKENS_TYPE, "prepare texts", "engine runs.preview")
+TOKENS = HiddenColumn(
+    "tokens", TOKENS_TYPE, "endpoint.prepare prepare texts", "engine runs.preview"
+)
 """Always: the prompt, empty for a failed row."""
+CHAT = HiddenColumn("chat", pa.string(), "endpoint.prepare", "endpoint.stage engine runs.preview")
+"""JSON of the row's chat messages, for a hosted model."""
 SECOND = HiddenColumn("second", TOKENS_TYPE, "texts", "engine")
 """The other prompt of a row that compares two."""
-PARAMS = HiddenColumn("params", pa.string(), "prepare texts trial", "engine trial")
+PARAMS = HiddenColumn(
+    "params", pa.string(), "endpoint.prepare prepare texts trial", "endpoint.stage engine trial"
+)
 """Always: JSON of the row's own sampling fields."""
 MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")
 """The row's images for the engine; null for text alone."""
@@ -103,7 +111,10 @@ DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "prepare lookup", "finish")
 KEY = HiddenColumn("key", KEY_TYPE, "plan.row_keys", "lookup prepare raw_answers texts")
 """The request's key, in the input of the requests phase."""
 FORMED = HiddenColumn(
-    "formed", pa.bool_(), "prepare lookup", "cluster.lookups prepare raw_answers shard_figures"
+    "formed",
+    pa.bool_(),
+    "endpoint.prepare prepare lookup",
+    "cluster.lookups prepare raw_answers shard_figures",
 )
 """Whether the answer must be a choice, JSON or the like."""
 OWN_FORM = HiddenColumn("form", pa.string(), "prepare", "text_answers")

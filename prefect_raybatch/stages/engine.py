@@ -51,6 +51,7 @@ from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
     CHANCES,
+    CHAT,
     ENDS,
     ENGINE_BEGAN,
     FINISH,
@@ -163,7 +164,7 @@ def engine_launch(
     if task is not None:
         arguments = task.engine_arguments(arguments, request.given)
     arguments |= adapters.arguments(model.get("adapters") or {}, request.given)
-    if cpu and task is None:
+    if cpu and task is None and request.endpoint is None:
         given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.given}
         rows_may = spec.prompt.function is not None
         arguments = with_whole_prompts(
@@ -243,12 +244,15 @@ class EngineStage:
         self.engine: SteppedEngine | None = None
         self._numbers = {}
         self._bind(spec)
-        os.environ.update(spec.env)
-        forking.begin_fork_server(spec.arguments)
+        self._prepare_process(spec)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.
         self.ready()
+
+    def _prepare_process(self, spec: EngineLaunch) -> None:
+        os.environ.update(spec.env)
+        forking.begin_fork_server(spec.arguments)
 
     def _bind(self, spec: EngineLaunch) -> None:
         """Set everything that belongs to one run."""
@@ -621,7 +625,7 @@ def answered(
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     if any(completion.vector is not None for _, _, completion in answers):
         table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))
-    used = [name for name in (TOKENS, SECOND, MM, PARAMS) if name in table.column_names]
+    used = [name for name in (TOKENS, CHAT, SECOND, MM, PARAMS) if name in table.column_names]
     table = with_failures(table.drop_columns(used), failures)
     for column, values in columns.items():
         table = column.add_to(table, values)

@@ -33,6 +33,7 @@ from prefect_raybatch.stages.columns import (
     TOKENS,
     TRUNCATED,
 )
+from prefect_raybatch.stages.endpoint.prepare import PrepareHosted
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling, Texts
 from prefect_raybatch.stages.prepare import UNKNOWN_CONTEXT, Prepare
@@ -306,8 +307,10 @@ def _too_long(count: str, limit: int) -> Failure:
     )
 
 
-def prepare_of(task: Pooling | None, *args: Any, **more: Any) -> Prepare:
+def prepare_of(task: Pooling | None, *args: Any, hosted: bool = False, **more: Any) -> Prepare:
     """Return the prepare stage of a job, by how it asks its model (None: for text)."""
+    if hosted:
+        return PrepareHosted(*args, **more)
     if task is None:
         return Prepare(*args, **more)
     return PrepareTexts(*args, **{**more, "texts": task.texts})

@@ -8,6 +8,7 @@ started it. Ray ends the cluster with this process, even after `kill -9`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Protocol
 
 from prefect_raybatch.cluster import connect as cluster
@@ -23,9 +25,11 @@ from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.standby.claim import KeeperConnection, StandingCluster, StandingEngine
+from prefect_raybatch.storage.private import open_lock
 from prefect_raybatch.words import error_text
 
 REQUEST_WAIT = 5.0  # in which a connected command sends its request
+KEEPER_CLUSTER = "keeper.cluster"  # file beside the socket that a keeper with a cluster locks
 FIRST_SECONDS = 60.0  # in which the command that started the keeper connects
 
 
@@ -88,7 +92,15 @@ class Keeper:
         self._address = ""
 
     def serve(self) -> None:
-        """Start the cluster and lend it until nobody needs it; then end it."""
+        """Start the cluster and lend it until nobody needs it; then end it.
+
+        Waits for the end of the cluster of the keeper before, whose engines hold the GPUs.
+        """
+        with open_lock(Path(self.listener.getsockname()).parent / KEEPER_CLUSTER) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             try:
                 self._address = self.kept.start(self.cpus)

@@ -139,8 +139,9 @@ def test_what_a_package_wants_and_has_not(
 
 
 def test_what_is_left_out_or_only_for_an_extra_is_no_misfit(plant: Plant) -> None:
+    before = installed.misfits()  # builds of another name, where PyPI's torch is installed
     plant("vllm", "0.29.0", "torchvision", 'torch<1; extra == "old"', 'fastapi<0.1; os_name == "x"')
-    assert installed.misfits() == []
+    assert installed.misfits() == before
 
 
 def test_an_engine_that_does_not_start_names_them(plant: Plant, started: Callable) -> None:

@@ -57,6 +57,7 @@ from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.report import plots
+from prefect_raybatch.report.drift import LEAST_RUNS
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.runs.run_history import history_of, usual_time
 
@@ -591,10 +592,11 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     choice = {"choice": ["yes", "no"]}
     job = nights.job(name="morning", source=source, sampling=choice, reuse=None)
     monkeypatch.setattr(nights, "answer", lambda prompt: "yes")
-    nights.night("m1", job)
+    for number in range(LEAST_RUNS):
+        nights.night(f"m{number}", job)
     job = edited(job, {"prompt.template": "Another question: {text}"}, "test")
     monkeypatch.setattr(nights, "answer", lambda prompt: "no")
-    run = plan_run(job, "m2")
+    run = plan_run(job, "changed")
     progress = nights.infer(job, run)
 
     @flow
@@ -603,19 +605,20 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
 
     assert night(run, progress, return_state=True).is_completed()
     (drift,) = [event for event in emitted if event["event"] == "raybatch.answers.drifted"]
-    assert drift["resource"]["prefect.resource.name"] == "m2"
+    assert drift["resource"]["prefect.resource.name"] == "changed"
     about = drift["payload"]["about"]
     assert about.endswith("; the job changed in prompt.template since then"), about
-    assert drift["payload"]["before"] == "m1" and drift["payload"]["moved"] == {"labels": 1.0}
+    assert drift["payload"]["before"] == f"m{LEAST_RUNS - 1}"
+    assert drift["payload"]["moved"] == {"labels": 1.0}
     made = {a.key: a for a in artifacts_of("raybatch-morning-history")}
     assert set(made) == {"raybatch-morning-history", "raybatch-morning-history-plots"}
     assert (
-        "m2: the labels differ from m1 in 100.0% of answers"
+        f"changed: the labels differ from the {LEAST_RUNS} runs before in 100.0% of answers"
         in made["raybatch-morning-history"].data
     )
     assert ">Rows per run" in picture(made["raybatch-morning-history-plots"].data)
     # Collected again it is no news; a night that fails is on the page as well.
-    assert night(plan_run(job, "m2"), return_state=True).is_completed()
+    assert night(plan_run(job, "changed"), return_state=True).is_completed()
     assert len([e for e in emitted if e["event"] == "raybatch.answers.drifted"]) == 1
     # A tenth of the usual rows is told, though nobody set a limit.
     nights.write(*(f"t{i}" for i in range(30)))
@@ -624,15 +627,15 @@ def test_the_morning_page_is_one_artifact_of_the_job_and_tells_of_drift(
     (few,) = [event for event in emitted if event["event"] == "raybatch.rows.low"]
     assert few["resource"]["prefect.resource.name"] == "few" and few["payload"]["rows"] == 30
     assert few["payload"]["about"] == (
-        "Far fewer rows than usual: 30; the median of the last 2 completed runs is 300. "
+        "Far fewer rows than usual: 30; the median of the last 7 completed runs is 300. "
         "Check the input."
     )
     pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
     assert any("Last run: 30 of 30 rows" in page and "usual: 30; " in page for page in pages)
-    failed = night(plan_run(job, "m3"), return_state=True)
+    failed = night(plan_run(job, "failing"), return_state=True)
     assert failed.is_failed()
     pages = [a.data for a in artifacts_of("raybatch-morning-history") if a.type == "markdown"]
-    assert any("m3 failed" in page for page in pages)
+    assert any("failing failed" in page for page in pages)
 
 
 # --- keys of artifacts --------------------------------------------------------------------------

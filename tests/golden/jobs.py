@@ -36,7 +36,16 @@ class GoldenJob:
 
 
 def golden_jobs() -> list[GoldenJob]:
-    jobs = [*_inputs(), *_prompts(), *_answers(), *_engines(), *_tasks(), *_runs(), *_refused()]
+    jobs = [
+        *_inputs(),
+        *_prompts(),
+        *_answers(),
+        *_engines(),
+        *_endpoints(),
+        *_tasks(),
+        *_runs(),
+        *_refused(),
+    ]
     return sorted(jobs, key=lambda one: one.name)
 
 
@@ -441,6 +450,11 @@ def _engines() -> Iterator[GoldenJob]:
         limits={"min_agreement": 0.8},
     )
     yield made(
+        "quality",
+        "Golden rows, and the accuracy that publishing needs.",
+        quality={"golden": "golden.csv", "key": ["id"], "answer": "right", "at_least": 0.9},
+    )
+    yield made(
         "engine-input-order",
         "Rows are asked as they stand, each of them; another tokenizer.",
         engine={"order": "input", "deduplicate": False, "tokenizer": "models/llama-8b"},
@@ -459,6 +473,29 @@ def _engines() -> Iterator[GoldenJob]:
             "adapters": {"formal": "adapters/rank-16", "short": "adapters/rank-4"},
         },
         reuse="latest",
+    )
+
+
+def _endpoints() -> Iterator[GoldenJob]:
+    yield made(
+        "endpoint",
+        "A hosted model, with every limit of its server.",
+        sampling={"max_tokens": 64, "temperature": 0.2},
+        engine={
+            "endpoint": {
+                "url": "https://api.example.com/v1",
+                "model": "large",
+                "key": "example-key",
+                "requests_per_minute": 500,
+                "tokens_per_minute": 200_000,
+                "max_in_flight": 32,
+                "timeout": 120,
+                "price_in": 0.4,
+                "price_out": 1.6,
+                "batch": True,
+            }
+        },
+        limits={"max_cost": 5},
     )
 
 

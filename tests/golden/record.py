@@ -50,6 +50,7 @@ from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
+from prefect_raybatch.stages.endpoint.limiter import Limiter
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.raw_answers import AnswerFiles
 from prefect_raybatch.stages.result_columns import result_columns
@@ -373,6 +374,8 @@ def plain(value: Any) -> Any:
         return plain(value.model_dump(mode="json", exclude_defaults=True))
     if isinstance(value, Store):
         return {"is": type(value).__name__, "uri": value.uri}
+    if isinstance(value, Limiter):
+        return {"is": "Limiter", "limits": [value.requests, value.tokens, value.most]}
     if isinstance(value, AnswerFiles):
         return {"columns": list(value.columns), "files": [file.path for file in value.files]}
     if is_dataclass(value) and not isinstance(value, type):

@@ -137,6 +137,7 @@ def world(folder: Path) -> Iterator[Path]:
     for rank in (4, 16):
         _write_adapter(folder / "adapters" / f"rank-{rank}", rank)
     (folder / "chat.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "golden.csv").write_text("id,right\n1,a\n", encoding="utf-8")
     (folder / "cluster.yaml").write_text(yaml.safe_dump(MANIFEST), encoding="utf-8")
     (folder / "answer.json").write_text(
         json.dumps({"type": "object", "properties": {"rating": {"type": "integer"}}}), "utf-8"

@@ -352,6 +352,7 @@ TRANSIENT = {
     "BadUpload",
     "StoreUnavailable",
     "EngineFailure",
+    "EndpointUnavailable",
     "IncompleteRun",
     "ClusterUnavailable",
     "JobLost",

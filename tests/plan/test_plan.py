@@ -297,10 +297,24 @@ CHANGED: dict[str, Any] = {
     "limits.stall_start_seconds": 60.0,
     "limits.fail_on_stall": True,
     "limits.deadline": "6h",
+    "engine.endpoint.url": "https://other.example.com/v1",
+    "engine.endpoint.model": "large",
+    "engine.endpoint.key": "${OTHER_KEY}",
+    "engine.endpoint.requests_per_minute": 60,
+    "engine.endpoint.tokens_per_minute": 60_000,
+    "engine.endpoint.max_in_flight": 8,
+    "engine.endpoint.timeout": 30.0,
+    "engine.endpoint.price_in": 0.5,
+    "engine.endpoint.price_out": 1.5,
+    "engine.endpoint.batch": True,
     "limits.hang_seconds": 30.0,
     "limits.function_seconds": 30.0,
     "limits.max_cost": 9.0,
     "limits.min_agreement": 0.9,
+    "quality.golden": "golden.csv",
+    "quality.key": ["Company"],
+    "quality.answer": "right",
+    "quality.at_least": 0.9,
     "cluster.address": "auto",
     "cluster.block": "ray-cluster/gpus",
     "cluster.prepare.num_cpus": 2,
@@ -317,15 +331,25 @@ CHANGED: dict[str, Any] = {
     **{f"cluster.kubernetes.{name}": value for name, value in ON_KUBERNETES.items()},
 }
 # What must be there for the changed value to be valid, in both jobs that are compared.
+ENDPOINT = {"engine.endpoint.url": "https://api.example.com/v1", "engine.endpoint.model": "small"}
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 NEEDS: dict[str, dict[str, Any]] = {
     "source.sample_seed": {"source.sample": 5},
     "source.media_root": WITH_IMAGES,
+    **{
+        f"quality.{name}": {"quality.golden": "golden.csv"}
+        for name in ("key", "answer", "at_least")
+    },
     "limits.max_cost": {"cluster.price_per_gpu_hour": 2.0},
     **{
         f"cluster.kubernetes.{name}": {"cluster.kubernetes.image": "a"}
         for name in ON_KUBERNETES
         if not name.startswith("manifest")
+    },
+    **{
+        path: {**ENDPOINT, "engine.model": "demo"}
+        for path in CHANGED
+        if path.startswith("engine.endpoint.")
     },
     "source.query": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},
     "source.types": {"source.uri": "sqlite:///a.db", "source.query": "SELECT 1"},

@@ -112,6 +112,10 @@ SENDS = {
     "cluster/warm_actors.py: Forwarder.__call__": "blocks",
     "cluster/warm_hosts.py: RayHosts.make": "engine: its class",
     "cluster/warm_hosts.py: RayHosts.begin": "engine: the launch of a start before the pass",
+    "cluster/endpoint.py: limiter_of": "limits of a hosted model, which are numbers",
+    "cluster/endpoint.py: ActorLimiter.ask": "a number of tokens",
+    "cluster/endpoint.py: ActorLimiter.settle": "numbers, and the status of an answer",
+    "cluster/endpoint.py: ActorLimiter.lower": "limits that a server reports, which are numbers",
     "source/dataset_copies.py: _written": "the store of the run, to copy a data set of Ray's",
 }
 
@@ -129,11 +133,12 @@ NO_SECRET = {
         *("source.csv.escape", "prompt.adapter_column", "prompt.images.columns"),
         *("output.column", "output.columns", "output.schema", "output.row_number"),
         *("output.reasoning_column", "output.tool_calls_column", "output.publish.key"),
-        "output.publish.partition_by",
+        *("output.publish.partition_by", "quality.key", "quality.answer"),
     ],
     "a name of something else, or a number": [
         *("name", "source.version", "source.config", "source.split", "source.credentials_block"),
         *("prompt.function", "engine.revision", "engine.accelerator_type"),
+        "engine.endpoint.model",
         *("output.credentials_block", "output.postprocess", "output.reasoning_parser"),
         *("output.tool_parser", "output.publish.table", "output.publish.name"),
         *("limits.deadline", "cluster.address", "cluster.block", "cluster.price_by_card"),
@@ -193,6 +198,8 @@ def set_in(path: str, value: Any) -> dict[str, Any]:
         return job
     if path.startswith("cluster.kubernetes.") and names[-1] != "manifest":
         job["cluster"]["kubernetes"] = {"image": "an-image"}
+    if path.startswith("engine.endpoint."):
+        job["engine"]["endpoint"] = {"url": "https://host/v1", "model": "m"}
     if path == "source.catalog":
         job["source"] = {"uri": "sales.orders", "format": "iceberg"}
     place = job

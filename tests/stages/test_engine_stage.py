@@ -24,7 +24,7 @@ from helpers.engines import Factory, completion
 from helpers.heard import wait_for
 from helpers.small import MODEL, make_job
 
-from prefect_raybatch import demo
+from prefect_raybatch import demo, installed
 from prefect_raybatch.compile.job import compile_job, model_request, sampling_spec, size_spec
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
@@ -476,6 +476,13 @@ def test_without_an_attempt_nothing_is_noted(started, monkeypatch, tmp_path):
 # --- engines that do not start ------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_misfits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message names packages, whatever builds are installed."""
+    monkeypatch.setattr(installed, "misfits_line", lambda: "")
+
+
+@pytest.mark.usefixtures("no_misfits")
 def test_a_wrong_argument_is_fatal_and_not_tried_again(started):
     made, factory = started(TypeError("unexpected keyword 'x'"))
     for shard in range(2):
@@ -497,6 +504,7 @@ def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):
     assert len(factory.arguments) == 3
 
 
+@pytest.mark.usefixtures("no_misfits")
 def test_an_engine_that_never_starts_is_fatal(started):
     made, _ = started(*(RuntimeError(f"try {n}") for n in range(1, canary.ENGINE_STARTS + 1)))
     assert lost_rows(made(block(Unit(0, 0, 1)))) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import tempfile
@@ -27,7 +28,7 @@ from prefect_raybatch.standby.claim import (
     standing_clusters,
     stop_clusters,
 )
-from prefect_raybatch.standby.keeper import Keeper
+from prefect_raybatch.standby.keeper import KEEPER_CLUSTER, Keeper
 
 ENGINE = StandingEngine("demo", {"CPU": 1.0}, True)
 WAIT = 60.0
@@ -40,7 +41,8 @@ class FakeCluster:
         self.left, self.fails, self.breaks = [ENGINE], "", False
         self.asked: list[bool] = []  # whether a command used it
         self.up = threading.Event()
-        self.ended = threading.Event()
+        self.ended, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
 
     def start(self, cpus: int) -> str:
         if self.fails:
@@ -55,12 +57,16 @@ class FakeCluster:
         return self.left
 
     def end(self) -> None:
+        assert self.may_end.wait(WAIT)
         self.ended.set()
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The folder for temporary files, with a path that is short enough for sockets."""
+    tmp_path_factory.getbasetemp()  # pytest's own lies elsewhere, for the tests that come later
     with tempfile.TemporaryDirectory(prefix="rb", dir="/tmp") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
@@ -155,6 +161,33 @@ def test_a_cluster_ends_without_engines_or_when_idle(start: Start) -> None:
     assert empty.ended.wait(WAIT)
     claimed(seconds=0.0).close()
     assert idle.ended.wait(WAIT)
+
+
+def test_a_new_cluster_waits_for_the_end_of_the_one_before(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two engines would be on a GPU that has room for one."""
+    old, new = start(left=[]), start()
+    old.may_end.clear()
+    claimed().close()  # it has no engines, so it ends
+    found: list[claim.Claim] = []
+    later = threading.Thread(target=lambda: found.append(claimed()))
+    waits = threading.Event()
+    flock = fcntl.flock
+
+    def locks(file: Any, operation: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file.fileno()}").endswith(KEEPER_CLUSTER):
+            waits.set()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", locks)
+    later.start()
+    assert waits.wait(WAIT)
+    assert not new.up.is_set() and not old.ended.is_set()
+    old.may_end.set()
+    later.join(WAIT)
+    assert old.ended.is_set() and new.up.is_set()
+    found[0].close()
 
 
 def test_a_cluster_that_does_not_start_leaves_the_command_its_own(start: Start) -> None:

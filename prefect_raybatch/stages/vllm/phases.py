@@ -117,7 +117,7 @@ class StartTeller:
 
     def end(self) -> None:
         """Stop: there will be no first step."""
-        self._over = True
+        self._over = True  # before the thread wakes
         self._wake.set()
 
     def answered(self) -> None:
@@ -141,3 +141,4 @@ class StartTeller:
             if STEPPED in marks or self._over:
                 return
             self._wake.wait(TELL_EVERY)
+            self._wake.clear()

@@ -1,0 +1,186 @@
+"""Compares a job with a finished run: asks a sample of its rows, and shows which answers change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.api import dry_run, finalize_run, plan_run
+from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
+from prefect_raybatch.compare.sample import DrawnRows, check_kept, compared_columns, draw
+from prefect_raybatch.compile.job import compile_plan
+from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.tasks import pools
+from prefect_raybatch.job.trust import check_trust
+from prefect_raybatch.job.trusted_places import check_run_place
+from prefect_raybatch.ledger.family import Member, without_link
+from prefect_raybatch.ledger.increments import read_answers
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
+from prefect_raybatch.runs.dry_run import DryRun
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.publish_run import finished_member
+from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import join, open_store
+from prefect_raybatch.words import counted
+
+DIFF_FOLDER = "_diff"  # under output.uri; no run key begins with an underscore
+DIFF_RUN = "new"
+ROWS_FILE = "rows.parquet"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A comparison before anything is asked: the job of its run, the sample, and the whole run.
+
+    `whole` is what a run of the job over all its rows would do; `before` the report of the run
+    that it is compared with.
+    """
+
+    asked: Resolved
+    place: str
+    sample: DrawnRows
+    member: Member
+    before: RunReport
+    whole: DryRun
+
+    def lines(self) -> list[str]:
+        """Return what the comparison and the whole would take."""
+        asked, total = len(self.sample.numbers), self.sample.total
+        before = self.before
+        made = [
+            f"asks {asked:,} of {counted(total, 'row')} of {before.run}",
+            f"a run of {self.whole.job} would have {counted(self.whole.rows, 'row')}; "
+            f"{before.run_key} took {duration(before.seconds)} for {counted(before.rows, 'row')}",
+        ]
+        if self.whole.cost is not None:
+            made.append(f"cost of that run: {self.whole.cost.line()}")
+        return made + [f"problem: {text}" for text in self.whole.problems]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain values."""
+        cost = self.whole.cost
+        return {
+            "run": self.before.run,
+            "job": self.whole.job,
+            "rows": len(self.sample.numbers),
+            "total": self.sample.total,
+            "whole": {
+                "rows": self.whole.rows,
+                "cost": None if cost is None else cost.cost,
+                "run_seconds": self.before.seconds,
+                "run_rows": self.before.rows,
+            },
+            "problems": list(self.whole.problems),
+        }
+
+
+def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
+    """Choose the rows, and find out what all rows would cost; write nothing, start nothing.
+
+    Raises `ConfigError` for what cannot be compared, `IncompleteRun` for an unfinished run, and
+    errors of planning.
+    """
+    job = resolved.job
+    if rows < 1:
+        raise ConfigError(f"--sample {rows}: at least one row is compared")
+    if pools(job.engine.task):
+        raise ConfigError(
+            f"engine.task: {job.engine.task} has no answers that are equal or not. Compare jobs "
+            "that generate text"
+        )
+    check_trust(job)
+    check_run_place(run_dir)
+    options = job.output.options or None
+    member = finished_member(open_store(without_link(run_dir), options))
+    whole = dry_run(resolved)
+    before = load_report(member.ledger.store)
+    sample = draw(before, member.plan, options, rows)
+    images = dict.fromkeys(job.prompt.images.columns, "prompt.images.columns")
+    check_kept(sample, {**images, **job.prompt.columns}, before.run)
+    parts = (member.plan.hash, resolved.identity.fingerprint, str(rows))
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    place = join(job.output.uri, f"{DIFF_FOLDER}/{key}")
+    return Prepared(_asked(resolved, place, member), place, sample, member, before, whole)
+
+
+def _asked(resolved: Resolved, place: str, member: Member) -> Resolved:
+    """Return the job that asks the sample, with its result in a folder separate from runs."""
+    job, store = resolved.job, member.ledger.store
+    answers = read_answers(store)
+    keeps = answers is not None and not answers.expired
+    changes: dict[str, Any] = {
+        "source": {
+            "uri": join(place, ROWS_FILE),
+            "options": dict(job.output.options),
+            "media_root": job.source.media_root,
+        },
+        "output.uri": join(place, "runs"),
+        "output.columns": [],
+        "output.extras": [],
+        "output.publish": [],
+        "output.keep_answers": None,
+        "output.compact": True,
+        "limits.min_rows": None,
+        "limits.deadline": None,
+        "limits.max_failed_rows": None,
+        "limits.max_failed_fraction": 1.0,  # failed rows are a finding
+        "quality": {},
+        "reuse": store.uri if keeps else None,
+    }
+    return resolve(edited(job, changes, "the job of a comparison"))
+
+
+def begin_diff(prepared: Prepared) -> Run:
+    """Write the sampled rows, and plan the run that asks them or continue it."""
+    job = prepared.asked.job
+    store = open_store(prepared.place, job.output.options or None)
+    store.put_if_absent(ROWS_FILE, prepared.sample.to_parquet())
+    return plan_run(prepared.asked, DIFF_RUN)
+
+
+def finish_diff(prepared: Prepared, run: Run) -> Diff:
+    """Return what changed, once all rows of the run are answered."""
+    job, sample = prepared.asked.job, prepared.sample
+    options = job.output.options or None
+    report = finalize_run(job, run)
+    old = compile_plan(prepared.member.plan).finish
+    new = compile_plan(finished_member(open_store(run.uri, options)).plan).finish
+    table = report.to_arrow(options)
+    columns = compared_columns(table.column_names, new, ())
+    numbers = table[new.row_number].to_pylist()
+    found = dict(zip(numbers, table.select(columns).to_pylist(), strict=True))
+    answers = [found.get(at) for at in range(len(sample.numbers))]
+    named = [name for name in job.prompt.columns if name in sample.inputs.column_names]
+    inputs = _texts(sample.inputs.select(named or sample.inputs.column_names).to_pylist())
+    renamed = {new.column: old.column}
+    notes = []
+    if job.sampling.temperature > 0:
+        notes.append(
+            "sampling.temperature is not 0, so some answers differ by chance: compare the "
+            "unchanged job too, to see how many"
+        )
+    return diff_of(
+        run=prepared.before.run,
+        job=job.name,
+        total=sample.total,
+        changes=changes_of(sample.numbers, inputs, sample.answers, answers, renamed),
+        old=sample.answers,
+        new=answers,
+        reused=int(report.reuse.get("reused", 0)),
+        notes=tuple(notes),
+    )
+
+
+def _texts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the input of each row in words: the value of one column, or several with names."""
+    return [
+        ", ".join(f"{name}: {value}" for name, value in row.items())
+        if len(row) > 1
+        else str(next(iter(row.values()), ""))
+        for row in rows
+    ]

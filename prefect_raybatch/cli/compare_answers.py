@@ -1,0 +1,89 @@
+"""The command `diff`: which answers of a finished run another job would change."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_raybatch.cli.arguments import DryRunOnly, FieldChanges, JobFile, Json, in_catalog
+from prefect_raybatch.cli.drive import job_of_file, with_keys
+from prefect_raybatch.cli.show import TerminalProgress, print_json, show_rows, write_page
+from prefect_raybatch.cli.terminal import err, out
+from prefect_raybatch.job.edits import of_today
+
+if TYPE_CHECKING:
+    from prefect_raybatch.compare.changes import Diff
+
+comparing = typer.Typer()
+CHANGES_SHOWN = 20
+LONGEST_SHOWN = 120  # characters of a value in the terminal
+
+
+@comparing.command(**in_catalog("diff"))
+def diff_command(
+    job: JobFile,
+    against: Annotated[str, typer.Option(metavar="RUN_DIR", help="Finished run to compare with")],
+    sample: Annotated[int, typer.Option(metavar="N", min=1, help="Number of rows to ask")] = 400,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the changes as a page")
+    ] = None,
+    max_changed: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", min=0, max=1, help="Exit with 1 if more rows changed"),
+    ] = None,
+    set_: FieldChanges = None,
+    dry_run: DryRunOnly = False,
+    as_json: Json = False,
+) -> None:
+    """Ask a sample of a run again and show which answers change.
+
+    First says what the whole would take. The same command takes the same rows and resumes after a
+    failure.
+    """
+    from prefect_raybatch.api.diff import begin_diff, finish_diff, prepare_diff
+    from prefect_raybatch.api.submission import infer_in_place
+    from prefect_raybatch.compile.resolved import resolve
+    from prefect_raybatch.report.html import diff_html
+
+    prepared = prepare_diff(resolve(with_keys(of_today(job_of_file(job, set_)))), against, sample)
+    if dry_run and as_json:
+        print_json(prepared.to_dict())
+    for line in [] if as_json else prepared.lines():
+        (out if dry_run else err).print(line, markup=False)
+    if dry_run:
+        return
+    run, asked = begin_diff(prepared), prepared.asked.job
+    with closing(TerminalProgress(as_json)) as show:
+        infer_in_place(asked, asked, run, show)
+    found = finish_diff(prepared, run)
+    if html is not None:
+        write_page(html, diff_html(found.page()))
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _show(found)
+    if max_changed is not None and found.share > max_changed:
+        err.print(f"more than --max-changed {max_changed:g} of the sampled rows changed")
+        raise typer.Exit(1)
+
+
+def _show(found: Diff) -> None:
+    """Print the finding, and the first changed answers."""
+    out.print(found.line(), markup=False)
+    for name, value in found.facts():
+        out.print(f"  {name}: {value}", markup=False)
+    rows = found.table()
+    if rows:
+        show_rows(
+            [{name: _short(value) for name, value in row.items()} for row in rows[:CHANGES_SHOWN]]
+        )
+    if len(rows) > CHANGES_SHOWN:
+        out.print(f"... and {len(rows) - CHANGES_SHOWN:,} more: see --html or --json")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."

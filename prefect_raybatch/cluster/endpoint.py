@@ -1,0 +1,82 @@
+"""The launch of a hosted model's stage, and its limiter: one actor of Ray for the whole run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from typing import Any
+
+from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.stages.endpoint.client import SharedLimiter
+from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
+from prefect_raybatch.stages.endpoint.stage import EndpointLaunch
+from prefect_raybatch.stages.engine import EngineLaunch
+from prefect_raybatch.storage import Store
+
+
+class ActorLimiter:
+    """Reaches the run's limiter from any worker of the cluster."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+
+    def ask(self, tokens: int) -> tuple[float, int]:
+        import ray
+
+        wait, number = ray.get(self._actor.ask.remote(tokens))
+        return wait, number
+
+    def settle(
+        self,
+        number: int,
+        signal: Signal,
+        used: tuple[int, int] | None = None,
+        pause: float = 0.0,
+        why: str = "",
+    ) -> None:
+        import ray
+
+        ray.get(self._actor.settle.remote(number, signal, used, pause, why))
+
+    def lower(self, requests: float | None, tokens: float | None) -> None:
+        self._actor.lower.remote(requests, tokens)
+
+    def usage(self) -> Usage:
+        import ray
+
+        (usage,) = ray.get([self._actor.usage.remote()])
+        return usage  # type: ignore[no-any-return]
+
+
+def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter:
+    """Return the limiter of a run: an actor, or an object of this process outside of Ray.
+
+    `others` is as in `Limiter`.
+    """
+    import ray
+
+    per_minute = (spec.requests_per_minute, spec.tokens_per_minute)
+    limits = (*per_minute, spec.max_in_flight, spec.timeout)
+    if not ray.is_initialized():
+        return Limiter(*limits, others=others)
+    name = "raybatch-limiter-" + hashlib.sha256(store.uri.encode()).hexdigest()[:16]
+    options = {"num_cpus": 0, "max_concurrency": 1, "name": name, "get_if_exists": True}
+    return ActorLimiter(ray.remote(Limiter).options(**options).remote(*limits, others=others))
+
+
+def endpoint_launch(
+    launch: EngineLaunch, spec: EndpointSpec, store: Store, run: str, limiter: SharedLimiter
+) -> EndpointLaunch:
+    """Return the launch of a hosted model; fill in the variable that holds its key.
+
+    Raises `ConfigError` if the variable is not set.
+    """
+    given = {one.name: getattr(launch, one.name) for one in fields(EngineLaunch)}
+    return EndpointLaunch(
+        **{**given, "arguments": {}, "env": {}, "early_stop": "off"},
+        endpoint=spec,
+        key=spec.api_key(),
+        limiter=limiter,
+        store=store,
+        run=run,
+    )

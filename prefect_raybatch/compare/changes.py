@@ -1,0 +1,150 @@
+"""Finds which answers changed, and estimates the share of all rows that would change. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect_raybatch.compare.sample import AnswerValues
+from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.words import counted
+
+FAILED_ROW = "(failed)"
+NO_COLUMN = "(no such column)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row whose answer changed: its number in the run, its input, and {column: (old, new)}."""
+
+    row: int
+    input: str
+    values: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What a comparison found in `rows` sampled of `total` rows.
+
+    `low` and `high` are the ends of the exact 95 % interval of the share of all rows that change.
+    `columns` counts the changed rows by column. `reused` rows were not asked again, because their
+    requests are those of the run.
+    """
+
+    run: str
+    job: str
+    rows: int
+    total: int
+    changed: int
+    low: float
+    high: float
+    newly_failed: int
+    newly_answered: int
+    columns: Mapping[str, int]
+    reused: int
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Return the share of the sampled rows that changed."""
+        return self.changed / self.rows
+
+    def line(self) -> str:
+        """Return the finding in a sentence."""
+        return (
+            f"{self.changed:,} of {counted(self.rows, 'sampled row')} changed: {self.share:.1%}; "
+            f"of all {self.total:,} rows {self.low:.1%} to {self.high:.1%} (95 % interval)"
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return (name, value) of what is to be known beside the share."""
+        made = [
+            ("compared with", self.run),
+            ("reused", f"{self.reused:,} rows were not asked: their requests are the run's"),
+            ("failed now, answered before", f"{self.newly_failed:,}"),
+            ("answered now, failed before", f"{self.newly_answered:,}"),
+        ]
+        made += [(f"changed in {name}", f"{rows:,}") for name, rows in self.columns.items()]
+        return made + [("note", text) for text in self.notes]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the changed values, a row of the table for each."""
+        return [
+            {"row": change.row, "input": change.input, "column": name, "old": before, "new": after}
+            for change in self.changes
+            for name, (before, after) in change.values.items()
+        ]
+
+    def page(self) -> dict[str, Any]:
+        """Return what the HTML page shows."""
+        return {
+            "title": f"Answers of {self.job}",
+            "line": self.line(),
+            "changed": self.changed,
+            "facts": self.facts(),
+            "rows": self.table(),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "share": self.share}
+
+
+def changes_of(
+    numbers: Sequence[int],
+    inputs: Sequence[str],
+    old: Sequence[AnswerValues],
+    new: Sequence[AnswerValues],
+    renamed: Mapping[str, str],
+) -> tuple[Change, ...]:
+    """Return the changed rows. `renamed` maps columns of the new answers to the old names."""
+    made = []
+    for number, given, before, after in zip(numbers, inputs, old, new, strict=True):
+        if after is not None:
+            after = {renamed.get(name, name): value for name, value in after.items()}
+        if values := _differing(before, after):
+            made.append(Change(number, given, values))
+    return tuple(made)
+
+
+def diff_of(
+    *,
+    run: str,
+    job: str,
+    total: int,
+    changes: tuple[Change, ...],
+    old: Sequence[AnswerValues],
+    new: Sequence[AnswerValues],
+    reused: int,
+    notes: tuple[str, ...],
+) -> Diff:
+    """Return the finding with its interval."""
+    low, high = interval(len(changes), len(old))
+    if len(old) == total:  # nothing is left to be estimated
+        low = high = len(changes) / total
+    pairs = list(zip(old, new, strict=True))
+    columns = Counter(name for change in changes for name in change.values)
+    return Diff(
+        *(run, job, len(old), total, len(changes), round(low, 6), round(high, 6)),
+        newly_failed=sum(before is not None and after is None for before, after in pairs),
+        newly_answered=sum(before is None and after is not None for before, after in pairs),
+        columns=dict(columns.most_common()),
+        reused=reused,
+        changes=changes,
+        notes=notes,
+    )
+
+
+def _differing(old: AnswerValues, new: AnswerValues) -> dict[str, tuple[Any, Any]]:
+    if old is None and new is None:
+        return {}
+    names = dict.fromkeys([*(old or {}), *(new or {})])
+    pairs = {name: (_value(old, name), _value(new, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _value(answer: AnswerValues, name: str) -> Any:
+    return FAILED_ROW if answer is None else answer.get(name, NO_COLUMN)

@@ -1,0 +1,121 @@
+"""Draws rows of a finished run: their input as the run keeps it, and their answers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset
+import pyarrow.parquet as pq
+
+from prefect_raybatch.compile.job import compile_plan
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
+from prefect_raybatch.ledger.plan_tables import decode_schema
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.source.row_sample import RowSample
+from prefect_raybatch.spec.result import FinishSpec
+
+AnswerValues = Mapping[str, Any] | None  # values by column; None for a failed row
+
+
+@dataclass(frozen=True)
+class DrawnRows:
+    """Rows of a run by increasing number; `total` is how many they were drawn from."""
+
+    numbers: tuple[int, ...]
+    inputs: pa.Table
+    answers: tuple[AnswerValues, ...]
+    total: int
+
+    def to_parquet(self) -> bytes:
+        """Return the input rows as a Parquet file."""
+        out = io.BytesIO()
+        pq.write_table(self.inputs, out, compression="zstd")
+        return out.getvalue()
+
+
+def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows: int) -> DrawnRows:
+    """Return `rows` rows of a finished run, chosen by a hash of row number and plan.
+
+    So that the same command takes the same rows, and another run has others. Rows that postprocess
+    left out are not among them, because no file has them. Raises `ConfigError` for a run without
+    rows or without compaction.
+    """
+    finish = compile_plan(plan).finish
+    name = finish.row_number
+    good, bad = report.dataset(options), report.quarantine(options)
+    numbers = np.sort(np.concatenate([_numbers(good, name), _numbers(bad, name)]))
+    if not len(numbers):
+        raise ConfigError(f"{report.run} has no row to compare. Name a run with answers")
+    chosen = numbers[RowSample(rows, int(plan.hash[:15], 16)).numbers(len(numbers))]
+    wanted = pc.field(name).isin(pa.array(chosen))
+    kept = set(finish.kept(decode_schema(plan.input_schema).names))
+    columns = [column for column in good.schema.names if column in kept]
+    answered = good.to_table(filter=wanted)
+    failed = bad.to_table(columns=[name, "input"], filter=wanted) if report.failed else None
+    inputs = _inputs(answered, failed, columns)
+    found = dict(
+        zip(
+            answered[name].to_pylist(),
+            answered.select(compared_columns(answered.column_names, finish, kept)).to_pylist(),
+            strict=True,
+        )
+    )
+    at = answered[name].to_pylist() + (failed[name].to_pylist() if failed is not None else [])
+    order = pa.array(np.argsort(np.array(at, np.int64)))
+    return DrawnRows(
+        tuple(chosen.tolist()),
+        inputs.take(order).combine_chunks(),
+        tuple(found.get(number) for number in chosen.tolist()),
+        len(numbers),
+    )
+
+
+def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[str]) -> list[str]:
+    """Return which of a result's columns hold what was answered: no input, no details."""
+    parsing = finish.parsing
+    details = {finish.row_number, *finish.extras, PROBABILITIES, LOGPROBS}
+    details |= {parsing.reasoning_column} if parsing is not None else set()
+    return [name for name in names if name not in details.union(kept)]
+
+
+def check_kept(sample: DrawnRows, needed: Mapping[str, str], run: str) -> None:
+    """Raise `ConfigError` if the run does not keep a column that the job needs.
+
+    `needed` has the field that names each column.
+    """
+    for name, field in needed.items():
+        if name not in sample.inputs.column_names:
+            there = ", ".join(sample.inputs.column_names) or "none"
+            raise ConfigError(
+                f"{field}: the result of {run} does not keep the column {name!r} (it keeps: "
+                f"{there}). Compare with a run that keeps it: add it to output.columns there"
+            )
+
+
+def _numbers(rows: pyarrow.dataset.Dataset, name: str) -> np.ndarray:
+    numbers: np.ndarray = rows.to_table(columns=[name])[name].to_numpy().astype(np.int64)
+    return numbers
+
+
+def _inputs(answered: pa.Table, failed: pa.Table | None, columns: list[str]) -> pa.Table:
+    """Return the input of answered rows and then of failed ones, as far as both have it."""
+    if failed is None or not failed.num_rows:
+        return answered.select(columns)
+    names = [field.name for field in failed.schema.field("input").type]
+    if not answered.num_rows:
+        columns = names
+    shared = [name for name in columns if name in names]
+    rows = failed["input"].combine_chunks()
+    theirs = pa.table({name: pc.struct_field(rows, name) for name in shared})
+    if not answered.num_rows:
+        return theirs
+    mine = answered.select(shared)
+    return pa.concat_tables([mine, theirs.cast(mine.schema)])

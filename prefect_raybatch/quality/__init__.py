@@ -1,0 +1,1 @@
+"""Measures how many answers of a run are right, with an interval."""

@@ -1,0 +1,97 @@
+"""The accuracy of a run on its golden rows, with an exact interval, as a record and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.ledger.layout import QUALITY
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
+from prefect_raybatch.sizing.agreement import lower_bound
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+CONFIDENCE_OF_END = 0.975  # of each end, so that both together leave out 5 %
+
+
+@dataclass(frozen=True)
+class WrongAnswer(StrictRecord):
+    """A golden row that was answered wrong; texts are cut to a length."""
+
+    row: str
+    expected: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Accuracy(StrictRecord):
+    """How many golden rows of the run with this `plan` were answered right.
+
+    `right` of the `rows` golden rows that the run has were; `low` and `high` are the ends of the
+    95 % interval (0 to 1). `unanswered` golden rows are not in the run. `wrong` are some of those
+    that were not right.
+    """
+
+    plan: str
+    right: Count
+    rows: Count
+    unanswered: Count
+    low: Number
+    high: Number
+    wrong: tuple[WrongAnswer, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Return the share of right answers, 0 without any golden row."""
+        return self.right / self.rows if self.rows else 0.0
+
+    def short(self) -> str:
+        """Return e.g. `93.0% (88.5% to 96.1%)`."""
+        if not self.rows:
+            return "no golden row"
+        return f"{self.share:.1%} ({self.low:.1%} to {self.high:.1%})"
+
+    def text(self) -> str:
+        """Return the accuracy in one line, with what it was measured on."""
+        missing = f"; {self.unanswered:,} have no answer in this run" if self.unanswered else ""
+        if not self.rows:
+            return f"unknown: none of {counted(self.unanswered, 'golden row')} has an answer"
+        counts = f"{self.right:,} of {counted(self.rows, 'golden row')} right"
+        return f"{self.short()}, {counts}{missing}"
+
+
+_RECORD = TypeAdapter(Accuracy)
+
+
+def interval(right: int, rows: int) -> tuple[float, float]:
+    """Return the exact 95 % interval of a share (Clopper and Pearson); (0, 1) without rows."""
+    if not rows:
+        return 0.0, 1.0
+    low = lower_bound(right, rows, CONFIDENCE_OF_END)
+    return low, 1.0 - lower_bound(rows - right, rows, CONFIDENCE_OF_END)
+
+
+def accuracy_of(
+    plan: str, right: int, rows: int, unanswered: int, wrong: Sequence[WrongAnswer] = ()
+) -> Accuracy:
+    """Return the accuracy with its interval."""
+    low, high = interval(right, rows)
+    return Accuracy(plan, right, rows, unanswered, round(low, 6), round(high, 6), tuple(wrong))
+
+
+def put_accuracy(store: Store, accuracy: Accuracy) -> None:
+    """Write quality.json of a run."""
+    put_record(store, QUALITY, with_checksum(dump(asdict(accuracy))))
+
+
+def read_accuracy(store: Store) -> Accuracy | None:
+    """Return the accuracy of a run, or None; raise `CorruptRun` for a malformed record."""
+    try:
+        data = read_record(store, QUALITY)
+    except FileNotFoundError:
+        return None
+    return read_json(_RECORD, without_checksum(data, f"{store.uri}/{QUALITY}"), QUALITY)

@@ -1,0 +1,198 @@
+"""Golden rows: reads the file with right answers, and compares a result with it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.quality.accuracy import Accuracy, WrongAnswer, accuracy_of
+from prefect_raybatch.storage import open_store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.dataset
+
+MOST_GOLDEN_BYTES = 64 << 20  # of a golden file
+WRONG_SHOWN = 10
+FAILED_ANSWER = "(failed)"
+LONGEST_TEXT = 200  # characters of a shown value
+GoldenKey = tuple[str, ...]
+GoldenRow = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The right answers of a golden file by key; `columns` are those of the key.
+
+    `answer` is the column of the answer. All values are texts, as `as_text` returns them.
+    """
+
+    uri: str
+    columns: tuple[str, ...]
+    answer: str
+    answers: Mapping[GoldenKey, str]
+
+
+def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:
+    """Return the golden rows of a file.
+
+    Raises `ConfigError` for a file that is missing or unreadable, lacks a column or an answer, or
+    holds a key twice.
+    """
+    rows = _rows(uri, _bytes(uri, options))
+    if not rows:
+        raise ConfigError(f"quality.golden: {uri} has no rows. Add rows with right answers")
+    there = list(rows[0])
+    columns = tuple(key or (name for name in there if name != answer))
+    for field, name in [("answer", answer), *(("key", name) for name in columns)]:
+        if name not in there:
+            raise ConfigError(
+                f"quality.golden: {uri} has no column {name!r} (it has: {', '.join(there)}). Add "
+                f"it, or set quality.{field}"
+            )
+    if not columns:
+        raise ConfigError(
+            f"quality.golden: {uri} has only the column {answer!r}. Add the columns of the input "
+            "by which its rows are found"
+        )
+    answers: dict[GoldenKey, str] = {}
+    for number, row in enumerate(rows, 1):
+        value, of_row = row.get(answer), tuple(as_text(row.get(name)) for name in columns)
+        if value is None or value == "":
+            raise ConfigError(
+                f"quality.golden: {uri}, row {number}: column {answer!r} is empty. Write the right "
+                "answer, or remove the row"
+            )
+        if of_row in answers:
+            raise ConfigError(
+                f"quality.golden: {uri}, row {number}: an earlier row has the same "
+                f"{', '.join(columns)}. Remove one of them, or name more columns in quality.key"
+            )
+        answers[of_row] = as_text(value)
+    return Golden(uri, columns, answer, answers)
+
+
+def as_text(value: object) -> str:
+    """Return a value as it is compared: text without surrounding spaces, numbers as in CSV."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "" if value is None else str(value).strip()
+
+
+def accuracy_on(
+    golden: Golden,
+    result: pyarrow.dataset.Dataset,
+    quarantine: pyarrow.dataset.Dataset | None,
+    plan: str,
+) -> Accuracy:
+    """Return the accuracy of a run on the golden rows; a failed row is a wrong answer.
+
+    If several rows of the result have the key of a golden row, the first one counts, since equal
+    rows are no independent evidence. `quarantine` holds the failed rows, None if there are none.
+    Raises `ConfigError` if the result lacks a column.
+    """
+    answers: dict[GoldenKey, str] = {}
+    if result.count_rows():  # else it has no columns either
+        answers = _answers(golden, result)
+    for key in _failed(golden, quarantine):
+        answers.setdefault(key, FAILED_ANSWER)
+    wrong = [
+        WrongAnswer(_cut(", ".join(key)), _cut(golden.answers[key]), _cut(answers[key]))
+        for key in answers
+        if answers[key] != golden.answers[key]
+    ]
+    right, unanswered = len(answers) - len(wrong), len(golden.answers) - len(answers)
+    return accuracy_of(plan, right, len(answers), unanswered, wrong[:WRONG_SHOWN])
+
+
+def _answers(golden: Golden, result: pyarrow.dataset.Dataset) -> dict[GoldenKey, str]:
+    """Return the answers of the golden rows in a result. Raises as `accuracy_on`."""
+    for name in (*golden.columns, golden.answer):
+        if name not in result.schema.names:
+            raise ConfigError(
+                f"quality: the result has no column {name!r} (it has: "
+                f"{', '.join(result.schema.names)}). Add it to output.columns, or set quality.key "
+                "and quality.answer to columns of the result"
+            )
+    answers: dict[GoldenKey, str] = {}
+    first = {key[0] for key in golden.answers}
+    for batch in result.to_batches(columns=[*golden.columns, golden.answer]):
+        for row in _candidates(batch, golden.columns[0], first).to_pylist():
+            key = tuple(as_text(row[name]) for name in golden.columns)
+            if key in golden.answers:
+                answers.setdefault(key, as_text(row[golden.answer]))
+    return answers
+
+
+def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Iterator[GoldenKey]:
+    """Yield the keys of golden rows that failed; none if their input lacks a column of the key."""
+    if quarantine is None:
+        return
+    for batch in quarantine.to_batches(columns=["input"]):
+        for row in batch.column(0).to_pylist():
+            if row is None or not set(golden.columns) <= set(row):
+                continue
+            key = tuple(as_text(row[name]) for name in golden.columns)
+            if key in golden.answers:
+                yield key
+
+
+def _candidates(batch: pa.RecordBatch, column: str, values: set[str]) -> pa.RecordBatch:
+    """Return the rows whose column may have one of these values: few of a large result."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = batch.schema.field(column).type
+    if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
+        return batch
+    texts = pc.utf8_trim_whitespace(pc.fill_null(pc.cast(batch.column(column), pa.string()), ""))
+    return batch.filter(pc.is_in(texts, pa.array(sorted(values), pa.string())))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 3]}..."
+
+
+def _bytes(uri: str, options: Mapping[str, object]) -> bytes:
+    folder, _, name = uri.rpartition("/")
+    folder = folder or ("/" if uri.startswith("/") else ".")
+    try:
+        return open_store(folder, dict(options) or None).read(name, MOST_GOLDEN_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"quality.golden: no file {uri}. Correct the path") from None
+
+
+def _rows(uri: str, data: bytes) -> list[GoldenRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if uri.endswith(".parquet"):
+            rows: list[GoldenRow] = pq.read_table(
+                pa.BufferReader(data), pre_buffer=False
+            ).to_pylist()
+            return rows
+        text = data.decode("utf-8-sig")
+        if uri.endswith(".csv"):
+            return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+        return list(_json_rows(uri, text))
+    except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"quality.golden: {uri} cannot be read as its ending says: {error}. Correct the file"
+        ) from None
+
+
+def _json_rows(uri: str, text: str) -> Iterator[GoldenRow]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            yield row

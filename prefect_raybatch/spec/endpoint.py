@@ -1,0 +1,42 @@
+"""The hosted model of a run, and the limits of its server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefect_raybatch.job.variables import fill_variables
+from prefect_raybatch.spec.options import HiddenOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointSpec:
+    """A server with the OpenAI API that answers in place of engines.
+
+    `secret` holds the API key as `key`, or nothing; a key may be a variable `${NAME}` that the
+    driver fills in. The limits hold for the whole run; None for no limit. `timeout` is in seconds;
+    prices are those of a million tokens, None if unknown. `batch`: shards go to the server's batch
+    API.
+    """
+
+    url: str
+    model: str
+    secret: HiddenOptions
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_in_flight: int
+    timeout: float
+    price_in: float | None
+    price_out: float | None
+    batch: bool
+
+    @property
+    def limited(self) -> bool:
+        """Return whether there is a limit per minute."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+    def api_key(self) -> str:
+        """Return the API key, "" for none, from its environment variable if it names one.
+
+        Raises `ConfigError` if that variable is not set.
+        """
+        return str(fill_variables(self.secret.get("key", ""), "engine.endpoint.key"))

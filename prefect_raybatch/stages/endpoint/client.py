@@ -1,0 +1,386 @@
+"""Sends requests to a hosted model: one thread with an event loop, many requests in flight.
+
+Every end of a request is one of: an answer, a row's own error, a retry after a wait, or an error
+that ends the attempt (`EndpointRefused`, `EndpointUnavailable`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
+from prefect_raybatch.stages.endpoint.limiter import Limiter, Signal, Usage
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+MOST_ANSWER_BYTES = 64 << 20  # of an answer
+QUOTED_TEXT = 300  # characters of a server's message that are quoted
+ROW_TRIES = 6  # of a request that fails while others are answered
+ROW_TRIES_ALONE = 12  # of one that fails while the server answers nothing but its list of models
+MODEL_LIST_TRIES = 3
+SERVER_CONNECT = 10.0  # to a server
+MODEL_LIST_SECONDS = 60.0  # for its list of models
+SERVER_OUTAGE = 600.0  # seconds without any answer after which the run ends
+FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
+ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
+OF_PROBE = {
+    403: "the key may not use this server; check engine.endpoint.key",
+    404: "check engine.endpoint.url",
+}
+QUOTA = "insufficient_quota"
+
+
+class SharedLimiter(Protocol):
+    """The limiter of the run, wherever it is; see `limiter.Limiter`."""
+
+    def ask(self, tokens: int) -> tuple[float, int]: ...
+
+    def settle(
+        self,
+        number: int,
+        signal: Signal,
+        used: tuple[int, int] | None = None,
+        pause: float = 0.0,
+        why: str = "",
+    ) -> None: ...
+
+    def lower(self, requests: float | None, tokens: float | None) -> None: ...
+
+    def usage(self) -> Usage: ...
+
+
+@dataclass(frozen=True)
+class HostedRequest:
+    """One request: its body, the tokens to reserve, and its idempotency key.
+
+    `answered` is called with the answer, before `ask` returns.
+    """
+
+    body: Mapping[str, Any]
+    tokens: int
+    key: str
+    answered: Callable[[HostedAnswer], None]
+
+
+@dataclass(frozen=True)
+class HostedAnswer:
+    """The server's answer, or the (class, message) of the row's own error."""
+
+    content: str = ""
+    finish: str = "stop"
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: tuple[str, str] | None = None
+
+
+class EndpointEngine:
+    """Takes the place of a vLLM engine; one per actor. Thread-safe.
+
+    Raises `EndpointRefused` if the server refuses or does not have the model, and
+    `EndpointUnavailable` if it cannot be reached.
+    """
+
+    def __init__(self, spec: EndpointSpec, key: str, limiter: SharedLimiter):
+        self.spec, self.limiter = spec, limiter
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._counts = {"rows": 0, "refused": 0, "waiting": 0}
+        self._first_answer = 0.0  # seconds since 1970
+        self._answered_at = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="raybatch-endpoint", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._do(self._open())
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, requests: Sequence[HostedRequest]) -> list[HostedAnswer]:
+        """Return the answers in the order of the requests.
+
+        Raises `EndpointRefused` and `EndpointUnavailable`.
+        """
+        answers: list[HostedAnswer] = self._do(self._all(requests))
+        return answers
+
+    def stats(self) -> dict[str, Any]:
+        return {**self._counts, "died": None, "stepped_at": self._first_answer}
+
+    def load(self) -> dict[str, float]:
+        return {"running": self._counts["waiting"]}
+
+    def close(self) -> None:
+        """Close all connections, and end the thread. A second call has no effect."""
+        if not self._thread.is_alive():
+            return
+        self._do(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await self._client.aclose()
+        await self._loop.shutdown_default_executor()
+
+    def _do(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _open(self) -> None:
+        import httpx
+
+        self._turn = asyncio.Lock()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        connect = min(SERVER_CONNECT, self.spec.timeout)
+        timeout = httpx.Timeout(self.spec.timeout, connect=connect)
+        self._client = httpx.AsyncClient(
+            headers=self._headers, timeout=timeout, limits=limits, follow_redirects=False
+        )
+        self._answered_at = self._loop.time()
+        await self._probe()
+
+    async def _probe(self) -> None:
+        """Ask for the list of models.
+
+        Raises `EndpointUnavailable` if there is no server, `EndpointRefused` if it refuses, or if
+        this model is not in the list.
+        """
+        import httpx
+
+        for attempt in range(1, MODEL_LIST_TRIES + 1):
+            try:
+                response = await self._client.get(
+                    f"{self.spec.url}/models", timeout=min(MODEL_LIST_SECONDS, self.spec.timeout)
+                )
+                break
+            except httpx.InvalidURL as error:
+                raise EndpointRefused(f"engine.endpoint.url: {error}. Correct it") from None
+            except httpx.HTTPError as error:
+                if attempt == MODEL_LIST_TRIES:
+                    raise EndpointUnavailable(
+                        f"engine.endpoint.url: {self.spec.url} cannot be reached "
+                        f"({type(error).__name__}: {error})"
+                    ) from None
+                await asyncio.sleep(_backoff(attempt))
+        status = response.status_code
+        remedy = {**ENDS_RUN, **OF_PROBE}.get(status)
+        if 300 <= status < 400:
+            remedy = "the server redirects, which is not followed; write the address that it names"
+        if remedy is not None:
+            raise EndpointRefused(
+                f"engine.endpoint: {self.spec.url}/models answers {status}: {remedy}. The server "
+                f"says: {_said(response)}"
+            )
+        names = _model_names(response)
+        if names and self.spec.model not in names:
+            shown = ", ".join(sorted(names)[:10])
+            raise EndpointRefused(
+                f"engine.endpoint.model: the server has no model {self.spec.model!r}; use one of "
+                f"{shown}"
+            )
+
+    async def _all(self, requests: Sequence[HostedRequest]) -> list[HostedAnswer]:
+        tasks = [asyncio.create_task(self._one(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, request: HostedRequest) -> HostedAnswer:
+        self._counts["waiting"] += 1
+        try:
+            answer = await self._answer(request)
+        finally:
+            self._counts["waiting"] -= 1
+        self._counts["rows"] += 1
+        self._first_answer = self._first_answer or time.time()
+        if answer.error is not None:
+            self._counts["refused"] += 1
+        else:
+            request.answered(answer)
+        return answer
+
+    async def _answer(self, request: HostedRequest) -> HostedAnswer:
+        import httpx
+
+        limit = self.spec.tokens_per_minute
+        if limit is not None and request.tokens > limit:
+            return _row_error(
+                "PromptTooLong",
+                f"the prompt and sampling.max_tokens have about {request.tokens:,} tokens, more "
+                f"than engine.endpoint.tokens_per_minute ({limit:,}). Shorten the row, or lower "
+                "sampling.max_tokens",
+            )
+        failures, first_failure = 0, 0.0
+        while True:
+            number = await self._leave(request.tokens)
+            try:
+                response = await self._client.post(
+                    f"{self.spec.url}/chat/completions",
+                    json=request.body,
+                    headers={"Idempotency-Key": request.key},
+                )
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+                await self._tell(number, "failed")
+            except BaseException:
+                await self._tell(number, "failed")
+                raise
+            else:
+                found = await self._read(number, response)
+                if isinstance(found, HostedAnswer):
+                    return found
+                problem = found
+                if response.status_code == 429:  # the limiter waits; no try of the row is lost
+                    continue
+            first_failure = first_failure or self._loop.time()
+            failures += 1
+            if await self._is_of_row(failures, first_failure):
+                return _row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
+            self._check_outage(problem)
+            await asyncio.sleep(_backoff(failures))
+
+    async def _is_of_row(self, failures: int, first_failure: float) -> bool:
+        """Return whether a request fails because of its row, and not because of the server."""
+        import httpx
+
+        if failures >= ROW_TRIES and self._answered_at > first_failure:
+            return True
+        if failures < ROW_TRIES_ALONE:
+            return False
+        try:
+            return (await self._client.get(f"{self.spec.url}/models")).is_success
+        except httpx.HTTPError:
+            return False
+
+    async def _leave(self, tokens: int) -> int:
+        """Return the number of a request once the limits let it leave."""
+        async with self._turn:
+            while True:
+                asked = asyncio.ensure_future(asyncio.to_thread(self.limiter.ask, tokens))
+                try:
+                    wait, number = await asyncio.shield(asked)
+                except asyncio.CancelledError:  # else the request would stay in flight
+                    asked.add_done_callback(self._give_back)
+                    raise
+                if number:
+                    return number
+                await asyncio.sleep(min(wait, 1.0))
+
+    def _give_back(self, asked: asyncio.Future[tuple[float, int]]) -> None:
+        if not asked.cancelled() and asked.exception() is None and asked.result()[1]:
+            self.limiter.settle(asked.result()[1], "failed")
+
+    async def _tell(self, number: int, signal: Signal, *more: Any) -> None:
+        await asyncio.to_thread(self.limiter.settle, number, signal, *more)
+
+    async def _read(self, number: int, response: httpx.Response) -> HostedAnswer | str:
+        """Return the answer, or the problem because of which the request is sent again."""
+        status, now = response.status_code, datetime.now(UTC)
+        pause = pause_of(response.headers, now)
+        if any(limits := limits_of(response.headers)):
+            await asyncio.to_thread(self.limiter.lower, *limits)
+        if status == 200:
+            answer = _parsed(response)
+            if isinstance(answer, HostedAnswer):
+                self._answered_at = self._loop.time()
+                used = (answer.prompt_tokens, answer.output_tokens)
+                await self._tell(number, "answered", used, pause or 0.0, "its limit is used up")
+                return answer
+            await self._tell(number, "failed")
+            return answer
+        said = f"the server answers {status}: {_said(response)}"
+        if status in ENDS_RUN or (status == 429 and QUOTA in response.text):
+            await self._tell(number, "failed")
+            remedy = ENDS_RUN.get(status, "the account's quota is used up; raise it")
+            raise EndpointRefused(f"engine.endpoint: {said}. Remedy: {remedy}")
+        if status == 429:
+            await self._tell(number, "limited", None, pause or 1.0, "429")
+            return said
+        again = may_retry(response.headers)
+        if (status in (408, 409, 425) or status >= 500 or again) and again is not False:
+            await self._tell(number, "failed", None, pause or 0.0, str(status))
+            return said
+        await self._tell(number, "answered")
+        self._answered_at = self._loop.time()
+        return _row_error("RequestRefused", f"{said}. Correct the row, or the job's prompt")
+
+    def _check_outage(self, problem: str) -> None:
+        silent = self._loop.time() - self._answered_at
+        if silent > SERVER_OUTAGE:
+            raise EndpointUnavailable(
+                f"engine.endpoint: {self.spec.url} has answered nothing for {silent / 60:.0f} "
+                f"minutes ({problem})"
+            )
+
+
+def ask_for_model(spec: EndpointSpec) -> None:
+    """Ask a server whether it has the model. Raises as `EndpointEngine` does, and `ConfigError`."""
+    EndpointEngine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
+
+
+def _parsed(response: httpx.Response) -> HostedAnswer | str:
+    """Return the answer in a response, or what is wrong with it."""
+    if len(response.content) > MOST_ANSWER_BYTES:
+        return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
+    try:
+        value = response.json()
+        choice, usage = value["choices"][0], value.get("usage") or {}
+        content = choice["message"]["content"]
+        prompt = int(usage.get("prompt_tokens") or 0)
+        output = int(usage.get("completion_tokens") or 0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return f"the answer is no chat completion in JSON: {_said(response)}"
+    finish = choice.get("finish_reason")
+    if content is None and (refusal := choice["message"].get("refusal")):
+        return _row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
+    if not isinstance(content, str):
+        return _row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
+    return HostedAnswer(content, "length" if finish == "length" else "stop", prompt, output)
+
+
+def _row_error(kind: str, message: str) -> HostedAnswer:
+    return HostedAnswer(error=(kind, message))
+
+
+def _said(response: httpx.Response) -> str:
+    """Return a server's message, short and on one line."""
+    try:
+        error = response.json()["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, TypeError, KeyError):
+        text = response.text
+    return " ".join(text.split())[:QUOTED_TEXT] or "no text"
+
+
+def _model_names(response: httpx.Response) -> set[str]:
+    """Return the names of the server's models; empty if it does not list them."""
+    try:
+        return {str(one["id"]) for one in json.loads(response.content)["data"]}
+    except (ValueError, TypeError, KeyError):
+        return set()
+
+
+def _backoff(attempt: int) -> float:
+    """Return the seconds to wait after that many failures, spread so that workers do not agree."""
+    wait = min(MOST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(attempt, 10))
+    return wait * random.uniform(0.5, 1.0)

@@ -1,0 +1,79 @@
+"""Reads how long a server asks to wait, and the limits that it reports, from its headers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+SECONDS_OF = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+MOST_PAUSE = 3600.0  # seconds that a server may make a run wait at once
+_PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+def pause_of(headers: Mapping[str, str], now: datetime) -> float | None:
+    """Return the seconds that the server asks to wait, None if it does not say."""
+    waits = [_number(headers.get("retry-after-ms"), 0.001), _retry_after(headers, now)]
+    for kind in ("requests", "tokens"):
+        for family in ("x-ratelimit-{}-" + kind, "anthropic-ratelimit-" + kind + "-{}"):
+            if _number(headers.get(family.format("remaining"))) == 0:
+                waits.append(_reset(headers.get(family.format("reset")), now))
+    known = [wait for wait in waits if wait is not None and wait > 0]
+    return min(max(known), MOST_PAUSE) if known else None
+
+
+def limits_of(headers: Mapping[str, str]) -> tuple[float | None, float | None]:
+    """Return the requests and tokens per minute that the server reports; None where unknown.
+
+    Azure reports -1 for no limit.
+    """
+    found = []
+    for kind in ("requests", "tokens"):
+        told = headers.get(f"x-ratelimit-limit-{kind}")
+        told = told or headers.get(f"anthropic-ratelimit-{kind}-limit")
+        number = _number(told)
+        found.append(number if number and number > 0 else None)
+    return found[0], found[1]
+
+
+def may_retry(headers: Mapping[str, str]) -> bool | None:
+    """Return whether the server says that a retry may help; None if it does not say."""
+    return {"true": True, "false": False}.get(headers.get("x-should-retry", "").lower())
+
+
+def _retry_after(headers: Mapping[str, str], now: datetime) -> float | None:
+    text = headers.get("retry-after")
+    seconds = _number(text)
+    if seconds is not None or not text:
+        return seconds
+    try:
+        return (parsedate_to_datetime(text) - now).total_seconds()
+    except (ValueError, TypeError):
+        return None
+
+
+def _reset(text: str | None, now: datetime) -> float | None:
+    """Return the seconds until a reset: `6m0s`, `20ms`, seconds, or a time."""
+    if not text:
+        return None
+    if (seconds := _number(text)) is not None:
+        return seconds
+    parts = _PARTS.findall(text)
+    if parts and "".join(number + unit for number, unit in parts) == text:
+        return sum(float(number) * SECONDS_OF[unit] for number, unit in parts)
+    try:
+        until = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    until = until if until.tzinfo else until.replace(tzinfo=UTC)
+    return (until - now).total_seconds()
+
+
+def _number(text: str | None, unit: float = 1.0) -> float | None:
+    try:
+        value = float(text) * unit if text else None
+    except ValueError:
+        return None
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,201 @@
+"""Limits on requests and tokens per minute, and how many requests are in flight. No I/O.
+
+The limits hold in any 60 seconds of the server's clock, although a request reaches it later than
+it was sent: a request counts until 60 s after its answer, but at most `TRAVEL` s longer than 60 s
+after it was sent. Requests are also paced: at most about a second's worth leaves at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+LIMIT_WINDOW = 60.0  # seconds
+BURST = 1.0  # seconds' worth that may leave at once
+TRAVEL = 2.0  # seconds that a request may take to the server
+CLOCK_ROUNDING = 1e-6  # seconds
+FIRST_IN_FLIGHT = 8.0
+SLOWER, FASTER = 0.5, 1.0  # factor of requests in flight after 429, and steps per round of answers
+Signal = Literal["answered", "limited", "failed"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a run has sent so far, and why it waits ("" if it does not)."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    waits: str = ""
+
+
+@dataclass
+class _Sent:
+    """A request that counts against the limits. `settled` is when its answer came."""
+
+    at: float
+    tokens: int
+    settled: float | None = None
+
+    def expires(self) -> float:
+        """Return when it stops counting."""
+        late = self.at + TRAVEL
+        return LIMIT_WINDOW + (late if self.settled is None else min(self.settled, late))
+
+
+@dataclass
+class _Pace:
+    """Spaces what is sent evenly over a minute, after bursts of `BURST` seconds."""
+
+    free: float = 0.0  # when everything sent so far would have left at an even pace
+
+    def wait(self, now: float, amount: float, per_minute: float) -> float:
+        spare = max(0.0, BURST - amount * LIMIT_WINDOW / per_minute)
+        wait = self.free - now - spare
+        return wait if wait > CLOCK_ROUNDING else 0.0
+
+    def take(self, now: float, amount: float, per_minute: float) -> None:
+        self.free = max(self.free, now) + amount * LIMIT_WINDOW / per_minute
+
+
+@dataclass
+class Limiter:
+    """The limits of one run, shared by all its workers. Thread-safe.
+
+    `requests` and `tokens` are per minute, None for no limit. `most` is the maximum number of
+    requests in flight; fewer are allowed after a 429 or a failure, and more after answers. With a
+    limit, nothing leaves for the first `others` seconds, because earlier attempts may have used it.
+    """
+
+    requests: float | None
+    tokens: float | None
+    most: int
+    timeout: float
+    clock: Callable[[], float] = time.monotonic
+    others: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sent: deque[_Sent] = field(default_factory=deque)
+    _flying: dict[int, _Sent] = field(default_factory=dict)
+    _numbers: count[int] = field(default_factory=lambda: count(1))
+    allowed: float = 0.0
+    _request_pace: _Pace = field(default_factory=_Pace)
+    _token_pace: _Pace = field(default_factory=_Pace)
+    _paused: float = 0.0
+    _why: str = ""
+    _cut: float = 0.0  # when the requests in flight were last halved
+    _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def __post_init__(self) -> None:
+        self.allowed = min(FIRST_IN_FLIGHT, self.most)
+        if self.others and (self.requests or self.tokens):
+            self._paused = self.clock() + self.others
+            self._why = "an earlier attempt may have used up the limit"
+
+    def ask(self, tokens: int) -> tuple[float, int]:
+        """Return (0, number) if a request of `tokens` may leave now, else (seconds to wait, 0).
+
+        A request that may leave counts at once; tell its end by `settle`.
+        """
+        with self._lock:
+            now = self.clock()
+            self._forget(now)
+            wait = self._wait(now, tokens)
+            if wait > 0:
+                return wait, 0
+            if self.requests:
+                self._request_pace.take(now, 1, self.requests)
+            if self.tokens:
+                self._token_pace.take(now, tokens, self.tokens)
+            number, sent = next(self._numbers), _Sent(now, tokens)
+            self._sent.append(sent)
+            self._flying[number] = sent
+            self._usage[0] += 1
+            return 0.0, number
+
+    def settle(
+        self,
+        number: int,
+        signal: Signal,
+        used: tuple[int, int] | None = None,
+        pause: float = 0.0,
+        why: str = "",
+    ) -> None:
+        """Tell the end of a request.
+
+        `used` are the prompt and answer tokens that the server billed; without them the reserved
+        tokens stay counted. No request leaves for `pause` seconds, because of `why`.
+        """
+        with self._lock:
+            now = self.clock()
+            sent = self._flying.pop(number, None)
+            if sent is not None:
+                sent.settled = now
+            if used is not None:
+                self._usage[1] += used[0]
+                self._usage[2] += used[1]
+                if sent is not None:
+                    if self.tokens:
+                        spared = sent.tokens - sum(used)
+                        self._token_pace.free -= spared * LIMIT_WINDOW / self.tokens
+                    sent.tokens = sum(used)
+            if signal == "answered":
+                self.allowed = min(self.most, self.allowed + FASTER / self.allowed)
+            elif sent is None or sent.at > self._cut:  # else it left before the last cut
+                self.allowed, self._cut = max(1.0, self.allowed * SLOWER), now
+            if pause > 0 and now + pause > self._paused:
+                self._paused, self._why = now + pause, why
+
+    def lower(self, requests: float | None, tokens: float | None) -> None:
+        """Take over limits that the server reports, where they are lower."""
+        with self._lock:
+            if requests:
+                self.requests = min(requests, self.requests or requests)
+            if tokens:
+                self.tokens = min(tokens, self.tokens or tokens)
+
+    def usage(self) -> Usage:
+        """Return what was sent, and why nothing is sent now."""
+        with self._lock:
+            left = self._paused - self.clock()
+            limit = (
+                "" if self.requests is None else f", limit {self.requests:g} requests per minute"
+            )
+            waits = f"waiting {left:.0f} s: {self._why}{limit}" if left >= 1 else ""
+            requests, prompt, output = self._usage
+            return Usage(requests, prompt, output, waits)
+
+    def _wait(self, now: float, tokens: int) -> float:
+        waits = [self._paused - now]
+        if len(self._flying) >= int(self.allowed):
+            waits.append(0.05)
+        if self.requests:
+            waits.append(self._request_pace.wait(now, 1, self.requests))
+            waits.append(self._until_room(now, len(self._sent) + 1 - self.requests, False))
+        if self.tokens:
+            waits.append(self._token_pace.wait(now, tokens, self.tokens))
+            over = sum(one.tokens for one in self._sent) + tokens - self.tokens
+            waits.append(self._until_room(now, over, True))
+        return max(waits)
+
+    def _until_room(self, now: float, over: float, by_tokens: bool) -> float:
+        """Return the seconds until `over` requests or tokens stop counting."""
+        if over <= 0:
+            return 0.0
+        for sent in sorted(self._sent, key=_Sent.expires):
+            over -= sent.tokens if by_tokens else 1
+            if over <= 0:
+                return max(sent.expires() - now, 0.001)
+        return 1.0
+
+    def _forget(self, now: float) -> None:
+        """Forget requests that no longer count, and those whose worker died."""
+        if any(one.expires() <= now for one in self._sent):
+            self._sent = deque(one for one in self._sent if one.expires() > now)
+        lost = [n for n, one in self._flying.items() if now - one.at > 2 * self.timeout]
+        for number in lost:
+            del self._flying[number]

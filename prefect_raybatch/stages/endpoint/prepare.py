@@ -1,0 +1,45 @@
+"""From row to chat messages for a hosted model. It needs no tokenizer: the server has it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from prefect_raybatch.stages.block import Failure, timed, with_failures
+from prefect_raybatch.stages.columns import CHAT, FORMED, PARAMS, TOKENS
+from prefect_raybatch.stages.messages import ChatRequest
+from prefect_raybatch.stages.prepare import Prepare, with_own_forms
+from prefect_raybatch.stages.row_sampling import has_form
+
+
+@dataclass(frozen=True)
+class PrepareHosted(Prepare):
+    """The stage for a hosted model; a row's tokens stay empty."""
+
+    def _prepare(self, table: pa.Table) -> pa.Table:
+        began = time.time()
+        made = [_encoded(request) for request in self._requests(table)]
+        requests = [pair[0] for pair in made]
+        own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
+        table = CHAT.add_to(table, [pair[1] for pair in made])
+        table = TOKENS.add_to(table, [[] for _ in made])
+        table = PARAMS.add_to(table, [json.dumps(fields) if fields else None for fields in own])
+        if self.prompt.function or has_form(self.sampling.fields):
+            table = FORMED.add_to(table, [has_form(self.sampling.fields, f) for f in own])
+        if self.prompt.function:
+            table = with_own_forms(table, requests)
+        table = with_failures(table, [r if isinstance(r, Failure) else None for r in requests])
+        return timed(table, "prepare", began)
+
+
+def _encoded(request: ChatRequest | Failure) -> tuple[ChatRequest | Failure, str | None]:
+    """Return a request with the JSON of its messages, or why they have none."""
+    if isinstance(request, Failure):
+        return request, None
+    try:
+        return request, json.dumps(request.messages)
+    except (TypeError, ValueError) as error:
+        return Failure.of("prepare", error), None

@@ -1,0 +1,163 @@
+"""The engine stage with a hosted model behind it: blocks in, blocks out, as with vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+
+from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.request import SamplingFields
+from prefect_raybatch.stages.block import failures_of, lost_all
+from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
+from prefect_raybatch.stages.endpoint.body import answer_text, body_of, prompt_estimate
+from prefect_raybatch.stages.endpoint.client import (
+    EndpointEngine,
+    HostedAnswer,
+    HostedRequest,
+    SharedLimiter,
+)
+from prefect_raybatch.stages.endpoint.journal import Journal, read_journal
+from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, fields_of
+from prefect_raybatch.stages.order import arrange
+from prefect_raybatch.storage import Store
+
+if TYPE_CHECKING:
+    from prefect_raybatch.stages.pooling import RowAnswer
+    from prefect_raybatch.stages.vllm.stepper import Completion, SteppedEngine
+
+
+@dataclass(frozen=True)
+class EndpointLaunch(EngineLaunch):
+    """Everything that an actor needs to ask a hosted model.
+
+    `key` is the API key, "" for none; `store` is rooted at the run directory; `run` identifies the
+    run in idempotency keys.
+    """
+
+    endpoint: EndpointSpec = field(kw_only=True)
+    key: str = field(kw_only=True, repr=False)
+    limiter: SharedLimiter = field(kw_only=True)
+    store: Store = field(kw_only=True)
+    run: str = field(kw_only=True)
+
+
+class EndpointStage(EngineStage):
+    """The engine stage of a run with `engine.endpoint`."""
+
+    spec: EndpointLaunch
+    _journal: Journal | None = None
+
+    def _prepare_process(self, spec: EngineLaunch) -> None:
+        """Do nothing: no process of vLLM is started."""
+
+    def start(self) -> None:
+        spec = self.spec
+        try:
+            engine = EndpointEngine(spec.endpoint, spec.key, spec.limiter)
+        except (EndpointRefused, EndpointUnavailable) as error:
+            self._refused = Loss(type(error).__name__, str(error), fatal=True)
+            return
+        if self._journal is None:
+            self._journal = Journal(spec.store)
+        self.engine, self._refused = cast("SteppedEngine", engine), None
+
+    def _prove(self, cause: str, first: int = 1) -> None:
+        """Do nothing: no row can kill the server, and it told its models at the start."""
+        self._suspect = None
+
+    def close(self) -> None:
+        super().close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Answer the valid rows of a block, as `EngineStage` does."""
+        try:
+            return super().__call__(table)
+        except (EndpointRefused, EndpointUnavailable) as error:
+            why = Loss(type(error).__name__, str(error), fatal=True)
+            self._refused = why
+            with self._lock:
+                engine, self.engine = self.engine, None
+            if self._teller is not None:
+                self._teller.end()
+            if engine is not None:  # so that blocks that come later are given back at once
+                engine.close()
+            return lost_all(table, why)
+        except CancelledError:  # another block met the error that ended the engine
+            if self._refused is None:
+                raise
+            return lost_all(table, self._refused)
+
+    def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[RowAnswer]:
+        params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
+        texts = table[CHAT].to_pylist()
+        well = [i for i, failure in enumerate(failures_of(table)) if failure is None]
+        keys = [(text or "").encode() for text in texts]
+        asked = arrange(keys, params, well, sort=False, merge=self.spec.merge)
+        shards, positions = (table[name].to_pylist() for name in (SHARD, POSITION))
+        kept = read_journal(self.spec.store, set(shards))
+        answers: dict[int, HostedAnswer] = {}
+        requests: dict[int, HostedRequest] = {}
+        for i in asked.rows:
+            try:
+                messages = json.loads(texts[i])
+                body = body_of(self.spec.endpoint.model, messages, params[i])
+            except ValueError as error:
+                answers[i] = HostedAnswer(error=("ValueError", str(error)))
+                continue
+            key = _key(self.spec.run, shards[i], positions[i], body)
+            if (entry := kept.get(key)) is not None:
+                answers[i] = HostedAnswer(
+                    entry["content"], entry["finish"], entry["prompt"], entry["output"]
+                )
+                continue
+            tokens = prompt_estimate(messages) + int(body.get("max_tokens") or 0)
+            keep = partial(self._keep, shards[i], key)
+            requests[i] = HostedRequest(body, tokens, key, keep)
+        hosted = cast("EndpointEngine", engine)
+        answers.update(zip(requests, hosted.ask(list(requests.values())), strict=True))
+        return [(i, asked.served(i), _completion(answers[i], params[i])) for i in asked.rows]
+
+    def _keep(self, shard: int, key: str, answer: HostedAnswer) -> None:
+        if self._journal is not None:
+            self._journal.add(
+                shard,
+                {
+                    "key": key,
+                    "content": answer.content,
+                    "finish": answer.finish,
+                    "prompt": answer.prompt_tokens,
+                    "output": answer.output_tokens,
+                },
+            )
+
+
+def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
+    """Return an answer as an engine gives it.
+
+    The server tells how many tokens it has, not which: they are zeros.
+    """
+    from prefect_raybatch.stages.vllm.stepper import Completion
+
+    if answer.error is not None:
+        return Completion([], error=answer.error)
+    text = answer_text(answer.content, params)
+    return Completion(
+        [[0] * answer.output_tokens], [text], answer.finish, prompt_tokens=answer.prompt_tokens
+    )
+
+
+def _key(run: str, shard: int, position: int, body: dict[str, Any]) -> str:
+    """Return the idempotency key of a row's request, the same in each attempt at the run."""
+    parts: Sequence[object] = (run, shard, position, body)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

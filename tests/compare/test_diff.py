@@ -1,0 +1,151 @@
+"""`diff`: the sample of a finished run, asked again by another job, and what changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.nights import Killed, Nights, words
+
+from prefect_raybatch.api.diff import Prepared, begin_diff, finish_diff, prepare_diff
+from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
+from prefect_raybatch.compile.resolved import resolve
+from prefect_raybatch.errors import ConfigError, IncompleteRun
+from prefect_raybatch.report.html import diff_html
+
+NAMES = [f"w{n}" for n in range(40)]
+
+
+@pytest.fixture
+def nights(tmp_path: Path) -> Nights:
+    made = Nights(tmp_path)
+    made.write(*NAMES)
+    made.night("n1")
+    made.asked.clear()
+    return made
+
+
+def prepared(nights: Nights, rows: int = 12, **groups: Any) -> Prepared:
+    return prepare_diff(resolve(nights.job(**groups)), str(nights.folder / "out/n1"), rows)
+
+
+def compared(nights: Nights, made: Prepared) -> Diff:
+    run = begin_diff(made)
+    nights.infer(made.asked.job, run)
+    return finish_diff(made, run)
+
+
+OTHER = {"prompt": {"template": "Say {text} now"}}
+
+
+def test_only_the_sample_is_asked_and_what_changed_is_told_row_by_row(nights):
+    nights.answer = lambda prompt: (
+        "other" if words(prompt) in ("w3 now", "w5 now") else f"answer to {words(prompt)[:-4]}"
+    )
+    found = compared(nights, prepared(nights, 40, **OTHER))
+    assert (found.rows, found.changed, found.reused) == (40, 2, 0)
+    assert [change.row for change in found.changes] == [3, 5]
+    assert found.changes[0].input == "w3"
+    assert found.changes[0].values == {"response": ("answer to w3", "other")}
+    assert found.low == found.high == found.share == 0.05, "every row was asked"
+
+
+def test_the_same_command_takes_the_same_rows_and_asks_no_more(nights):
+    first = prepared(nights, **OTHER)
+    found = compared(nights, first)
+    assert len(nights.asked) == found.rows == 12
+    assert found.low < found.share <= found.high
+    nights.asked.clear()
+    again = prepared(nights, **OTHER)
+    assert (again.place, again.sample.numbers) == (first.place, first.sample.numbers)
+    assert compared(nights, again) == found and nights.asked == []
+
+
+def test_preparing_writes_nothing_and_says_what_the_whole_would_take(nights):
+    made = prepared(nights, **OTHER)
+    assert not (nights.folder / "out/_diff").exists() and nights.asked == []
+    assert "12 of 40 rows" in made.lines()[0] and made.to_dict()["whole"]["rows"] == 40
+
+
+def test_equal_requests_are_taken_from_the_run_and_not_asked(nights):
+    found = compared(nights, prepared(nights))
+    assert (found.changed, found.reused, nights.asked) == (0, 12, [])
+
+
+def test_a_killed_diff_resumes_without_asking_what_is_answered(nights):
+    nights.stop_after = 1
+    with pytest.raises(Killed):
+        compared(nights, prepared(nights, **OTHER))
+    nights.stop_after = None
+    found = compared(nights, prepared(nights, **OTHER))
+    assert found.rows == 12 and len(nights.asked) < 24
+
+
+def test_failed_rows_count_on_both_sides(nights):
+    nights.refuses = lambda prompt: words(prompt) == "w1 now"
+    nights.answer = lambda prompt: f"answer to {words(prompt)[:-4]}"
+    found = compared(nights, prepared(nights, 40, **OTHER))
+    assert (found.changed, found.newly_failed, found.newly_answered) == (1, 1, 0)
+    assert found.changes[0].values["response"] == ("answer to w1", "(failed)")
+
+
+def test_rows_that_failed_in_the_run_are_asked_too(tmp_path):
+    nights = Nights(tmp_path, refuses=lambda prompt: words(prompt) == "w2")
+    nights.write(*NAMES)
+    nights.night("n1")
+    nights.refuses = lambda prompt: False
+    nights.answer = lambda prompt: f"answer to {words(prompt)[:-4]}"
+    found = compared(nights, prepared(nights, 40, **OTHER))
+    assert (found.changed, found.newly_answered) == (1, 1)
+    assert [change.row for change in found.changes] == [2]
+
+
+def test_a_run_without_kept_answers_is_compared_too(tmp_path):
+    nights = Nights(tmp_path)
+    nights.write(*NAMES)
+    nights.night("n1", nights.job(reuse=None))
+    nights.asked.clear()
+    found = compared(nights, prepared(nights, reuse=None))
+    assert (found.changed, found.reused, len(nights.asked)) == (0, 0, 12)
+
+
+def test_a_column_that_the_run_does_not_keep_is_refused(tmp_path):
+    nights = Nights(tmp_path)
+    nights.write(*NAMES, more=list(range(40)))
+    nights.night("n1")
+    with pytest.raises(ConfigError, match=r"prompt\.template: .*'more'.*output\.columns"):
+        prepared(nights, prompt={"template": "Say {text} {more}"})
+
+
+def test_an_unfinished_run_and_an_empty_sample_are_refused(nights):
+    nights.stop_after = 1
+    with pytest.raises(Killed):
+        nights.night("n2", nights.job(**OTHER))
+    with pytest.raises(IncompleteRun):
+        prepare_diff(resolve(nights.job()), str(nights.folder / "out/n2"), 5)
+    with pytest.raises(ConfigError, match="--sample 0"):
+        prepared(nights, 0)
+
+
+def test_structured_answers_are_compared_field_by_field():
+    old = [{"label": "a", "sure": True}, {"label": "b", "sure": True}, None]
+    new = [{"label": "a", "sure": False}, {"label": "b", "sure": True}, None]
+    changes = changes_of([4, 7, 9], ["x", "y", "z"], old, new, {})
+    assert [(change.row, change.values) for change in changes] == [(4, {"sure": (True, False)})]
+
+
+def test_the_page_escapes_what_rows_say():
+    old, new = [{"response": "<b>x</b>"}], [{"response": "<script>"}]
+    found = diff_of(
+        run="out/n1",
+        job="j",
+        total=9,
+        changes=changes_of([0], ["<i>"], old, new, {}),
+        old=old,
+        new=new,
+        reused=0,
+        notes=(),
+    )
+    page = diff_html(found.page())
+    assert "<script>" not in page and "&lt;script&gt;" in page and found.line() in page

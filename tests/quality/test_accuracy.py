@@ -1,0 +1,296 @@
+"""Golden rows: the interval, the file, what the report shows, and publishing that is withheld."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import FakeEngine
+from helpers.small import make_job
+
+from prefect_raybatch.api import (
+    finalize_run,
+    finalize_whole,
+    infer_run,
+    plan_run,
+    publish_run,
+)
+from prefect_raybatch.errors import ConfigError, QualityTooLow
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
+from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.quality.golden import accuracy_on, read_golden
+from prefect_raybatch.report.html import html
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import markdown
+from prefect_raybatch.report.run_history import history_markdown
+from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.stages.block import Failure, with_failures
+
+ROWS = 60
+
+
+# --- the interval -------------------------------------------------------------------------------
+
+
+def chance_of_at_least(right: int, rows: int, share: float) -> float:
+    """Return P(X >= right) of a binomial variable, in exact arithmetic."""
+    p = Fraction(share)
+    terms = (comb(rows, k) * p**k * (1 - p) ** (rows - k) for k in range(right, rows + 1))
+    return float(sum(terms))
+
+
+@pytest.mark.parametrize(
+    ("right", "rows"), [(1, 1), (1, 50), (25, 50), (49, 50), (50, 50), (93, 100), (290, 300)]
+)
+def test_each_end_of_the_interval_leaves_out_a_fortieth(right: int, rows: int) -> None:
+    low, high = interval(right, rows)
+    assert chance_of_at_least(right, rows, low) == pytest.approx(0.025, rel=1e-6)
+    if right < rows:
+        assert 1 - chance_of_at_least(right + 1, rows, high) == pytest.approx(0.025, rel=1e-6)
+    else:
+        assert high == 1.0
+
+
+def test_ends_without_evidence() -> None:
+    assert interval(0, 0) == (0.0, 1.0)
+    low, high = interval(0, 50)
+    assert low == 0.0 and 0.0 < high < 0.1
+
+
+def test_the_interval_covers_the_accuracy_of_ten_thousand_nights() -> None:
+    nights = np.random.default_rng(47)
+    for rows in (50, 200, 1000):
+        ends = np.array([interval(right, rows) for right in range(rows + 1)])
+        for share in np.linspace(0.5, 0.99, 8):
+            right = nights.binomial(rows, share, 10_000)
+            covered = (ends[right, 0] <= share) & (share <= ends[right, 1])
+            assert covered.mean() >= 0.94, (rows, share)
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def golden_file(folder: Path, text: str, name: str = "golden.csv") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "fault"),
+    [
+        ("", [], "has no rows"),
+        ("id,answer\n", [], "has no rows"),
+        ("id,label\n1,a\n", [], "no column 'answer'"),
+        ("id,answer\n1,a\n", ["name"], "no column 'name'"),
+        ("answer\na\n", [], "only the column 'answer'"),
+        ("id,answer\n1,a\n2,\n", [], "row 2: column 'answer' is empty"),
+        ("id,answer\n1,a\n1,b\n", [], "row 2: an earlier row has the same id"),
+        ('id,answer\n1,"a\n', [], "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, key: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault) as error:
+        read_golden(golden_file(tmp_path, text), {}, key, "answer")
+    assert "golden.csv" in str(error.value)
+
+
+def test_a_missing_file_and_a_line_that_is_no_object_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file"):
+        read_golden(str(tmp_path / "none.csv"), {}, [], "answer")
+    with pytest.raises(ConfigError, match="line 2 is no JSON object"):
+        read_golden(golden_file(tmp_path, '{"id": 1}\n[1]\n', "g.jsonl"), {}, [], "answer")
+
+
+def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"id": 7, "ok": True, "answer": "a"}, {"id": 8, "ok": False, "answer": "b"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet")
+    lines = "\n".join(json.dumps(row) for row in rows)
+    places = [
+        str(tmp_path / "g.parquet"),
+        golden_file(tmp_path, lines, "g.jsonl"),
+        golden_file(tmp_path, "\ufeffid,ok,answer\n7,true,a\n8,false,b\n"),
+    ]
+    for place in places:
+        answers = read_golden(place, {}, [], "answer").answers
+        assert answers == {("7", "true"): "a", ("8", "false"): "b"}, place
+
+
+def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None:
+    golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n2,b\n9,c\n"), {}, [], "answer")
+    table = pa.table({"id": [1, 2, 2, 3, None], "answer": ["a", "x", "b", "a", "a"]})
+    accuracy = accuracy_on(golden, ds.dataset(table), None, "plan")
+    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (1, 2, 1)
+    (wrong,) = accuracy.wrong
+    assert (wrong.row, wrong.expected, wrong.answer) == ("2", "b", "x")
+    with pytest.raises(ConfigError, match=r"no column 'id'.*output\.columns"):
+        accuracy_on(golden, ds.dataset(table.drop_columns(["id"])), None, "plan")
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def job_of(folder: Path, **quality: Any) -> BatchJob:
+    path = folder / "in.parquet"
+    if not path.exists():
+        table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+        pq.write_table(table, path)
+    return make_job(
+        source={"uri": str(path)},
+        engine={"model": "demo"},
+        output={
+            "uri": str(folder / "out"),
+            "column": "answer",
+            "publish": [{"format": "jsonl", "uri": str(folder / "published")}],
+        },
+        quality=quality,
+    )
+
+
+def completed(job: BatchJob, key: str) -> RunReport:
+    run = plan_run(job, key)
+    return finalize_run(job, run, infer_run(job, run, engine=FakeEngine))
+
+
+def golden_of_run(report: RunReport, folder: Path, planted: int) -> str:
+    """Write the answers of a run as golden rows, with the first `planted` of them changed."""
+    rows = report.to_arrow().select(["id", "answer"]).to_pylist()
+    for row in rows[:planted]:
+        row["answer"] = "planted"
+    lines = "\n".join(json.dumps(row) for row in rows)
+    return golden_file(folder, lines, "golden.jsonl")
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Path) -> None:
+    first = completed(job_of(tmp_path), "first")
+    assert first.accuracy is None and "Accuracy" not in markdown(first)
+    golden = golden_of_run(first, tmp_path, planted=6)
+
+    job = job_of(tmp_path, golden=golden, at_least=0.9)
+    report = completed(job, "second")
+    accuracy = report.accuracy
+    assert accuracy is not None
+    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (first.good - 6, first.good, 0)
+    assert len(accuracy.wrong) == 6 and {one.expected for one in accuracy.wrong} == {"planted"}
+    for page in (markdown(report), html(report)):
+        assert f"{first.good - 6} of {first.good} golden rows right" in page and "planted" in page
+    (history,) = history_of(str(tmp_path / "out"), job=job.name)
+    assert accuracy.short().replace("%", "") in history_markdown(history, plots=False).replace(
+        "%", ""
+    ).replace("\\", "")
+
+    with pytest.raises(QualityTooLow, match=r"raybatch publish .*second --job") as error:
+        publish_run(job, report.run)
+    assert "golden rows" in str(error.value) and not (tmp_path / "published").exists()
+
+    golden_of_run(first, tmp_path, planted=0)  # the file was wrong, and is corrected
+    published = publish_run(job, report.run)
+    assert [one.rows for one in published.published] == [first.good]
+    assert published.accuracy is not None and published.accuracy.right == first.good
+    assert f"{first.good} of {first.good} golden rows right" in (
+        Path(report.run) / "_raybatch" / "report.md"
+    ).read_text(encoding="utf-8")
+
+
+def test_a_golden_row_that_failed_is_wrong(tmp_path: Path) -> None:
+    golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n2,b\n3,c\n4,d\n"), {}, [], "answer")
+    result = ds.dataset(pa.table({"id": [1, 2], "answer": ["a", "b"]}))
+    failed = ds.dataset(pa.table({"_row": [5, 6], "input": [{"id": 3}, {"id": 7}]}))
+    accuracy = accuracy_on(golden, result, failed, "plan")
+    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (2, 3, 1)
+    assert [(one.row, one.answer) for one in accuracy.wrong] == [("3", "(failed)")]
+    keyless = ds.dataset(pa.table({"input": [{"Company": "x"}]}))
+    assert accuracy_on(golden, result, keyless, "plan").rows == 2
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_golden_rows_that_fail_withhold_publishing(tmp_path: Path) -> None:
+    class Fails(FakeEngine):
+        def __call__(self, table: pa.Table) -> pa.Table:
+            failure = Failure("engine", "ValueError", "no")
+            return with_failures(super().__call__(table), [failure] * table.num_rows)
+
+    first = completed(job_of(tmp_path), "first")
+    golden = golden_of_run(first, tmp_path, planted=0)
+    job = edited(
+        job_of(tmp_path, golden=golden, at_least=0.5),
+        {"limits.max_failed_fraction": 1.0, "quality.key": ["id"]},
+        "the job",
+    )
+    run = plan_run(job, "second")
+    report = finalize_run(job, run, infer_run(job, run, engine=Fails))
+    assert report.accuracy is not None
+    assert (report.accuracy.right, report.accuracy.rows) == (0, first.good)
+    with pytest.raises(QualityTooLow):
+        publish_run(job, report.run)
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_run_that_was_not_measured_is_not_published(tmp_path: Path) -> None:
+    first = completed(job_of(tmp_path), "first")
+    job = job_of(tmp_path, golden=golden_of_run(first, tmp_path, planted=0), at_least=0.5)
+    run = plan_run(job, "second")
+    infer_run(job, run, engine=FakeEngine)
+    assert finalize_whole(run.uri).accuracy is None  # without the job, nobody trusts the file
+    with pytest.raises(QualityTooLow, match=r"not measured.*raybatch publish .*second --job"):
+        publish_run(None, run.uri, targets_from_plan=True)
+    assert publish_run(job, run.uri).published
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_golden_file_that_vanishes_leaves_the_run_to_be_measured_later(tmp_path: Path) -> None:
+    first = completed(job_of(tmp_path), "first")
+    golden = Path(golden_of_run(first, tmp_path, planted=0))
+    job = job_of(tmp_path, golden=str(golden))
+    run = plan_run(job, "second")
+    progress = infer_run(job, run, engine=FakeEngine)
+    aside = golden.rename(tmp_path / "aside.jsonl")
+    with pytest.raises(ConfigError, match=r"quality\.golden: no file .*Correct the path"):
+        finalize_run(job, run, progress)
+    aside.rename(golden)
+    report = finalize_run(job, run)
+    assert report.accuracy is not None and report.accuracy.right == first.good
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_wrong_golden_file_stops_the_run_before_an_engine_starts(tmp_path: Path) -> None:
+    job = job_of(tmp_path, golden=str(tmp_path / "none.csv"))
+    with pytest.raises(ConfigError, match=r"quality\.golden: no file"):
+        plan_run(job, "never")
+
+
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ({"quality": {"at_least": 0.9}}, r"quality\.at_least needs quality\.golden"),
+        ({"quality": {"golden": "g.xlsx"}}, r"must end in one of"),
+        (
+            {"quality": {"golden": "g.csv"}, "output": {"uri": "out", "compact": False}},
+            r"output\.compact",
+        ),
+        (
+            {"quality": {"golden": "g.csv"}, "engine": {"task": "embed", "model": "m"}},
+            r"engine\.task embed",
+        ),
+        (
+            {
+                "quality": {"golden": "g.csv", "key": ["id"]},
+                "output": {"uri": "out", "columns": ["Company"]},
+            },
+            r"add it to output\.columns",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together(groups: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        make_job(**groups)
