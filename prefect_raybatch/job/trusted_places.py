@@ -24,6 +24,7 @@ from prefect_raybatch.policy.policy import ADDRESS, ANY, HOST, JobPolicy
 
 HUB_HOST = "huggingface.co"
 FILE_DATABASES = ("sqlite", "duckdb")
+ENDPOINTS = ("base_url", "endpoint", "endpoint_url")  # store options that name a host
 CATALOG_TYPES = ("rest", "sql", "in-memory")
 MOST_PORT = 65535
 CATALOG_BY_NAME = (
@@ -116,6 +117,8 @@ class Reach:
                 )
             if name in REGION_NAMES:
                 self.region(where, value)
+            if name == "account_name":  # becomes the name of a host of Azure
+                self.connect_url(where, f"https://{value}.blob.core.windows.net")
             if name.endswith("_env"):
                 self.secret(where, str(value))
             elif name == "headers":
@@ -124,7 +127,7 @@ class Reach:
                 self.options(where, value)
             else:
                 for text in _texts(value):
-                    if ANY_URL.match(text) or name == "endpoint_url":
+                    if ANY_URL.match(text) or name in ENDPOINTS:
                         self.connect_url(where, text)
 
     def region(self, field: str, value: object) -> None:

@@ -5,6 +5,7 @@ Each request gets one answer here: obstore's own retries would hide that a first
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,18 +13,18 @@ import urllib.error
 import urllib.request
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect_raybatch.errors import ConfigError, StoreError
+from prefect_raybatch.schemes import CLOUD_OPTIONS, CLOUD_SECRETS, EXTRAS
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
-EXTRAS = {"gs": "gcs", "az": "azure"}  # scheme, and the extra of this package that it needs
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
+
+KNOWN_CONNECTIONS = 16
 ANSWER_SECONDS = 60  # for a request of at most 64 MiB
-SECRETS = (
-    *("account_key", "sas_key", "token", "client_secret", "bearer_token", "service_account_key"),
-    "encryption_key",
-)
 SECRET_VARIABLES = re.compile(r"(AZURE|GOOGLE)_\w*(KEY|TOKEN|SECRET)$")
 _used_in: set[int] = set()  # processes in which obstore's threads run
 
@@ -38,16 +39,34 @@ os.register_at_fork(after_in_child=_forked)
 class CloudConnection:
     """obstore's clients for one bucket or container and one set of options."""
 
+    known: ClassVar[dict[str, CloudConnection]] = {}
+
     def __init__(self, scheme: str, bucket: str, options: StoreOptions) -> None:
+        unknown = sorted(set(options) - set(CLOUD_OPTIONS[scheme]))
+        if unknown:
+            raise ConfigError(
+                f"{scheme}://{bucket} has no options {', '.join(map(repr, unknown))}. Use "
+                f"{', '.join(CLOUD_OPTIONS[scheme])}"
+            )
         self.scheme, self.bucket, self.options = scheme, bucket, dict(options)
         self.silence = Silence()
         self._clients: dict[tuple[int, int], Any] = {}
+
+    @classmethod
+    def shared(cls, scheme: str, bucket: str, options: StoreOptions) -> CloudConnection:
+        """Return one connection for equal options and environment: it keeps its sockets."""
+        around = {k: v for k, v in os.environ.items() if k.startswith(("AZURE_", "GOOGLE_"))}
+        told = json.dumps([scheme, bucket, dict(options), around], sort_keys=True, default=repr)
+        key = hashlib.sha256(told.encode()).hexdigest()
+        if len(cls.known) > KNOWN_CONNECTIONS:
+            cls.known.clear()  # stores that are alive keep theirs
+        return cls.known.setdefault(key, cls(scheme, bucket, options))
 
     def __repr__(self) -> str:
         return f"CloudConnection({self.scheme!r}, {self.bucket!r})"  # options hold secrets
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (CloudConnection, (self.scheme, self.bucket, self.options))
+        return (CloudConnection.shared, (self.scheme, self.bucket, self.options))
 
     def client(self, seconds: int = ANSWER_SECONDS) -> Any:
         """Return this process's client whose requests may take `seconds`.
@@ -68,16 +87,8 @@ class CloudConnection:
         try:
             from obstore.store import AzureStore, GCSStore
         except ImportError as error:
-            extra = EXTRAS[self.scheme]
-            raise ConfigError(
-                f"{self.scheme}:// needs obstore, which is not installed. Run "
-                f'pip install "prefect-raybatch[{extra}]"'
-            ) from error
-        limits: dict[str, Any] = {
-            "allow_http": self.endpoint().startswith("http://"),
-            "connect_timeout": timedelta(seconds=10),
-            "timeout": timedelta(seconds=seconds),
-        }
+            raise self._missing() from error
+        limits = self._limits(seconds)
         retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
         kind: Any = GCSStore if self.scheme == "gs" else AzureStore
         try:
@@ -90,6 +101,34 @@ class CloudConnection:
             ) from None
         _used_in.add(os.getpid())
         return client
+
+    def _missing(self) -> ConfigError:
+        return ConfigError(
+            f"{self.scheme}:// needs obstore, which is not installed. Run "
+            f'pip install "prefect-raybatch[{EXTRAS[self.scheme]}]"'
+        )
+
+    def _limits(self, seconds: int) -> dict[str, Any]:
+        return {
+            "allow_http": self.endpoint().startswith("http://"),
+            "connect_timeout": timedelta(seconds=10),
+            "timeout": timedelta(seconds=seconds),
+        }
+
+    def arrow_filesystem(self) -> FileSystem:
+        """Return a file system of pyarrow, for code that reads whole tables; it only reads.
+
+        Here obstore may try again by itself: a read has no answer that can get lost.
+        """
+        from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+        try:
+            from obstore.fsspec import FsspecStore
+        except ImportError as error:
+            raise self._missing() from error
+        self.client()  # says what is wrong with the options
+        given: Any = {"config": self.options, "client_options": self._limits(ANSWER_SECONDS)}
+        return PyFileSystem(FSSpecHandler(FsspecStore(self.scheme, **given)))
 
     def endpoint(self) -> str:
         """Return scheme://host:port of the store, without credentials."""
@@ -117,7 +156,7 @@ class CloudConnection:
         """Return the message of `error`, with URLs cut to their host and credentials removed."""
         text = str(error).partition("\n\nDebug source:")[0]
         text = re.sub(r"(\w+://)(?:[^/\s\"']*@)?([^/?\s\"']*)[^\s\"']*", r"\1\2", text)
-        secrets = [str(self.options.get(name) or "") for name in SECRETS]
+        secrets = [str(self.options.get(name) or "") for name in CLOUD_SECRETS]
         secrets += [value for name, value in os.environ.items() if SECRET_VARIABLES.match(name)]
         for secret in filter(None, secrets):
             text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
