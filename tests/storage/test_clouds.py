@@ -31,6 +31,9 @@ from prefect_raybatch.storage.clouds import CloudStore
 pytest.importorskip("obstore")
 
 
+REMEDY = r"Renew them|Check that the credentials"
+
+
 @dataclass(frozen=True)
 class Cloud:
     """A server, its scheme and what `open_store` takes for it. It has one bucket: `bucket`."""
@@ -142,9 +145,7 @@ def test_errors_name_place_and_remedy(cloud: Cloud) -> None:
     with pytest.raises(StoreError, match=r"://none/.*does not exist.*Create it"):
         cloud.opened("none").put("x", b"")
     other = base64.b64encode(b"other-secret" * 4).decode()
-    with pytest.raises(
-        (CredentialsUnusable, StoreError), match="Renew them|Check that the cred"
-    ) as caught:
+    with pytest.raises((CredentialsUnusable, StoreError), match=REMEDY) as caught:
         cloud.opened(**{cloud.secret: other}).read("x")
     assert other not in str(caught.value)
     away = cloud.opened(**{cloud.address: "http://127.0.0.1:9/testaccount"})

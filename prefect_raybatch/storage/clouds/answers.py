@@ -9,6 +9,7 @@ from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavai
 from prefect_raybatch.storage.base import not_found
 
 _STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
+_PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
@@ -74,5 +75,8 @@ def judge(error: Exception, text: str) -> CloudAnswer:
     full = str(error)
     # The message begins with the object's name, which may hold anything; what follows is quoted.
     statuses = _STATUS.findall(full.rpartition("Debug source:")[2])
-    code = _CODE.findall(full.partition("\n\nDebug source:")[0])
+    said = full.partition("\n\nDebug source:")[0]
+    code = _CODE.findall(said)
+    if not statuses:  # Azure deletes in batches, whose parts have a status each
+        statuses = _PART_STATUS.findall(said)
     return CloudAnswer(int(statuses[-1]) if statuses else 0, code[-1] if code else "", text)

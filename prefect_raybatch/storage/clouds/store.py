@@ -34,6 +34,7 @@ PARALLEL_PARTS = 4
 SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
 READ_BUFFER_BYTES = 2**20
 DELETE_THREADS = 16
+PAGE = 1000  # objects listed at a time
 MIN_TRIES = 3
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0  # seconds between tries
 
@@ -79,20 +80,33 @@ class CloudStore(Store):
 
         folder = self._key(prefix) if prefix else self._prefix
         skip = len(self._prefix) + 1 if self._prefix else 0
-        after: str | None = None
-        while True:
-
-            def page(client: Any, after: str | None = after) -> Any:
-                if not recursive:
-                    return obstore.list_with_delimiter(client, folder or None)["objects"]
-                return next(iter(obstore.list(client, folder or None, offset=after)), [])
-
-            found = self._call("list", prefix, page)
+        if not recursive:
+            found = self._call(
+                "list",
+                prefix,
+                lambda client: obstore.list_with_delimiter(client, folder or None)["objects"],
+            )
             for item in sorted(found, key=lambda item: str(item["path"])):
                 yield _info(item["path"][skip:], item)
-            if not recursive or not found:
-                return
-            after = max(item["path"] for item in found)
+            return
+        pages: Any = None
+        last = ""
+
+        def page(client: Any) -> Any:
+            nonlocal pages
+            try:
+                pages = pages or iter(obstore.list(client, folder or None, chunk_size=PAGE))
+                return next(pages, [])
+            except Exception:
+                pages = None  # the next try lists from the start; what was yielded is left out
+                raise
+
+        # No offset: Azure's servers of before 2025 and Azurite ignore it, and begin anew each time.
+        while found := self._call("list", prefix, page):
+            for item in sorted(found, key=lambda item: str(item["path"])):
+                if item["path"] > last:
+                    last = item["path"]
+                    yield _info(last[skip:], item)
 
     def folders(self) -> Iterator[str]:
         import obstore
@@ -172,7 +186,7 @@ class CloudStore(Store):
             self._upload(path, source, size)
             return True
         # Google compares the generation, Azure the ETag.
-        mode = {"e_tag": head["e_tag"], "version": head["version"]}
+        mode = {name: head[name] for name in ("e_tag", "version") if head[name]}
         if size <= SINGLE_PUT_BYTES:
             return self._put(path, _content(source), mode) is not None
         return self._put_mapped(path, source, mode)
