@@ -27,18 +27,18 @@ from prefect_raybatch.storage.clouds.answers import judge
 from prefect_raybatch.storage.clouds.connection import ANSWER_SECONDS, CloudConnection
 from prefect_raybatch.storage.uri import checked
 
-SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
-MOST_PUT_BYTES = 4 * 2**30  # in one request; Azure allows 5,000 MiB
-PART_BYTES = 32 * 2**20
-PARALLEL_PARTS = 4
-SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
-READ_BUFFER_BYTES = 2**20
-DELETE_THREADS = 16
-PAGE = 1000  # objects listed at a time
-MIN_TRIES = 3
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 8.0  # seconds between tries
+_SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
+_MOST_PUT_BYTES = 4 * 2**30  # in one request; Azure allows 5,000 MiB
+_PART_BYTES = 32 * 2**20
+_PARALLEL_PARTS = 4
+_SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
+_READ_BUFFER_BYTES = 2**20
+_DELETE_THREADS = 16
+_PAGE = 1000  # objects listed at a time
+_MIN_TRIES = 3
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 8.0  # seconds between tries
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class CloudStore(Store):
@@ -95,7 +95,7 @@ class CloudStore(Store):
         def page(client: Any) -> Any:
             nonlocal pages
             try:
-                pages = pages or iter(obstore.list(client, folder or None, chunk_size=PAGE))
+                pages = pages or iter(obstore.list(client, folder or None, chunk_size=_PAGE))
                 return next(pages, [])
             except Exception:
                 pages = None  # the next try lists from the start; what was yielded is left out
@@ -133,7 +133,7 @@ class CloudStore(Store):
         import obstore
 
         # A memory map has no length that a small limit fits.
-        extra = len(data) // SLOWEST if len(data) > SINGLE_PUT_BYTES else 0
+        extra = len(data) // _SLOWEST if len(data) > _SINGLE_PUT_BYTES else 0
         return self._call(
             "write",
             path,
@@ -159,7 +159,7 @@ class CloudStore(Store):
     def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
         source = os.fspath(local_path)
         size = local_size(source)
-        if size <= SINGLE_PUT_BYTES:
+        if size <= _SINGLE_PUT_BYTES:
             return self.put(path, _content(source))
         self._upload(path, source, size)
         return self.stat(path)
@@ -167,9 +167,9 @@ class CloudStore(Store):
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
         source = os.fspath(local_path)
         size = local_size(source)
-        if size <= SINGLE_PUT_BYTES:
+        if size <= _SINGLE_PUT_BYTES:
             return self.put_if_absent(path, _content(source))
-        if size <= MOST_PUT_BYTES:
+        if size <= _MOST_PUT_BYTES:
             return self._put_mapped(path, source, "create")
         if self.holds(path):
             return False
@@ -182,12 +182,12 @@ class CloudStore(Store):
         head = self._head(path)
         if _etag(head) != seen.etag:
             return False
-        if size > MOST_PUT_BYTES:
+        if size > _MOST_PUT_BYTES:
             self._upload(path, source, size)
             return True
         # Google compares the generation, Azure the ETag.
         mode = {name: head[name] for name in ("e_tag", "version") if head[name]}
-        if size <= SINGLE_PUT_BYTES:
+        if size <= _SINGLE_PUT_BYTES:
             return self._put(path, _content(source), mode) is not None
         return self._put_mapped(path, source, mode)
 
@@ -206,14 +206,14 @@ class CloudStore(Store):
                     client,
                     self._key(path),
                     handle,
-                    chunk_size=max(PART_BYTES, -(-size // 10_000)),
-                    max_concurrency=PARALLEL_PARTS,
+                    chunk_size=max(_PART_BYTES, -(-size // 10_000)),
+                    max_concurrency=_PARALLEL_PARTS,
                 )
 
-        self._call("write", path, send, seconds=ANSWER_SECONDS + 4 * PART_BYTES // SLOWEST)
+        self._call("write", path, send, seconds=ANSWER_SECONDS + 4 * _PART_BYTES // _SLOWEST)
 
     def delete(self, paths: Iterable[str]) -> None:
-        with ThreadPoolExecutor(DELETE_THREADS) as pool:
+        with ThreadPoolExecutor(_DELETE_THREADS) as pool:
             for batch in in_batches(paths, 1000):
                 for path in batch:
                     checked(path)
@@ -227,7 +227,7 @@ class CloudStore(Store):
             self._call("delete", path, lambda client: obstore.delete(client, self._key(path)))
 
     def open(self, path: str) -> BinaryIO:
-        return io.BufferedReader(_RangeReader(self, path, self._head(path)), READ_BUFFER_BYTES)
+        return io.BufferedReader(_RangeReader(self, path, self._head(path)), _READ_BUFFER_BYTES)
 
     def read_range(self, path: str, etag: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of the object with `etag`; SourceError if it changed."""
@@ -267,16 +267,16 @@ class CloudStore(Store):
         self,
         operation: str,
         path: str,
-        send: Callable[[Any], Result],
+        send: Callable[[Any], _Result],
         conditional: bool = False,
         seconds: int = ANSWER_SECONDS,
     ) -> Any:
         """Call `send(client)`, and again after growing random pauses, until it is answered.
 
-        Gives up after `retry_seconds`, but not before MIN_TRIES. Returns None if a condition does
+        Gives up after `retry_seconds`, but not before _MIN_TRIES. Returns None if a condition does
         not hold. Any other failure raises what `CloudAnswer.error` returns.
         """
-        began, tries, pause = time.monotonic(), 0, FIRST_PAUSE
+        began, tries, pause = time.monotonic(), 0, _FIRST_PAUSE
         link, place = self.connection, self._place(path)
         client = link.client(seconds)
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
@@ -294,13 +294,13 @@ class CloudStore(Store):
             answer = judge(failure, link.scrub(failure))
             wait = random.uniform(0.5, 1.0) * pause
             deadline = began + self.retry_seconds
-            late = time.monotonic() + wait > deadline and tries >= MIN_TRIES
+            late = time.monotonic() + wait > deadline and tries >= _MIN_TRIES
             if late or not answer.worth_retrying:
                 # Not chained: the client's own texts can hold URLs with credentials.
                 raise answer.error(link.scheme, operation, place, tries, link.endpoint()) from None
             link.silence.warn(place, link.endpoint(), began, deadline, answer.text)
             time.sleep(wait)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _whole(body: Any, size: int) -> bytes:
