@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from helpers.small import make_job
 
+from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.secrets import MASK, hide_options
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.source.tables.delta import open_delta
-from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import join, open_store, table_settings
 
 
@@ -50,7 +50,7 @@ def test_a_job_from_elsewhere_reaches_no_other_host_or_file(options: dict[str, A
 def test_keys_are_masked_and_places_are_not() -> None:
     keys = ("account_key", "sas_key", "bearer_token", "client_secret", "service_account_key")
     assert set(hide_options({name: "x" for name in keys}).values()) == {MASK}
-    places = {"account_name": "a", "endpoint": "http://h/a", "base_url": "http://h"}
+    places = {"account_name": "a", "endpoint": "http://h", "base_url": "http://h"}
     assert hide_options(places) == places
 
 
@@ -73,15 +73,13 @@ def test_a_wrong_uri_is_answered_with_the_right_one(uri: str, said: str) -> None
 
 
 def test_an_option_of_another_store_is_refused_without_its_value() -> None:
-    with pytest.raises(
-        ConfigError, match="no options 'google_bearer_token'.*bearer_token"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"no options 'google_bearer_token'") as error:
         open_store("gs://b/x", {"google_bearer_token": "planted"})
     assert "planted" not in str(error.value)
 
 
 def test_tables_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"gs://b/t: tables of Delta.*not on gs://"):
-        open_delta(ReadSpec(uris=("gs://b/t",)))
+        open_delta(read_spec(make_job(source={"uri": "gs://b/t", "format": "delta"}).source))
     with pytest.raises(ConfigError, match="not on az://"):
         table_settings("az://c/t", {})
