@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -22,6 +23,8 @@ from helpers.openai_server import openai_server
 from runs.test_endpoint_kills import lived
 
 from prefect_raybatch import open_run
+from prefect_raybatch.api import publish_run
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
@@ -46,9 +49,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 def test_kills_lose_and_double_no_row(place: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     uri, options = place
     companies = [f"Company {n}" for n in range(ROWS)]
+    # One is read in place, the other copied first.
+    given = "in.parquet" if uri.startswith("gs") else "in.csv"
+    write = pq.write_table if uri.startswith("gs") else csv.write_csv
     body = io.BytesIO()
-    pq.write_table(pa.table({"Company": companies}), body)
-    open_store(uri, options).put("in.parquet", body.getvalue())
+    write(pa.table({"Company": companies}), body)
+    open_store(uri, options).put(given, body.getvalue())
     chance, news = random.Random(46), threading.Condition()
 
     def works(number: int, body: object) -> None:
@@ -61,12 +67,16 @@ def test_kills_lose_and_double_no_row(place: tuple[str, dict[str, Any]], tmp_pat
         job = {
             "name": "cloud",
             "source": {
-                "uri": f"{uri}/in.parquet",
+                "uri": f"{uri}/{given}",
                 "rows_per_shard": A_SHARD,
                 "options": options,
             },
             "prompt": {"template": "{Company}"},
-            "output": {"uri": f"{uri}/out", "options": options},
+            "output": {
+                "uri": f"{uri}/out",
+                "options": options,
+                "publish": [{"format": "parquet", "uri": f"{uri}/published"}],
+            },
             "engine": {"endpoint": {"url": server.url, "model": "large"}},
         }
         path = tmp_path / "job.yaml"
@@ -81,6 +91,11 @@ def test_kills_lose_and_double_no_row(place: tuple[str, dict[str, Any]], tmp_pat
     result = open_run(store.uri, options).dataset().to_table().to_pylist()
     assert sorted(row["Company"] for row in result) == sorted(companies)
     assert all(row["response"] == f"about {row['Company']}" for row in result)
+    publish_run(BatchJob.from_yaml(str(path)), store.uri)
+    target = open_store(f"{uri}/published", options)
+    files = [info.path for info in target.list() if info.path.endswith(".parquet")]
+    tables = [pq.read_table(io.BytesIO(target.read(path))) for path in files]
+    assert sum(table.num_rows for table in tables) == ROWS
     secret = str(options.get("bearer_token") or options["account_key"]).encode()
     records = [info.path for info in store.list()]
     assert records and all(secret not in store.read(path) for path in records)
