@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.schemes import EXTRAS, store_scheme
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import FileInfo, Store
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 __all__ = [
+    "CloudStore",
     "FileInfo",
     "LocalStore",
     "S3Settings",
@@ -99,7 +101,10 @@ def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
     from pyarrow import fs
 
     if isinstance(store, CloudStore):
-        return store.connection.arrow_filesystem(), store.uri.partition("://")[2]
+        # obstore's file system calls Python in pyarrow's threads, which aborts processes that end.
+        raise ConfigError(
+            f"{store.uri}: Ray cannot read a result there. Use run.dataset(), it copies the files"
+        )
     if not isinstance(store, S3Store):
         return fs.LocalFileSystem(), store.uri
     keys = s3_settings(store.connection.options)

@@ -13,15 +13,12 @@ import urllib.error
 import urllib.request
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from prefect_raybatch.errors import ConfigError, StoreError
 from prefect_raybatch.schemes import CLOUD_OPTIONS, CLOUD_SECRETS, EXTRAS
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
-
-if TYPE_CHECKING:
-    from pyarrow.fs import FileSystem
 
 KNOWN_CONNECTIONS = 16
 ANSWER_SECONDS = 60  # for a request of at most 64 MiB
@@ -114,21 +111,6 @@ class CloudConnection:
             "connect_timeout": timedelta(seconds=10),
             "timeout": timedelta(seconds=seconds),
         }
-
-    def arrow_filesystem(self) -> FileSystem:
-        """Return a file system of pyarrow, for code that reads whole tables; it only reads.
-
-        Here obstore may try again by itself: a read has no answer that can get lost.
-        """
-        from pyarrow.fs import FSSpecHandler, PyFileSystem
-
-        try:
-            from obstore.fsspec import FsspecStore
-        except ImportError as error:
-            raise self._missing() from error
-        self.client()  # says what is wrong with the options
-        given: Any = {"config": self.options, "client_options": self._limits(ANSWER_SECONDS)}
-        return PyFileSystem(FSSpecHandler(FsspecStore(self.scheme, **given)))
 
     def endpoint(self) -> str:
         """Return scheme://host:port of the store, without credentials."""
