@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
@@ -13,7 +17,7 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.partials import PartialResult, read_partial, split_partial
 from prefect_raybatch.ledger.records import QUARANTINE
 from prefect_raybatch.ledger.success import Success, check_parts
-from prefect_raybatch.storage import Store, arrow_filesystem, open_store
+from prefect_raybatch.storage import CloudStore, Store, arrow_filesystem, open_store
 from prefect_raybatch.words import some_are
 
 if TYPE_CHECKING:
@@ -122,13 +126,29 @@ def _files(
     return [f"{root}/{part.path}" for part in success.of(kind)], filesystem
 
 
+def _copied(store: Store, success: Success | PartialResult, kind: str) -> list[str]:
+    """Copy the files into a temporary folder, which is removed when the process ends."""
+    check_parts(store, success.parts)
+    folder = Path(tempfile.mkdtemp(prefix="raybatch-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    copies = []
+    for number, part in enumerate(success.of(kind)):
+        copies.append(str(folder / f"{number:05}.parquet"))
+        with store.open(part.path) as there, open(copies[-1], "wb") as here:
+            shutil.copyfileobj(there, here, 1 << 20)
+    return copies
+
+
 def rows_of_result(
     store: Store, success: Success | PartialResult, kind: str
 ) -> pyarrow.dataset.Dataset:
     """Return the rows of data or quarantine in the files that a record names."""
     import pyarrow.dataset
 
-    names, filesystem = _files(store, success, kind)
+    if isinstance(store, CloudStore):
+        names, filesystem = _copied(store, success, kind), None
+    else:
+        names, filesystem = _files(store, success, kind)
     if not names:
         return pyarrow.dataset.dataset(_empty(success, kind))
     try:

@@ -27,7 +27,8 @@ class Program:
     """One thing the tests need: `names` are looked up on PATH, `packages` are Debian's.
 
     `any_name` says that one of the names is enough. `libraries` are shared libraries that it needs
-    and that a minimal system lacks.
+    and that a minimal system lacks. `npm` is the package of npm that brings it, once Debian's are
+    there.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Program:
     packages: tuple[str, ...]
     any_name: bool = False
     libraries: tuple[str, ...] = ()
+    npm: str = ""
 
     def is_installed(self) -> bool:
         paths = [shutil.which(name) for name in self.names]
@@ -54,6 +56,12 @@ PROGRAMS: Mapping[str, Program] = {
         title="Ceph's radosgw, the S3 server of the tests",
         names=("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "setpriv"),
         packages=("radosgw", "ceph-mon", "ceph-osd", "util-linux"),
+    ),
+    "azurite": Program(
+        title="Azurite, the Azure server of the tests",
+        names=("azurite-blob",),
+        packages=("npm",),
+        npm="azurite@3.35.0",
     ),
 }
 
@@ -90,6 +98,8 @@ def install(without: Iterable[str] = (), tier: str = "all") -> int:
         print(f"Missing: {titles}.")
         if shutil.which("apt-get"):
             print(f"Run: sudo apt-get update && sudo {' '.join(apt)}")
+            for package in filter(None, (PROGRAMS[name].npm for name in missing)):
+                print(f"Then: sudo {' '.join(_npm(package))}")
         else:
             commands = ", ".join(name for key in missing for name in PROGRAMS[key].names)
             print(f"Install the packages of your system that have these programs: {commands}")
@@ -108,10 +118,17 @@ def install(without: Iterable[str] = (), tier: str = "all") -> int:
         if ended.returncode and command is apt:
             print(f"{ended.stdout[-2000:]}\n{' '.join(command)} failed, see above.")
             return 1
+    for name in missing:
+        if (package := PROGRAMS[name].npm) and shutil.which("npm"):
+            subprocess.run([*prefix, *_npm(package)])
     if missing := [name for name in wanted if not PROGRAMS[name].is_installed()]:
         print(f"Still missing after the installation: {', '.join(missing)}")
         return 1
     return 0
+
+
+def _npm(package: str) -> list[str]:
+    return ["npm", "install", "--global", "--no-audit", "--no-fund", package]
 
 
 def _privilege() -> list[str] | None:

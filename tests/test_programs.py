@@ -45,7 +45,7 @@ def test_root_installs_what_is_missing(path: Path, capsys: pytest.CaptureFixture
     assert programs.install() == 0
     assert (path / "log").read_text().splitlines() == [
         "update -q",
-        "install -y -q --no-install-recommends radosgw ceph-mon ceph-osd util-linux",
+        "install -y -q --no-install-recommends radosgw ceph-mon ceph-osd util-linux npm",
     ]
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and "radosgw" in said[0] and "Chromium" not in said[0]
@@ -82,8 +82,9 @@ def test_without_the_right_the_command_is_told(
     assert programs.install() == 1
     assert not (path / "log").exists()
     said = capsys.readouterr().out
+    assert "Then: sudo npm install --global --no-audit --no-fund azurite@" in said
     assert "sudo apt-get install -y -q --no-install-recommends chromium libatomic1 radosgw" in said
-    assert "make test-all WITHOUT=browser,ceph" in said
+    assert "make test-all WITHOUT=browser,ceph,azurite" in said
     assert programs.install(tier="test") == 1
     said = capsys.readouterr().out
     assert "make test WITHOUT=ceph" in said and "chromium" not in said
@@ -104,7 +105,7 @@ def test_an_installation_that_fails_or_brings_nothing(
     assert "no such package" in capsys.readouterr().out
     apt(path, set())
     assert programs.install() == 1
-    assert "Still missing after the installation: browser, ceph" in capsys.readouterr().out
+    assert "Still missing after the installation: browser, ceph, azurite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("without", "said"), [("browser", "CI=true"), ("chrome", "not known")])

@@ -16,13 +16,14 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.secrets import USERINFO
+from prefect_raybatch.schemes import INSTALL, STORES, SUPPORTED
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 FILE_FUNCTION = re.compile(r"[^\n\0]+\.py:[A-Za-z_]\w*\Z")
 # No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
 SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
-SCHEMES = ("", "file", "s3")
+SCHEMES = ("", "file", *STORES)
 WEB_SCHEMES = ("http", "https")  # of single files that are read
 RESERVED = "__rb_"  # columns of ours that travel with a row
 BRACES = "write {{ and }} for literal braces"
@@ -78,6 +79,11 @@ def check_duration(text: str | None) -> str | None:
 
 def without_user(uri: str) -> str:
     """Return `uri`; raise ValueError, without quoting it, if it contains a user or a password."""
+    if re.match(r"abfss?://[^/@:]+@[^/@:]+/", uri, re.IGNORECASE):
+        raise ValueError(
+            "names a container and an account; write az://container/path, and put the account into "
+            "options.account_name or AZURE_STORAGE_ACCOUNT_NAME"
+        )
     if USERINFO.search(uri):
         raise ValueError(
             "contains a user or key before an @; write s3://bucket/key, and put keys into options, "
@@ -87,17 +93,17 @@ def without_user(uri: str) -> str:
 
 
 def check_uri(uri: str) -> str:
-    """Return a local path, file:// or s3://bucket/key; raise ValueError otherwise."""
+    """Return a local path, file:// or the URI of an object store; raise ValueError otherwise."""
     if not uri or not uri.strip() or "\x00" in uri:
         raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
     without_user(uri)
     scheme = uri.split("://", 1)[0].lower() if "://" in uri else ""
     if scheme not in SCHEMES:
         raise ValueError(
-            f"{uri!r} has the unsupported scheme {scheme!r}; write a local path, file:// or s3://"
+            f"{uri!r} has the unsupported scheme {scheme!r}; write {SUPPORTED} ({INSTALL})"
         )
-    if scheme == "s3" and not uri.split("://", 1)[1].split("/", 1)[0]:
-        raise ValueError(f"{uri!r} names no bucket; write s3://bucket/key")
+    if scheme in STORES and not uri.split("://", 1)[1].split("/", 1)[0]:
+        raise ValueError(f"{uri!r} names no bucket; write {STORES[scheme]}://bucket/key")
     return uri
 
 

@@ -26,6 +26,7 @@ OPTIONS = frozenset(
         *("acl", "ACL", "RequestPayer", "ServerSideEncryption", "SSEKMSKeyId", "StorageClass"),
         *("addressing_style", "api_version", "asynchronous", "cache_regions", "cache_type"),
         *("connect_timeout", "default_block_size", "default_cache_type", "default_fill_cache"),
+        *("account_name", "base_url", "endpoint", "skip_signature"),
         *("endpoint_url", "http", "https", "max_attempts", "max_concurrency"),
         *("max_pool_connections", "mode", "parameter_validation", "profile", "read_timeout"),
         *("region", "region_name", "request_checksum_calculation", "requester_pays"),

@@ -30,6 +30,7 @@ from prefect_raybatch.job.table_formats import (
     hub_name,
     scheme_of,
 )
+from prefect_raybatch.schemes import store_scheme
 
 
 class Web(Group):
@@ -230,10 +231,10 @@ class Source(Group):
     def _media_root(cls, value: str | None) -> str | None:
         if value is not None:
             check_uri(value)
-            if value.startswith("s3://"):
+            if scheme := store_scheme(value):
                 raise ValueError(
-                    "must be a local folder; remove it, and name s3:// images by their full URL in "
-                    "the rows"
+                    f"must be a local folder; remove it, and name {scheme}:// images by their full "
+                    "URL in the rows"
                 )
         return value
 

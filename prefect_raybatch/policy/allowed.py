@@ -124,18 +124,19 @@ OWNER_ARGUMENTS = (
 
 # Texts that the owner may set as well, where others of the same argument name a class.
 OWNER_TEXTS = {
-    "speculative_config.model": r"\[?ngram\]?|suffix|(s3://|[./~]).*/.*|[\w-][\w.-]*/[\w.-]+",
+    "speculative_config.model": r"\[?ngram\]?|suffix|((s3|gs|az)://|[./~]).*/.*|[\w-][\w.-]*/[\w.-]+",
     "speculative_config.quantization": r"[a-z0-9][a-z0-9_-]*",
 }
 
 # Names of variables that hold secrets and that a job may name: `options.password_env`, `${NAME}`.
 SECRETS = ("RAYBATCH_SECRET_*",)
 
-# Store options (s3fs) that a job from elsewhere may set; hosts in them are checked as well.
+# Store options (s3fs, obstore) that a job from elsewhere may set; hosts in them are checked too.
 STORE_OPTIONS = frozenset(
     (
         *("addressing_style", "anon", "client_kwargs", "config_kwargs", "connect_timeout"),
-        *("default_block_size", "endpoint_url", "headers", "key", "max_attempts"),
+        *("account_key", "account_name", "base_url", "bearer_token", "endpoint", "sas_key"),
+        *("skip_signature", "default_block_size", "endpoint_url", "headers", "key", "max_attempts"),
         *("max_concurrency", "max_pool_connections", "mode", "password", "password_env"),
         *("read_timeout", "region", "region_name", "requester_pays", "retries", "s3", "secret"),
         *("signature_version", "token", "token_env", "total_max_attempts", "use_ssl", "username"),

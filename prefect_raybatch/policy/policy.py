@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from urllib.parse import unquote
 
 from prefect_raybatch.policy.allowed import ENGINE_VARIABLES, OWNER_ARGUMENTS, SECRETS
+from prefect_raybatch.schemes import STORES, store_scheme
 
 ANY = "*"
 MOST_WORKERS = 4096
@@ -141,7 +142,7 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def canonical_place(uri: str) -> str | None:
-    """Return the one form of a path, file:// or s3:// URI, with links and `..` resolved.
+    """Return the one form of a path or URI of a file or bucket, with links and `..` resolved.
 
     For a glob, that of the folder it begins in. None for anything else, such as
     `simplecache::file://`, and for a path that does not mean the same to all that may open it.
@@ -150,8 +151,8 @@ def canonical_place(uri: str) -> str | None:
         return None
     scheme, separator, rest = uri.partition("://")
     scheme = scheme.lower() if separator else ""
-    if scheme in ("s3", "s3a"):
-        return _canonical_key(rest)
+    if scheme in STORES:
+        return _canonical_key(STORES[scheme], rest)
     if scheme == "file":
         if not rest.startswith("/"):
             host, _, rest = rest.partition("/")
@@ -175,12 +176,12 @@ def canonical_place(uri: str) -> str | None:
     return place if os.path.realpath(os.path.abspath(path)) == place else None
 
 
-def _canonical_key(rest: str) -> str | None:
+def _canonical_key(scheme: str, rest: str) -> str | None:
     key = rest.rstrip("/")
     fixed = _before_wildcard(key)
     if fixed is None or not {"", ".", ".."}.isdisjoint(re.split(r"[/\\]", _unquoted(key))):
         return None
-    return "s3://" + fixed.rstrip("/")
+    return f"{scheme}://{fixed.rstrip('/')}"
 
 
 def _unquoted(text: str) -> str:
@@ -212,8 +213,9 @@ def _within(uri: str, folders: Iterable[str]) -> bool:
     if place is None:
         return False
     for folder in folders:
-        if folder == "s3://":  # any bucket
-            root: str | None = "s3:/"
+        scheme = store_scheme(folder)
+        if scheme and folder.endswith("://"):  # any bucket
+            root: str | None = f"{scheme}:/"
         else:
             root = canonical_place(folder)
         if root is not None and f"{place}/".startswith(f"{root.rstrip('/')}/"):

@@ -13,6 +13,7 @@ from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.policy.allowed import SECRETS
 from prefect_raybatch.policy.policy import ANY, MOST_WORKERS, JobPolicy, KubernetesLimits
+from prefect_raybatch.schemes import STORES
 
 MAX_POLICY_BYTES = 1 << 20
 LISTS = (
@@ -101,10 +102,10 @@ def _place(text: str, folder: str, where: str) -> str:
     if text == ANY:
         return text
     scheme = text.partition("://")[0].lower() if "://" in text else ""
-    if scheme not in ("", "file", "s3", "s3a") or "*" in text:
+    if scheme not in ("", "file", *STORES) or "*" in text:
         raise ConfigError(
             f"{where}: {text!r} is not a folder. Write a local folder or s3://bucket/prefix "
-            "without wildcards, or * for any"
+            "(or gs://, az://) without wildcards, or * for any"
         )
     if scheme:
         return text

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.publish.base import AnsweredRows, Sink
-from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
+from prefect_raybatch.storage import is_remote, join, object_store_options, table_settings
 from prefect_raybatch.storage.library_errors import text_of
 
 
@@ -23,7 +23,7 @@ class FolderSink(Sink):
     @property
     def keys(self) -> dict[str, str] | None:
         """Return the library's `storage_options`; it looks up missing ones itself."""
-        return object_store_options(s3_settings(self.options) if is_remote(self.uri) else None)
+        return object_store_options(table_settings(self.uri, self.options))
 
     def place(self) -> tuple[str, ...]:
         return folder_place(self.uri)

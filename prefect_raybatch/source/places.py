@@ -178,7 +178,7 @@ def _below(place: str, uri: str) -> str:
 
 def _upwards(folder: str) -> Iterator[str]:
     """Yield the folder and its parents, up to the root or the bucket."""
-    top = folder.find("/", len("s3://")) if is_remote(folder) else 0
+    top = folder.find("/", folder.index("://") + 3) if is_remote(folder) else 0
     while True:
         yield folder
         cut = folder.rfind("/")

@@ -1,6 +1,6 @@
-"""Opens a URI as a `Store`: the few operations that the ledger needs, on a local folder or on S3.
+"""Opens a URI as a `Store`: the few operations that the ledger needs, local or in a bucket.
 
-The S3 client is imported at the first S3 call, so that `raybatch status` on a local run directory
+A store's client is imported at its first call, so that `raybatch status` on a local run directory
 starts at once.
 """
 
@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.schemes import EXTRAS, store_scheme
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import FileInfo, Store
+from prefect_raybatch.storage.clouds import CloudStore
+from prefect_raybatch.storage.clouds.connection import CloudConnection
 from prefect_raybatch.storage.local import LocalStore
 from prefect_raybatch.storage.proof import (
     Sums,
@@ -29,6 +33,7 @@ from prefect_raybatch.storage.s3_settings import (
     iceberg_options,
     object_store_options,
     s3_settings,
+    table_settings,
 )
 from prefect_raybatch.storage.uri import contains, is_remote, join, normalize, split_glob
 
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 __all__ = [
+    "CloudStore",
     "FileInfo",
     "LocalStore",
     "S3Settings",
@@ -57,22 +63,29 @@ __all__ = [
     "read_ahead",
     "s3_settings",
     "split_glob",
+    "table_settings",
 ]
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
 def open_store(uri: str, options: StoreOptions | None = None, links: bool = False) -> Store:
-    """Return the store at `uri`: `s3://bucket/prefix`, `file:///folder`, or a local path.
+    """Return the store in a bucket (s3://, gs://, az://), in `file:///folder`, or in a local path.
 
-    `options` are those of s3fs (key, secret, token, endpoint_url, region, profile, anon,
+    `options` for s3:// are those of s3fs (key, secret, token, endpoint_url, region, profile, anon,
     client_kwargs, config_kwargs, ...). Missing ones are read from the environment and configuration
-    files as boto3 does (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). A local store ignores them. With
-    `links`, listings follow links to folders; use it only for data that is read (input, models).
-    Contacts nothing yet. Raises ConfigError for an unknown scheme.
+    files as boto3 does (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). Those for gs:// and az:// are
+    obstore's (`schemes.CLOUD_OPTIONS`); missing ones come from GOOGLE_... and AZURE_... variables
+    and from the machine's identity. A local store ignores them. With `links`, listings follow links
+    to folders; use it only for data that is read (input, models). Contacts nothing yet. Raises
+    ConfigError for an unknown scheme.
     """
     root = normalize(uri)
-    if is_remote(root):
+    scheme = store_scheme(root)
+    if scheme in EXTRAS:
+        bucket = root.partition("://")[2].partition("/")[0]
+        return CloudStore(root, CloudConnection.shared(scheme, bucket, options or {}))
+    if scheme:
         return S3Store(root, Connection.shared(options or {}))
     return LocalStore(root, links)
 
@@ -87,6 +100,11 @@ def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
     """
     from pyarrow import fs
 
+    if isinstance(store, CloudStore):
+        # obstore's file system calls Python in pyarrow's threads, which aborts processes that end.
+        raise ConfigError(
+            f"{store.uri}: Ray cannot read a result there. Use run.dataset(), it copies the files"
+        )
     if not isinstance(store, S3Store):
         return fs.LocalFileSystem(), store.uri
     keys = s3_settings(store.connection.options)

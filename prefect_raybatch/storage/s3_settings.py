@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.schemes import EXTRAS, store_scheme
 from prefect_raybatch.spec.options import StoreOptions
 
 
@@ -58,6 +59,20 @@ def s3_settings(options: StoreOptions) -> S3Settings:
         return S3Settings(endpoint, region)
     keys = found.get_frozen_credentials()
     return S3Settings(endpoint, region, keys.access_key, keys.secret_key, keys.token)
+
+
+def table_settings(uri: str, options: StoreOptions) -> S3Settings | None:
+    """Return the settings for a table in a folder on S3; None for a local one.
+
+    Raises ConfigError for a folder on another object store.
+    """
+    scheme = store_scheme(uri)
+    if scheme in EXTRAS:
+        raise ConfigError(
+            f"{uri}: tables of Delta, Iceberg and Lance are read and written on s3:// and local "
+            f"disks only, not on {scheme}://. Use Parquet files there, or another place"
+        )
+    return s3_settings(options) if scheme else None
 
 
 def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:

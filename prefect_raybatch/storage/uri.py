@@ -1,4 +1,4 @@
-"""URIs of files and folders, local or s3://, normalized so that they can be compared."""
+"""URIs of files and folders, local or in a bucket, normalized so that they can be compared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 from urllib.parse import unquote
 
 from prefect_raybatch.errors import ConfigError
-
-SUPPORTED = "s3://bucket/prefix, file:///folder, or a local path"
+from prefect_raybatch.schemes import INSTALL, STORES, SUPPORTED
 
 _WILDCARD = re.compile(r"[*?\[]")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -62,13 +61,13 @@ def _scheme(uri: str) -> str:
 
 
 def normalize(uri: str) -> str:
-    """Return `s3://bucket[/prefix]` or an absolute local path, without a trailing slash."""
+    """Return the URI of a bucket or an absolute local path, without a trailing slash."""
     scheme = _scheme(uri)
     rest = uri[len(scheme) + 3 :] if scheme else uri
     if not rest or "\0" in rest:
         raise ConfigError(f"{uri!r} is not a location. Use {SUPPORTED}")
-    if scheme in ("s3", "s3a"):
-        return "s3://" + checked(rest.rstrip("/"))
+    if scheme in STORES:
+        return f"{STORES[scheme]}://{checked(rest.rstrip('/'))}"
     if scheme == "file":
         if not rest.startswith("/"):
             host, _, rest = rest.partition("/")
@@ -77,7 +76,7 @@ def normalize(uri: str) -> str:
             rest = "/" + rest
         rest = unquote(rest)
     elif scheme:
-        raise ConfigError(f"{uri!r}: {scheme}:// is not supported. Use {SUPPORTED}")
+        raise ConfigError(f"{uri!r}: {scheme}:// is not supported. Use {SUPPORTED}. {INSTALL}")
     path = os.path.abspath(os.path.expanduser(rest))
     return "/" + path.lstrip("/")  # abspath keeps a double slash at the start
 

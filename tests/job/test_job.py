@@ -137,7 +137,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("source.uri", [], ["source.uri", "at least one file"]),
         ("source.uri", ["a", ""], ["is empty"]),
         ("source.uri", "a\x00b", ["source.uri"]),
-        ("source.uri", "gs://b/k", ["'gs://b/k'", "'gs'", "s3://"]),
+        ("source.uri", "ftp://b/k", ["'ftp://b/k'", "'ftp'", "s3://", "gs://", "az://"]),
         ("source.uri", "s3:///key", ["'s3:///key'", "no bucket"]),
         ("output.uri", "https://x/y", ["output.uri", "'https'"]),
         ("output.uri", "out/*", ["output.uri", "wildcard", "one folder"]),

@@ -272,7 +272,7 @@ def test_the_table_of_what_a_uri_means(tmp_path, monkeypatch):
     # Hidden ones only where the pattern's own part begins so.
     assert names("_*/*.parquet") == ["a.parquet"]
     assert names("2026-01/_*") == ["_x.parquet"]
-    for uri in ("http://h/", "gs://b/x.csv", "hf://d/x.csv", "s3://b*/x.csv"):
+    for uri in ("http://h/", "ftp://b/x.csv", "hf://d/x.csv", "s3://b*/x.csv"):
         with pytest.raises(ConfigError):
             inventory(read_spec(make_job(source={"uri": uri}).source))
 

@@ -21,7 +21,7 @@ from prefect_raybatch.source.tables.base import (
     said_plainly,
 )
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
+from prefect_raybatch.storage import join, object_store_options, table_settings
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -37,7 +37,7 @@ def open_delta(source: ReadSpec) -> TableSource:
     from deltalake.exceptions import TableNotFoundError
 
     uri = join(source.uris[0])
-    keys = s3_settings(source.options) if is_remote(uri) else None
+    keys = table_settings(uri, source.options)
     scrub = keys.scrub if keys else str
     what = f"source.uri: the Delta table {uri}"
     with said_plainly(what, scrub):

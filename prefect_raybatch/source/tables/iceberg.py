@@ -40,6 +40,7 @@ from prefect_raybatch.storage import (
     join,
     open_store,
     s3_settings,
+    table_settings,
 )
 from prefect_raybatch.storage.redirects import redirect_problem
 
@@ -60,8 +61,7 @@ def open_iceberg(source: ReadSpec) -> TableSource:
     """Open an Iceberg table of a catalog (`namespace.table`), or in a folder, local or on S3."""
     given = source.uris[0]
     place = given if source.catalog else join(given)
-    remote = bool(source.catalog) or is_remote(place)
-    keys = s3_settings(source.options) if remote else None
+    keys = s3_settings(source.options) if source.catalog else table_settings(place, source.options)
     properties = fill_variables(source.catalog, "source.catalog")
     scrub = _scrub(keys, properties)
     name = f"source.uri: the Iceberg table {place}"

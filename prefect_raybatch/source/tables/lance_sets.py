@@ -19,7 +19,7 @@ from prefect_raybatch.source.tables.base import (
     said_plainly,
 )
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.storage import is_remote, join, object_store_options, s3_settings
+from prefect_raybatch.storage import join, object_store_options, table_settings
 
 if TYPE_CHECKING:
     from lance import LanceDataset
@@ -32,7 +32,7 @@ def open_lance(source: ReadSpec) -> TableSource:
     import lance
 
     uri = join(source.uris[0])
-    keys = s3_settings(source.options) if is_remote(uri) else None
+    keys = table_settings(uri, source.options)
     scrub = keys.scrub if keys else str
     what = f"source.uri: the Lance dataset {uri}"
 

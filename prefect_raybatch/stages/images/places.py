@@ -16,6 +16,7 @@ from prefect_raybatch.errors import (
     StoreError,
     StoreUnavailable,
 )
+from prefect_raybatch.schemes import STORES
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
@@ -57,7 +58,7 @@ class ImagePlaces:
         if not value.strip() or "\0" in value:
             raise BadImage("the path is empty or contains a NUL character")
         scheme = value.split("://", 1)[0].lower() if "://" in value else ""
-        if scheme == "s3":
+        if scheme in STORES:
             return self._from_store(value)
         if scheme in ("", "file"):
             return self._local(value)
@@ -65,13 +66,13 @@ class ImagePlaces:
             return Http(self.max_bytes, self.seconds, self.allow_private).fetch(value)
         raise BadImage(
             f"{value[:SHOWN]} has the unsupported scheme {scheme!r}. Use a local path, s3://, "
-            "http:// or https://"
+            "gs://, az://, http:// or https://"
         )
 
     def _from_store(self, uri: str) -> bytes:
         folder, _, name = uri.rpartition("/")
         if not name or folder.count("/") < 2:
-            raise BadImage(f"{uri[:SHOWN]} does not name a file in a bucket (s3://BUCKET/KEY)")
+            raise BadImage(f"{uri[:SHOWN]} does not name a file in a bucket (SCHEME://BUCKET/KEY)")
         try:
             store = open_store(folder, self.options)
             store.retry_seconds = self.seconds

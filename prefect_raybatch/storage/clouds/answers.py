@@ -1,0 +1,82 @@
+"""Interprets the answers of Google Cloud Storage and Azure: a retry, or the error to raise."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavailable
+from prefect_raybatch.storage.base import not_found
+
+_STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
+_PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
+_ROLES = {
+    ("gs", "read"): "storage.objects.get (role Storage Object Viewer)",
+    ("gs", "list"): "storage.objects.list (role Storage Object Viewer)",
+    ("gs", "write"): "storage.objects.create and .delete (role Storage Object User)",
+    ("gs", "delete"): "storage.objects.delete (role Storage Object User)",
+    ("az", "read"): "blobs/read (role Storage Blob Data Reader)",
+    ("az", "list"): "blobs/read (role Storage Blob Data Reader)",
+    ("az", "write"): "blobs/write (role Storage Blob Data Contributor)",
+    ("az", "delete"): "blobs/delete (role Storage Blob Data Contributor)",
+}
+
+
+class CloudAnswer(NamedTuple):
+    """The outcome of a failed call: HTTP status (0 without an answer), code and message."""
+
+    status: int
+    code: str
+    text: str
+
+    @property
+    def worth_retrying(self) -> bool:
+        """Return whether the call may succeed if it is repeated."""
+        if self.code in ("ServerBusy", "OperationTimedOut", "InternalError"):
+            return True
+        return self.status in (0, 408, 429) or (
+            self.status >= 500 and self.status not in (501, 505)
+        )
+
+    def error(
+        self, scheme: str, operation: str, place: str, tries: int, endpoint: str
+    ) -> Exception:
+        """Return the error to raise: it names the place, the answer, and what to do."""
+        said = self.text
+        if self.worth_retrying:
+            return StoreUnavailable(
+                f"{place}: no valid answer from {endpoint} in {tries} tries (the last: {said}). "
+                "Check that the store is up and can be reached from this machine"
+            )
+        if self.code in _NO_BUCKET:
+            return StoreError(
+                f"{place}: the bucket or container does not exist at {endpoint}. Create it, or "
+                "check the name and the account"
+            )
+        if self.status == 404:
+            return not_found(place)
+        if self.status == 401 or (self.status == 403 and _EXPIRED.search(said)):
+            return CredentialsUnusable(
+                f"{place}: the credentials are missing, wrong or expired ({said}). Renew them"
+            )
+        if self.status == 403:
+            return StoreError(
+                f"{place}: access denied ({said}). Check that the credentials allow "
+                f"{_ROLES[scheme, operation]}, and that the clock of this machine is right"
+            )
+        return StoreError(f"{place}: the store refused to {operation} ({said})")
+
+
+def answer_of(error: Exception, text: str) -> CloudAnswer:
+    """Return the outcome of a failed call; `text` is its message without secrets."""
+    full = str(error)
+    # The message begins with the object's name, which may hold anything; what follows is quoted.
+    statuses = _STATUS.findall(full.rpartition("Debug source:")[2])
+    said = full.partition("\n\nDebug source:")[0]
+    code = _CODE.findall(said)
+    if not statuses:  # Azure deletes in batches, whose parts have a status each
+        statuses = _PART_STATUS.findall(said)
+    return CloudAnswer(int(statuses[-1]) if statuses else 0, code[-1] if code else "", text)

@@ -1,0 +1,145 @@
+"""The clients of Google Cloud Storage and Azure. Only this file and `store.py` import obstore.
+
+Each request gets one answer here: obstore's own retries would hide that a first answer was lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any, ClassVar
+
+from prefect_raybatch.errors import ConfigError, StoreError
+from prefect_raybatch.schemes import CLOUD_OPTIONS, CLOUD_SECRETS, EXTRAS
+from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.storage.s3_silence import Silence, without_keys
+
+KNOWN_CONNECTIONS = 16
+ANSWER_SECONDS = 60  # for a request of at most 64 MiB
+SECRET_VARIABLES = re.compile(r"(AZURE|GOOGLE)_\w*(KEY|TOKEN|SECRET)$")
+_used_in: set[int] = set()  # processes in which obstore's threads run
+
+
+def _forked() -> None:
+    _used_in.discard(os.getpid())  # a number that is given again
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class CloudConnection:
+    """obstore's clients for one bucket or container and one set of options."""
+
+    known: ClassVar[dict[str, CloudConnection]] = {}
+
+    def __init__(self, scheme: str, bucket: str, options: StoreOptions) -> None:
+        unknown = sorted(set(options) - set(CLOUD_OPTIONS[scheme]))
+        if unknown:
+            raise ConfigError(
+                f"{scheme}://{bucket} has no options {', '.join(map(repr, unknown))}. Use "
+                f"{', '.join(CLOUD_OPTIONS[scheme])}"
+            )
+        self.scheme, self.bucket, self.options = scheme, bucket, dict(options)
+        self.silence = Silence()
+        self._clients: dict[tuple[int, int], Any] = {}
+
+    @classmethod
+    def shared(cls, scheme: str, bucket: str, options: StoreOptions) -> CloudConnection:
+        """Return one connection for equal options and environment: it keeps its sockets."""
+        around = {k: v for k, v in os.environ.items() if k.startswith(("AZURE_", "GOOGLE_"))}
+        told = json.dumps([scheme, bucket, dict(options), around], sort_keys=True, default=repr)
+        key = hashlib.sha256(told.encode()).hexdigest()
+        if len(cls.known) > KNOWN_CONNECTIONS:
+            cls.known.clear()  # stores that are alive keep theirs
+        return cls.known.setdefault(key, cls(scheme, bucket, options))
+
+    def __repr__(self) -> str:
+        return f"CloudConnection({self.scheme!r}, {self.bucket!r})"  # options hold secrets
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (CloudConnection.shared, (self.scheme, self.bucket, self.options))
+
+    def client(self, seconds: int = ANSWER_SECONDS) -> Any:
+        """Return this process's client whose requests may take `seconds`.
+
+        Raises ConfigError if obstore is missing or rejects the options, and StoreError in a fork of
+        a process that used obstore: its threads do not exist there, so a call would never end.
+        """
+        process = os.getpid()
+        if _used_in and process not in _used_in:
+            raise StoreError(
+                f"{self.scheme}://{self.bucket} cannot be used in a fork of a process that used a "
+                "store of Google Cloud or Azure. Start the process with spawn or forkserver"
+            )
+        key = (process, seconds)
+        return self._clients.get(key) or self._clients.setdefault(key, self._build(seconds))
+
+    def _build(self, seconds: int) -> Any:
+        try:
+            from obstore.store import AzureStore, GCSStore
+        except ImportError as error:
+            raise self._missing() from error
+        limits = self._limits(seconds)
+        retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
+        kind: Any = GCSStore if self.scheme == "gs" else AzureStore
+        try:
+            client = kind(
+                self.bucket, config=self.options, client_options=limits, retry_config=retries
+            )
+        except Exception as error:  # obstore has a tree of its own, and ValueError
+            raise ConfigError(
+                f"obstore rejects the options of {self.scheme}://{self.bucket}: {self.scrub(error)}"
+            ) from None
+        _used_in.add(os.getpid())
+        return client
+
+    def _missing(self) -> ConfigError:
+        return ConfigError(
+            f"{self.scheme}:// needs obstore, which is not installed. Run "
+            f'pip install "prefect-raybatch[{EXTRAS[self.scheme]}]"'
+        )
+
+    def _limits(self, seconds: int) -> dict[str, Any]:
+        return {
+            "allow_http": self.endpoint().startswith("http://"),
+            "connect_timeout": timedelta(seconds=10),
+            "timeout": timedelta(seconds=seconds),
+        }
+
+    def endpoint(self) -> str:
+        """Return scheme://host:port of the store, without credentials."""
+        if self.scheme == "gs":
+            url = self.options.get("base_url") or os.environ.get("GOOGLE_BASE_URL")
+            return without_keys(str(url or "https://storage.googleapis.com"))
+        given = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+        url = self.options.get("endpoint") or next(filter(None, map(os.environ.get, given)), None)
+        account = self.options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
+
+    def clock(self) -> float | None:
+        """Return the store's time, which every answer has, also a refusal; None without one."""
+        asked = urllib.request.Request(self.endpoint(), method="HEAD")
+        try:
+            with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:
+                date = answer.headers.get("Date")
+        except urllib.error.HTTPError as refusal:
+            date = refusal.headers.get("Date")
+        except OSError:
+            return None
+        return parsedate_to_datetime(date).timestamp() if date else None
+
+    def scrub(self, error: object) -> str:
+        """Return the message of `error`, with URLs cut to their host and credentials removed."""
+        text = str(error).partition("\n\nDebug source:")[0]
+        text = re.sub(r"(\w+://)(?:[^/\s\"']*@)?([^/?\s\"']*)[^\s\"']*", r"\1\2", text)
+        secrets = [str(self.options.get(name) or "") for name in CLOUD_SECRETS]
+        secrets += [value for name, value in os.environ.items() if SECRET_VARIABLES.match(name)]
+        for secret in filter(None, secrets):
+            text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
+        return " ".join(text.split())[:300]

@@ -1,0 +1,168 @@
+"""The stores of Google Cloud Storage and Azure, each on a server with its preconditions."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.azurite import running_azurite
+from helpers.gcs_server import GcsServer, serving
+
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    CredentialsUnusable,
+    SourceError,
+    StoreError,
+    StoreUnavailable,
+)
+from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.storage.clouds import CloudStore
+
+pytest.importorskip("obstore")
+
+
+REMEDY = r"Renew them|Check that the credentials"
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A server, its scheme and what `open_store` takes for it. It has one bucket: `bucket`."""
+
+    scheme: str
+    options: dict[str, Any]
+    secret: str  # the option that holds the credential
+    address: str  # the option that holds the server's URL
+
+    def opened(self, bucket: str = "bucket", **options: str) -> Store:
+        uri = f"{self.scheme}://{bucket}/{uuid.uuid4()}"
+        return open_store(uri, {**self.options, **options})
+
+
+@pytest.fixture(scope="module", params=["gs", pytest.param("az", marks=pytest.mark.whole)])
+def cloud(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cloud]:
+    if request.param == "gs":
+        with serving(GcsServer("secret-token", "bucket")) as running:
+            yield Cloud("gs", running.options, "bearer_token", "base_url")
+    else:
+        with running_azurite(tmp_path_factory.mktemp("azurite"), "bucket") as started:
+            yield Cloud("az", started.options, "account_key", "endpoint")
+
+
+@pytest.fixture
+def store(cloud: Cloud) -> Store:
+    return cloud.opened()
+
+
+def test_put_read_stat_list_delete(store: Store) -> None:
+    assert list(store.list()) == list(store.list("nowhere")) == []
+    paths = ["a-b/x", "a/x", "a/w/y.z", "a.b", "z", "A", "é", "a b%/c"]
+    for path in paths:
+        info = store.put(path, path.encode())
+        assert info == store.stat(path) and store.read(path) == path.encode()
+    assert [info.path for info in store.list()] == sorted(paths)
+    assert [info.path for info in store.list("a", recursive=False)] == ["a/x"]
+    assert set(store.folders()) == {"a-b", "a", "a b%"}
+    assert store.sub("a").read("w/y.z") == b"a/w/y.z"
+    with pytest.raises(CorruptRun, match="A has 1 bytes"):
+        store.read("A", max_bytes=0)
+    store.delete([*paths, "none"])
+    assert list(store.list()) == []
+    for call in (store.read, store.stat, store.open):
+        with pytest.raises(FileNotFoundError):
+            call("A")
+
+
+def test_a_listing_goes_past_one_page(store: Store) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda n: store.put(f"{n:04}", b""), range(1200)))
+    assert [info.path for info in store.list()] == [f"{n:04}" for n in range(1200)]
+    store.delete(info.path for info in store.list())
+    assert list(store.list()) == []
+
+
+def test_of_fifty_writers_one_wins(store: Store) -> None:
+    for number in range(5):
+        bodies = [uuid.uuid4().bytes for _ in range(50)]
+        barrier = threading.Barrier(50)
+
+        def write(body: bytes, barrier: threading.Barrier = barrier, number: int = number) -> bool:
+            barrier.wait()
+            return store.put_if_absent(str(number), body)
+
+        with ThreadPoolExecutor(50) as pool:
+            told = list(pool.map(write, bodies))
+        winners = [body for body, won in zip(bodies, told, strict=True) if won]
+        assert winners == [store.read(str(number))]
+        assert store.put_if_absent(str(number), winners[0]), "after a lost answer it is ours"
+
+
+def test_files_under_a_condition(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "large").write_bytes(os.urandom(70 << 20))
+    old, new = store.put("a", b"old"), store.put("a", b"newer")
+    assert store.replace_file("a", tmp_path / "mine", old) is False
+    assert store.replace_file("a", tmp_path / "mine", new) is True
+    assert store.put_file_if_absent("a", tmp_path / "mine") is True, "the same content is ours"
+    assert store.put_file_if_absent("large", tmp_path / "large") is True
+    assert store.put_file_if_absent("large", tmp_path / "large") is False
+    assert store.put_file("parts", tmp_path / "large").size == 70 << 20
+    assert store.read("parts") == store.read("large") == (tmp_path / "large").read_bytes()
+
+
+def test_a_change_while_it_is_read_is_noticed(store: Store) -> None:
+    store.put("x", b"0123456789" * 400_000)
+    with store.open("x") as handle:
+        assert handle.seek(5) and handle.read(3) == b"567"
+        store.put("x", b"other")
+        handle.seek(3_000_000)
+        with pytest.raises(SourceError, match="changed while it was being read"):
+            handle.read(3)
+
+
+def test_probe_pickle_and_no_secret(store: Store, cloud: Cloud) -> None:
+    store.probe()
+    assert list(store.list()) == []
+    other = pickle.loads(pickle.dumps(store))
+    other.put("x", b"1")
+    assert store.read("x") == b"1"
+    assert isinstance(other, CloudStore)
+    assert cloud.options[cloud.secret] not in repr(other) + repr(other.connection)
+
+
+def test_errors_name_place_and_remedy(cloud: Cloud) -> None:
+    with pytest.raises(StoreError, match=r"://none/.*does not exist.*Create it"):
+        cloud.opened("none").put("x", b"")
+    other = base64.b64encode(b"other-secret" * 4).decode()
+    with pytest.raises((CredentialsUnusable, StoreError), match=REMEDY) as caught:
+        cloud.opened(**{cloud.secret: other}).read("x")
+    assert other not in str(caught.value)
+    away = cloud.opened(**{cloud.address: "http://127.0.0.1:9/testaccount"})
+    away.retry_seconds = 0.0
+    with pytest.raises(StoreUnavailable, match=r"://bucket/.* in 3 tries"):
+        away.put("x", b"")
+    with pytest.raises(ConfigError, match=r"no options 'key'\. Use "):
+        cloud.opened(key="other-secret")
+
+
+def test_a_fork_is_refused_and_does_not_hang(store: Store) -> None:
+    store.put("x", b"1")
+    child = os.fork()
+    if child == 0:
+        try:
+            store.read("x")
+        except StoreError:
+            os._exit(3)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
