@@ -38,6 +38,10 @@ class Program:
     libraries: tuple[str, ...] = ()
     npm: str = ""
 
+    def missing_packages(self) -> tuple[str, ...]:
+        """Return Debian's packages to install; npm from elsewhere conflicts with Debian's."""
+        return () if self.npm and shutil.which("npm") else self.packages
+
     def is_installed(self) -> bool:
         paths = [shutil.which(name) for name in self.names]
         found = any(paths) if self.any_name else all(paths)
@@ -91,23 +95,25 @@ def install(without: Iterable[str] = (), tier: str = "all") -> int:
     if not missing:
         return 0
     titles = "; ".join(PROGRAMS[name].title for name in missing)
-    packages = [package for name in missing for package in PROGRAMS[name].packages]
+    packages = [package for name in missing for package in PROGRAMS[name].missing_packages()]
     apt = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
     prefix = _privilege()
     if prefix is None or not shutil.which("apt-get"):
         print(f"Missing: {titles}.")
         if shutil.which("apt-get"):
-            print(f"Run: sudo apt-get update && sudo {' '.join(apt)}")
+            if packages:
+                print(f"Run: sudo apt-get update && sudo {' '.join(apt)}")
             for package in filter(None, (PROGRAMS[name].npm for name in missing)):
-                print(f"Then: sudo {' '.join(_npm(package))}")
+                print(f"Run: sudo {' '.join(_npm(package))}")
         else:
             commands = ", ".join(name for key in missing for name in PROGRAMS[key].names)
             print(f"Install the packages of your system that have these programs: {commands}")
         command = "make test" if tier == "test" else "make test-all"
         print(f"Or leave these tests out: {command} WITHOUT={','.join(missing)}")
         return 1
-    print(f"Installing {titles} (Debian: {' '.join(packages)})", flush=True)
-    for command in (["apt-get", "update", "-q"], apt):
+    names = [*packages, *filter(None, (PROGRAMS[name].npm for name in missing))]
+    print(f"Installing {titles} ({' '.join(names)})", flush=True)
+    for command in (["apt-get", "update", "-q"], apt) if packages else ():
         ended = subprocess.run(
             [*prefix, "/usr/bin/env", "DEBIAN_FRONTEND=noninteractive", *command],
             stdout=subprocess.PIPE,

@@ -491,7 +491,6 @@ def _endpoints() -> Iterator[GoldenJob]:
             "endpoint": {
                 "url": "https://api.example.com/v1",
                 "block": "hosted-model/large",
-                "api": "completions",
                 "model": "large",
                 "key": "example-key",
                 "requests_per_minute": 500,
@@ -504,6 +503,19 @@ def _endpoints() -> Iterator[GoldenJob]:
             }
         },
         limits={"max_cost": 5},
+    )
+    yield made(
+        "endpoint-completions",
+        "A hosted model that takes a text and no chat.",
+        sampling={"max_tokens": 64},
+        engine={
+            "endpoint": {
+                "url": "https://api.example.com/v1",
+                "api": "completions",
+                "model": "large",
+                "key": "example-key",
+            }
+        },
     )
 
 

@@ -29,7 +29,7 @@ from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(600)]
-pytest.importorskip("obstore")
+
 ROWS, A_SHARD, KILLS = 200, 20, 6
 
 

@@ -28,9 +28,6 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.clouds import CloudStore
 
-pytest.importorskip("obstore")
-
-
 REMEDY = r"Renew them|Check that the credentials"
 
 
