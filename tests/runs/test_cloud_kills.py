@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import sys
 import threading
 import time
 import uuid
@@ -20,7 +19,7 @@ import yaml
 from helpers.azurite import running_azurite
 from helpers.gcs_server import GcsServer, serving
 from helpers.openai_server import openai_server
-from runs.test_endpoint_kills import lived
+from runs.test_endpoint_kills import drivers, lived
 
 from prefect_raybatch import open_run
 from prefect_raybatch.api import publish_run
@@ -81,11 +80,11 @@ def test_kills_lose_and_double_no_row(place: tuple[str, dict[str, Any]], tmp_pat
         }
         path = tmp_path / "job.yaml"
         path.write_text(yaml.safe_dump(job))
-        command = [sys.executable, "-m", "helpers.endpoint_driver", str(path), "night"]
-        for _ in range(KILLS):
-            lived(server, command, chance.randint(1, 60), news)
-        while not lived(server, command, 10 * ROWS, news):
-            pass
+        with drivers(path, "night") as starter:
+            for _ in range(KILLS):
+                lived(server, starter, chance.randint(1, 60), news)
+            while not lived(server, starter, 10 * ROWS, news):
+                pass
     store = open_store(f"{uri}/out/night", options)
     assert verify(store).ok
     result = open_run(store.uri, options).dataset().to_table().to_pylist()
