@@ -4,8 +4,8 @@ The public Python interface is `__all__`: jobs and flows (`BatchJob`, `batch_inf
 `retry_failed`, `backfill_job`, `tune_job`), tasks (`plan_shards`, `infer_shards`, `finalize_run`,
 `publish_run`), functions (`open_run`, `finalize_partial`, `warm_engines`, `reconcile_jobs`,
 `restart_crashed`), functions for DataFrames and lists (`ask`, `ask_async`, `ask_run`, `embed`,
-`classify`, `score`, `end_engines`) and blocks (`RayCluster`, `ObjectStore`, `BatchInferenceJob`).
-Other modules may change.
+`classify`, `score`, `end_engines`) and blocks (`RayCluster`, `ObjectStore`, `HostedModel`,
+`BatchInferenceJob`). Other modules may change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.api import finalize_partial
     from prefect_raybatch.cluster.connect import warm_engines
     from prefect_raybatch.errors import ConfigError, RayBatchError
-    from prefect_raybatch.flow.blocks import BatchInferenceJob, ObjectStore, RayCluster
+    from prefect_raybatch.flow.blocks import BatchInferenceJob, HostedModel, ObjectStore, RayCluster
     from prefect_raybatch.flow.flows import (
         backfill_job,
         batch_inference,
@@ -53,6 +53,7 @@ _HOMES = {
     "BatchInferenceJob": "flow.blocks",
     "BatchJob": "job.batch_job",
     "ConfigError": "errors",
+    "HostedModel": "flow.blocks",
     "ObjectStore": "flow.blocks",
     "OpenRun": "runs.open_run",
     "RayBatchError": "errors",
@@ -86,6 +87,7 @@ __all__ = [
     "BatchInferenceJob",
     "BatchJob",
     "ConfigError",
+    "HostedModel",
     "ObjectStore",
     "OpenRun",
     "RayBatchError",
