@@ -108,7 +108,8 @@ def form_is_whole(schema: dict[str, Any]) -> None:
             positions.append(shown["position"])
         assert len(set(positions)) == len(positions), name
     formats = groups["Source"]["properties"]["format"]["enum"]
-    assert formats == ["auto", "parquet", "csv", "jsonl", "arrow", *TABLE_FORMATS]
+    files = ["parquet", "csv", "jsonl", "openai_batch", "arrow"]
+    assert formats == ["auto", *files, *TABLE_FORMATS]
     assert groups["Engine"]["properties"]["device"]["enum"] == ["auto", "gpu", "cpu"]
     assert "schema" in groups["Output"]["properties"]  # by its alias, as a person writes it
     # The form shows a union as tabs: fewest of them, and none with the name of a Python type.

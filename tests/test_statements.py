@@ -192,6 +192,6 @@ def test_what_stands_of_a_job_file_is_one(page: Path) -> None:
 
 def needed(group: str, given: dict[str, Any]) -> dict[str, Any]:
     """What a page leaves out of a group for shortness."""
-    if group == "prompt" and {"function", "messages", "template"} & set(given):
+    if group == "prompt" and (not given or {"function", "messages", "template"} & set(given)):
         return {}
     return dict(SMALL[group])  # type: ignore[call-overload]
