@@ -82,7 +82,7 @@ def test_without_the_right_the_command_is_told(
     assert programs.install() == 1
     assert not (path / "log").exists()
     said = capsys.readouterr().out
-    assert "Then: sudo npm install --global --no-audit --no-fund azurite@" in said
+    assert "Run: sudo npm install --global --no-audit --no-fund azurite@" in said
     assert "sudo apt-get install -y -q --no-install-recommends chromium libatomic1 radosgw" in said
     assert "make test-all WITHOUT=browser,ceph,azurite" in said
     assert programs.install(tier="test") == 1

@@ -43,7 +43,7 @@ def batch(
         typer.Option(
             metavar="N",
             min=1,
-            help="Longest answer to requests without max_tokens; default: what the context leaves",
+            help="Longest answer without max_tokens; default: the context",
         ),
     ] = None,
     set_: FieldChanges = None,

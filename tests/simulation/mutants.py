@@ -221,9 +221,9 @@ MUTANTS = (
         (
             Edit(
                 "runs.finalize_run:finalize_spec",
-                "ledger.succeed(_success(spec, plan, result, made.accepted))",
+                "ledger.succeed(success)",
                 "ledger.store.delete(i.path for i in list(store.list('_raybatch/pieces')))\n"
-                "    ledger.succeed(_success(spec, plan, result, made.accepted))",
+                "    ledger.succeed(success)",
             ),
         ),
         quick=True,

@@ -70,7 +70,7 @@ class CloudAnswer(NamedTuple):
         return StoreError(f"{place}: the store refused to {operation} ({said})")
 
 
-def answer_of(error: Exception, text: str) -> CloudAnswer:
+def cloud_answer(error: Exception, text: str) -> CloudAnswer:
     """Return the outcome of a failed call; `text` is its message without secrets."""
     full = str(error)
     # The message begins with the object's name, which may hold anything; what follows is quoted.

@@ -23,7 +23,7 @@ from prefect_raybatch.storage.base import (
     reading_local_file,
     too_large,
 )
-from prefect_raybatch.storage.clouds.answers import answer_of
+from prefect_raybatch.storage.clouds.answers import cloud_answer
 from prefect_raybatch.storage.clouds.connection import ANSWER_SECONDS, CloudConnection
 from prefect_raybatch.storage.uri import checked
 
@@ -291,7 +291,7 @@ class CloudStore(Store):
             except (BaseError, OSError) as error:
                 failure = error
             tries += 1
-            answer = answer_of(failure, link.scrub(failure))
+            answer = cloud_answer(failure, link.scrub(failure))
             wait = random.uniform(0.5, 1.0) * pause
             deadline = began + self.retry_seconds
             late = time.monotonic() + wait > deadline and tries >= _MIN_TRIES
