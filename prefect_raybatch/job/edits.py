@@ -72,10 +72,18 @@ def with_store_options(
 
 
 def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
-    """Return the job with fields added to its `engine.endpoint`; its own have precedence."""
+    """Return the job with a block's fields in its `engine.endpoint`; its own have precedence.
+
+    Raises `ConfigError` if the job has another URL, which would get the block's key.
+    """
     endpoint = job.engine.endpoint
     own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
     own = {name: value for name, value in own.items() if value is not None}
+    if own.get("url", fields["url"]) != fields["url"]:
+        raise ConfigError(
+            f"engine.endpoint.url: the block {endpoint.block} is for {fields['url']} and its key "
+            "goes nowhere else; remove url, or remove block"
+        )
     made = ModelEndpoint.model_validate({**fields, **own})
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
 

@@ -222,6 +222,14 @@ def test_a_hosted_model_gives_a_job_what_the_job_does_not_set(prefect_api: None)
     assert headers["Authorization"] == f"Bearer {HUSH[0]}"
 
 
+def test_the_key_of_a_hosted_model_goes_to_no_other_server(prefect_api: None) -> None:
+    HostedModel(url="http://host/v1", model="large", key=HUSH[0]).save("large", overwrite=True)
+    endpoint = {"block": "hosted-model/large", "url": "http://other/v1"}
+    with pytest.raises(ConfigError, match=r"engine\.endpoint\.url: .*remove url") as refused:
+        with_blocks(make_job(engine={"endpoint": endpoint}))
+    assert HUSH[0] not in str(refused.value)
+
+
 def test_another_block_as_a_hosted_model_is_refused(prefect_api: None) -> None:
     store().save("keys", overwrite=True)
     wrong = make_job(engine={"endpoint": {"block": "object-store/keys"}})

@@ -22,7 +22,7 @@ class HostedModel(CredentialsBlock):
     """A server with the OpenAI API that answers rows, its key and its limits.
 
     Name the block in a job as `engine: {endpoint: {block: hosted-model/NAME}}`. Fields that the job
-    itself sets have precedence.
+    itself sets have precedence, except for the URL.
 
     Attributes:
         url: Base URL of the server, with its version.
