@@ -509,6 +509,7 @@ def test_the_public_names_are_these_and_each_is_there():
         "BatchInferenceJob",
         "BatchJob",
         "ConfigError",
+        "HostedModel",
         "ObjectStore",
         "OpenRun",
         "RayBatchError",
