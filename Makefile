@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python $(PYTEST_M)
 
 .PHONY: help demo check test test-all rest programs lint types coverage mutants chaos failures versions bench tour docs lock clean
 help: ## Show this list
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 .venv/.ready: requirements.lock requirements-torch.lock pyproject.toml
 	$(PYTHON) -m venv .venv
