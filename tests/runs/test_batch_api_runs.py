@@ -189,6 +189,23 @@ def test_a_used_up_quota_ends_the_run_and_keeps_what_was_paid(server, tmp_path):
     assert server.service.paid.total() == ROWS
 
 
+@pytest.fixture(autouse=True)
+def stages_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the stages of runs that were broken off: their threads would outlive the test."""
+    made: list[BatchStage] = []
+    start = BatchStage.start
+
+    def noted(self: BatchStage) -> None:
+        made.append(self)
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchStage, "start", noted)
+        yield
+    for stage in made:
+        stage.close()
+
+
 def stages_of(job: BatchJob) -> tuple[Pipeline, BatchStage, list[pa.Table]]:
     """Return the engine stage of a run, and its prepared blocks."""
     run = plan_run(job, "night")
