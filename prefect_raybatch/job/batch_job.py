@@ -464,7 +464,7 @@ def check_endpoint(job: BatchJob) -> None:
         )
     if job.engine.endpoint.batch and (raw or job.engine.task == "embed"):
         raise ValueError(
-            "engine.endpoint.batch sends chats only; remove it, or engine.endpoint.api and "
+            "engine.endpoint.batch sends chats only; remove batch, or engine.endpoint.api and "
             "engine.task"
         )
     if job.prompt.images.used:

@@ -14,6 +14,7 @@ from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.source.tables.delta import open_delta
 from prefect_raybatch.storage import join, open_store, table_settings
+from prefect_raybatch.storage.clouds import connection
 
 
 def test_folders_of_a_policy_hold_in_every_cloud() -> None:
@@ -83,3 +84,10 @@ def test_tables_are_refused_by_name() -> None:
         open_delta(read_spec(make_job(source={"uri": "gs://b/t", "format": "delta"}).source))
     with pytest.raises(ConfigError, match="not on az://"):
         table_settings("az://c/t", {})
+
+
+@pytest.mark.parametrize(("uri", "extra"), [("gs://bucket/out", "gcs"), ("az://box/out", "azure")])
+def test_a_missing_extra_is_named(uri: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"pip install \"prefect-raybatch\[{extra}\]\""):
+        open_store(uri, {})

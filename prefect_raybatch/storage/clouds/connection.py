@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from prefect_raybatch.errors import ConfigError, StoreError
@@ -39,13 +40,15 @@ class CloudConnection:
     known: ClassVar[dict[str, CloudConnection]] = {}
 
     def __init__(self, scheme: str, bucket: str, options: StoreOptions) -> None:
+        self.scheme, self.bucket, self.options = scheme, bucket, dict(options)
+        if find_spec("obstore") is None:
+            raise self._missing()
         unknown = sorted(set(options) - set(CLOUD_OPTIONS[scheme]))
         if unknown:
             raise ConfigError(
                 f"{scheme}://{bucket} has no options {', '.join(map(repr, unknown))}. Use "
                 f"{', '.join(CLOUD_OPTIONS[scheme])}"
             )
-        self.scheme, self.bucket, self.options = scheme, bucket, dict(options)
         self.silence = Silence()
         self._clients: dict[tuple[int, int], Any] = {}
 
@@ -68,7 +71,7 @@ class CloudConnection:
     def client(self, seconds: int = ANSWER_SECONDS) -> Any:
         """Return this process's client whose requests may take `seconds`.
 
-        Raises ConfigError if obstore is missing or rejects the options, and StoreError in a fork of
+        Raises ConfigError if obstore rejects the options, and StoreError in a fork of
         a process that used obstore: its threads do not exist there, so a call would never end.
         """
         process = os.getpid()
@@ -81,10 +84,8 @@ class CloudConnection:
         return self._clients.get(key) or self._clients.setdefault(key, self._build(seconds))
 
     def _build(self, seconds: int) -> Any:
-        try:
-            from obstore.store import AzureStore, GCSStore
-        except ImportError as error:
-            raise self._missing() from error
+        from obstore.store import AzureStore, GCSStore
+
         limits = self._limits(seconds)
         retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
         kind: Any = GCSStore if self.scheme == "gs" else AzureStore
