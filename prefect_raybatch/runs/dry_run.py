@@ -14,7 +14,7 @@ from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
-from prefect_raybatch.model.pinned import PinnedModel
+from prefect_raybatch.model.pinned import ENDPOINT, PinnedModel
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
@@ -107,6 +107,10 @@ def dry_run_resolved(
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()
     check_pinned_model(spec, resolved.model, files=what_if is None)
+    if sample and resolved.model["source"] == ENDPOINT:
+        raise ConfigError(
+            "--tokens needs the model's tokenizer, which engine.endpoint has not; remove --tokens"
+        )
     tokens, auto = None, spec.engine.model.context_auto
     if sample or auto:
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
@@ -152,8 +156,9 @@ def _function_problem(
 
     Empty if it does, and where it cannot be tried: the run says why.
     """
-    remote = is_remote(str(model["source"]))  # its tokenizer comes with the weights
-    if not spec.prompt.function or not found.files or remote:
+    place = str(model["source"])
+    without = place == ENDPOINT or is_remote(place)  # a tokenizer, which comes with the weights
+    if not spec.prompt.function or not found.files or without:
         return []
     try:
         _prompt_lengths(spec, model, found, copied, None, TRIED_ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
 import uuid
@@ -19,7 +20,7 @@ import pytest
 from helpers.findings import one
 from helpers.openai_server import OpenAIServer, completion, failing, openai_server
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.api.tune import tune
 from prefect_raybatch.cluster import pipeline as pipeline_module
 from prefect_raybatch.cluster.pipeline import Pipeline
@@ -357,3 +358,15 @@ def test_doctor_asks_the_server_for_the_model(server, tmp_path):
     assert there.mark == "pass" and "large is at http" in there.found
     with pytest.raises(EndpointRefused, match="use one of large"):  # doctor shows it as a failure
         one(places.check_model, job_of(server, tmp_path, endpoint={"model": "larger"}))
+
+
+def test_a_plan_needs_no_tokenizer_of_a_hosted_model(server, tmp_path):
+    lines = tmp_path / "in.jsonl"
+    body = {"model": "large", "messages": [{"role": "user", "content": "Company"}]}
+    url = "/v1/chat/completions"
+    lines.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}))
+    source = {"uri": str(lines), "format": "openai_batch"}
+    job = job_of(server, tmp_path, source=source, prompt={})
+    assert dry_run(job).problems == ()
+    with pytest.raises(ConfigError, match="remove --tokens"):
+        dry_run(job, sample=1)
