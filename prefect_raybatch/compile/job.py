@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -20,15 +20,17 @@ from prefect_raybatch.job.early_stop import (
     may_stop_early,
 )
 from prefect_raybatch.job.endpoint import HOSTED_BATCH_SHARDS, ModelEndpoint
+from prefect_raybatch.job.edits import first_of, larger_of
 from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
-from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.own_code.shipping import shipped
 from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
 from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
@@ -83,6 +85,8 @@ def compile_job(
 
     Raises `CorruptRun` if the plan lacks what the job left to it.
     """
+    if job.output.escalate.engine is not None:
+        return _compile_cascade(job, columns, planned)
     spec = RunSpec(
         name=job.name,
         read=read_spec(job.source),
@@ -109,6 +113,36 @@ def compile_job(
             "the file, or start a new run key"
         )
     return spec.decide(context=planned.context)
+
+
+def _compile_cascade(
+    job: BatchJob, columns: Sequence[str] | None, planned: Planned | None
+) -> RunSpec:
+    """Return what the larger model of a cascade does, with what the first one does."""
+    first, larger = first_of(job), larger_of(job)
+    when, output = job.output.escalate.when, job.output
+    measure, below, column = None, None, ""
+    if when.probability_below is not None:
+        measure, below, column = "probability", when.probability_below, PROBABILITIES
+    elif when.logprob_below is not None:
+        measure, below, column = "logprob", when.logprob_below, LOGPROBS
+    wanted = {PROBABILITIES: output.probabilities, LOGPROBS: "logprobs" in job.sampling.given()}
+    cascade = CascadeSpec(
+        measure=measure,
+        below=below,
+        fails_schema=when.fails_schema,
+        at_most=job.output.escalate.at_most,
+        first_name=_model_name(first.engine),
+        larger_name=_model_name(larger.engine),
+        columns=() if not column or wanted[column] else (column,),
+    )
+    names = None if planned is None else replace(planned, names={})
+    spec = compile_job(larger, columns, planned)
+    return spec.of_cascade(cascade, compile_job(first, columns, names))
+
+
+def _model_name(engine: Engine) -> str:
+    return str(engine.endpoint.model if engine.endpoint.asked else engine.model)
 
 
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
@@ -399,13 +433,19 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
         value["output"]["publish"] = [target.public() for target in job.output.publish]
     if job.source.catalog:
         value["source"]["catalog"] = catalog_place(job.source.catalog)
-    engine = value.get("engine", {})
-    engine.pop("env", None)
-    engine.get("endpoint", {}).pop("key", None)
-    for name in job.engine.given:
-        if is_masked(hide_argument(engine.get(name), name)):
-            del engine[name]
+    _without_secrets(value.get("engine", {}), job.engine)
+    if (larger := job.output.escalate.engine) is not None:
+        _without_secrets(value["output"]["escalate"]["to"], larger)
     return value
+
+
+def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
+    """Remove what may be secret from the plain values of an engine."""
+    value.pop("env", None)
+    value.get("endpoint", {}).pop("key", None)
+    for name in engine.given:
+        if is_masked(hide_argument(value.get(name), name)):
+            del value[name]
 
 
 def _pooling_fields(job: BatchJob) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
-from prefect_raybatch.job.edits import with_answer_schema, with_template_text
+from prefect_raybatch.job.edits import first_of, larger_of, with_answer_schema, with_template_text
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT, REQUEST_FORM, REQUEST_FUNCTIONS
 from prefect_raybatch.job.own_code.loading import shown_name
@@ -41,13 +41,15 @@ class Resolved:
     The texts are those of its chat template and answer schema.
 
     `known` is the model, or None while only Hugging Face could tell its commit, which is no part of
-    the fingerprint. `checked`: `model.check` has checked the model's files.
+    the fingerprint. `checked`: `model.check` has checked the model's files. `first` is the job of
+    the first model of a cascade; the model is then the larger one.
     """
 
     job: BatchJob
     known: Mapping[str, Any] | None
     identity: Identity
     checked: bool = False
+    first: Resolved | None = None
 
     @classmethod
     def of(
@@ -62,11 +64,15 @@ class Resolved:
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
-        return cls(job, model, fingerprint(job, model, retry))
+        if job.output.escalate.engine is None:
+            return cls(job, model, fingerprint(job, model, retry))
+        small = first_of(job)
+        first = cls.of(small, _folder_model(model_request(small.engine)), retry)
+        return cls(job, model, fingerprint(job, model, retry), first=first)
 
     @property
     def request(self) -> ModelRequest:
-        return model_request(self.job.engine)
+        return model_request(larger_of(self.job).engine)
 
     @property
     def model(self) -> dict[str, Any]:
@@ -85,15 +91,17 @@ class Resolved:
 
     def pinned(self) -> Resolved:
         """Return this with the commit that a Hugging Face name refers to now."""
-        if self.known is not None:
+        if self.known is not None and (self.first is None or self.first.known is not None):
             return self
-        return replace(self, known=models.pin(self.request))
+        first = None if self.first is None else self.first.pinned()
+        return replace(self, known=models.pin(self.request), first=first)
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
         """Return this with these failed rows as its input."""
         if retry == self.identity.retry:
             return self
-        return replace(self, identity=fingerprint(self.job, self.known, retry))
+        first = None if self.first is None else self.first.retrying(retry)
+        return replace(self, identity=fingerprint(self.job, self.known, retry), first=first)
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
@@ -106,7 +114,7 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
         return job.retrying(retry) if retry is not None else job
     check_trust(job)
     job = with_answer_schema(job)
-    return Resolved.of(job, _folder_model(model_request(job.engine)), retry)
+    return Resolved.of(job, _folder_model(model_request(larger_of(job).engine)), retry)
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
@@ -136,6 +144,12 @@ def _engine_arguments(job: BatchJob) -> dict[str, Any]:
     return {k: v for k, v in sorted(arguments.items()) if k not in FREE_ENGINE_ARGUMENTS}
 
 
+def _engine_parts(job: BatchJob) -> dict[str, Any]:
+    """Return the parts of a fingerprint that come from the engine of a job."""
+    found = answer_fields(job)
+    return {name: value for name, value in found.items() if name.split(".")[0] == "engine"}
+
+
 # Fields of FINGERPRINTED whose value is not what counts, and what counts in its place.
 FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "source.uri": _uris,
@@ -148,9 +162,16 @@ FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     ),
     "engine.endpoint.model": lambda job: job.engine.endpoint.model,
     "output.schema_model": lambda job: job.output.answer_form,
+    "output.escalate.to": lambda job: _engine_parts(larger_of(job)),
     "output.on_cut_off": lambda job: "fail" if job.output.on_cut_off == "fail" else None,
 }
+CASCADE = "output.escalate."
 COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields always count
+    **{
+        name: lambda job: job.output.escalate.engine is not None
+        for name in FINGERPRINTED
+        if name.startswith(CASCADE)
+    },
     "source.served_as": lambda job: job.source.format == BATCH_FORMAT,
     "source.sample": lambda job: job.source.sample is not None,
     "source.sample_seed": lambda job: job.source.sample is not None,
@@ -189,6 +210,10 @@ def fingerprint(
         parts["output.postprocess.source"] = source_digest(
             job.output.postprocess, "output.postprocess"
         )
+    if job.output.escalate.engine is not None:
+        first = _folder_model(model_request(job.engine))
+        if first is not None:
+            parts["first.model.identity"] = first["identity"]
     if model is not None and "@" not in str(model["identity"]):
         parts["model.identity"] = model["identity"]
     if retry is not None:
@@ -203,6 +228,8 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     They are without credentials, which the hash does include.
     """
     shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
+    if (larger := parts.get(f"{CASCADE}to")) is not None:
+        shown[f"{CASCADE}to"] = shown_parts(larger)
     if "source.uri" in parts:
         uris = parts["source.uri"]
         shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
@@ -214,7 +241,7 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 # Parts of a fingerprint that are looked up: in the functions' modules, adapters and model.
 LOOKED_UP = (
     *("engine.adapters", "prompt.function.source", "output.postprocess.source"),
-    *("model.identity", "retry"),
+    *("model.identity", "first.model.identity", "retry"),
 )
 
 

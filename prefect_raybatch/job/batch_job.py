@@ -23,11 +23,12 @@ from prefect_raybatch.job.endpoint import (
     TOKENIZER_PROMPT,
 )
 from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
+from prefect_raybatch.job.escalate import ANSWERED_BY, first_changes, larger_changes
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.faults import FieldPlace, explain
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import DIGESTS_COLUMN
-from prefect_raybatch.job.job_file import read_job_file
+from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.openai_batch import check_batch_file, with_batch_fields
 from prefect_raybatch.job.output import Output
@@ -501,6 +502,61 @@ def check_max_tokens(job: BatchJob) -> None:
         )
 
 
+def check_cascade(job: BatchJob) -> None:
+    """Raise ValueError for a field that does not go with output.escalate."""
+    escalate = job.output.escalate
+    if escalate.engine is None:
+        return
+    refused = {
+        "engine.task": job.engine.task != "generate",
+        "engine.adapter": job.engine.adapter is not None,
+        "engine.adapters": bool(job.engine.adapters),
+        "engine.order: run": job.engine.order == "run",
+        "engine.max_model_len: auto": job.engine.max_model_len == "auto",
+        TRY_FP8: bool(precision_tries(job.engine)),
+        "reuse": job.reuse is not None,
+        "output.keep_answers": job.output.keep_answers is not None,
+        "output.postprocess": job.output.postprocess is not None,
+        "output.compact: false": not job.output.compact,
+        "prompt.images": job.prompt.images.used,
+        "sampling.n": (job.sampling.extra.get("n") or 1) > 1,
+        "source.format: openai-batch": job.source.served_as is not None,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"output.escalate cannot be combined with {name}; remove one of them"
+            )
+    when, hosted = escalate.when, job.engine.endpoint.asked is not None
+    for name, needs, given in (
+        ("probability_below", "sampling.choice", job.sampling.choice),
+        ("logprob_below", "", True),
+        ("fails_schema", "output.schema_model", job.output.schema_model),
+    ):
+        if getattr(when, name) in (None, False):
+            continue
+        if not given:
+            raise ValueError(f"output.escalate.when.{name} needs {needs}; set it")
+        if hosted and name != "fails_schema":
+            raise ValueError(
+                f"output.escalate.when.{name} needs the probabilities of vLLM, and "
+                "engine.endpoint gives none; use fails_schema"
+            )
+    if ANSWERED_BY in (job.output.column, job.output.row_number):
+        raise ValueError(
+            f"output.escalate writes a column {ANSWERED_BY}; rename the column of that name"
+        )
+    value = job.to_dict()
+    for field, changes in (
+        ("output.escalate.when", first_changes(value["output"], job.sampling.extra.get("logprobs"))),
+        ("output.escalate.to", larger_changes(value["output"])),
+    ):
+        try:
+            BatchJob.from_dict(with_fields(value, changes), field)
+        except ConfigError as error:
+            raise ValueError(f"{field}: with this field changed, the job is not valid. {error}") from None
+
+
 COMBINATIONS = (
     check_own_code,
     check_endpoint,
@@ -517,4 +573,5 @@ COMBINATIONS = (
     check_logprobs,
     check_probabilities,
     check_answer_schema,
+    check_cascade,
 )

@@ -14,6 +14,7 @@ from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
+from prefect_raybatch.job.escalate import first_changes, larger_changes
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
@@ -31,6 +32,19 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
     access = job.cluster.access_if_loaded
     same = made.cluster.block is not None and made.cluster.block == job.cluster.block
     return with_access(made, access) if same and access is not None else made
+
+
+def first_of(job: BatchJob) -> BatchJob:
+    """Return the job of the first model of a cascade: it answers all rows."""
+    output, logprobs = job.to_dict()["output"], job.sampling.extra.get("logprobs")
+    return edited(job, first_changes(output, logprobs), "the first model of the cascade")
+
+
+def larger_of(job: BatchJob) -> BatchJob:
+    """Return the job as its last model answers it: without a cascade the job itself."""
+    if job.output.escalate.engine is None:
+        return job
+    return edited(job, larger_changes(job.to_dict()["output"]), "output.escalate.to")
 
 
 def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ EXPANDED_FIELDS = (
     "engine.model",
     "engine.adapter",
     "engine.adapters",
+    "output.escalate.to.model",
     "output.uri",
     "reuse",
     "quality.golden",

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, field_validator, model_validator
 
 from prefect_raybatch.job import answer_schema, chat, tasks
 from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
+from prefect_raybatch.job.escalate import Escalate
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.own_code.loading import own_name
 from prefect_raybatch.job.publish import PublishTarget, check_targets
@@ -159,6 +160,12 @@ class Output(Group):
         allow_inf_nan=False,
     )
 
+    escalate: Escalate = field(
+        Escalate(),
+        title="Cascade",
+        text="A larger model that answers the rows of which the model in engine is unsure. "
+        "Default: none.",
+    )
     read_back: bool = field(
         False,
         title="Read back files",

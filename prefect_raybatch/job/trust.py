@@ -16,6 +16,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
 from prefect_raybatch.job.checks import class_name, is_web
 from prefect_raybatch.job.cluster import LOCAL, Cluster
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.functions import check_place
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.table_formats import format_of_scheme, scheme_of
@@ -46,6 +47,8 @@ def check_trust(job: BatchJob) -> None:
         if name:
             check_place(name, field)
     check_engine_trust(job.engine, policy)
+    if (larger := job.output.escalate.engine) is not None:
+        check_engine_trust(larger, policy)
     check_reach(job, policy)
     check_made_pods(job.cluster, policy)
 
@@ -71,11 +74,9 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     schema = output.schema_model
     if isinstance(schema, str) and not schema.lstrip().startswith("{") and not class_name(schema):
         reach.read("output.schema_model", schema)
-    if engine.endpoint.url is not None:
-        reach.connect_url("engine.endpoint.url", engine.endpoint.url)
-        reach.variables("engine.endpoint.key", engine.endpoint.key)
-    if engine.model != "demo":
-        reach.model("engine.model", engine.model)
+    _check_model(reach, "engine", engine)
+    if (larger := output.escalate.engine) is not None:
+        _check_model(reach, "output.escalate.to", larger)
     for name, adapter in {"": engine.adapter, **engine.adapters}.items():
         if adapter is not None:
             reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)
@@ -88,6 +89,14 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     for target in output.publish:
         _check_target(reach, target)
     _check_cluster(reach, job.cluster)
+
+
+def _check_model(reach: Reach, group: str, engine: Engine) -> None:
+    if engine.endpoint.url is not None:
+        reach.connect_url(f"{group}.endpoint.url", engine.endpoint.url)
+        reach.variables(f"{group}.endpoint.key", engine.endpoint.key)
+    if engine.model != "demo":
+        reach.model(f"{group}.model", engine.model)
 
 
 def check_blocks(job: BatchJob) -> None:

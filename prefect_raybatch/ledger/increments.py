@@ -31,6 +31,8 @@ from prefect_raybatch.storage import Store
 NO_REQUEST, REUSED, ASKED, MERGED_ROW = range(4)
 PLACES_ROWS = 1 << 22  # rows of a table of places
 OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
+OF_LARGER, OF_FIRST = "larger", "first"  # the two ledgers of a cascade, by model
+LEDGERS = (OF_ROWS, OF_ASKS, OF_LARGER, OF_FIRST)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class AnswersByRow(StrictRecord):
 @dataclass(frozen=True)
 class Increment(StrictRecord):
     """`Plan.increment`. `ledger` is `rows` in the run itself and `asks` in the run of its asks.
+
+    In a cascade, they are `larger` and `first`: `asks` is the plan by which the first model answers
+    all rows, and only `ledger` and `context` are set besides.
 
     `context` is the hash of what all requests have in common, `parts` what went into it. `places`
     names tables with (kind, at) for each row of the input. `reused` are the files of answers taken
@@ -195,9 +200,9 @@ def increment_of(plan: Plan) -> Increment | None:
     if plan.increment is None:
         return None
     increment = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
-    if increment.ledger not in (OF_ROWS, OF_ASKS):
+    if increment.ledger not in LEDGERS:
         raise CorruptRun(
-            f"plan.json: increment.ledger is {increment.ledger!r}, not {OF_ROWS} or {OF_ASKS}"
+            f"plan.json: increment.ledger is {increment.ledger!r}, not one of {', '.join(LEDGERS)}"
         )
     return increment
 
@@ -253,6 +258,22 @@ def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None
             "Move it away and run the same command again"
         )
     return ledger, plan
+
+
+def input_store(store: Store, plan: Plan) -> Store:
+    """Return the store that the copy of a run's input is in.
+
+    The first model of a cascade reads the copy of the run itself.
+    """
+    increment = increment_of(plan)
+    if increment is None or increment.ledger != OF_FIRST:
+        return store
+    above: Store | None = store
+    for _ in ASKS.split("/"):
+        above = above.above() if above is not None else None
+    if above is None:
+        raise CorruptRun(f"{store.uri} is not inside the directory of a run")
+    return above
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:

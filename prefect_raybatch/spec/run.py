@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.engine import EngineSpec
 from prefect_raybatch.spec.read import ReadSpec
@@ -72,6 +73,13 @@ class RunSpec:
     limits: Limits
     cluster: ClusterSpec
     reuse: ReuseSpec
+    # Of a cascade: what its first model does, and which rows this model then answers.
+    first: RunSpec | None = None
+    cascade: CascadeSpec | None = None
+
+    def of_cascade(self, cascade: CascadeSpec, first: RunSpec) -> RunSpec:
+        """Return the spec as that of the larger model, for the rows that `first` leaves to it."""
+        return replace(self, cascade=cascade, first=first)
 
     def decide(
         self, *, context: int | None = None, precision: Mapping[str, str] | None = None

@@ -1,0 +1,160 @@
+"""The second model of a cascade: `output.escalate` of a job file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from prefect_raybatch.job.engine import Engine, precision_tries
+from prefect_raybatch.job.group import Group, field, field_check
+
+ANSWERED_BY = "answered_by"  # the column with the model that answered a row
+
+
+class EscalateWhen(Group):
+    """Which answers of the first model are too unsure."""
+
+    probability_below: float | None = field(
+        None,
+        title="Probability below",
+        text="The row is asked again if the most probable label of sampling.choice has a "
+        "probability below this.",
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+    )
+    logprob_below: float | None = field(
+        None,
+        title="Log probability below",
+        text="The row is asked again if the mean log probability of the answer's tokens is below "
+        "this. Example: -0.5.",
+        le=0,
+        allow_inf_nan=False,
+    )
+    fails_schema: bool = field(
+        False,
+        title="Fails the schema",
+        text="The row is asked again if the answer does not match output.schema_model, or was cut "
+        "off.",
+    )
+
+
+class Escalate(Group):
+    """A larger model, and the rows that it answers in place of the model in `engine`."""
+
+    to: dict[str, Any] = field(
+        {},
+        title="Larger model",
+        text="Engine of the larger model, with the fields of engine. Examples: {model: "
+        "Qwen/Qwen3-8B}, {endpoint: {url: ..., model: ...}}. The fields of engine do not apply to "
+        "it.",
+    )
+    when: EscalateWhen = field(
+        EscalateWhen(),
+        title="When",
+        text="Which rows the larger model answers: those that meet any of the conditions.",
+    )
+    at_most: float = field(
+        1.0,
+        title="At most",
+        text="Largest fraction of the rows that the larger model answers. If more rows meet the "
+        "conditions, the least sure go first.",
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+    )
+
+    _to = field_check("to", by=lambda value: engine_of(value) if value else None)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Escalate:
+        when = self.when
+        rules = [when.probability_below, when.logprob_below]
+        if self.to and not any([*(rule is not None for rule in rules), when.fails_schema]):
+            raise ValueError(
+                "when is required: set probability_below, logprob_below or fails_schema"
+            )
+        if not self.to and self != Escalate.model_construct():
+            raise ValueError("to is required: set the engine of the larger model")
+        if None not in rules:
+            raise ValueError(
+                "when: probability_below and logprob_below exclude each other; remove one of them"
+            )
+        return self
+
+    @property
+    def engine(self) -> Engine | None:
+        """Return the engine of the larger model; None for a job without a cascade."""
+        return Engine.model_validate(self.to) if self.to else None
+
+    def _shown(self, name: str, value: Any) -> Any:
+        if name != "to" or not value:
+            return value
+        shown = Engine.model_validate(value).model_dump(mode="json", exclude_unset=True)
+        return {key: shown[key] for key in value if key in shown}
+
+
+def engine_of(value: Mapping[str, Any]) -> None:
+    """Raise ValueError if a mapping is no engine of a larger model."""
+    try:
+        engine = Engine.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        text = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{place}: {text}" if place else text) from None
+    if not (engine.endpoint.asked or "model" in engine.model_fields_set):
+        raise ValueError("names no model; set model, or endpoint with url and model")
+    refused = {
+        "task": engine.task != "generate",
+        "adapter": engine.adapter is not None,
+        "adapters": bool(engine.adapters),
+        "order": engine.order == "run",
+        "max_model_len": engine.max_model_len == "auto",
+        "endpoint.block": engine.endpoint.block is not None,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{name}: {_short(engine, name)} is not supported for the larger model; remove it"
+            )
+    for tried in precision_tries(engine)[:1]:
+        name = next(iter(tried))
+        raise ValueError(f"{name}: try-fp8 is not supported for the larger model; write fp8")
+
+
+def _short(engine: Engine, name: str) -> str:
+    value: object = engine
+    for part in name.split("."):
+        value = getattr(value, part)
+    return str(value)[:80]
+
+
+def first_changes(output: Mapping[str, Any], logprobs: object) -> dict[str, object]:
+    """Return the changes that make a job with a cascade the job of its first model.
+
+    `output` are the job's plain values, `logprobs` its sampling.logprobs.
+    """
+    when = output["escalate"].get("when", {})
+    changes: dict[str, object] = {
+        "output.escalate": {},
+        "output.publish": [],
+        "output.columns": [],
+        "output.row_number": "_row",
+        "output.compact": True,
+        "quality": {},
+    }
+    if when.get("probability_below") is not None:
+        changes["output.probabilities"] = True
+    if when.get("logprob_below") is not None and logprobs is None:
+        changes["sampling.logprobs"] = 0
+    if when.get("fails_schema"):  # such rows are not lost yet
+        changes["limits.max_failed_fraction"], changes["limits.max_failed_rows"] = 1.0, None
+    return changes
+
+
+def larger_changes(output: Mapping[str, Any]) -> dict[str, object]:
+    """Return the changes that make a job with a cascade the job of its larger model."""
+    return {"output.escalate": {}, "engine": output["escalate"]["to"]}
