@@ -55,14 +55,14 @@ def known_answers(pools: bool, increment: Increment, store: Store) -> Known:
 
     Raises `CorruptRun` if its requests are not finished, or if a file was changed.
     """
-    success = _finished_asks(store, increment)
+    success = finished_asks(store, increment)
     raw = raw_names(pools)
     with _repairable(store):
         reused = [NamedFile(p.path, p.rows, p.sha256) for p in increment.reused]
         return Known(
             reused=AnswerFiles(store, in_order(store, reused), raw),
-            asked=AnswerFiles(store, _numbered(store, success, "data"), raw),
-            failed=AnswerFiles(store, _numbered(store, success, "quarantine"), WHY),
+            asked=AnswerFiles(store, numbered_parts(store, success, "data"), raw),
+            failed=AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY),
             asked_bytes=sum(part.bytes for part in success.of("data")) if success else 0,
         )
 
@@ -113,7 +113,11 @@ def look_up(
     )
 
 
-def _finished_asks(store: Store, increment: Increment) -> Success | None:
+def finished_asks(store: Store, increment: Increment) -> Success | None:
+    """Return the `_SUCCESS` of what a run asks first; None if it asks nothing.
+
+    Raises `CorruptRun` while it is not finished.
+    """
     begun = begin_asks(store, increment)
     if begun is None:
         return None
@@ -123,7 +127,8 @@ def _finished_asks(store: Store, increment: Increment) -> Success | None:
     return success
 
 
-def _numbered(store: Store, success: Success | None, kind: str) -> tuple[AnswerFile, ...]:
+def numbered_parts(store: Store, success: Success | None, kind: str) -> tuple[AnswerFile, ...]:
+    """Return the files of one kind of what a run asked first, each with its first row number."""
     parts = success.of(kind) if success is not None else []
     files = [(p.first or 0, NamedFile(f"{ASKS}/{p.path}", p.rows, p.sha256)) for p in parts]
     return numbered(store, files)

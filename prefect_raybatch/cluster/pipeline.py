@@ -22,6 +22,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
 from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.cluster import connect as cluster
+from prefect_raybatch.cluster.cascade import escalated
 from prefect_raybatch.cluster.endpoint import endpoint_launch, limiter_of
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
@@ -37,7 +38,13 @@ from prefect_raybatch.ledger.failures import (
     STARTED_AND_DIED,
     Loss,
 )
-from prefect_raybatch.ledger.increments import OF_ASKS, increment_of
+from prefect_raybatch.ledger.increments import (
+    OF_ASKS,
+    OF_FIRST,
+    OF_LARGER,
+    increment_of,
+    input_store,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
@@ -48,6 +55,7 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
+from prefect_raybatch.stages.cascade import EscalatePrepare
 from prefect_raybatch.stages.endpoint.client import SharedLimiter
 from prefect_raybatch.stages.endpoint.limiter import Usage
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
@@ -131,7 +139,7 @@ class Pipeline:
         self.reader = ShardReader(
             files,
             decode_schema(self.plan.input_schema),
-            self.store if self.plan.snapshot else None,
+            input_store(self.store, self.plan) if self.plan.snapshot else None,
             {} if self.plan.snapshot else dict(self.spec.read.options),
             done=self._done,
         )
@@ -256,10 +264,11 @@ class Pipeline:
                 )
             return self._dataset(units, isolated, forwarded)
 
-    def stages(self, isolated: bool) -> tuple[Prepare | LookUp, EngineLaunch | None, Finish]:
+    def stages(self, isolated: bool) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
         """Return the stages of a block: prepare, the engine's launch, and finish.
 
-        A run with `reuse` looks up its answers instead, without an engine.
+        A run with `reuse` looks up its answers instead, without an engine. The larger model of a
+        cascade takes the first one's answers to the rows that it is not asked about.
         """
         spec, limits = self.spec, self.spec.limits
         model = dict(self.plan.model)
@@ -286,8 +295,11 @@ class Pipeline:
             hosted=endpoint is not None,
         )
         finish = replace(self.finish, calls=calls)
-        if increment is None:
+        if increment is None or increment.ledger == OF_FIRST:
             return prepare, launch, finish
+        if increment.ledger == OF_LARGER:
+            first, finish = escalated(spec, self.plan, increment, self.store, prepare, finish)
+            return first, launch, finish
         pinned = model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, spec.prompt.adapter_column)
         if increment.ledger == OF_ASKS:

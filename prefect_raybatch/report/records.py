@@ -108,6 +108,18 @@ class Advice(StrictRecord):
 
 
 @dataclass(frozen=True)
+class ModelShare(StrictRecord):
+    """A model of a cascade: the rows it was asked about, those whose result it decided, its tokens
+    and its cost (as `RunReport.cost`)."""
+
+    model: str
+    asked: int
+    answered: int
+    tokens: Mapping[str, Number] = field(default_factory=dict)
+    cost: Mapping[str, Number] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunReport(FinishedRows, StrictRecord):
     """The report of a run; the JSON of report.json. Times are in seconds, rates in rows per second.
 
@@ -161,6 +173,7 @@ class RunReport(FinishedRows, StrictRecord):
     # seconds of all attempts, start-up and waits included
     elapsed: Number = 0.0
     currency: str = ""  # of the costs, if the job names it
+    cascade: tuple[ModelShare, ...] = ()  # the models of a cascade, the smaller one first
     accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
 
     @property
@@ -192,6 +205,7 @@ class RunReport(FinishedRows, StrictRecord):
             "precision",
             "elapsed",
             "accepted",
+            "cascade",
             "starts",
         )
         for name in optional:

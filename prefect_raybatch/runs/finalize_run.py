@@ -34,6 +34,7 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport, put_report, read_report
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.cascade import with_shares, with_tokens_of
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.rejected_answers import rejected_answers
@@ -142,7 +143,13 @@ def completed_report(
         # Answers that were only asked apart to put rows in order are of no use to later runs.
         days = spec.reuse.keep_days if spec.reuse.keeps else 0.0
         made = with_reuse(made, ledger, plan, increment, tally, days)
-    return with_cost(made, ledger, plan, spec.cluster.prices, _report_of_asks(store, increment))
+    asks = _report_of_asks(store, increment)
+    if increment is None or spec.cascade is None:
+        return with_cost(made, ledger, plan, spec.cluster.prices, asks)
+    made = with_tokens_of(made, asks)
+    return with_shares(
+        with_cost(made, ledger, plan, spec.cluster.prices), store, increment, spec.cascade, asks
+    )
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:

@@ -85,12 +85,24 @@ def _infer_both(
         return infer_phase(rows, observe, engine, before=before)
     user = User(rows.spec.name)
     with cluster.connected(rows.spec.cluster, user) as capacity:
-        log.info("asking %d requests first, in %s", requests.plan.rows, requests.run.uri)
+        if rows.spec.cascade is not None:
+            _check_larger_fits(rows, capacity)
+            log.info("%s answers all rows first", rows.spec.cascade.first_name)
+        else:
+            log.info("asking %d requests first, in %s", requests.plan.rows, requests.run.uri)
         joined = JoinedCluster(user, capacity)
         asked = infer_phase(requests, observe, engine, joined, later=rows.extent)
         finalize_spec(requests.spec, requests.ledger, requests.plan, requests.shards, asked)
         before = replace(before, failed=asked.failed)
         return infer_phase(rows, observe, engine, joined, before=before)
+
+
+def _check_larger_fits(rows: Phase, capacity: Capacity) -> None:
+    """Raise the error of a larger model that the cluster has no room for, before any row."""
+    from prefect_raybatch.cluster import connect as cluster
+
+    size = sized.for_attempt(rows.sizes, rows.plan, capacity)
+    cluster.check_fit(rows.sizes, capacity, size.pool)
 
 
 def infer_phase(
@@ -174,7 +186,8 @@ def begin_phases(
 
     asks, asked = begun
     part = replace(run_of(asks.store, asked, asks), probed=run.probed)
-    return Phase(asks_of(spec), part, asks, asked, asks.shards(asked), increment_of(asked)), rows
+    what = spec.first or asks_of(spec)
+    return Phase(what, part, asks, asked, asks.shards(asked), increment_of(asked)), rows
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
+from prefect_raybatch.runs.cascade import plan_first
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.agreement import trial_rows
@@ -166,7 +167,8 @@ def _checked(resolved: Resolved) -> Resolved:
     """Check from its files, once, that the model can be loaded and can answer."""
     if not resolved.checked:
         check_pinned_model(compile_job(resolved.job), resolved.model)
-    return replace(resolved, checked=True)
+    first = None if resolved.first is None else _checked(resolved.first)
+    return replace(resolved, checked=True, first=first)
 
 
 def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) -> None:
@@ -281,7 +283,8 @@ def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | N
         return RunInput(found, store, attempt, copied=True)
     if not source.needs_snapshot(read):
         return RunInput(source.inventory(read), store, attempt, copied=False)
-    begin_early(spec, resolved.with_adapters)
+    if spec.first is None:  # a cascade begins with another engine
+        begin_early(spec, resolved.with_adapters)
     return RunInput(source.snapshot(read, store, attempt, copying), store, attempt, copied=True)
 
 
@@ -371,6 +374,8 @@ def _increment(
     earlier: bool,
 ) -> JsonObject | None:
     """Return the plan's record of reuse; None for a run without a requests phase."""
+    if resolved.first is not None and spec.first is not None:
+        return plan_first(resolved.first, spec.first, taken)
     if not spec.reuse.asks_apart:
         return None
     if taken.rows > MOST_ORDERED and not spec.reuse.keeps:

@@ -1,0 +1,98 @@
+"""Creates the stages by which the larger model of a cascade answers what the first one left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+
+from prefect_raybatch.cluster.lookups import finished_asks, numbered_parts
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.increments import Increment
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.spec.cascade import CascadeSpec
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.stages.cascade import (
+    EscalateFinish,
+    EscalatePrepare,
+    FirstAnswers,
+    sureness_of,
+)
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.lookup import WHY
+from prefect_raybatch.stages.prepare import Prepare
+from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
+from prefect_raybatch.storage import Store
+
+def escalated(
+    spec: RunSpec,
+    plan: Plan,
+    increment: Increment,
+    store: Store,
+    prepare: Prepare,
+    finish: Finish,
+) -> tuple[EscalatePrepare, EscalateFinish]:
+    """Return prepare and finish of the larger model, made from its ordinary ones."""
+    if spec.cascade is None or spec.first is None:
+        raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
+    first = first_answers(store, increment, spec.cascade)
+    rows = plan.rows_per_shard
+    given = {item.name: getattr(finish, item.name) for item in fields(finish)}
+    return EscalatePrepare(prepare, first, rows), EscalateFinish(
+        **given, first=first, rows_per_shard=rows, renamed=spec.first.finish.column
+    )
+
+
+SURE = math.inf
+STEP = 1 << 20  # rows whose answers are looked at together
+
+
+def first_answers(store: Store, increment: Increment, cascade: CascadeSpec) -> FirstAnswers:
+    """Return the answers of the first model, with which of them go to the larger one.
+
+    The choice follows from the first model's result alone, so every attempt chooses the same rows:
+    the unsure ones, and of too many the least sure, then the first in input order. `store` is that
+    of the run. Raises `CorruptRun` if the first model has not answered all rows.
+    """
+    success = finished_asks(store, increment)
+    assert success is not None, "a cascade has a plan for its first model"
+    data = AnswerFiles(store, numbered_parts(store, success, "data"), _columns(store, success))
+    failed = AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY)
+    answers = FirstAnswers(data, failed, cascade)
+    return answers.choosing(*_cut(answers, success.rows))
+
+
+def _columns(store: Store, success: Success) -> tuple[str, ...]:
+    """Return the columns of the first model's result, without the row number."""
+    import pyarrow.parquet as pq
+
+    from prefect_raybatch.ledger.layout import ASKS
+
+    for part in success.of("data"):
+        with store.open(f"{ASKS}/{part.path}") as stream:
+            names = pq.read_schema(stream).names
+        return tuple(name for name in names if name != NUMBER)
+    return ()
+
+
+def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] | None]:
+    """Return (unsure rows, chosen rows, sureness and number of the last chosen one if some are cut)."""
+    most = math.floor(answers.cascade.at_most * rows)
+    sureness: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    for start in range(0, rows, STEP):
+        wanted = np.arange(start, min(rows, start + STEP))
+        found = sureness_of(answers, wanted)
+        unsure = found < SURE
+        sureness.append(found[unsure])
+        numbers.append(wanted[unsure])
+    every, at = np.concatenate(sureness), np.concatenate(numbers)
+    if len(every) <= most:
+        return len(every), len(every), None
+    if most == 0:
+        return len(every), 0, (-math.inf, -1)
+    order = np.lexsort((at, every))
+    last = order[most - 1]
+    return len(every), most, (float(every[last]), int(at[last]))

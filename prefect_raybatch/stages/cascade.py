@@ -1,0 +1,250 @@
+"""Sends unsure rows to the larger model of a cascade, and takes the first one's other answers.
+
+The first model has answered every row before. In the blocks of the larger model, a row that keeps
+its first answer is marked as failed, so that it skips the engine, and gets that answer in finish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.escalate import ANSWERED_BY
+from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
+from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.spec.cascade import CascadeSpec
+from prefect_raybatch.stages.block import (
+    Failure,
+    failures_of,
+    is_lost,
+    losses,
+    lost_all,
+    passes_by,
+    timed,
+    with_failures,
+)
+from prefect_raybatch.stages.columns import PARAMS, POSITION, SHARD, TOKENS
+from prefect_raybatch.stages.finish import Finish
+from prefect_raybatch.stages.output_schema import ResultColumn
+from prefect_raybatch.stages.raw_answers import AnswerFiles
+from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, OutputRow
+from prefect_raybatch.stages.text_answers import CUT_OFF
+
+KEPT = Failure("cascade", "KeepsFirstAnswer", "the first model's answer is kept")
+FAILS_SCHEMA = ("AnswerNotValid", CUT_OFF)
+INDEX = "__rb_index"
+
+
+@dataclass(frozen=True)
+class FirstAnswers:
+    """The result of the first model, by row number, and which rows go to the larger one.
+
+    `unsure` rows meet the conditions, and `escalated` of them are chosen: all whose (sureness,
+    number) is at most `last`, if that is set.
+    """
+
+    data: AnswerFiles
+    failed: AnswerFiles
+    cascade: CascadeSpec
+    unsure: int = 0
+    escalated: int = 0
+    last: tuple[float, int] | None = None
+
+    def choosing(
+        self, unsure: int, escalated: int, last: tuple[float, int] | None
+    ) -> FirstAnswers:
+        return replace(self, unsure=unsure, escalated=escalated, last=last)
+
+    def chosen(self, numbers: np.ndarray) -> np.ndarray:
+        """Return which of these rows (bool) the larger model answers."""
+        sureness = sureness_of(self, numbers)
+        chosen = np.isfinite(sureness) | (sureness == -np.inf)
+        if self.last is None:
+            return chosen
+        value, number = self.last
+        return chosen & ((sureness < value) | ((sureness == value) & (numbers <= number)))
+
+    def failures(self, numbers: np.ndarray) -> list[Failure | None]:
+        """Return why each row failed at the first model; None for an answered row."""
+        there, table = self.failed.take(numbers)
+        reasons = iter(table.to_pylist() if table is not None else ())
+        return [
+            Failure(row["stage"], row["error"], row["message"])
+            if failed and (row := next(reasons))
+            else None
+            for failed in there.tolist()
+        ]
+
+    def answers(self, numbers: np.ndarray) -> pa.Table | None:
+        """Return the answers of these rows, which must all have one; None for no rows."""
+        there, table = self.data.take(numbers)
+        if not there.all():
+            raise CorruptRun(f"the first model has no answer to row {numbers[~there][0]}")
+        return table
+
+
+def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
+    """Return how sure the first model was of rows, as far as they are unsure (float64).
+
+    Infinite for a row whose answer is kept, minus infinite for an answer that fails the schema.
+    """
+    cascade, sureness = first.cascade, np.full(len(numbers), np.inf)
+    if cascade.fails_schema:
+        for i, failure in enumerate(first.failures(numbers)):
+            if failure is not None and failure.kind in FAILS_SCHEMA:
+                sureness[i] = -np.inf
+    if cascade.measure is not None and cascade.below is not None:
+        column = PROBABILITIES if cascade.measure == "probability" else LOGPROBS
+        there, table = replace(first.data, columns=(column,)).take(numbers)
+        if table is not None:
+            measured = MEASURES[cascade.measure](table[column].combine_chunks())
+            measured[~(measured < cascade.below)] = np.inf
+            sureness[there] = measured
+    return sureness
+
+
+def highest_probabilities(column: pa.Array) -> np.ndarray:
+    """Return the probability of the most probable label of each row (float64)."""
+    offsets, values = column.offsets.to_numpy(), column.items.to_numpy(zero_copy_only=False)
+    return np.array(
+        [values[a:b].max(initial=0.0) for a, b in zip(offsets, offsets[1:], strict=False)], float
+    )
+
+
+def mean_logprobs(column: pa.Array) -> np.ndarray:
+    """Return the mean log probability of the tokens of each row's answer (float64).
+
+    0 for an answer without tokens.
+    """
+    offsets = column.offsets.to_numpy()
+    values = column.values.field("logprob").to_numpy(zero_copy_only=False).astype(float)
+    return np.array(
+        [
+            values[a:b].mean() if b > a else 0.0
+            for a, b in zip(offsets, offsets[1:], strict=False)
+        ],
+        float,
+    )
+
+
+MEASURES: dict[str, Callable[[pa.Array], np.ndarray]] = {
+    "probability": highest_probabilities,
+    "logprob": mean_logprobs,
+}
+
+
+def numbers_of(table: pa.Table, rows_per_shard: int) -> np.ndarray:
+    """Return the numbers of a block's rows in the input of the run."""
+    shards = table[SHARD].to_numpy().astype(np.int64)
+    return np.asarray(shards * rows_per_shard + table[POSITION].to_numpy())
+
+
+@dataclass(frozen=True)
+class EscalatePrepare:
+    """The prepare stage of the larger model: only chosen rows become requests."""
+
+    prepare: Callable[[pa.Table], pa.Table]
+    first: FirstAnswers
+    rows_per_shard: int
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Prepare the chosen rows of a block, and mark the others."""
+        if passes_by(table):
+            return table
+        began = time.time()
+        try:
+            chosen = self.first.chosen(numbers_of(table, self.rows_per_shard))
+        except Exception as error:  # the store, or a changed file: no row's fault
+            return lost_all(table, Loss.of(error))
+        asked = self.prepare(table.filter(pa.array(chosen))) if chosen.any() else None
+        if asked is not None and is_lost(asked):  # so are all rows of the block
+            return lost_all(table, losses(asked)[0])
+        if asked is not None and chosen.all():
+            return asked
+        kept = table.filter(pa.array(~chosen))
+        kept = TOKENS.add_to(kept, [[]] * kept.num_rows)
+        kept = PARAMS.add_to(kept, [None] * kept.num_rows)
+        kept = with_failures(kept, [KEPT] * kept.num_rows)
+        kept = timed(kept, "prepare", began)
+        if asked is None:
+            return kept
+        joined = pa.concat_tables([asked, kept], promote_options="default")
+        return joined.sort_by([(SHARD, "ascending"), (POSITION, "ascending")]).combine_chunks()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EscalateFinish(Finish):
+    """The finish stage of the larger model: it takes the first model's answers that are kept.
+
+    `renamed` is the name of the answer's column in the first result, where the run has another.
+    """
+
+    first: FirstAnswers
+    rows_per_shard: int
+    renamed: str = ""
+
+    def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
+        outcomes = super()._outcomes(table)
+        kept = _kept_rows(table)
+        if not kept:
+            return outcomes
+        numbers = numbers_of(table, self.rows_per_shard)[kept]
+        for i, failure in zip(kept, self.first.failures(numbers), strict=True):
+            outcomes[i] = failure or OutputRow({})
+        good = [i for i in kept if isinstance(outcomes[i], OutputRow)]
+        answers = self._first_columns(table, good)
+        for i, row in zip(good, answers.to_pylist() if answers is not None else (), strict=True):
+            outcomes[i] = OutputRow(row)
+        return outcomes
+
+    def _first_columns(self, table: pa.Table, rows: Sequence[int]) -> pa.Table | None:
+        """Return the columns of the result for rows of a block that keep their first answer."""
+        if not rows:
+            return None
+        found = self.first.answers(numbers_of(table, self.rows_per_shard)[list(rows)])
+        if found is None:
+            return None
+        found = found.drop_columns(list(self.first.cascade.columns))
+        names = [self.spec.column if n == self.renamed else n for n in found.column_names]
+        return found.rename_columns(names)
+
+    def _result(
+        self, table: pa.Table, rows: Mapping[int, ColumnValues]
+    ) -> tuple[list[ResultColumn], dict[int, Failure]]:
+        """Return all columns of the valid rows, those of `_extras` too."""
+        kept = set(_kept_rows(table))
+        asked = {i: columns for i, columns in rows.items() if i not in kept}
+        columns, misfits = super()._result(table, asked) if asked else ([], {})
+        good = [i for i in asked if i not in misfits]
+        parts = []
+        if good:
+            columns = [*columns, *super()._extras(table, good)]
+            parts.append(self._part(columns, good, self.first.cascade.larger_name))
+        others = [i for i in rows if i in kept]
+        if (first := self._first_columns(table, others)) is not None:
+            fields = [(first.schema.field(n), first[n].combine_chunks()) for n in first.column_names]
+            parts.append(self._part(fields, others, self.first.cascade.first_name))
+        if not parts:
+            return [], misfits
+        whole = pa.concat_tables(parts, promote_options="permissive").sort_by(INDEX)
+        whole = whole.drop_columns([INDEX]).combine_chunks()
+        return [(field, whole[field.name].combine_chunks()) for field in whole.schema], misfits
+
+    def _part(self, columns: Sequence[ResultColumn], rows: Sequence[int], name: str) -> pa.Table:
+        made = pa.table({INDEX: pa.array(rows, pa.int64())})
+        for field, values in columns:
+            made = made.append_column(field, values)
+        return made.append_column(ANSWERED_BY, pa.array([name] * len(rows), pa.string()))
+
+    def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
+        return []
+
+
+def _kept_rows(table: pa.Table) -> list[int]:
+    """Return the rows of a block that keep their first answer."""
+    return [i for i, why in enumerate(failures_of(table)) if why is not None and why == KEPT]
