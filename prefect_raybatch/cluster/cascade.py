@@ -40,7 +40,8 @@ def escalated(
     first = first_answers(store, increment, spec.cascade)
     rows = plan.rows_per_shard
     given = {item.name: getattr(finish, item.name) for item in fields(finish)}
-    return EscalatePrepare(prepare, first, rows), EscalateFinish(
+    hosted = spec.engine.model.endpoint is not None
+    return EscalatePrepare(prepare, first, rows, hosted), EscalateFinish(
         **given, first=first, rows_per_shard=rows, renamed=spec.first.finish.column
     )
 

@@ -28,7 +28,7 @@ from prefect_raybatch.stages.block import (
     timed,
     with_failures,
 )
-from prefect_raybatch.stages.columns import PARAMS, POSITION, SHARD, TOKENS
+from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD, TOKENS
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.output_schema import ResultColumn
 from prefect_raybatch.stages.raw_answers import AnswerFiles
@@ -146,11 +146,15 @@ def numbers_of(table: pa.Table, rows_per_shard: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EscalatePrepare:
-    """The prepare stage of the larger model: only chosen rows become requests."""
+    """The prepare stage of the larger model, which may be `hosted`.
+
+    Only chosen rows become requests.
+    """
 
     prepare: Callable[[pa.Table], pa.Table]
     first: FirstAnswers
     rows_per_shard: int
+    hosted: bool
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Prepare the chosen rows of a block, and mark the others."""
@@ -168,7 +172,8 @@ class EscalatePrepare:
             return asked
         kept = table.filter(pa.array(~chosen))
         kept = TOKENS.add_to(kept, [[]] * kept.num_rows)
-        kept = PARAMS.add_to(kept, [None] * kept.num_rows)
+        for column in (PARAMS, *([CHAT] if self.hosted else [])):
+            kept = column.add_to(kept, [None] * kept.num_rows)
         kept = with_failures(kept, [KEPT] * kept.num_rows)
         kept = timed(kept, "prepare", began)
         if asked is None:
