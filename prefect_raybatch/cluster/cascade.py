@@ -26,6 +26,7 @@ from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
 from prefect_raybatch.storage import Store
 
+
 def escalated(
     spec: RunSpec,
     plan: Plan,

@@ -264,7 +264,9 @@ class Pipeline:
                 )
             return self._dataset(units, isolated, forwarded)
 
-    def stages(self, isolated: bool) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
+    def stages(
+        self, isolated: bool
+    ) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
         """Return the stages of a block: prepare, the engine's launch, and finish.
 
         A run with `reuse` looks up its answers instead, without an engine. The larger model of a

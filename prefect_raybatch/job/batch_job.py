@@ -524,9 +524,7 @@ def check_cascade(job: BatchJob) -> None:
     }
     for name, is_set in refused.items():
         if is_set:
-            raise ValueError(
-                f"output.escalate cannot be combined with {name}; remove one of them"
-            )
+            raise ValueError(f"output.escalate cannot be combined with {name}; remove one of them")
     when, hosted = escalate.when, job.engine.endpoint.asked is not None
     for name, needs, given in (
         ("probability_below", "sampling.choice", job.sampling.choice),
@@ -548,13 +546,18 @@ def check_cascade(job: BatchJob) -> None:
         )
     value = job.to_dict()
     for field, changes in (
-        ("output.escalate.when", first_changes(value["output"], job.sampling.extra.get("logprobs"))),
+        (
+            "output.escalate.when",
+            first_changes(value["output"], job.sampling.extra.get("logprobs")),
+        ),
         ("output.escalate.to", larger_changes(value["output"])),
     ):
         try:
             BatchJob.from_dict(with_fields(value, changes), field)
         except ConfigError as error:
-            raise ValueError(f"{field}: with this field changed, the job is not valid. {error}") from None
+            raise ValueError(
+                f"{field}: with this field changed, the job is not valid. {error}"
+            ) from None
 
 
 COMBINATIONS = (

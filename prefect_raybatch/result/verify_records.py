@@ -9,12 +9,14 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
+    OF_LARGER,
     OF_ROWS,
     AnswerPart,
     Answers,
     Increment,
     asks_ledger,
     increment_of,
+    input_store,
     read_answers,
     read_answers_by_row,
 )
@@ -105,9 +107,10 @@ def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
     """Report each file of the snapshot that is missing or has another size."""
     if not plan.snapshot:
         return
+    store = input_store(ledger.store, plan)
     for file in ledger.files(plan):
         try:
-            size = ledger.store.stat(file.uri).size
+            size = store.stat(file.uri).size
         except FileNotFoundError:
             fault(f"{file.uri} (a file of the snapshot) is missing")
             continue
@@ -133,9 +136,11 @@ def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
     """Check the raw answers that a run looks up or, once it is finished, keeps for later runs."""
     found = StoredAnswers()
     increment = increment_of(plan)
+    store = ledger.store
+    if increment is not None and increment.ledger == OF_LARGER:
+        _check_asks(store, increment, finished, found)
     if increment is None or increment.ledger != OF_ROWS:
         return found
-    store = ledger.store
     if finished:
         _check_record(store, plan, increment, found)
         if found.gone:

@@ -21,7 +21,13 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.ledger.family import Member, check_named, place
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
-from prefect_raybatch.ledger.increments import Increment, asks_ledger, begin_asks, increment_of
+from prefect_raybatch.ledger.increments import (
+    OF_ROWS,
+    Increment,
+    asks_ledger,
+    begin_asks,
+    increment_of,
+)
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -225,7 +231,8 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
         named = increment_of(asks.plan)
         for name in {*asks.plan.tables, *(named.tables if named is not None else ())}:
             put_table(ledger.store, name, _table(asks.ledger, name))
-        for file in asks.ledger.files(asks.plan):
+        own_input = increment.ledger == OF_ROWS  # the models of a cascade share one
+        for file in asks.ledger.files(asks.plan) if own_input else ():
             _copy(asks.ledger, ledger, file.uri)
         if (decided := _decision(asks.ledger.store)) is not None:
             note_precision(ledger.store, decided)

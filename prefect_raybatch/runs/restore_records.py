@@ -18,6 +18,7 @@ from prefect_raybatch.ledger.increments import (
     Increment,
     answer_files,
     asks_ledger,
+    OF_LARGER,
     increment_of,
 )
 from prefect_raybatch.ledger.layout import ANSWERS_RECORD, PLAN, PRECISION, REPORT, row_sums_path
@@ -131,6 +132,8 @@ def restore_answers(
     if increment is None or answers.gone or not answers.faults:
         return ()
     restored = [*_restore_plan(ledger, increment)]
+    if increment.ledger == OF_LARGER:  # no later run reuses the first model's answers
+        return tuple(restored)
     if answers.record is not None and not answers.damaged:
         return tuple(restored)
     try:

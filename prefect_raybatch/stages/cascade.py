@@ -55,9 +55,7 @@ class FirstAnswers:
     escalated: int = 0
     last: tuple[float, int] | None = None
 
-    def choosing(
-        self, unsure: int, escalated: int, last: tuple[float, int] | None
-    ) -> FirstAnswers:
+    def choosing(self, unsure: int, escalated: int, last: tuple[float, int] | None) -> FirstAnswers:
         return replace(self, unsure=unsure, escalated=escalated, last=last)
 
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
@@ -124,10 +122,7 @@ def mean_logprobs(column: pa.Array) -> np.ndarray:
     offsets = column.offsets.to_numpy()
     values = column.values.field("logprob").to_numpy(zero_copy_only=False).astype(float)
     return np.array(
-        [
-            values[a:b].mean() if b > a else 0.0
-            for a, b in zip(offsets, offsets[1:], strict=False)
-        ],
+        [values[a:b].mean() if b > a else 0.0 for a, b in zip(offsets, offsets[1:], strict=False)],
         float,
     )
 
@@ -232,7 +227,9 @@ class EscalateFinish(Finish):
             parts.append(self._part(columns, good, self.first.cascade.larger_name))
         others = [i for i in rows if i in kept]
         if (first := self._first_columns(table, others)) is not None:
-            fields = [(first.schema.field(n), first[n].combine_chunks()) for n in first.column_names]
+            fields = [
+                (first.schema.field(n), first[n].combine_chunks()) for n in first.column_names
+            ]
             parts.append(self._part(fields, others, self.first.cascade.first_name))
         if not parts:
             return [], misfits

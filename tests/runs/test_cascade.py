@@ -16,12 +16,14 @@ from helpers.engines import with_answers
 from helpers.openai_server import OpenAIServer, completion, openai_server
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import pipeline
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
@@ -156,3 +158,171 @@ def test_unsure_rows_go_to_the_larger_model_and_all_rows_are_in_one_result(serve
     assert report.tokens["output_tokens"] == ROWS + 7 * number
     assert report.good == ROWS and not report.failed
     assert verify(open_store(str(folder))).faults == []
+
+
+def test_at_most_sends_the_least_sure_rows_and_the_report_says_what_was_cut(server, tmp_path):
+    report, folder = run_of(job_of(server, tmp_path, escalate={"at_most": 0.2}))
+    chosen = [row["number"] for row in rows_of(folder) if row["answered_by"] == "large"]
+    sureness = sorted(range(ROWS), key=lambda n: (max(n / ROWS + 0.02, 0.98 - n / ROWS), n))
+    assert chosen == sorted(sureness[:4]) and len(server.bodies) == 4
+    assert "output.escalate.at_most (0.2) left 8 to demo" in report.notes[0]
+    assert "guarantee" in report.notes[0]
+
+
+def test_at_most_below_one_row_sends_none(server, tmp_path):
+    report, folder = run_of(job_of(server, tmp_path, escalate={"at_most": 0.01}))
+    assert {row["answered_by"] for row in rows_of(folder)} == {"demo"} and not server.bodies
+    assert report.cascade[1].asked == 0
+
+
+def test_answers_that_fail_the_schema_go_to_the_larger_model(server, tmp_path):
+    job = job_of(
+        server,
+        tmp_path,
+        sampling={"max_tokens": 20},
+        output={"schema_model": FORM},
+        escalate={"when": {"fails_schema": True}},
+        limits={"max_failed_rows": 0},
+    )
+    report, folder = run_of(job)
+    for row in rows_of(folder):
+        expected = ("car", "demo") if row["number"] % 4 else ("bank", "large")
+        assert (row["label"], row["answered_by"]) == expected
+    assert report.good == ROWS and len(server.bodies) == 5
+    assert verify(open_store(str(folder))).faults == []
+
+
+def test_rows_of_low_mean_logprob_go_to_the_larger_model(server, tmp_path):
+    when = {"logprob_below": -0.5}
+    report, folder = run_of(
+        job_of(server, tmp_path, sampling={"max_tokens": 20}, escalate={"when": when})
+    )
+    by = {row["number"]: row["answered_by"] for row in rows_of(folder)}
+    assert by == {n: "large" if n / ROWS + 0.02 - 1 < -0.5 else "demo" for n in range(ROWS)}
+    assert "logprobs" not in rows_of(folder)[0]
+
+
+def test_a_row_without_a_request_fails_once_and_can_be_retried(server, tmp_path):
+    names = [None if n == 9 else f"Company {n}" for n in range(ROWS)]
+    table = pa.table({"Company": names, "number": range(ROWS)})
+    pq.write_table(table, tmp_path / "in.parquet")
+    job = job_of(server, tmp_path, limits={"max_failed_rows": 5})
+    report, folder = run_of(job)
+    assert (report.good, report.failed) == (ROWS - 1, 1)
+    (failed,) = rows_of(folder, "_quarantine")
+    assert failed["_row"] == 9 and failed["stage"] == "prepare"
+    assert verify(open_store(str(folder))).faults == []
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_run_killed_anywhere_resumes(server, tmp_path, monkeypatch, copied):
+    job = job_of(server, tmp_path)
+    if copied:
+        lines = "".join(f"Company {n},{n}\n" for n in range(ROWS))
+        (tmp_path / "in.csv").write_text("Company,number\n" + lines)
+        job = job_of(
+            server, tmp_path, source={"uri": str(tmp_path / "in.csv"), "rows_per_shard": 6}
+        )
+    usual, left = pipeline.Pipeline.__call__, [0]
+
+    def dying(self: Any, units: Any, isolated: bool) -> Iterator[Any]:
+        for receipt in usual(self, units, isolated):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            yield receipt
+
+    monkeypatch.setattr(pipeline.Pipeline, "__call__", dying)
+    kills = 0
+    while True:
+        left[0] = 1  # shard, then the process dies; four shards for each model
+        try:
+            report, folder = run_of(job)
+            break
+        except Killed:
+            kills += 1
+            found = verify(open_store(str(tmp_path / "out" / "night")))
+            assert all("not finished" in text for text in found.faults), found.faults
+    assert kills == 7
+    rows = rows_of(folder)
+    assert [row["_row"] for row in rows] == list(range(ROWS))
+    assert [row["answered_by"] == "large" for row in rows] == list(map(unsure, range(ROWS)))
+    assert report.cascade[1].asked == sum(map(unsure, range(ROWS)))
+    store = open_store(str(folder))
+    assert verify(store).faults == []
+    assert sorted(set(asked_of(server))) == sorted(
+        f"Company {n}" for n in filter(unsure, range(20))
+    )
+    before = [dict(row) for row in rows]
+    reap(store, 0.0)
+    assert rows_of(folder) == before and verify(store).faults == []
+    bodies = len(server.bodies)
+    left[0] = -1  # a finished run starts nothing
+    again, _ = run_of(job)
+    assert again.good == ROWS and len(server.bodies) == bodies
+
+
+def test_verify_names_a_changed_result_of_the_first_model(server, tmp_path):
+    _, folder = run_of(job_of(server, tmp_path))
+    (part,) = (folder / "_raybatch/asks/data").glob("*.parquet")
+    part.unlink()
+    assert any("asks/data" in text for text in verify(open_store(str(folder))).faults)
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [
+        ({"escalate": {"to": {"model": "x", "task": "embed"}}}, "task"),
+        ({"escalate": {"when": {}}}, "when"),
+        ({"escalate": {"to": {}}}, "to"),
+        ({"escalate": {"when": {"fails_schema": True}}}, "output.schema_model"),
+        ({"output": {"postprocess": "helpers.functions:label"}}, "output.postprocess"),
+        ({"output": {"probabilities": True}}, "output.probabilities"),
+        ({"reuse": "latest"}, "reuse"),
+        ({"engine": {"max_model_len": "auto"}}, "max_model_len"),
+        ({"escalate": {"at_most": 0}}, "at_most"),
+    ],
+)
+def test_what_does_not_combine_is_refused_by_name(server, tmp_path, groups, field):
+    with pytest.raises(ConfigError, match=field):
+        job_of(server, tmp_path, **groups)
+
+
+def test_no_record_holds_the_key_of_the_larger_model(server, tmp_path):
+    to = {"endpoint": {"url": server.url, "model": "large", "key": "sk-large-secret"}}
+    job = job_of(server, tmp_path, escalate={"to": to})
+    _, folder = run_of(job)
+    assert server.authorizations == {"Bearer sk-large-secret"}
+    for path in folder.rglob("*"):
+        assert not path.is_file() or b"sk-large-secret" not in path.read_bytes(), path
+
+
+def test_a_damaged_cascade_is_repaired_without_asking_the_intact_rows_again(server, tmp_path):
+    job = job_of(server, tmp_path)
+    _, folder = run_of(job)
+    before = rows_of(folder)
+    asked = len(server.bodies)
+    (part,) = (folder / "data").glob("*.parquet")
+    part.unlink()
+    fixed = repair_run(str(folder))
+    assert fixed.run_key is not None
+    _, folder = run_of(job)
+    assert rows_of(folder) == before and verify(open_store(str(folder))).faults == []
+    assert sorted(Small.asked) == list(range(ROWS)), "the first model is not asked again"
+    assert len(server.bodies) == 2 * asked
+
+
+def test_failed_rows_are_retried_by_both_models(server, tmp_path):
+    names = [None if n in (9, 0) else f"Company {n}" for n in range(ROWS)]
+    pq.write_table(pa.table({"Company": names, "number": range(ROWS)}), tmp_path / "in.parquet")
+    _, folder = run_of(job_of(server, tmp_path, limits={"max_failed_rows": 5}))
+    found = plan_retry(str(folder), overrides={"prompt.on_null": "empty"})
+    assert isinstance(found, Retry)
+    progress = infer_run(found.job, found.run)
+    report = finalize_run(found.job, found.run, progress)
+    rows = {row["_row"]: row["answered_by"] for row in rows_of(Path(found.run.uri))}
+    assert rows == {0: "demo", 9: "large"} and report.good == 2
