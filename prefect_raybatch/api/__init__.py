@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.edits import (
     edited,
+    first_of,
+    larger_of,
     places_are_dated,
     run_words,
     with_dated_targets,
@@ -371,7 +374,8 @@ def preview_rows(
 ) -> Preview:
     """Send the first `rows` rows through every stage of the job, in this process, on one engine.
 
-    Nothing is kept, published, or reused from earlier runs. Raises like `plan_run` for a job that
+    Of a cascade, both models are asked about these rows, and the preview of the first one holds that
+    of the larger one. Nothing is kept, published, or reused from earlier runs. Raises like `plan_run` for a job that
     cannot run, `InsufficientResources` if this machine has no GPU for its engine,
     `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine` replaces
     the engine stage in tests.
@@ -381,6 +385,9 @@ def preview_rows(
 
     if rows < 1:
         raise ConfigError(f"rows {rows}: at least one row is shown")
+    if job.output.escalate.engine is not None:
+        first = preview_rows(first_of(job), rows, answers, engine)
+        return replace(first, larger=preview_rows(larger_of(job), rows, answers, engine))
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
         clock = PhaseClock()
         small = _first_rows_of(job, rows, folder)

@@ -10,7 +10,7 @@ from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER
 from prefect_raybatch.ledger.partials import split_partial
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.report import duration, failure_table
+from prefect_raybatch.report.report import cascade_text, duration, failure_table
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.words import counted, money
 
@@ -39,6 +39,8 @@ def show_ending(
     lines = {"rows": _rows(report)}
     if report.failed:
         lines["failed"] = _main_failure(report.failures, report.failed)
+    if report.cascade:
+        lines["models"] = cascade_text(report)
     if report.accuracy:
         lines["right"] = report.accuracy.text()
     if fresh:

@@ -64,7 +64,12 @@ def preview(
     if as_json:
         print_json(found)
         raise typer.Exit(1 if none_made else 0)
+    if found.larger is not None:
+        out.print("[bold]First model of the cascade[/]")
     _show_preview(found)
+    if found.larger is not None:
+        out.print("[bold]Larger model[/], asked about the same rows")
+        _show_preview(found.larger)
     if none_made:
         out.print("[red]problem[/]: no row made a prompt; correct the job before it is planned")
         print_next("raybatch", "preview", job)

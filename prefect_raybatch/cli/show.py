@@ -9,7 +9,7 @@ import shlex
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,11 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def show_plan(plan: DryRun) -> None:
     """Print what a run would do: input, result, sizes with their reasons, warnings, problems."""
+    if plan.first is not None:
+        out.print("[bold]First model of the cascade[/], which answers all rows:")
+        show_plan(replace(plan.first, problems=()))
+        most = plan.rows if plan.at_most is None else int(plan.at_most * plan.rows)
+        out.print(f"[bold]Larger model[/], which answers at most {counted(most, 'row')}:")
     table = _grid()
     for name, lines in _plan_facts(plan):
         for number, line in enumerate(lines):

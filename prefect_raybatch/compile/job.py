@@ -19,8 +19,8 @@ from prefect_raybatch.job.early_stop import (
     may_ask_rest,
     may_stop_early,
 )
-from prefect_raybatch.job.endpoint import HOSTED_BATCH_SHARDS, ModelEndpoint
 from prefect_raybatch.job.edits import first_of, larger_of
+from prefect_raybatch.job.endpoint import HOSTED_BATCH_SHARDS, ModelEndpoint
 from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output

@@ -15,6 +15,7 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.checks import RESERVED
+from prefect_raybatch.job.escalate import ANSWERED_BY
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.vllm.engine_values import wrong_values
@@ -172,6 +173,7 @@ def _added_columns(spec: RunSpec) -> list[str]:
         added += () if finish.parsing is None else finish.parsing.columns.values()
     added += [*(finish.types or ()), *finish.extras]
     added += [PROBABILITIES] if finish.probabilities else []
+    added += [ANSWERED_BY] if finish.answered_by else []
     added += [LOGPROBS] if sampling.logprobs is not None else []
     return added
 

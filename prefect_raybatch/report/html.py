@@ -48,6 +48,7 @@ def _parts(report: RunReport) -> dict[str, object]:
         "precision": reports.precision_text(report),
         "tries": reports.precision_table(report),
         "wrong": reports.wrong_table(report),
+        "models": reports.cascade_table(report),
         "disagreements": reports.disagreement_table(report),
         "engines": [tuple(row.values()) for row in reports.engine_table(report)],
         "starts": reports.start_table(report),

@@ -110,7 +110,8 @@ class Advice(StrictRecord):
 @dataclass(frozen=True)
 class ModelShare(StrictRecord):
     """A model of a cascade: the rows it was asked about, those whose result it decided, its tokens
-    and its cost (as `RunReport.cost`)."""
+    and its cost (as `RunReport.cost`).
+    """
 
     model: str
     asked: int

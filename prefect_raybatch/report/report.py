@@ -90,6 +90,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *(() if is_complete else notes),
         "",
         *table_lines([{"": name, " ": value} for name, value in result_rows(report)]),
+        *_section("Models of the cascade", _table_lines(cascade_table(report))),
         *_section("Plots", plots),
         *_section("Stages", _table_lines(stage_table(report))),
         *_section("Engines", _table_lines(engine_table(report))),
@@ -129,7 +130,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         *cost_rows(report.cost, report.currency),
         ("Shards", f"{report.shards:,}{resumed}"),
         ("Engine deaths", f"{report.engine_deaths}"),
-        ("Model", f"{report.model.get('source')}"),
+        ("Model", " and ".join(s.model for s in report.cascade) or f"{report.model.get('source')}"),
     ]
     if report.code:
         rows.append(("Code version", code_versions(report.code)))
@@ -291,6 +292,28 @@ def wrong_table(report: RunReport) -> list[dict[str, str]]:
         {"golden row": one.row, "right answer": one.expected, "answer": one.answer}
         for one in (report.accuracy.wrong if report.accuracy else ())
     ]
+
+
+def cascade_table(report: RunReport) -> list[dict[str, str]]:
+    """Return one row per model of a cascade: its rows, tokens and cost."""
+    return [
+        {
+            "model": share.model,
+            "rows asked": f"{share.asked:,}",
+            "rows decided": f"{share.answered:,}",
+            "share": f"{share.answered / report.rows:.1%}" if report.rows else DASH,
+            "tokens in": number(share.tokens.get("prompt_tokens"), 0),
+            "tokens out": number(share.tokens.get("output_tokens"), 0),
+            "GPU-hours": money(share.cost["gpu_hours"]) if "gpu_hours" in share.cost else DASH,
+            "cost": money(share.cost["total"], report.currency) if "total" in share.cost else DASH,
+        }
+        for share in report.cascade
+    ]
+
+
+def cascade_text(report: RunReport) -> str:
+    """Return how many rows each model of a cascade decided; "" for any other run."""
+    return ", ".join(f"{share.answered:,} by {share.model}" for share in report.cascade)
 
 
 def precision_table(report: RunReport) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from prefect_raybatch.ledger.increments import (
     asks_ledger,
 )
 from prefect_raybatch.ledger.record_files import put_table
-from prefect_raybatch.ledger.records import JsonObject, Plan, load
+from prefect_raybatch.ledger.records import JsonObject, load
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.report.records import ModelShare, RunReport

@@ -73,6 +73,8 @@ class DryRun:
     types: tuple[str, ...] = ()  # of `columns`
     cost: CostEstimate | None = None  # of a job with prices
     rows_guessed: bool = False  # from a part of the input
+    first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
+    at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,9 @@ def dry_run_resolved(
     )
     fitted = _fitted(spec, model, rows, row_bytes, what_if)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
+    first = None
+    if resolved.first is not None:
+        first = dry_run_resolved(resolved.first, run_key, what_if, sample)
     return DryRun(
         job=job.name,
         rows=rows,
@@ -135,7 +140,7 @@ def dry_run_resolved(
         needs=fitted.needs,
         have=asdict(fitted.capacity),
         figures=fitted.figures(spec),
-        problems=(*made, *fitted.problems),
+        problems=(*made, *fitted.problems, *(first.problems if first is not None else ())),
         tokens=tokens,
         table=found.table,
         publish=publish,
@@ -146,6 +151,8 @@ def dry_run_resolved(
             rows if reuse is None else reuse.counts.asked,
         ),
         rows_guessed=found.guessed,
+        first=first,
+        at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
 
 

@@ -50,7 +50,7 @@ class Preview:
 
     `columns`: (name, type) of the input, `asked` those that make the prompts; `answers` and
     `failed`: rows of the result and of the quarantine, empty if no engine was asked; `seconds` by
-    phase.
+    phase. `larger` is the preview by the larger model of a cascade.
     """
 
     job: str
@@ -60,6 +60,7 @@ class Preview:
     answers: tuple[Row, ...]
     failed: tuple[Row, ...]
     seconds: dict[str, float]
+    larger: Preview | None = None
 
 
 def preview_spec(

@@ -14,11 +14,11 @@ from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.increments import (
+    OF_LARGER,
     Answers,
     Increment,
     answer_files,
     asks_ledger,
-    OF_LARGER,
     increment_of,
 )
 from prefect_raybatch.ledger.layout import ANSWERS_RECORD, PLAN, PRECISION, REPORT, row_sums_path

@@ -44,7 +44,7 @@ class FinishSpec:
     number in the input. `columns` are the input columns that the result keeps, None for all.
     `types` are the Arrow types of what `postprocess` returns, by name; None leaves them to the
     first shard. `schema` is the text of the JSON Schema that each answer must fit, None for free
-    text. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
+    text. `answered_by`: a column names the model of a cascade that answered. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
     its row.
     """
 
@@ -60,6 +60,7 @@ class FinishSpec:
     fails_cut_off: bool
     vector_type: VectorType
     parsing: ParsingSpec | None
+    answered_by: bool = False
 
     def kept(self, names: list[str]) -> list[str]:
         """Return which of the input's columns `names` the result keeps."""

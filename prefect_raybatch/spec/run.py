@@ -79,7 +79,8 @@ class RunSpec:
 
     def of_cascade(self, cascade: CascadeSpec, first: RunSpec) -> RunSpec:
         """Return the spec as that of the larger model, for the rows that `first` leaves to it."""
-        return replace(self, cascade=cascade, first=first)
+        finish = replace(self.finish, answered_by=True)
+        return replace(self, finish=finish, cascade=cascade, first=first)
 
     def decide(
         self, *, context: int | None = None, precision: Mapping[str, str] | None = None

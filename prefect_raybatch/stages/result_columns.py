@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from prefect_raybatch.job.answer_types import columns_of
+from prefect_raybatch.job.escalate import ANSWERED_BY
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.tasks import TaskName, pools, probabilities
@@ -51,6 +52,8 @@ def result_columns(
         made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
     if sampling.logprobs is not None:
         made.append((LOGPROBS, str(logprobs_type(sampling.logprobs, answers))))
+    if output.answered_by:
+        made.append((ANSWERED_BY, "string"))
     return (*made, (output.row_number, "int64"))
 
 
