@@ -374,11 +374,11 @@ def preview_rows(
 ) -> Preview:
     """Send the first `rows` rows through every stage of the job, in this process, on one engine.
 
-    Of a cascade, both models are asked about these rows, and the preview of the first one holds that
-    of the larger one. Nothing is kept, published, or reused from earlier runs. Raises like `plan_run` for a job that
-    cannot run, `InsufficientResources` if this machine has no GPU for its engine,
-    `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine` replaces
-    the engine stage in tests.
+    Of a cascade, both models are asked about these rows, and the preview of the first one holds
+    that of the larger one. Nothing is kept, published, or reused from earlier runs. Raises like
+    `plan_run` for a job that cannot run, `InsufficientResources` if this machine has no GPU for its
+    engine, `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine`
+    replaces the engine stage in tests.
     """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.runs.preview import PREVIEW_KEY, PhaseClock, check_gpus_here, preview_spec

@@ -80,7 +80,10 @@ def _columns(store: Store, success: Success) -> tuple[str, ...]:
 
 
 def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] | None]:
-    """Return (unsure rows, chosen rows, sureness and number of the last chosen one if some are cut)."""
+    """Return the numbers of unsure and of chosen rows, and the last chosen one if some are cut.
+
+    The last one is (sureness, number).
+    """
     most = math.floor(answers.cascade.at_most * rows)
     sureness: list[np.ndarray] = []
     numbers: list[np.ndarray] = []

@@ -127,13 +127,14 @@ def _compile_cascade(
     elif when.logprob_below is not None:
         measure, below, column = "logprob", when.logprob_below, LOGPROBS
     wanted = {PROBABILITIES: output.probabilities, LOGPROBS: "logprobs" in job.sampling.given()}
+    name = _model_name(larger.engine)
     cascade = CascadeSpec(
         measure=measure,
         below=below,
         fails_schema=when.fails_schema,
         at_most=job.output.escalate.at_most,
         first_name=_model_name(first.engine),
-        larger_name=_model_name(larger.engine),
+        larger_name=f"{name} (larger)" if name == _model_name(first.engine) else name,
         columns=() if not column or wanted[column] else (column,),
     )
     names = None if planned is None else replace(planned, names={})

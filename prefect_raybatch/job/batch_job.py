@@ -545,7 +545,7 @@ def check_cascade(job: BatchJob) -> None:
             f"output.escalate writes a column {ANSWERED_BY}; rename the column of that name"
         )
     value = job.to_dict()
-    for field, changes in (
+    for place, changes in (
         (
             "output.escalate.when",
             first_changes(value["output"], job.sampling.extra.get("logprobs")),
@@ -553,10 +553,10 @@ def check_cascade(job: BatchJob) -> None:
         ("output.escalate.to", larger_changes(value["output"])),
     ):
         try:
-            BatchJob.from_dict(with_fields(value, changes), field)
+            BatchJob.from_dict(with_fields(value, changes), place)
         except ConfigError as error:
             raise ValueError(
-                f"{field}: with this field changed, the job is not valid. {error}"
+                f"{place}: with this field changed, the job is not valid. {error}"
             ) from None
 
 

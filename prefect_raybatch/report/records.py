@@ -109,8 +109,9 @@ class Advice(StrictRecord):
 
 @dataclass(frozen=True)
 class ModelShare(StrictRecord):
-    """A model of a cascade: the rows it was asked about, those whose result it decided, its tokens
-    and its cost (as `RunReport.cost`).
+    """A model of a cascade: its rows, tokens and cost (as `RunReport.cost`).
+
+    `asked` counts the rows it was asked about, `answered` those whose outcome it decided.
     """
 
     model: str

@@ -44,8 +44,8 @@ class FinishSpec:
     number in the input. `columns` are the input columns that the result keeps, None for all.
     `types` are the Arrow types of what `postprocess` returns, by name; None leaves them to the
     first shard. `schema` is the text of the JSON Schema that each answer must fit, None for free
-    text. `answered_by`: a column names the model of a cascade that answered. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
-    its row.
+    text. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
+    its row. `answered_by`: a column names the model of a cascade that answered.
     """
 
     column: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -109,9 +110,7 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
 def highest_probabilities(column: pa.Array) -> np.ndarray:
     """Return the probability of the most probable label of each row (float64)."""
     offsets, values = column.offsets.to_numpy(), column.items.to_numpy(zero_copy_only=False)
-    return np.array(
-        [values[a:b].max(initial=0.0) for a, b in zip(offsets, offsets[1:], strict=False)], float
-    )
+    return np.array([values[a:b].max(initial=0.0) for a, b in pairwise(offsets)], float)
 
 
 def mean_logprobs(column: pa.Array) -> np.ndarray:
@@ -122,7 +121,7 @@ def mean_logprobs(column: pa.Array) -> np.ndarray:
     offsets = column.offsets.to_numpy()
     values = column.values.field("logprob").to_numpy(zero_copy_only=False).astype(float)
     return np.array(
-        [values[a:b].mean() if b > a else 0.0 for a, b in zip(offsets, offsets[1:], strict=False)],
+        [values[a:b].mean() if b > a else 0.0 for a, b in pairwise(offsets)],
         float,
     )
 

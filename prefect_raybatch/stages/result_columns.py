@@ -85,6 +85,8 @@ def result_types(
     fields += [pa.field(name, extra_type(name, answers)) for name in output.extras]
     if output.probabilities:
         fields.append(pa.field(PROBABILITIES, PROBABILITIES_TYPE))
+    if output.answered_by:
+        fields.append(pa.field(ANSWERED_BY, pa.string()))
     return pa.schema([*fields, (output.row_number, pa.int64())]), known
 
 

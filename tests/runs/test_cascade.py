@@ -194,7 +194,7 @@ def test_answers_that_fail_the_schema_go_to_the_larger_model(server, tmp_path):
 
 def test_rows_of_low_mean_logprob_go_to_the_larger_model(server, tmp_path):
     when = {"logprob_below": -0.5}
-    report, folder = run_of(
+    _, folder = run_of(
         job_of(server, tmp_path, sampling={"max_tokens": 20}, escalate={"when": when})
     )
     by = {row["number"]: row["answered_by"] for row in rows_of(folder)}
