@@ -329,7 +329,9 @@ GIVES_A_SPEC = {
     "compile.job.compile_job",
     "compile.job.compile_plan",
     "compile.job.compile_planned",
+    "compile.job._compile_cascade",  # of both its models
     "spec.run.RunSpec.decide",
+    "spec.run.RunSpec.of_cascade",
     "runs.increment.asks_of",
     "api.tune.tune",  # a lambda: the spec of each trial's job, which is another job
 }

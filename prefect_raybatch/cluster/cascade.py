@@ -13,7 +13,6 @@ from prefect_raybatch.ledger.increments import Increment
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.spec.cascade import CascadeSpec
-from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.cascade import (
     EscalateFinish,
     EscalatePrepare,
@@ -26,29 +25,28 @@ from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
 from prefect_raybatch.storage import Store
 
+KEEPS = math.inf  # sureness of an answer that is kept
+ROWS_AT_ONCE = 1 << 20  # rows whose answers are looked at together
+
 
 def escalated(
-    spec: RunSpec,
+    cascade: CascadeSpec | None,
     plan: Plan,
     increment: Increment,
     store: Store,
     prepare: Prepare,
     finish: Finish,
+    hosted: bool,
 ) -> tuple[EscalatePrepare, EscalateFinish]:
-    """Return prepare and finish of the larger model, made from its ordinary ones."""
-    if spec.cascade is None or spec.first is None:
+    """Return prepare and finish of the larger model, which may be `hosted`, from its usual ones."""
+    if cascade is None:
         raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
-    first = first_answers(store, increment, spec.cascade)
-    rows = plan.rows_per_shard
+    first, rows = first_answers(store, increment, cascade), plan.rows_per_shard
     given = {item.name: getattr(finish, item.name) for item in fields(finish)}
-    hosted = spec.engine.model.endpoint is not None
-    return EscalatePrepare(prepare, first, rows, hosted), EscalateFinish(
-        **given, first=first, rows_per_shard=rows, renamed=spec.first.finish.column
+    return (
+        EscalatePrepare(prepare, first, rows, hosted),
+        EscalateFinish(**given, first=first, rows_per_shard=rows),
     )
-
-
-SURE = math.inf
-STEP = 1 << 20  # rows whose answers are looked at together
 
 
 def first_answers(store: Store, increment: Increment, cascade: CascadeSpec) -> FirstAnswers:
@@ -59,7 +57,8 @@ def first_answers(store: Store, increment: Increment, cascade: CascadeSpec) -> F
     of the run. Raises `CorruptRun` if the first model has not answered all rows.
     """
     success = finished_asks(store, increment)
-    assert success is not None, "a cascade has a plan for its first model"
+    if success is None:
+        raise CorruptRun(f"{store.uri}/_raybatch/plan.json names no plan of the first model")
     data = AnswerFiles(store, numbered_parts(store, success, "data"), _columns(store, success))
     failed = AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY)
     answers = FirstAnswers(data, failed, cascade)
@@ -87,10 +86,10 @@ def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] 
     most = math.floor(answers.cascade.at_most * rows)
     sureness: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
-    for start in range(0, rows, STEP):
-        wanted = np.arange(start, min(rows, start + STEP))
+    for start in range(0, rows, ROWS_AT_ONCE):
+        wanted = np.arange(start, min(rows, start + ROWS_AT_ONCE))
         found = sureness_of(answers, wanted)
-        unsure = found < SURE
+        unsure = found < KEEPS
         sureness.append(found[unsure])
         numbers.append(wanted[unsure])
     every, at = np.concatenate(sureness), np.concatenate(numbers)

@@ -300,8 +300,9 @@ class Pipeline:
         if increment is None or increment.ledger == OF_FIRST:
             return prepare, launch, finish
         if increment.ledger == OF_LARGER:
-            first, finish = escalated(spec, self.plan, increment, self.store, prepare, finish)
-            return first, launch, finish
+            stages = (prepare, finish, endpoint is not None)
+            first, last = escalated(spec.cascade, self.plan, increment, self.store, *stages)
+            return first, launch, last
         pinned = model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, spec.prompt.adapter_column)
         if increment.ledger == OF_ASKS:

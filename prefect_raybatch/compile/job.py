@@ -135,6 +135,7 @@ def _compile_cascade(
         at_most=job.output.escalate.at_most,
         first_name=_model_name(first.engine),
         larger_name=f"{name} (larger)" if name == _model_name(first.engine) else name,
+        column=first.output.column,
         columns=() if not column or wanted[column] else (column,),
     )
     names = None if planned is None else replace(planned, names={})

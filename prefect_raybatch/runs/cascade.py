@@ -1,64 +1,16 @@
-"""Plans the first model of a cascade, and tells in the report what each model did."""
+"""What each model of a cascade did, for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.cascade import first_answers
-from prefect_raybatch.compile.job import public_job
-from prefect_raybatch.compile.resolved import Resolved
-from prefect_raybatch.ledger.increments import (
-    OF_FIRST,
-    OF_LARGER,
-    Increment,
-    asks_ledger,
-)
-from prefect_raybatch.ledger.record_files import put_table
-from prefect_raybatch.ledger.records import JsonObject, load
-from prefect_raybatch.plan import image_bytes
-from prefect_raybatch.plan.plan import make_plan
+from prefect_raybatch.ledger.increments import Increment
 from prefect_raybatch.report.records import ModelShare, RunReport
 from prefect_raybatch.spec.cascade import CascadeSpec
-from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
-
-if TYPE_CHECKING:
-    from prefect_raybatch.runs.plan_run import RunInput
-
-
-def plan_first(resolved: Resolved, spec: RunSpec, taken: RunInput) -> JsonObject:
-    """Return `Plan.increment` of a cascade, with the tables of its first plan written."""
-    plan, named = make_plan(
-        spec,
-        resolved.identity,
-        resolved.with_adapters(),
-        public_job(resolved.job),
-        "first",
-        taken.found.files,
-        taken.found.schema,
-        image_bytes.row_bytes(
-            spec.prompt.images,
-            spec.engine.model,
-            spec.read,
-            resolved.model,
-            taken.found,
-            taken.snapshot,
-        ),
-        snapshot=taken.copied,
-        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
-        increment=Increment(ledger=OF_FIRST, context="").to_dict(),
-        weights=taken.found.weights,
-    )
-    ledger = asks_ledger(taken.store)
-    for table, data in named.items():
-        put_table(ledger.store, table, data)
-    plan = replace(plan, parent=None)  # of a retry, the run itself has it
-    asks = load(plan.to_bytes(), "the plan of the first model")
-    return Increment(ledger=OF_LARGER, context="", asks=asks).to_dict()
 
 
 def with_shares(

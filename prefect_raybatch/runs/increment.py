@@ -20,6 +20,8 @@ from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
     OF_ASKS,
+    OF_FIRST,
+    OF_LARGER,
     OF_ROWS,
     AnswerPart,
     Increment,
@@ -344,6 +346,37 @@ def _plan_asks(
     for table, data in {**named, name: weights}.items():
         put_table(ledger.store, table, data)
     return replace(plan, parent=None)  # of a retry, the run itself has it
+
+
+def plan_first_model(resolved: Resolved, spec: RunSpec, taken: RunInput) -> JsonObject:
+    """Return `Plan.increment` of a cascade, with the tables of its first plan written."""
+    plan, named = make_plan(
+        spec,
+        resolved.identity,
+        resolved.with_adapters(),
+        public_job(resolved.job),
+        "first",
+        taken.found.files,
+        taken.found.schema,
+        image_bytes.row_bytes(
+            spec.prompt.images,
+            spec.engine.model,
+            spec.read,
+            resolved.model,
+            taken.found,
+            taken.snapshot,
+        ),
+        snapshot=taken.copied,
+        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
+        increment=Increment(ledger=OF_FIRST, context="").to_dict(),
+        weights=taken.found.weights,
+    )
+    ledger = asks_ledger(taken.store)
+    for table, data in named.items():
+        put_table(ledger.store, table, data)
+    plan = replace(plan, parent=None)  # of a retry, the run itself has it
+    asks = load(plan.to_bytes(), "the plan of the first model")
+    return Increment(ledger=OF_LARGER, context="", asks=asks).to_dict()
 
 
 def asks_of(spec: RunSpec) -> RunSpec:

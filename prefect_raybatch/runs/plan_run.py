@@ -31,7 +31,6 @@ from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
-from prefect_raybatch.runs.cascade import plan_first
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.sizing.agreement import trial_rows
@@ -375,7 +374,9 @@ def _increment(
 ) -> JsonObject | None:
     """Return the plan's record of reuse; None for a run without a requests phase."""
     if resolved.first is not None and spec.first is not None:
-        return plan_first(resolved.first, spec.first, taken)
+        from prefect_raybatch.runs.increment import plan_first_model
+
+        return plan_first_model(resolved.first, spec.first, taken)
     if not spec.reuse.asks_apart:
         return None
     if taken.rows > MOST_ORDERED and not spec.reuse.keeps:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class CascadeSpec:
     """The rule by which rows are unsure, and the names of both models.
 
-    `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
+    `column` holds the answers in the first model's result. `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
     decides. At most `at_most` of the rows go to the larger model. `columns` are those of the first
     model's result that only the rule needs.
     """
@@ -20,4 +20,5 @@ class CascadeSpec:
     at_most: float
     first_name: str
     larger_name: str
-    columns: tuple[str, ...] = ()
+    column: str
+    columns: tuple[str, ...]

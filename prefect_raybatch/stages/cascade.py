@@ -36,9 +36,9 @@ from prefect_raybatch.stages.raw_answers import AnswerFiles
 from prefect_raybatch.stages.row_outcomes import ColumnValues, FinishedRow, OutputRow
 from prefect_raybatch.stages.text_answers import CUT_OFF
 
-KEPT = Failure("cascade", "KeepsFirstAnswer", "the first model's answer is kept")
+KEEPS_FIRST = Failure("cascade", "KeepsFirstAnswer", "the first model's answer is kept")
 FAILS_SCHEMA = ("AnswerNotValid", CUT_OFF)
-INDEX = "__rb_index"
+AT = "__rb_index"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ class FirstAnswers:
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
         """Return which of these rows (bool) the larger model answers."""
         sureness = sureness_of(self, numbers)
-        chosen = np.isfinite(sureness) | (sureness == -np.inf)
+        chosen = np.asarray(sureness < np.inf)
         if self.last is None:
             return chosen
         value, number = self.last
-        return chosen & ((sureness < value) | ((sureness == value) & (numbers <= number)))
+        least = (sureness < value) | ((sureness == value) & (numbers <= number))
+        return np.asarray(chosen & least)
 
     def failures(self, numbers: np.ndarray) -> list[Failure | None]:
         """Return why each row failed at the first model; None for an answered row."""
@@ -168,7 +169,7 @@ class EscalatePrepare:
         kept = TOKENS.add_to(kept, [[]] * kept.num_rows)
         for column in (PARAMS, *([CHAT] if self.hosted else [])):
             kept = column.add_to(kept, [None] * kept.num_rows)
-        kept = with_failures(kept, [KEPT] * kept.num_rows)
+        kept = with_failures(kept, [KEEPS_FIRST] * kept.num_rows)
         kept = timed(kept, "prepare", began)
         if asked is None:
             return kept
@@ -178,14 +179,10 @@ class EscalatePrepare:
 
 @dataclass(frozen=True, kw_only=True)
 class EscalateFinish(Finish):
-    """The finish stage of the larger model: it takes the first model's answers that are kept.
-
-    `renamed` is the name of the answer's column in the first result, where the run has another.
-    """
+    """The finish stage of the larger model: it takes the first model's answers that are kept."""
 
     first: FirstAnswers
     rows_per_shard: int
-    renamed: str = ""
 
     def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
         outcomes = super()._outcomes(table)
@@ -209,7 +206,8 @@ class EscalateFinish(Finish):
         if found is None:
             return None
         found = found.drop_columns(list(self.first.cascade.columns))
-        names = [self.spec.column if n == self.renamed else n for n in found.column_names]
+        own = self.first.cascade.column  # the run may have another name for it
+        names = [self.spec.column if name == own else name for name in found.column_names]
         return found.rename_columns(names)
 
     def _result(
@@ -232,12 +230,12 @@ class EscalateFinish(Finish):
             parts.append(self._part(fields, others, self.first.cascade.first_name))
         if not parts:
             return [], misfits
-        whole = pa.concat_tables(parts, promote_options="permissive").sort_by(INDEX)
-        whole = whole.drop_columns([INDEX]).combine_chunks()
+        whole = pa.concat_tables(parts, promote_options="permissive").sort_by(AT)
+        whole = whole.drop_columns([AT]).combine_chunks()
         return [(field, whole[field.name].combine_chunks()) for field in whole.schema], misfits
 
     def _part(self, columns: Sequence[ResultColumn], rows: Sequence[int], name: str) -> pa.Table:
-        made = pa.table({INDEX: pa.array(rows, pa.int64())})
+        made = pa.table({AT: pa.array(rows, pa.int64())})
         for field, values in columns:
             made = made.append_column(field, values)
         return made.append_column(ANSWERED_BY, pa.array([name] * len(rows), pa.string()))
@@ -248,4 +246,4 @@ class EscalateFinish(Finish):
 
 def _kept_rows(table: pa.Table) -> list[int]:
     """Return the rows of a block that keep their first answer."""
-    return [i for i, why in enumerate(failures_of(table)) if why is not None and why == KEPT]
+    return [i for i, why in enumerate(failures_of(table)) if why is not None and why == KEEPS_FIRST]
