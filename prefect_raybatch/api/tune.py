@@ -57,7 +57,11 @@ def tune(
             "tuning tries settings of vLLM's engines, and engine.endpoint has none. Set its "
             "max_in_flight and limits as its server allows"
         )
-
+    if job.output.escalate.engine is not None:
+        raise ConfigError(
+            "tuning tries one engine, and output.escalate has two. Remove output.escalate to tune "
+            "the first one, or find the threshold with --cascade"
+        )
     resolved = resolve(job).pinned()
     rows = dry_run(resolved).rows
     sample, key = _sampled(resolved.job), uuid.uuid4().hex[:12]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,7 +37,7 @@ from prefect_raybatch.cli.arguments import (
     kept_seconds,
 )
 from prefect_raybatch.cli.batch import batch_files
-from prefect_raybatch.cli.compare_answers import comparing
+from prefect_raybatch.cli.compare_answers import comparing, show_threshold, threshold_of
 from prefect_raybatch.cli.drive import (
     is_readable,
     job_of_file,
@@ -229,6 +231,13 @@ def tune(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Job file to write; else JOB.tuned.yaml")
     ] = None,
+    cascade: Annotated[
+        bool, typer.Option("--cascade", help="Find the threshold of output.escalate instead")
+    ] = False,
+    agreement: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="Answers equal to the larger model's, for --cascade"),
+    ] = 0.95,
     set_: FieldChanges = None,
     as_json: Json = False,
 ) -> None:
@@ -237,6 +246,16 @@ def tune(
     from prefect_raybatch.runs import tune as tuning
 
     loaded = of_today(job_of_file(job, set_))
+    path = write or Path(job).with_suffix(".tuned.yaml")
+    if cascade:
+        from prefect_raybatch.api.tune_cascade import tune_cascade
+
+        found = threshold_of(partial(tune_cascade, with_keys(loaded), agreement), as_json)
+        if found.changes:
+            lines = found.lines()
+            write_tuned(job, path, lambda raw: tuning.commented(raw, found.changes, lines))
+        show_threshold(found, path, as_json)
+        return
     wanted = deadline or loaded.limits.deadline
     limit = seconds_of(wanted) if wanted else None
 
@@ -245,12 +264,7 @@ def tune(
             err.print(tuning.line(trial), markup=False)
 
     tuned = try_settings(with_keys(loaded), minutes, seconds, limit, show)
-    path = write or Path(job).with_suffix(".tuned.yaml")
-    # Readable by its owner alone, because the job file may hold credentials.
-    value = _raw(job)
-    if path.parent.absolute() != Path(job).parent.absolute():
-        value = anchored(expanded(value)[0], Path(job).parent)
-    write_private(path, tuning.job_file(value, tuned))
+    write_tuned(job, path, lambda value: tuning.job_file(value, tuned))
     if as_json:
         print_json({**asdict(tuned), "settings": tuning.settings(tuned), "written": str(path)})
         return
@@ -592,6 +606,17 @@ def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
     """Record the failed attempt, if the job file can be read far enough to find its output."""
     with suppress(ConfigError):
         record_bad_job(expanded(_raw(path))[0], run_key, error)
+
+
+def write_tuned(job: str, path: Path, text_of: Callable[[dict[str, Any]], str]) -> None:
+    """Write a tuned job file, whose text `text_of` makes of the fields of the job.
+
+    Readable by its owner alone, because the job file may hold credentials.
+    """
+    value = _raw(job)
+    if path.parent.absolute() != Path(job).parent.absolute():
+        value = anchored(expanded(value)[0], Path(job).parent)
+    write_private(path, text_of(value))
 
 
 def _raw(path: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +12,13 @@ import typer
 
 from prefect_raybatch.cli.arguments import DryRunOnly, FieldChanges, JobFile, Json, in_catalog
 from prefect_raybatch.cli.drive import job_of_file, with_keys
+from prefect_raybatch.cli.ending import print_next
 from prefect_raybatch.cli.show import TerminalProgress, print_json, show_rows, write_page
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.job.edits import of_today
 
 if TYPE_CHECKING:
+    from prefect_raybatch.api.tune_cascade import TunedCascade
     from prefect_raybatch.compare.changes import Diff
 
 comparing = typer.Typer()
@@ -68,6 +72,29 @@ def diff_command(
     if max_changed is not None and found.share > max_changed:
         err.print(f"more than --max-changed {max_changed:g} of the sampled rows changed")
         raise typer.Exit(1)
+
+
+def threshold_of(find: Callable[[TerminalProgress], TunedCascade], as_json: bool) -> TunedCascade:
+    """Return what `find` finds of a cascade, while the terminal shows its progress."""
+    with closing(TerminalProgress(as_json)) as show:
+        return find(show)
+
+
+def show_threshold(found: TunedCascade, path: Path, as_json: bool) -> None:
+    """Print what tuning a cascade found, and the job file at `path` if one was written.
+
+    Exits with status 1 if no threshold was found.
+    """
+    if as_json:
+        print_json({**asdict(found), "settings": found.changes, "lines": found.lines()})
+    else:
+        for line in found.lines():
+            out.print(line, markup=False)
+    if not found.changes:
+        raise typer.Exit(1)
+    if not as_json:
+        out.print(f"wrote {path}", markup=False)
+        print_next("raybatch", "plan", str(path))
 
 
 def _show(found: Diff) -> None:

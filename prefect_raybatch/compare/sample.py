@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.escalate import ANSWERED_BY
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
@@ -82,6 +83,7 @@ def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[st
     """Return which of a result's columns hold what was answered: no input, no details."""
     parsing = finish.parsing
     details = {finish.row_number, *finish.extras, PROBABILITIES, LOGPROBS}
+    details |= {ANSWERED_BY} if finish.answered_by else set()
     details |= {parsing.reasoning_column} if parsing is not None else set()
     return [name for name in names if name not in details.union(kept)]
 

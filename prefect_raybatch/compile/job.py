@@ -136,6 +136,7 @@ def _compile_cascade(
         first_name=_model_name(first.engine),
         larger_name=f"{name} (larger)" if name == _model_name(first.engine) else name,
         column=first.output.column,
+        measure_column=column,
         columns=() if not column or wanted[column] else (column,),
     )
     names = None if planned is None else replace(planned, names={})

@@ -497,7 +497,11 @@ def settings(tuned: Tuned) -> dict[str, Any]:
 def job_file(value: JsonObject, tuned: Tuned) -> str:
     """Return a job file as YAML with the best settings, and the trials in comments."""
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
-    lines = "\n".join([*rows, *conclusion(tuned)]).splitlines()  # an error may have several
+    return commented(value, settings(tuned), [*rows, *conclusion(tuned)])
+
+
+def commented(value: JsonObject, changes: Changes, texts: Sequence[str]) -> str:
+    """Return a job file as YAML with fields changed, and texts in comments at its head."""
+    lines = "\n".join(texts).splitlines()  # an error may have several
     said = "".join(f"# {visible(text)}\n" for text in lines)
-    made = with_fields(value, settings(tuned))
-    return said + visible_yaml(made)
+    return said + visible_yaml(with_fields(value, changes))

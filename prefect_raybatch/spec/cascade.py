@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class CascadeSpec:
     """The rule by which rows are unsure, and the names of both models.
 
-    `column` holds the answers in the first model's result. `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
-    decides. At most `at_most` of the rows go to the larger model. `columns` are those of the first
-    model's result that only the rule needs.
+    `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
+    decides. In the first model's result, `column` holds the answers, `measure_column` what the rule
+    compares, and `columns` what only the rule needs. At most `at_most` of the rows go to the larger model.
     """
 
     measure: str | None
@@ -22,3 +22,4 @@ class CascadeSpec:
     larger_name: str
     column: str
     columns: tuple[str, ...]
+    measure_column: str

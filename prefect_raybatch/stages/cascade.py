@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.escalate import ANSWERED_BY
-from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.stages.block import (
@@ -99,7 +98,7 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
             if failure is not None and failure.kind in FAILS_SCHEMA:
                 sureness[i] = -np.inf
     if cascade.measure is not None and cascade.below is not None:
-        column = PROBABILITIES if cascade.measure == "probability" else LOGPROBS
+        column = cascade.measure_column
         there, table = replace(first.data, columns=(column,)).take(numbers)
         if table is not None:
             measured = MEASURES[cascade.measure](table[column].combine_chunks())

@@ -68,14 +68,14 @@ class HiddenColumn(str):
 
 
 SHARD = HiddenColumn(
-    "shard", pa.int32(), "block", "block endpoint.stage finish load lookup parsing"
+    "shard", pa.int32(), "block", "block cascade endpoint.stage finish load lookup parsing"
 )
 """Always: the shard of the row."""
 POSITION = HiddenColumn(
     POSITION_COLUMN,
     pa.int32(),
     "block",
-    "block endpoint.stage finish lookup parsing text_answers vectors",
+    "block cascade endpoint.stage finish lookup parsing text_answers vectors",
 )
 """Always: the row's position in its shard."""
 ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")
@@ -93,15 +93,20 @@ ENGINE_SPENT = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shar
 ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard_figures")
 """Always: when the block reached the engine (seconds since 1970)."""
 TOKENS = HiddenColumn(
-    "tokens", TOKENS_TYPE, "endpoint.prepare prepare texts", "engine runs.preview"
+    "tokens", TOKENS_TYPE, "cascade endpoint.prepare prepare texts", "engine runs.preview"
 )
 """Always: the prompt, empty for a failed row."""
-CHAT = HiddenColumn("chat", pa.string(), "endpoint.prepare", "endpoint.stage engine runs.preview")
+CHAT = HiddenColumn(
+    "chat", pa.string(), "cascade endpoint.prepare", "endpoint.stage engine runs.preview"
+)
 """JSON of the row's chat messages, for a hosted model."""
 SECOND = HiddenColumn("second", TOKENS_TYPE, "texts", "engine")
 """The other prompt of a row that compares two."""
 PARAMS = HiddenColumn(
-    "params", pa.string(), "endpoint.prepare prepare texts trial", "endpoint.stage engine trial"
+    "params",
+    pa.string(),
+    "cascade endpoint.prepare prepare texts trial",
+    "endpoint.stage engine trial",
 )
 """Always: JSON of the row's own sampling fields."""
 MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")

@@ -42,6 +42,7 @@ def golden_jobs() -> list[GoldenJob]:
         *_answers(),
         *_engines(),
         *_endpoints(),
+        *_cascades(),
         *_tasks(),
         *_runs(),
         *_refused(),
@@ -515,6 +516,33 @@ def _endpoints() -> Iterator[GoldenJob]:
                 "model": "large",
                 "key": "example-key",
             }
+        },
+    )
+
+
+def _cascades() -> Iterator[GoldenJob]:
+    hosted = {"url": "https://api.example.com/v1", "model": "large", "key": "example-key"}
+    yield made(
+        "cascade",
+        "A hosted model answers rows of which the small one is unsure, at most a fifth of them.",
+        sampling={"choice": ["bank", "farm", "shop"]},
+        output={
+            "escalate": {
+                "to": {"endpoint": hosted},
+                "when": {"probability_below": 0.8},
+                "at_most": 0.2,
+            }
+        },
+    )
+    yield made(
+        "cascade-schema",
+        "Answers that do not match the schema, or are improbable, go to a larger engine.",
+        output={
+            "schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
+            "escalate": {
+                "to": {"model": "demo", "max_num_seqs": 64},
+                "when": {"fails_schema": True, "logprob_below": -0.5},
+            },
         },
     )
 

@@ -341,7 +341,20 @@ CHANGED: dict[str, Any] = {
 # What must be there for the changed value to be valid, in both jobs that are compared.
 ENDPOINT = {"engine.endpoint.url": "https://api.example.com/v1", "engine.endpoint.model": "small"}
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
+CASCADE = {"output.escalate.to": {"model": "demo"}, "output.escalate.when.logprob_below": -1.0}
 NEEDS: dict[str, dict[str, Any]] = {
+    "output.escalate.to": CASCADE,
+    "output.escalate.when.logprob_below": CASCADE,
+    "output.escalate.at_most": CASCADE,
+    "output.escalate.when.fails_schema": {
+        **CASCADE,
+        "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+    "output.escalate.when.probability_below": {
+        "output.escalate.to": {"model": "demo"},
+        "output.escalate.when.probability_below": 0.9,
+        "sampling.choice": ["a", "b"],
+    },
     "source.served_as": {"source.format": "openai_batch", "prompt.template": None},
     "source.sample_seed": {"source.sample": 5},
     "source.media_root": WITH_IMAGES,

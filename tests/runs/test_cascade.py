@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from helpers.engines import with_answers
 from helpers.openai_server import OpenAIServer, completion, openai_server
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.api.retry import Retry, plan_retry
+from prefect_raybatch.api.tune_cascade import tune_cascade
+from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import pipeline
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
@@ -43,6 +47,7 @@ class Small(EngineStage):
     """The first model: row N is answered `car`, with a probability of N / 20 + 0.02."""
 
     asked: list[int] = []
+    rows = ROWS
 
     def __init__(self, spec: EngineLaunch) -> None:
         self.spec = spec
@@ -53,7 +58,7 @@ class Small(EngineStage):
         numbers = table["number"].to_pylist()
         type(self).asked += numbers
         made = with_answers(table, table[ERROR].to_pylist(), list(map(self.text, numbers)))
-        chances = [number / ROWS + 0.02 for number in numbers]
+        chances = [number % self.rows / self.rows + 0.02 for number in numbers]
         if "logprobs" in self.spec.sampling:
             return STEPS.add_to(made, [[[[{"id": 5, "logprob": p - 1}]]] for p in chances])
         rows = [[("car", max(p, 1 - p)), ("bank", min(p, 1 - p))] for p in chances]
@@ -326,3 +331,62 @@ def test_failed_rows_are_retried_by_both_models(server, tmp_path):
     report = finalize_run(found.job, found.run, progress)
     rows = {row["_row"]: row["answered_by"] for row in rows_of(Path(found.run.uri))}
     assert rows == {0: "demo", 9: "large"} and report.good == 2
+
+
+def test_tune_finds_the_threshold_on_a_sample_and_writes_the_job_file(
+    server, tmp_path, monkeypatch, capsys
+):
+    """Of 1,000 rows both models agree on those of which the first one is surer than 0.9."""
+    monkeypatch.setattr(Small, "rows", 100)
+    names = [f"Company {n}" for n in range(1000)]
+    pq.write_table(pa.table({"Company": names, "number": range(1000)}), tmp_path / "in.parquet")
+
+    def sure(number: int) -> float:
+        chance = number % 100 / 100 + 0.02
+        return max(chance, 1 - chance)
+
+    def answer(_: int, body: dict[str, Any]) -> Any:
+        number = int(body["messages"][-1]["content"].split("\n")[0].split()[-1])
+        return 200, {}, completion(json.dumps({"label": "car" if sure(number) > 0.9 else "bank"}))
+
+    server.fault = answer
+    job = job_of(server, tmp_path, source={"uri": str(tmp_path / "in.parquet")})
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.to_dict()))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", str(path), "--cascade", "--agreement", "0.9"])
+    assert ended.value.code == 0
+    written = yaml.safe_load((tmp_path / "job.tuned.yaml").read_text())
+    below = written["output"]["escalate"]["when"]["probability_below"]
+    true = 1 - np.mean([below <= sure(n) <= 0.9 for n in range(1000)])
+    assert 0.9 <= true < 0.99
+    said = capsys.readouterr().out
+    assert "output.escalate.when.probability_below" in said and "95% confidence" in said
+    assert not list((tmp_path / "out").rglob("*.parquet")), "the sample's runs are removed"
+    assert len(server.bodies) < 1000
+
+
+@pytest.mark.parametrize(
+    ("groups", "agreement", "remedy"),
+    [
+        ({}, 0.95, "Lower --agreement"),
+        ({}, 1.5, "between 0 and 1"),
+        ({"source": {"limit": 5}}, 0.95, "source.limit"),
+    ],
+)
+def test_a_sample_that_can_show_nothing_is_refused(server, tmp_path, groups, agreement, remedy):
+    source = {"uri": str(tmp_path / "in.parquet"), **groups.get("source", {})}
+    with pytest.raises(ConfigError, match=remedy):
+        tune_cascade(job_of(server, tmp_path, source=source), agreement)
+
+
+def test_without_a_threshold_there_is_nothing_to_tune(server, tmp_path):
+    job = job_of(
+        server,
+        tmp_path,
+        output={"schema_model": FORM},
+        sampling={},
+        escalate={"when": {"fails_schema": True}},
+    )
+    with pytest.raises(ConfigError, match=r"when\.probability_below"):
+        tune_cascade(job)
