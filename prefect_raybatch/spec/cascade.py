@@ -11,7 +11,8 @@ class CascadeSpec:
 
     `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
     decides. In the first model's result, `column` holds the answers, `measure_column` what the rule
-    compares, and `columns` what only the rule needs. At most `at_most` of the rows go to the larger model.
+    compares, and `columns` what only the rule needs. At most `at_most` of the rows go to the larger
+    model.
     """
 
     measure: str | None
