@@ -141,7 +141,6 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "tune": (
         "raybatch tune job.yaml --minutes 10",
         "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
-        "raybatch tune job.yaml --cascade --agreement 0.95",
     ),
     "diff": (
         "raybatch diff job.yaml --against out/monday --dry-run",
