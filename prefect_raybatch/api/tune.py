@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api import dry_run, finalize_run, plan_run
+from prefect_raybatch.api.submission import infer_in_place
+from prefect_raybatch.compare.threshold import SampleAnswers, TunedCascade, threshold_of_sample
 from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
 from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.edits import edited, first_of, larger_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import experts_of
+from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.alterations import alterations
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.tune import (
@@ -29,6 +34,7 @@ from prefect_raybatch.runs.tune import (
     remove_trials,
     tried,
 )
+from prefect_raybatch.sizing.agreement import CONFIDENCE, sample_size
 from prefect_raybatch.storage import join, open_store
 
 log = logging.getLogger(__name__)
@@ -115,3 +121,67 @@ def _sampled(job: BatchJob) -> BatchJob:
         name = "limit" if job.source.sample is None else "sample"
         changes[f"source.{name}"] = min(job.source.most_rows or COPIED_ROWS, COPIED_ROWS)
     return edited(job, changes, "the job of a trial")
+
+
+def tune_cascade(
+    job: BatchJob,
+    agreement: float = 0.95,
+    observe: Callable[[Progress], None] = lambda progress: None,
+) -> TunedCascade:
+    """Find the threshold at which few enough answers differ from the larger model's.
+
+    Both models answer a random sample of the rows, in runs that are removed afterwards; the same
+    command continues after a kill. Raises `ConfigError` for a job without a threshold, and for too
+    few rows.
+    """
+    spec = compile_job(job)
+    cascade = spec.cascade
+    if cascade is None or cascade.measure is None or spec.first is None:
+        raise ConfigError(
+            "--cascade needs a threshold to tune. Set output.escalate with "
+            "when.probability_below or when.logprob_below to any value"
+        )
+    if not 0 < agreement < 1:
+        raise ConfigError(f"--agreement {agreement:g} must be between 0 and 1. Example: 0.95")
+    if job.source.limit is not None:
+        raise ConfigError(
+            "source.limit takes the first rows, and --cascade needs a random sample. Remove it, or "
+            "set source.sample"
+        )
+    sample, place = _cascade_sample(job, sample_size(agreement, CONFIDENCE))
+    first = _answered(first_of(sample), "first", observe)
+    larger = _answered(larger_of(sample), "larger", observe)
+    options = job.output.options or None
+    try:
+        return threshold_of_sample(
+            cascade,
+            agreement,
+            SampleAnswers.of(first, options, spec.first.finish, cascade),
+            SampleAnswers.of(larger, options, spec.finish),
+        )
+    finally:
+        remove_trials(open_store(job.output.uri, options), place)
+
+
+def _cascade_sample(job: BatchJob, rows: int) -> tuple[BatchJob, str]:
+    """Return the job over a sample, and the folder of its runs below output.uri."""
+    text = f"{resolve(job).identity.fingerprint} {rows}"
+    folder = f"{FOLDER}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    changes: dict[str, Any] = {
+        "source.sample": min(rows, job.source.sample or rows),
+        "output.uri": join(job.output.uri, folder),
+        "output.columns": [],
+        "output.publish": [],
+        "limits.min_rows": None,
+        "limits.deadline": None,
+        "limits.max_failed_rows": None,
+        "limits.max_failed_fraction": 1.0,  # a failed row is an answer like any other here
+        "quality": {},
+    }
+    return edited(job, changes, "the job of a sample"), folder
+
+
+def _answered(job: BatchJob, key: str, observe: Callable[[Progress], None]) -> RunReport:
+    run = plan_run(job, key)
+    infer_in_place(job, job, run, observe)
+    return finalize_run(job, run)

@@ -248,7 +248,7 @@ def tune(
     loaded = of_today(job_of_file(job, set_))
     path = write or Path(job).with_suffix(".tuned.yaml")
     if cascade:
-        from prefect_raybatch.api.tune_cascade import tune_cascade
+        from prefect_raybatch.api.tune import tune_cascade
 
         found = threshold_of(partial(tune_cascade, with_keys(loaded), agreement), as_json)
         if found.changes:

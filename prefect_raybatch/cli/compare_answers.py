@@ -18,8 +18,8 @@ from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.job.edits import of_today
 
 if TYPE_CHECKING:
-    from prefect_raybatch.api.tune_cascade import TunedCascade
     from prefect_raybatch.compare.changes import Diff
+    from prefect_raybatch.compare.threshold import TunedCascade
 
 comparing = typer.Typer()
 CHANGES_SHOWN = 20

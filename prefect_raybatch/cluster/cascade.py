@@ -26,7 +26,7 @@ from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
 from prefect_raybatch.storage import Store
 
 KEEPS = math.inf  # sureness of an answer that is kept
-NUMBERS_AT_ONCE = 1 << 20  # rows whose answers are looked at together
+SURENESS_ROWS = 1 << 20  # rows whose answers are looked at together
 
 
 def escalated(
@@ -86,8 +86,8 @@ def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] 
     most = math.floor(answers.cascade.at_most * rows)
     sureness: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
-    for start in range(0, rows, NUMBERS_AT_ONCE):
-        wanted = np.arange(start, min(rows, start + NUMBERS_AT_ONCE))
+    for start in range(0, rows, SURENESS_ROWS):
+        wanted = np.arange(start, min(rows, start + SURENESS_ROWS))
         found = sureness_of(answers, wanted)
         unsure = found < KEEPS
         sureness.append(found[unsure])

@@ -19,7 +19,7 @@ from helpers.openai_server import OpenAIServer, completion, openai_server
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.api.retry import Retry, plan_retry
-from prefect_raybatch.api.tune_cascade import tune_cascade
+from prefect_raybatch.api.tune import tune_cascade
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import pipeline
 from prefect_raybatch.errors import ConfigError
