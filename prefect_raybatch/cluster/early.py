@@ -105,6 +105,8 @@ def why_late(spec: RunSpec) -> str:
     """Return why the job prevents prewarming; "" if it does not."""
     if spec.cluster.access.remote:
         return "they run on a cluster that this process has not joined"
+    if spec.first is not None:
+        return "a cascade begins with its first model"
     if spec.engine.model.endpoint is not None:
         return "the model is hosted"
     if spec.engine.model.context_auto:
