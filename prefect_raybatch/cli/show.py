@@ -29,6 +29,7 @@ from prefect_raybatch.driver.heartbeat import (
 )
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
+from prefect_raybatch.ledger.increments import FIRST_KEY
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.pinned import model_name
@@ -417,7 +418,12 @@ def show_status(state: Status) -> None:
         table.add_row(name, escape(text))
     out.print(table)
     if state.asks is not None and state.asks.state != COMPLETED:
-        out.print("requests phase, which answers new rows first:")
+        is_cascade = state.asks.run_key == FIRST_KEY
+        out.print(
+            "first model of the cascade, which answers all rows:"
+            if is_cascade
+            else "requests phase, which answers new rows first:"
+        )
         show_status(state.asks)
     _print_strays(state.strays)
     _print_failures(state.failures)

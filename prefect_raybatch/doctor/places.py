@@ -21,6 +21,7 @@ from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, ask_for_model
 from prefect_raybatch.stages.hosted_batches.api import BatchEngine
 from prefect_raybatch.storage import is_remote, open_store
@@ -136,10 +137,15 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_model(context: CheckContext) -> Iterator[Finding]:
-    """Check that the model exists and is complete, or can be downloaded."""
+    """Check that the model exists and is complete, or can be downloaded; both of a cascade."""
     if context.job is None:
         return
-    request = model_request(context.job.engine)
+    yield from _model_findings(model_request(context.job.engine))
+    if (larger := context.job.output.escalate.engine) is not None:
+        yield from _model_findings(model_request(larger))
+
+
+def _model_findings(request: ModelRequest) -> Iterator[Finding]:
     if (hosted := request.endpoint) is not None:
         ask_for_model(hosted, BatchEngine if hosted.batch else EndpointEngine)
         yield passed("model", f"{hosted.model} is at {recorded(hosted.url)}")

@@ -32,6 +32,7 @@ NO_REQUEST, REUSED, ASKED, MERGED_ROW = range(4)
 PLACES_ROWS = 1 << 22  # rows of a table of places
 OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
 OF_LARGER, OF_FIRST = "larger", "first"  # the two ledgers of a cascade, by model
+FIRST_KEY = "first"  # run key of the first model
 LEDGERS = (OF_ROWS, OF_ASKS, OF_LARGER, OF_FIRST)
 
 

@@ -19,6 +19,7 @@ from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
+    FIRST_KEY,
     OF_ASKS,
     OF_FIRST,
     OF_LARGER,
@@ -355,7 +356,7 @@ def plan_first_model(resolved: Resolved, spec: RunSpec, taken: RunInput) -> Json
         resolved.identity,
         resolved.with_adapters(),
         public_job(resolved.job),
-        "first",
+        FIRST_KEY,
         taken.found.files,
         taken.found.schema,
         image_bytes.row_bytes(

@@ -157,7 +157,9 @@ class EscalatePrepare:
         began = time.time()
         try:
             chosen = self.first.chosen(numbers_of(table, self.rows_per_shard))
-        except Exception as error:  # the store, or a changed file: no row's fault
+        except CorruptRun as error:
+            return lost_all(table, Loss(type(error).__name__, str(error), fatal=True))
+        except Exception as error:  # the store's, and no row's fault
             return lost_all(table, Loss.of(error))
         asked = self.prepare(table.filter(pa.array(chosen))) if chosen.any() else None
         if asked is not None and is_lost(asked):  # so are all rows of the block
