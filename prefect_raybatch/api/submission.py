@@ -17,6 +17,7 @@ from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import with_answer_schema, with_template_text
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.job.secrets import (
     SAFE_NAMES,
@@ -102,13 +103,21 @@ def sendable(job: BatchJob) -> dict[str, Any]:
         shown = hide_catalog(job.source.catalog)
         _refuse("source.catalog", shown, f"Write ${{NAME}} there, and set the variable {nodes}")
         value["source"]["catalog"] = dict(job.source.catalog)
-    _refuse("engine.env", hide_env(job.engine.env), f"Set it {nodes}")
-    if job.engine.env:
-        value.setdefault("engine", {})["env"] = dict(job.engine.env)
-    arguments = model_request(job.engine).given
-    hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
-    _refuse("engine", hidden, f"Set HF_TOKEN or a similar variable {nodes}")
+    _send_engine(job.engine, value.setdefault("engine", {}), "engine", nodes)
+    if (larger := job.output.escalate.engine) is not None:
+        group = value["output"]["escalate"]["to"]
+        _send_engine(larger, group, "output.escalate.to", nodes)
     return value
+
+
+def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) -> None:
+    """Add the environment of an engine to its plain values; refuse what may be a secret."""
+    _refuse(f"{group}.env", hide_env(engine.env), f"Set it {nodes}")
+    if engine.env:
+        value["env"] = dict(engine.env)
+    arguments = model_request(engine).given
+    hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
+    _refuse(group, hidden, f"Set HF_TOKEN or a similar variable {nodes}")
 
 
 def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:

@@ -229,6 +229,24 @@ ATTACKS = (
         )
     ),
     *(
+        Attack(
+            f"output.escalate.to {to}",
+            words,
+            {"output": {"uri": "o", "escalate": {"to": to, "when": {"logprob_below": -1}}}},
+        )
+        for to, words in (
+            ({"model": "/etc"}, r"output\.escalate\.to\.model: .* may not read /etc"),
+            (
+                {"endpoint": {"url": "http://evil/v1", "model": "m"}},
+                r"output\.escalate\.to\.endpoint\.url: .* name the host evil",
+            ),
+            (
+                {"model": "demo", "env": {"LD_PRELOAD": "/tmp/x"}},
+                r"env: a job may not set LD_PRELOAD",
+            ),
+        )
+    ),
+    *(
         Attack(f"engine.model {name}", words, {"engine": {"model": name}})
         for name, words in (
             ("/etc", r"engine\.model: .* may not read /etc"),

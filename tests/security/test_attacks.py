@@ -217,6 +217,12 @@ def test_a_query_opens_no_other_file(tmp_path: Path, query: str) -> None:
 # --- what is shown of a job ---------------------------------------------------------------------
 
 
+def larger(**engine: Any) -> dict[str, Any]:
+    """The group `output` of a cascade to an engine."""
+    to = engine if "endpoint" in engine else {"model": "demo", **engine}
+    return {"output": {"uri": "o", "escalate": {"to": to, "when": {"logprob_below": -1}}}}
+
+
 @pytest.mark.parametrize(
     "groups",
     [
@@ -227,6 +233,9 @@ def test_a_query_opens_no_other_file(tmp_path: Path, query: str) -> None:
         {"engine": {"otlp_traces_endpoint": f"https://host/v1/{PLANTED}/traces"}},
         {"engine": {"otlp_traces_endpoint": f"https://host/?k={PLANTED}"}},
         {"engine": {"env": {"HTTPS_PROXY": f"http://host/{PLANTED}"}}},
+        larger(additional_config={"a": PLANTED}),
+        larger(env={"HTTPS_PROXY": f"http://host/{PLANTED}"}),
+        larger(endpoint={"url": "https://host/v1", "model": "large", "key": PLANTED}),
         {"engine": {"env": {"AWS_ENDPOINT_URL": f"https://me:{PLANTED}@host"}}},
         {"output": {"uri": "o", "options": {"endpoint_url": f"https://host/{PLANTED}/"}}},
         {"source": {"uri": f"https://host/a.csv?api-key={PLANTED}"}},
