@@ -30,7 +30,7 @@ from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.job.openai_batch import check_batch_file, with_batch_fields
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT, check_batch_file, with_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
@@ -520,7 +520,7 @@ def check_cascade(job: BatchJob) -> None:
         "output.compact: false": not job.output.compact,
         "prompt.images": job.prompt.images.used,
         "sampling.n": (job.sampling.extra.get("n") or 1) > 1,
-        "source.format: openai-batch": job.source.served_as is not None,
+        f"source.format: {BATCH_FORMAT}": job.source.format == BATCH_FORMAT,
     }
     for name, is_set in refused.items():
         if is_set:

@@ -17,7 +17,7 @@ import yaml
 from helpers.engines import with_answers
 from helpers.openai_server import OpenAIServer, completion, openai_server
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.api.tune import tune_cascade
 from prefect_raybatch.cli import commands as cli
@@ -390,3 +390,46 @@ def test_without_a_threshold_there_is_nothing_to_tune(server, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"when\.probability_below"):
         tune_cascade(job)
+
+
+def test_columns_of_the_input_keep_their_names_and_extras_are_those_of_the_deciding_model(
+    server, tmp_path
+):
+    names = [f"Company {n}" for n in range(ROWS)]
+    columns = {"Company": names, "number": range(ROWS), "response": ["old"] * ROWS}
+    pq.write_table(pa.table({**columns, "_row": range(ROWS)}), tmp_path / "in.parquet")
+    output = {"extras": ["finish_reason", "prompt_tokens", "output_tokens"]}
+    _, folder = run_of(job_of(server, tmp_path, output=output))
+    for row in rows_of(folder):
+        by_larger = unsure(row["number"])
+        assert row["response"] == "old" and row["_row"] == row["_row_2"] == row["number"]
+        assert row["response_2"] == ("bank" if by_larger else "car")
+        assert (row["prompt_tokens"], row["output_tokens"]) == ((11, 7) if by_larger else (3, 1))
+        assert row["finish_reason"] == "stop"
+
+
+def test_an_input_column_of_that_name_is_refused_before_anything_is_asked(server, tmp_path):
+    table = pa.table({"Company": ["a"], "number": [0], "answered_by": ["me"]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match="'answered_by' is also an input column"):
+        plan_run(job_of(server, tmp_path), "night")
+    assert not Small.asked and not server.bodies
+
+
+def test_a_row_that_fails_at_the_larger_model_is_in_quarantine(server, tmp_path):
+    server.fault = lambda number, body: (200, {}, completion("neither"))
+    number = sum(map(unsure, range(ROWS)))
+    report, folder = run_of(job_of(server, tmp_path, limits={"max_failed_rows": ROWS}))
+    assert (report.good, report.failed) == (ROWS - number, number)
+    assert {row["answered_by"] for row in rows_of(folder)} == {"demo"}
+    assert verify(open_store(str(folder))).faults == []
+
+
+def test_plan_and_preview_show_both_models(server, tmp_path):
+    job = job_of(server, tmp_path, escalate={"at_most": 0.25})
+    found = dry_run(job)
+    assert found.first is not None and found.at_most == 0.25
+    assert (found.first.model["source"], found.model["source"]) == ("demo", "endpoint")
+    assert ("answered_by", "string") in found.result and not found.problems
+    shown = preview_rows(job, 3, answers=False)
+    assert shown.larger is not None and len(shown.prompts) == len(shown.larger.prompts) == 3
