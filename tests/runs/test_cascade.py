@@ -14,6 +14,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.batch_server import batch_server
 from helpers.engines import with_answers
 from helpers.openai_server import OpenAIServer, completion, openai_server
 
@@ -31,6 +32,7 @@ from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
+from prefect_raybatch.stages.hosted_batches import shard
 from prefect_raybatch.storage import open_store
 
 ROWS = 20
@@ -433,3 +435,17 @@ def test_plan_and_preview_show_both_models(server, tmp_path):
     assert ("answered_by", "string") in found.result and not found.problems
     shown = preview_rows(job, 3, answers=False)
     assert shown.larger is not None and len(shown.prompts) == len(shown.larger.prompts) == 3
+
+
+def test_the_larger_model_may_answer_by_the_batch_api(tmp_path, monkeypatch):
+    """Also a shard of which it is asked about no row."""
+    monkeypatch.setattr(shard, "FIRST_POLL", 0.01)
+    monkeypatch.setattr(shard, "LIST_LOOK_EVERY", 0.01)
+    with batch_server() as server:
+        to = {"endpoint": {"url": server.url, "model": "large", "batch": True}}
+        form = {"max_tokens": 20}
+        rule = {"to": to, "when": {"logprob_below": -0.5}}
+        _, folder = run_of(job_of(OpenAIServer(), tmp_path, sampling=form, escalate=rule))
+    by = {row["number"]: row["answered_by"] for row in rows_of(folder)}
+    assert by == {n: "large" if n / ROWS + 0.02 - 1 < -0.5 else "demo" for n in range(ROWS)}
+    assert verify(open_store(str(folder))).faults == []
