@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -109,8 +108,8 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
 
 def highest_probabilities(column: pa.Array) -> np.ndarray:
     """Return the probability of the most probable label of each row (float64)."""
-    offsets, values = column.offsets.to_numpy(), column.items.to_numpy(zero_copy_only=False)
-    return np.array([values[a:b].max(initial=0.0) for a, b in pairwise(offsets)], float)
+    values = column.items.to_numpy(zero_copy_only=False)
+    return _reduced(np.maximum, column.offsets.to_numpy(), values)
 
 
 def mean_logprobs(column: pa.Array) -> np.ndarray:
@@ -120,10 +119,15 @@ def mean_logprobs(column: pa.Array) -> np.ndarray:
     """
     offsets = column.offsets.to_numpy()
     values = column.values.field("logprob").to_numpy(zero_copy_only=False).astype(float)
-    return np.array(
-        [values[a:b].mean() if b > a else 0.0 for a, b in pairwise(offsets)],
-        float,
-    )
+    return _reduced(np.add, offsets, values) / np.maximum(np.diff(offsets), 1)
+
+
+def _reduced(function: np.ufunc, offsets: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return `function` over the values of each list, 0 for an empty one."""
+    made, filled = np.zeros(len(offsets) - 1), np.diff(offsets) > 0
+    if filled.any():
+        made[filled] = function.reduceat(values[: offsets[-1]], offsets[:-1][filled])
+    return made
 
 
 MEASURES: dict[str, Callable[[pa.Array], np.ndarray]] = {
