@@ -206,7 +206,10 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("cluster", [_cluster(plan.have)]),
         ("run directory", [plan.run]),
         ("reuse", reuse_lines(plan)),
-        ("cost", [plan.cost.line()] if plan.cost is not None else []),
+        (
+            "cost" if plan.first is None else "cost of both",
+            [plan.cost.line()] if plan.cost is not None else [],
+        ),
     ]
 
 

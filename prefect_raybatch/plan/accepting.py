@@ -9,6 +9,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import nearest
 from prefect_raybatch.job.counted_fields import FINGERPRINTED
 from prefect_raybatch.ledger.accepted import Accepted
+from prefect_raybatch.ledger.increments import OF_LARGER
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same, differing
 from prefect_raybatch.spec.run import Identity
@@ -65,6 +66,11 @@ def check_acceptable(
 
 
 def _check_field(plan: Plan, name: str, values: tuple[str, str]) -> None:
+    if plan.increment is not None and plan.increment.get("ledger") == OF_LARGER:
+        raise ConfigError(
+            f"accept: {name} cannot be accepted in a cascade, whose models must answer the same "
+            "job. Use another --run-key"
+        )
     if plan.increment is not None:
         raise ConfigError(
             f"accept: {name} cannot be accepted in a run that reuses or keeps answers: later runs "

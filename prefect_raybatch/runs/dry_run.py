@@ -127,6 +127,7 @@ def dry_run_resolved(
     first = None
     if resolved.first is not None:
         first = dry_run_resolved(resolved.first, run_key, what_if, sample)
+        first = replace(first, cost=None)  # the estimate is that of both models
     return DryRun(
         job=job.name,
         rows=rows,

@@ -293,7 +293,8 @@ def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
     from prefect_raybatch.cluster import connect as cluster
 
     increment = increments.increment_of(plan)
-    rows = plan.rows if increment is None else increment.counts.asked
+    looks_up = increment is not None and increment.ledger == increments.OF_ROWS
+    rows = increment.counts.asked if increment is not None and looks_up else plan.rows
     have = cluster.glance(spec.cluster) or assumed(spec.sizes)
     found = estimate(spec.cluster, spec.sizes, spec.output, spec.limits.max_cost, have, rows)
     if found is not None and found.warning:

@@ -449,3 +449,10 @@ def test_the_larger_model_may_answer_by_the_batch_api(tmp_path, monkeypatch):
     by = {row["number"]: row["answered_by"] for row in rows_of(folder)}
     assert by == {n: "large" if n / ROWS + 0.02 - 1 < -0.5 else "demo" for n in range(ROWS)}
     assert verify(open_store(str(folder))).faults == []
+
+
+def test_no_difference_is_accepted_in_a_cascade(server, tmp_path):
+    plan_run(job_of(server, tmp_path), "night")
+    other = job_of(server, tmp_path, prompt={"template": "About {Company}"})
+    with pytest.raises(ConfigError, match="in a cascade"):
+        plan_run(other, "night", accept=["prompt.template"])
