@@ -119,7 +119,7 @@ def mean_logprobs(column: pa.Array) -> np.ndarray:
     """
     offsets = column.offsets.to_numpy()
     values = column.values.field("logprob").to_numpy(zero_copy_only=False).astype(float)
-    return _reduced(np.add, offsets, values) / np.maximum(np.diff(offsets), 1)
+    return np.asarray(_reduced(np.add, offsets, values) / np.maximum(np.diff(offsets), 1))
 
 
 def _reduced(function: np.ufunc, offsets: np.ndarray, values: np.ndarray) -> np.ndarray:
