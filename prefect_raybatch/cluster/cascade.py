@@ -41,7 +41,7 @@ def escalated(
     """Return prepare and finish of the larger model, which may be `hosted`, from its usual ones."""
     if cascade is None:
         raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
-    first = first_answers(store, increment, cascade, counted=False)
+    first = first_answers(store, increment, cascade)
     rows = plan.rows_per_shard
     given = {item.name: getattr(finish, item.name) for item in fields(finish)}
     return (
@@ -50,15 +50,12 @@ def escalated(
     )
 
 
-def first_answers(
-    store: Store, increment: Increment, cascade: CascadeSpec, counted: bool = True
-) -> FirstAnswers:
+def first_answers(store: Store, increment: Increment, cascade: CascadeSpec) -> FirstAnswers:
     """Return the answers of the first model, with which of them go to the larger one.
 
     The choice follows from the first model's result alone, so every attempt chooses the same rows:
     the unsure ones, and of too many the least sure, then the first in input order. `store` is that
-    of the run. Without `counted`, unsure rows are counted only if some may be cut. Raises
-    `CorruptRun` if the first model has not answered all rows.
+    of the run. Raises `CorruptRun` if the first model has not answered all rows.
     """
     success = finished_asks(store, increment)
     if success is None:
@@ -66,8 +63,6 @@ def first_answers(
     data = AnswerFiles(store, numbered_parts(store, success, "data"), _columns(store, success))
     failed = AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY)
     answers = FirstAnswers(data, failed, cascade)
-    if not counted and cascade.at_most == 1:
-        return answers
     return answers.choosing(*_cut(answers, success.rows))
 
 

@@ -302,7 +302,7 @@ class Pipeline:
         if increment.ledger == OF_LARGER:
             stages = (prepare, finish, endpoint is not None)
             first, last = escalated(spec.cascade, self.plan, increment, self.store, *stages)
-            return first, launch, last
+            return first, launch if first.first.escalated else None, last
         pinned = model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, spec.prompt.adapter_column)
         if increment.ledger == OF_ASKS:

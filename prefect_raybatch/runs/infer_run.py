@@ -82,7 +82,7 @@ def _infer_both(
 
     before = requests.extent
     if requests.finished:
-        return infer_phase(rows, observe, engine, before=before)
+        return infer_phase(_without_unneeded(rows), observe, engine, before=before)
     user = User(rows.spec.name)
     with cluster.connected(rows.spec.cluster, user) as capacity:
         if rows.spec.cascade is not None:
@@ -94,7 +94,18 @@ def _infer_both(
         asked = infer_phase(requests, observe, engine, joined, later=rows.extent)
         finalize_spec(requests.spec, requests.ledger, requests.plan, requests.shards, asked)
         before = replace(before, failed=asked.failed)
-        return infer_phase(rows, observe, engine, joined, before=before)
+        return infer_phase(_without_unneeded(rows), observe, engine, joined, before=before)
+
+
+def _without_unneeded(rows: Phase) -> Phase:
+    """Return the rows phase, without an engine if a cascade leaves no row to its larger model."""
+    cascade = rows.spec.cascade
+    if cascade is None or rows.increment is None:
+        return rows
+    from prefect_raybatch.cluster.cascade import first_answers
+
+    answers = first_answers(rows.ledger.store, rows.increment, cascade)
+    return replace(rows, keeps_all=not answers.escalated)
 
 
 def _check_larger_fits(rows: Phase, capacity: Capacity) -> None:
@@ -133,7 +144,8 @@ def infer_phase(
 class Phase:
     """One phase of a run: what it does, and its ledger with the plan and its shards.
 
-    `increment` is the plan's record of reuse, None for an ordinary run.
+    `increment` is the plan's record of reuse, None for an ordinary run. `keeps_all`: the first
+    model of a cascade was sure of every row.
     """
 
     spec: RunSpec
@@ -142,6 +154,12 @@ class Phase:
     plan: Plan
     shards: Shards
     increment: Increment | None
+    keeps_all: bool = False
+
+    @property
+    def needs_no_engine(self) -> bool:
+        """Return whether no row is asked about in this phase."""
+        return self.looks_up or self.keeps_all
 
     @property
     def looks_up(self) -> bool:
@@ -151,7 +169,7 @@ class Phase:
     @property
     def sizes(self) -> SizeSpec:
         """Return what the phase's sizes follow from: without engines where it only looks up."""
-        return self.spec.sizes.without_engine() if self.looks_up else self.spec.sizes
+        return self.spec.sizes.without_engine() if self.needs_no_engine else self.spec.sizes
 
     @property
     def finished(self) -> bool:
@@ -412,7 +430,7 @@ class Attempt:
         def kind_of(size: Sizing) -> WarmKind | None:
             return warm_kind_of(phase.spec, plan.model, size, engine)
 
-        if phase.looks_up:
+        if phase.needs_no_engine:
             return size_of(phase.sizes), None
         up = cluster.SHARED.warm.kinds
         size, kind = nearest_up(phase.sizes, size_of, size_of(phase.sizes), kind_of, up)

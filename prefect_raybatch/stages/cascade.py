@@ -27,7 +27,21 @@ from prefect_raybatch.stages.block import (
     timed,
     with_failures,
 )
-from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD, TOKENS
+from prefect_raybatch.stages.columns import (
+    ANSWERS,
+    CACHED_TOKENS,
+    CHAT,
+    ENDS,
+    ENGINE_BEGAN,
+    FINISH,
+    MERGED,
+    PARAMS,
+    POSITION,
+    PROMPT_TOKENS,
+    SHARD,
+    TEXTS,
+    TOKENS,
+)
 from prefect_raybatch.stages.finish import Finish
 from prefect_raybatch.stages.output_schema import ResultColumn
 from prefect_raybatch.stages.raw_answers import AnswerFiles
@@ -175,11 +189,22 @@ class EscalatePrepare:
         for column in (PARAMS, *([CHAT] if self.hosted else [])):
             kept = column.add_to(kept, [None] * kept.num_rows)
         kept = with_failures(kept, [KEEPS_FIRST] * kept.num_rows)
+        if not self.first.escalated:
+            kept = _unasked(kept, began)
         kept = timed(kept, "prepare", began)
         if asked is None:
             return kept
         joined = pa.concat_tables([asked, kept], promote_options="default")
         return joined.sort_by([(SHARD, "ascending"), (POSITION, "ascending")]).combine_chunks()
+
+
+def _unasked(table: pa.Table, began: float) -> pa.Table:
+    """Return a block of which no row is asked about as it leaves an engine."""
+    for column in (ANSWERS, TEXTS, FINISH, ENDS, PROMPT_TOKENS, CACHED_TOKENS):
+        table = column.add_to(table, [None] * table.num_rows)
+    table = MERGED.add_to(table, [False] * table.num_rows)
+    table = ENGINE_BEGAN.add_to(table, [began] * table.num_rows)
+    return timed(table, "engine", time.time())
 
 
 @dataclass(frozen=True, kw_only=True)

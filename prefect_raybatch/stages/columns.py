@@ -90,7 +90,7 @@ PREPARE_SPENT = HiddenColumn("times_prepare", pa.float64(), "prepare texts looku
 """Always: seconds in prepare."""
 ENGINE_SPENT = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
 """Always: seconds in the engine stage."""
-ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "engine lookup", "shard_figures")
+ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "cascade engine lookup", "shard_figures")
 """Always: when the block reached the engine (seconds since 1970)."""
 TOKENS = HiddenColumn(
     "tokens", TOKENS_TYPE, "cascade endpoint.prepare prepare texts", "engine runs.preview"
@@ -135,20 +135,20 @@ TRUNCATED = HiddenColumn(
 ANSWERS = HiddenColumn(
     "answers",
     pa.list_(TOKENS_TYPE),
-    "engine lookup",
+    "cascade engine lookup",
     "answer_forms finish parsing raw_answers shard_figures text_answers",
 )
 """Always: token ids, one list for each answer."""
 TEXTS = HiddenColumn(
-    "texts", pa.list_(pa.string()), "engine lookup", "answer_forms raw_answers text_answers"
+    "texts", pa.list_(pa.string()), "cascade engine lookup", "answer_forms raw_answers text_answers"
 )
 """Always: texts that vLLM itself had to detokenize, else null."""
 FINISH = HiddenColumn(
-    "finish", pa.string(), "engine lookup", "finish raw_answers shard_figures text_answers"
+    "finish", pa.string(), "cascade engine lookup", "finish raw_answers shard_figures text_answers"
 )
 """Always: vLLM's finish reason."""
 ENDS = HiddenColumn(
-    "ends", pa.list_(pa.string()), "engine lookup", "finish raw_answers text_answers"
+    "ends", pa.list_(pa.string()), "cascade engine lookup", "finish raw_answers text_answers"
 )
 """Always: each answer's finish reason if there are several."""
 STEPS = HiddenColumn("steps", STEPS_TYPE, "engine lookup", "raw_answers text_answers")
@@ -160,12 +160,12 @@ CHANCES = HiddenColumn(
 VECTOR = HiddenColumn("vector", None, "engine lookup", "raw_answers vectors")
 """The answer of a pooling task: fixed_size_list<float32>."""
 PROMPT_TOKENS = HiddenColumn(
-    "prompt_tokens", pa.int32(), "engine lookup", "finish raw_answers shard_figures"
+    "prompt_tokens", pa.int32(), "cascade engine lookup", "finish raw_answers shard_figures"
 )
 """Always: the length of the prompt."""
-CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "engine lookup", "shard_figures")
+CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "cascade engine lookup", "shard_figures")
 """Always: tokens that the prefix cache gave."""
-MERGED = HiddenColumn("merged", pa.bool_(), "engine lookup", "shard_figures")
+MERGED = HiddenColumn("merged", pa.bool_(), "cascade engine lookup", "shard_figures")
 """Always: whether the answer was computed for another row."""
 REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
 """Where the answer is from (ledger/increments.py)."""

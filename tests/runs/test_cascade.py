@@ -31,6 +31,7 @@ from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
+from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.hosted_batches import shard
 from prefect_raybatch.storage import open_store
@@ -174,6 +175,15 @@ def test_at_most_sends_the_least_sure_rows_and_the_report_says_what_was_cut(serv
     assert chosen == sorted(sureness[:4]) and len(server.bodies) == 4
     assert "output.escalate.at_most (0.2) left 8 to demo" in report.notes[0]
     assert "guarantee" in report.notes[0]
+
+
+def test_without_an_unsure_row_the_larger_model_starts_no_engine(server, tmp_path, monkeypatch):
+    started: list[object] = []
+    monkeypatch.setattr(EndpointStage, "__init__", lambda self, launch: started.append(launch))
+    report, folder = run_of(job_of(server, tmp_path, escalate={"when": {"probability_below": 0.1}}))
+    assert {row["answered_by"] for row in rows_of(folder)} == {"demo"} and not started
+    assert report.good == ROWS and report.cascade[1].asked == 0
+    assert verify(open_store(str(folder))).faults == []
 
 
 def test_at_most_below_one_row_sends_none(server, tmp_path):
