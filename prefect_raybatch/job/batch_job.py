@@ -334,9 +334,14 @@ def check_quality(job: BatchJob) -> None:
 
 
 def check_price(job: BatchJob) -> None:
-    """Raise ValueError for a limit on cost without the price of a GPU."""
+    """Raise ValueError for a limit on cost without the price of a GPU or of tokens."""
     if job.engine.endpoint.priced:
         return
+    if job.limits.max_cost is not None and job.engine.endpoint.asked is not None:
+        raise ValueError(
+            "limits.max_cost needs the prices of the hosted model; set engine.endpoint.price_in "
+            "and engine.endpoint.price_out"
+        )
     if job.limits.max_cost is not None and not job.cluster.priced:
         raise ValueError(
             "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
@@ -501,11 +506,26 @@ def check_max_tokens(job: BatchJob) -> None:
         )
 
 
+def check_token_limit(job: BatchJob) -> None:
+    """Raise ValueError if no answer fits a hosted model's tokens per minute."""
+    endpoint, answer = job.engine.endpoint, job.sampling.max_tokens
+    limit = endpoint.tokens_per_minute
+    if limit is None or endpoint.batch or pools(job.engine.task) or job.prompt.function is not None:
+        return  # nothing is reserved for an answer, or each row may set max_tokens itself
+    if answer is not None and answer >= limit:
+        raise ValueError(
+            f"engine.endpoint.tokens_per_minute {limit:,} is no more than sampling.max_tokens "
+            f"{answer:,}, which each row reserves beside its prompt; raise the limit, or lower "
+            "max_tokens"
+        )
+
+
 COMBINATIONS = (
     check_own_code,
     check_endpoint,
     check_batch,
     check_max_tokens,
+    check_token_limit,
     check_task,
     check_adapters,
     check_without_images,

@@ -60,6 +60,32 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**job, **{name: fields for name, fields in groups.items() if fields}}
 
 
+def without_batch_fields(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job without those that `with_batch_fields` sets again.
+
+    So they follow from the other fields once more after a change of these.
+    """
+    if job.get("source", {}).get("format") != BATCH_FORMAT:
+        return job
+    prompt, sampling, limits, output = (
+        dict(job.get(name, {})) for name in ("prompt", "sampling", "limits", "output")
+    )
+    extras = [name for name in output.pop("extras", ()) if name not in ANSWER_EXTRAS]
+    hosted = job.get("engine", {}).get("endpoint", {}).get("url")
+    derived = (
+        *((prompt, "function", name) for name in REQUEST_FUNCTIONS),
+        *((limits, "max_failed_fraction", 1.0), (sampling, "temperature", 1.0)),
+        *((sampling, "max_tokens", HOSTED_TOKENS if hosted else None),),
+        *((output, "columns", list(KEPT_COLUMNS)), (output, "on_cut_off", "keep")),
+    )
+    for group, name, value in derived:
+        if name in group and group[name] == value:
+            del group[name]
+    output.update({"extras": extras} if extras else {})
+    groups = {"prompt": prompt, "sampling": sampling, "limits": limits, "output": output}
+    return {**job, **groups}
+
+
 def _unset(group: Mapping[str, Any], *names: str) -> bool:
     """Return whether a group has none of these fields."""
     return all(group.get(name) is None for name in names)

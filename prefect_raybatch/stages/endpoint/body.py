@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job.endpoint import HOSTED_SAMPLING
@@ -66,6 +67,11 @@ def answer_text(content: str, params: SamplingFields) -> str:
     except (ValueError, TypeError, KeyError, RecursionError):
         return content
     return label if isinstance(label, str) else content
+
+
+def reserved_tokens(messages: list[dict[str, Any]], body: Mapping[str, Any]) -> tuple[int, int]:
+    """Return about how many tokens the prompt and the answer of a request take, rather too many."""
+    return prompt_estimate(messages), int(body.get("max_tokens") or 0)
 
 
 def prompt_estimate(messages: list[dict[str, Any]]) -> int:
