@@ -9,15 +9,16 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.spec.endpoint import EndpointSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.plan.prompt_lengths import Block
-LOOKED_AT = 100  # rows
-BLOCKS_LOOKED_AT = 4
+HOSTED_SAMPLE = 100  # rows
+HOSTED_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,14 @@ class HostedRows:
         return math.fsum(each) / len(each) * rows / 1e6
 
 
-def look_at(spec: RunSpec, model: PinnedModel, blocks: Iterable[Block]) -> HostedRows:
+def look_at(
+    endpoint: EndpointSpec,
+    prompt: PromptSpec,
+    sampling: SamplingSpec,
+    limits: Limits,
+    model: PinnedModel,
+    blocks: Iterable[Block],
+) -> HostedRows:
     """Make the requests of a few rows of a job with `engine.endpoint`, without their images.
 
     Raises `ConfigError` if the process of a prompt function does not start.
@@ -79,18 +87,16 @@ def look_at(spec: RunSpec, model: PinnedModel, blocks: Iterable[Block]) -> Hoste
     from prefect_raybatch.stages.endpoint.body import body_of, reserved_tokens
     from prefect_raybatch.stages.texts import prepare_of
 
-    endpoint, limits, sampling = spec.engine.model.endpoint, spec.limits, spec.sampling
-    assert endpoint is not None
     # Apart: a function that ends its process would end the driver.
-    apart = spec.prompt.function not in (None, *REQUEST_FUNCTIONS)
+    apart = prompt.function not in (None, *REQUEST_FUNCTIONS)
     calls = Calls(limits.function_seconds or None, apart=apart, deaths=limits.engine_deaths)
-    prompt = replace(spec.prompt, images=None)
+    prompt = replace(prompt, images=None)
     prepare = prepare_of(None, prompt, sampling, model, None, calls=calls, hosted=True)
     tokens: list[tuple[int, int]] = []
     failed: list[str] = []
-    for _, _, table in islice(blocks, BLOCKS_LOOKED_AT):
+    for _, _, table in islice(blocks, HOSTED_BLOCKS):
         try:
-            requests = prepare.requests(table.slice(0, LOOKED_AT // BLOCKS_LOOKED_AT))
+            requests = prepare.requests(table.slice(0, HOSTED_SAMPLE // HOSTED_BLOCKS))
         except NoChild as error:
             raise ConfigError(f"cannot make prompts of the sampled rows: {error}") from None
         for request in requests:

@@ -164,14 +164,15 @@ def _hosted_rows(
     spec: RunSpec, model: PinnedModel, found: Inventory, copied: bool
 ) -> HostedRows | None:
     """Return what a few rows reserve of a hosted model's limits; None without one."""
-    if spec.engine.model.endpoint is None:
+    endpoint = spec.engine.model.endpoint
+    if endpoint is None:
         return None
-    rows = hosted_rows.LOOKED_AT
+    rows = hosted_rows.HOSTED_SAMPLE
     if copied:
         blocks = counting.blocks_of_heads(spec.read, rows)
     else:
         blocks = counting.spread_blocks(spec.prompt, spec.read, found, None, rows)
-    return hosted_rows.look_at(spec, model, blocks)
+    return hosted_rows.look_at(endpoint, spec.prompt, spec.sampling, spec.limits, model, blocks)
 
 
 def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
