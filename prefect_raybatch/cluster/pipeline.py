@@ -281,7 +281,10 @@ class Pipeline:
             self.model,
             spec.engine.model.context,
             calls=calls,
-            images=row_images(spec.prompt, launch.arguments, dict(spec.read.options)),
+            images=row_images(
+                *(spec.prompt, launch.arguments, dict(spec.read.options)),
+                hosted=endpoint is not None,
+            ),
             parsing=spec.finish.parsing,
             hosted=endpoint is not None,
         )

@@ -472,8 +472,10 @@ def check_endpoint(job: BatchJob) -> None:
             "engine.endpoint.batch sends chats only; remove batch, or engine.endpoint.api and "
             "engine.task"
         )
-    if job.prompt.images.used:
-        raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
+    if job.prompt.images.used and raw:
+        raise ValueError(
+            "engine.endpoint.api: completions sends text alone; remove prompt.images, or remove api"
+        )
     if job.keeps_answers or job.engine.order == "run":
         raise ValueError(
             "reuse, output.keep_answers and engine.order: run are not supported with "

@@ -80,17 +80,20 @@ def look_at(
 
     Raises `ConfigError` if the process of a prompt function does not start.
     """
+    from prefect_raybatch.job.images import UNKNOWN
     from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
     from prefect_raybatch.stages.block import Failure
     from prefect_raybatch.stages.calls.apart import NoChild
     from prefect_raybatch.stages.calls.calling import Calls
-    from prefect_raybatch.stages.endpoint.body import body_of, reserved_tokens
+    from prefect_raybatch.stages.endpoint.body import body_of, image_tokens, reserved_tokens
     from prefect_raybatch.stages.texts import prepare_of
 
     # Apart: a function that ends its process would end the driver.
     apart = prompt.function not in (None, *REQUEST_FUNCTIONS)
     calls = Calls(limits.function_seconds or None, apart=apart, deaths=limits.engine_deaths)
-    prompt = replace(prompt, images=None)
+    images, prompt = prompt.images, replace(prompt, images=None)
+    # Images in columns are in no message here; one for each column is assumed.
+    shown = 0 if images is None else image_tokens(images.pixels(UNKNOWN)) * len(images.columns)
     prepare = prepare_of(None, prompt, sampling, model, None, calls=calls, hosted=True)
     tokens: list[tuple[int, int]] = []
     failed: list[str] = []
@@ -109,7 +112,8 @@ def look_at(
             except ValueError as error:
                 failed.append(f"ValueError: {error}")
             else:
-                tokens.append(reserved_tokens(request.messages, body))
+                prompt_tokens, answer = reserved_tokens(request.messages, body)
+                tokens.append((prompt_tokens + shown, answer))
     if failed and not tokens:
         rows = counted(len(failed), "sampled row")
         return HostedRows((), f"none of {rows} makes a request: {failed[0]}")

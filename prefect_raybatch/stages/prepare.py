@@ -146,7 +146,7 @@ class Prepare:
         requests = self.requests(table)
         if self.images is None:
             return requests, []
-        shown, digests = self.images.fetched(table, list(map(_messages_for_images, requests)))
+        shown, digests = self.images.fetched(table, list(map(messages_for_images, requests)))
         return with_images(requests, shown, digests), digests
 
     def prompts(
@@ -175,7 +175,7 @@ class Prepare:
         shown: list[Messages | Failure] = []
         digests: list[Digests] = []
         if self.images is not None:
-            shown, digests = self.images.fetched(table, list(map(_messages_for_images, requests)))
+            shown, digests = self.images.fetched(table, list(map(messages_for_images, requests)))
             requests = with_images(requests, shown, digests) if self.keying else requests
         if self.keying is not None:
             requests = self.keying.checked(requests, table, table[KEY].to_pylist())
@@ -326,7 +326,8 @@ def with_images(
     return made
 
 
-def _messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
+def messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
+    """Return the messages of a request into which its images go."""
     if isinstance(request, ChatRequest) and request.documents:
         return Failure(
             "prepare",
