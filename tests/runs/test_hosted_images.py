@@ -16,8 +16,11 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from helpers.openai_server import OpenAIServer, openai_server
+from helpers.vision import make_vision_model
+from helpers.vllm_server import MODEL, vllm_server
 from helpers.web_server import served
 from PIL import Image
+from s3server import S3Server
 
 from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.errors import ConfigError
@@ -25,6 +28,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.stages.endpoint.body import IMAGE_TOKENS, prompt_estimate
 from prefect_raybatch.stages.images import rows as image_rows
 from prefect_raybatch.stages.images.decode import ORIENTATION
+from prefect_raybatch.storage import open_store
 
 
 def picture(kind: str = "PNG", size: tuple[int, int] = (60, 40), colour: int = 200) -> bytes:
@@ -39,9 +43,7 @@ def server() -> Iterator[OpenAIServer]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def _here(without_ray: None) -> None:
-    pass
+pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def job_of(server: OpenAIServer, folder: Path, cells: list[Any], **groups: Any) -> BatchJob:
@@ -75,7 +77,10 @@ def sent(server: OpenAIServer) -> dict[str, list[Image.Image]]:
     """The images that the server got, by the text of their request."""
     found = {}
     for body in server.bodies:
-        *images, text = body["messages"][-1]["content"]
+        content = body["messages"][-1]["content"]
+        if isinstance(content, str):  # a row without images
+            continue
+        *images, text = content
         urls = [part["image_url"]["url"] for part in images]
         data = [base64.b64decode(url.partition(";base64,")[2]) for url in urls]
         found[text["text"]] = [Image.open(io.BytesIO(one)) for one in data]
@@ -134,6 +139,18 @@ def test_images_at_http_addresses_are_fetched_by_the_rules_of_local_jobs(
         assert [image.size for image in sent(server)["What is item 0?"]] == [(60, 40)]
         (tmp_path / "public").mkdir()
         assert len(failed_rows(run_of(job_of(server, tmp_path / "public", urls)))) == 2
+
+
+def test_images_in_a_bucket_are_read_with_the_keys_of_the_input(
+    server: OpenAIServer, tmp_path: Path, s3: S3Server
+) -> None:
+    s3.create_bucket("album")
+    open_store("s3://album/some", s3.options).put("a.png", picture())
+    uris = ["s3://album/some/a.png", "s3://album/some/none.png"]
+    folder = run_of(job_of(server, tmp_path, uris, source={"options": s3.options}))
+    assert [image.size for image in sent(server)["What is item 0?"]] == [(60, 40)]
+    (row,) = failed_rows(folder)
+    assert row["error"] == "BadImage" and "none.png" in row["message"]
 
 
 def test_paths_lists_and_nulls_are_read_as_in_local_jobs(
@@ -202,3 +219,19 @@ def test_the_estimate_grows_with_the_image() -> None:
 def test_raw_completions_take_no_images(server: OpenAIServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"completions.*prompt\.images"):
         job_of(server, tmp_path, [picture()], endpoint={"api": "completions"})
+
+
+@pytest.mark.whole
+def test_a_real_server_with_a_vision_model_sees_the_images(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    model = make_vision_model(tmp_path / "model")
+    with vllm_server(tmp_path, model, max_model_len="512") as url:
+        answering = OpenAIServer(url=url)
+        cells = [[picture()], [picture(), picture(colour=9)], []]
+        output = {"extras": ["prompt_tokens"]}
+        endpoint = {"model": MODEL}
+        groups = {"images": {"per_row": 2}, "sampling": {"max_tokens": 4}}
+        job = job_of(answering, tmp_path, cells, output=output, endpoint=endpoint, **groups)
+        rows = ds.dataset(run_of(job) / "data").to_table().to_pylist()
+    one, two, none = (row["prompt_tokens"] for row in rows)
+    assert one - none > 10 and abs((two - one) - (one - none)) < 10
