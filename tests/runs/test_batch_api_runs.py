@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from helpers.findings import one
 from openai.types import Batch as OpenAIBatch
 from openai.types import FileObject
 from openai.types.chat import ChatCompletion
+from PIL import Image
 
 from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.cluster.pipeline import Pipeline
@@ -26,6 +28,7 @@ from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
 from prefect_raybatch.errors import CostExceeded, EndpointRefused
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
@@ -100,6 +103,20 @@ def test_each_shard_is_a_batch_and_each_row_is_in_the_result_once(server, tmp_pa
     assert not (folder / BATCHES).exists()
     written = [file for file in folder.rglob("*") if file.is_file()]
     assert written and not any(KEY.encode() in file.read_bytes() for file in written)
+
+
+def test_images_travel_in_a_batch(server, tmp_path):
+    out = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(out, "PNG")
+    job = job_of(server, tmp_path)
+    pictures = pa.table({"Company": ["Company 0"], "logo": [out.getvalue()]})
+    pq.write_table(pictures, tmp_path / "in.parquet")
+    _, folder = run_of(edited(job, {"prompt.images.columns": ["logo"]}, "job"))
+    (lines,) = server.service.lines.values()
+    image, text = json.loads(lines[0])["body"]["messages"][-1]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert text == {"type": "text", "text": "Company 0"}
+    assert ds.dataset(folder / "data").to_table().num_rows == 1
 
 
 def test_objects_of_the_stand_in_are_those_of_openais_api():
