@@ -16,7 +16,6 @@ from typing import Any
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result_reader import rows_of_result
-from prefect_raybatch.spec.endpoint import EndpointPath
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.storage import Store
@@ -40,7 +39,6 @@ class AnswerLines:
     column: str
     number: str
     model: str
-    path: EndpointPath
 
     @classmethod
     def of(
@@ -48,9 +46,7 @@ class AnswerLines:
     ) -> AnswerLines:
         model = asked.name if asked.endpoint is None else asked.endpoint.model
         columns = finish.column, finish.row_number
-        path: EndpointPath = "embeddings" if asked.pools else "chat/completions"
-        path = path if asked.endpoint is None else asked.endpoint.path
-        return cls(store, plan, success, *columns, model, path)
+        return cls(store, plan, success, *columns, model)
 
     def put_both(self) -> None:
         """Write output.jsonl and error.jsonl to the run directory, each whole or not at all."""
@@ -74,8 +70,10 @@ class AnswerLines:
             if kind == ERROR_KIND:
                 line = _error(row, token)
             else:
-                embeds = self.path == "embeddings"
+                asked = json.loads(row["body"])
+                embeds = asked.get("input") is not None
                 body = self._embedding(row) if embeds else self._answer(row, token, created)
+                body["model"] = asked.get("model") or self.model
                 line = _line(row["custom_id"], token, 200, body, None)
             yield json.dumps(line, ensure_ascii=False)
 
@@ -86,12 +84,9 @@ class AnswerLines:
             for row in batch.to_pylist():
                 yield int(row[self.number]), kind, row
 
-    def _model(self, row: Mapping[str, Any]) -> str:
-        return json.loads(row["body"]).get("model") or self.model
-
     def _answer(self, row: Mapping[str, Any], token: str, created: int) -> dict[str, Any]:
         prompt, output = row["prompt_tokens"], row["output_tokens"]
-        chats, text = self.path == "chat/completions", row[self.column]
+        chats, text = json.loads(row["body"]).get("messages") is not None, row[self.column]
         choice = {
             "index": 0,
             **({"message": {"role": "assistant", "content": text}} if chats else {"text": text}),
@@ -102,7 +97,6 @@ class AnswerLines:
             "id": f"{'chatcmpl' if chats else 'cmpl'}-{token}",
             "object": "chat.completion" if chats else "text_completion",
             "created": created,
-            "model": self._model(row),
             "choices": [choice],
             "usage": {
                 "prompt_tokens": prompt,
@@ -116,7 +110,6 @@ class AnswerLines:
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": 0, "embedding": row[self.column]}],
-            "model": self._model(row),
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 

@@ -328,10 +328,8 @@ def with_images(
 
 def messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
     """Return the messages of a request into which its images go."""
-    if isinstance(request, ChatRequest) and request.documents:
-        return Failure(
-            "prepare",
-            "ValueError",
-            "prompt.documents and prompt.images cannot be combined. Remove one",
-        )
+    if isinstance(request, ChatRequest) and (request.documents or request.raw):
+        what = "a raw prompt" if request.raw else "prompt.documents"
+        reason = f"{what} and prompt.images cannot be combined. Remove one"
+        return Failure("prepare", "ValueError", reason)
     return request if isinstance(request, Failure) else request.messages

@@ -52,6 +52,9 @@ def _encoded(request: ChatRequest | Failure) -> tuple[ChatRequest | Failure, str
     """Return a request with the JSON of its messages, or why they have none."""
     if isinstance(request, Failure):
         return request, None
+    if request.raw:
+        reason = "a hosted model takes raw prompts by engine.endpoint.api: completions. Return text"
+        return Failure("prepare", "ValueError", reason), None
     try:
         return request, json.dumps(request.messages)
     except (TypeError, ValueError) as error:
