@@ -269,7 +269,8 @@ class Pipeline:
             launch = replace(launch, leaving=node_is_leaving)
         increment = self.increment
         endpoint = spec.engine.model.endpoint
-        if endpoint is not None:
+        looks_up = increment is not None and increment.ledger != OF_ASKS
+        if endpoint is not None and not looks_up:
             self._limiter = self._limiter or limiter_of(endpoint, self.store, self.others)
             run = f"{self.plan.fingerprint} {self.plan.run_key}"
             launch = endpoint_launch(launch, endpoint, self.store, run, self._limiter)

@@ -476,10 +476,10 @@ def check_endpoint(job: BatchJob) -> None:
         raise ValueError(
             "engine.endpoint.api: completions sends text alone; remove prompt.images, or remove api"
         )
-    if job.keeps_answers or job.engine.order == "run":
+    if job.engine.order == "run":
         raise ValueError(
-            "reuse, output.keep_answers and engine.order: run are not supported with "
-            "engine.endpoint; remove them"
+            "engine.order: run is not supported with engine.endpoint, which does not know what "
+            "the server caches; remove it"
         )
     if job.prompt.on_too_long != "quarantine":
         raise ValueError(

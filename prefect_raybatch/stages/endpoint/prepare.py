@@ -9,9 +9,14 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from prefect_raybatch.stages.block import Failure, Messages, timed, with_failures
-from prefect_raybatch.stages.columns import CHAT, DIGESTS, FORMED, PARAMS, TOKENS
+from prefect_raybatch.stages.columns import CHAT, DIGESTS, FORMED, KEY, PARAMS, TOKENS
 from prefect_raybatch.stages.messages import ChatRequest
-from prefect_raybatch.stages.prepare import Prepare, messages_for_images, with_own_forms
+from prefect_raybatch.stages.prepare import (
+    Prepare,
+    messages_for_images,
+    with_images,
+    with_own_forms,
+)
 from prefect_raybatch.stages.row_sampling import has_form
 
 
@@ -22,11 +27,17 @@ class PrepareHosted(Prepare):
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
         asked = self._requests(table)
+        shown: list[Messages | Failure] = []
         if self.images is not None:
             shown, digests = self.images.fetched(table, list(map(messages_for_images, asked)))
-            asked = [_showing(*pair) for pair in zip(asked, shown, strict=True)]
+            if self.keying is not None:
+                asked = with_images(asked, shown, digests)
             if self.images.digests:
                 table = DIGESTS.add_to(table, digests)
+        if self.keying is not None:
+            asked = self.keying.checked(asked, table, table[KEY].to_pylist())
+        if shown:
+            asked = [_showing(*pair) for pair in zip(asked, shown, strict=True)]
         made = [_encoded(request) for request in asked]
         requests = [pair[0] for pair in made]
         own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
