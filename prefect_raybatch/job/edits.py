@@ -28,7 +28,7 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
     """
     if not changes:
         return job
-    value = without_batch_fields(job, job.to_dict())
+    value = without_batch_fields(dict(job), job.to_dict())
     made = BatchJob.from_dict(with_fields(value, changes), where)
     access = job.cluster.access_if_loaded
     same = made.cluster.block is not None and made.cluster.block == job.cluster.block

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from prefect_raybatch.job.limits import FAILED_LIMITS
 
 if TYPE_CHECKING:
-    from prefect_raybatch.job.batch_job import BatchJob
     from prefect_raybatch.job.output import Output
     from prefect_raybatch.job.sampling import Sampling
     from prefect_raybatch.job.source import Source
@@ -80,19 +79,21 @@ def _is_hosted(engine: Mapping[str, Any]) -> bool:
     return not _unset(endpoint, "url", "block")
 
 
-def without_batch_fields(job: BatchJob, fields: dict[str, Any]) -> dict[str, Any]:
+def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a job without those that `with_batch_fields` sets again.
 
     So they follow from the other fields once more after a change of these. What the job itself sets
-    stays, also where it is a default of the job's fields.
+    stays, also where it is a default. `job` are the validated groups, `fields` those without
+    defaults.
     """
     decided = _decided_fields(fields.get("engine", {}))
-    if job.source.format != BATCH_FORMAT or job.prompt.function != decided["prompt"]["function"]:
+    own_function = job["prompt"].function != decided["prompt"]["function"]
+    if job["source"].format != BATCH_FORMAT or own_function:
         return fields
     groups = {name: dict(fields.get(name, {})) for name in ("prompt", "sampling", "output")}
     for group, values in decided.items():
         for name, value in values.items():
-            actual = getattr(getattr(job, group), name)
+            actual = getattr(job[group], name)
             groups[group].pop(name, None)
             if actual != value:
                 groups[group][name] = actual
