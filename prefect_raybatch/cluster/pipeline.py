@@ -348,10 +348,15 @@ class Pipeline:
         prompt = usage.prompt_tokens * (endpoint.price_in or 0.0)
         return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
 
-    def batches(self) -> str:
-        """Return how the open batches of a hosted model stand, "" without any."""
-        endpoint = self.spec.engine.model.endpoint
-        return self._usage().batches if endpoint is not None and endpoint.batch else ""
+    def server_wait(self) -> str:
+        """Return why the run waits for the server of a hosted model, "" if it does not.
+
+        It waits for open batches, and while the server is away.
+        """
+        if self.spec.engine.model.endpoint is None:
+            return ""
+        usage = self._usage()
+        return usage.batches or usage.outage
 
     def limited(self) -> str:
         """Return why no request to a hosted model leaves now; "" if requests leave."""

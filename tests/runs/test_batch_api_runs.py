@@ -256,7 +256,7 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
 
     def wait_until(text: str) -> None:
         with news:
-            assert news.wait_for(lambda: pipeline.batches() == text, 60), pipeline.batches()
+            assert news.wait_for(lambda: pipeline.server_wait() == text, 60), pipeline.server_wait()
 
     with ThreadPoolExecutor(SHARDS) as pool:
         answered = [pool.submit(stage, block) for block in blocks]
@@ -266,7 +266,7 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
         now[0] = 10.0
         for table in answered:
             assert table.result(60).num_rows == ROWS // SHARDS
-    assert pipeline.batches() == ""
+    assert pipeline.server_wait() == ""
     stage.close()
 
 

@@ -39,7 +39,7 @@ from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.block import losses
-from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint import client, limiter
 from prefect_raybatch.stages.endpoint.body import LABEL_JSON_TOKENS
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
@@ -329,6 +329,30 @@ def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
     for line in lines:
         assert re.search(r"waiting \d s: 429, limit 60000 requests per minute", line), line
     assert not any("starting engines" in line for line in lines)
+
+
+def test_an_outage_is_no_stall(server, tmp_path, monkeypatch):
+    """The server is away until somebody is told so; a stall would end the run."""
+    monkeypatch.setattr(monitor, "LOOK", 0.02)
+    monkeypatch.setattr(monitor, "ASK_ENGINES", 0.02)
+    monkeypatch.setattr(limiter, "OUTAGE_TOLD", 0.0)
+    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)  # no row is blamed
+    told = threading.Event()
+    lines: list[str] = []
+
+    class Reader(Listener):
+        def hear(self, beat: Beat) -> None:
+            if "no answer from the server" in beat.about:
+                lines.extend((progress_line(beat), live_rows(beat)[0]["now"]))
+                told.set()
+
+    away = failing(503, "overloaded")
+    server.fault = lambda number, body: None if told.is_set() or number < 5 else away
+    job = job_of(server, tmp_path, endpoint={"max_in_flight": 1})
+    infer_run(job, plan_run(job, "away"), Reader())
+    for line in lines:
+        assert re.search(r"no answer from the server for \d+ s \(503\)", line), line
+    assert lines[1].startswith("waiting: no answer")
 
 
 def test_a_new_attempt_waits_until_requests_of_others_count_no_longer(server, tmp_path):

@@ -168,9 +168,7 @@ def test_an_image_is_known_by_its_content(server: OpenAIServer, tmp_path: Path) 
     assert len(server.bodies) == 2 + 1
 
 
-def test_a_batch_api_gets_only_what_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_api_gets_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard, "FIRST_POLL", 0.01)
     batch = {"engine": {"endpoint": {"batch": True}}}
 
