@@ -13,16 +13,38 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT
+from prefect_raybatch.ledger.increments import OF_ROWS, increment_of
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result_reader import rows_of_result
 from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.storage import Store
 
 OUTPUT_FILE, ERROR_FILE = "output.jsonl", "error.jsonl"  # in the run directory
 DATA_KIND, ERROR_KIND = "data", "quarantine"
 BAD_REQUEST, SERVER_ERROR = 400, 500
+
+
+def put_answer_files(
+    read: ReadSpec,
+    finish: FinishSpec,
+    asked: ModelRequest,
+    store: Store,
+    plan: Plan,
+    success: Success,
+) -> None:
+    """Write output.jsonl and error.jsonl to a run about a batch file, each whole or not at all.
+
+    The requests phase of a run that keeps answers has none.
+    """
+    increment = increment_of(plan)
+    if read.format == BATCH_FORMAT and (increment is None or increment.ledger == OF_ROWS):
+        lines = AnswerLines.of(store, plan, success, finish, asked)
+        lines.put(store, OUTPUT_FILE, DATA_KIND)
+        lines.put(store, ERROR_FILE, ERROR_KIND)
 
 
 @dataclass(frozen=True)
@@ -47,11 +69,6 @@ class AnswerLines:
         model = asked.name if asked.endpoint is None else asked.endpoint.model
         columns = finish.column, finish.row_number
         return cls(store, plan, success, *columns, model)
-
-    def put_both(self) -> None:
-        """Write output.jsonl and error.jsonl to the run directory, each whole or not at all."""
-        self.put(self.store, OUTPUT_FILE, DATA_KIND)
-        self.put(self.store, ERROR_FILE, ERROR_KIND)
 
     def put(self, store: Store, name: str, *kinds: str) -> None:
         """Write the lines of these kinds of rows to a file, whole or not at all."""

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
+from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import OpenAIServer, openai_server
 from helpers.vision import make_vision_model
 from helpers.vllm_server import MODEL, vllm_server
@@ -22,7 +21,7 @@ from helpers.web_server import served
 from PIL import Image
 from s3server import S3Server
 
-from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.api import dry_run, preview_rows
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.stages.endpoint.body import IMAGE_TOKENS, prompt_estimate
@@ -47,30 +46,14 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def job_of(server: OpenAIServer, folder: Path, cells: list[Any], **groups: Any) -> BatchJob:
-    uri = folder / "in.parquet"
     names = [f"item {n}" for n in range(len(cells))]
-    pq.write_table(pa.table({"Name": names, "image": cells}), uri)
-    return BatchJob.from_dict(
-        {
-            "name": "hosted",
-            "source": {"uri": str(uri), **groups.pop("source", {})},
-            "prompt": {
-                "template": "What is {Name}?",
-                "images": {"columns": ["image"], **groups.pop("images", {})},
-            },
-            "output": {"uri": str(folder / "out"), **groups.pop("output", {})},
-            "engine": {
-                "endpoint": {"url": server.url, "model": "large", **groups.pop("endpoint", {})}
-            },
-            "limits": {"max_failed_rows": 9},
-            **groups,
-        }
-    )
+    images = {"columns": ["image"], **groups.pop("images", {})}
+    prompt = {"template": "What is {Name}?", "images": images}
+    return hosted_job(server.url, folder, {"Name": names, "image": cells}, prompt=prompt, **groups)
 
 
 def run_of(job: BatchJob) -> Path:
-    run = plan_run(job, "night")
-    return Path(finalize_run(job, run, infer_run(job, run)).run)
+    return finished_run(job)[1]
 
 
 def sent(server: OpenAIServer) -> dict[str, list[Image.Image]]:

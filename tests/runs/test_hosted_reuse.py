@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
 from helpers.batch_server import BatchServer, batch_server
+from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import OpenAIServer, failing, openai_server
 from PIL import Image
 
-from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run
+from prefect_raybatch.api import dry_run
 from prefect_raybatch.errors import ConfigError, EndpointRefused
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.layout import JOURNAL
@@ -34,28 +33,15 @@ def server() -> Iterator[OpenAIServer]:
 
 
 def job_of(url: str, folder: Path, names: list[str], **groups: Any) -> BatchJob:
-    uri = folder / "in.parquet"
-    cells = groups.pop("cells", {})
-    pq.write_table(pa.table({"Name": names, **cells}), uri)
     engine = {**groups.pop("engine", {})}
-    endpoint = {"url": url, "model": "large", **engine.pop("endpoint", {})}
-    return BatchJob.from_dict(
-        {
-            "name": "hosted",
-            "source": {"uri": str(uri), "rows_per_shard": 4},
-            "prompt": {"template": "{Name}", **groups.pop("prompt", {})},
-            "output": {"uri": str(folder / "out"), **groups.pop("output", {})},
-            "engine": {"endpoint": endpoint, **engine},
-            "limits": {"max_failed_rows": 9},
-            "reuse": "latest",
-            **groups,
-        }
-    )
+    source = {"rows_per_shard": 4, **groups.pop("source", {})}
+    groups |= {"engine": engine, "endpoint": engine.pop("endpoint", {}), "source": source}
+    columns = {"Name": names, **groups.pop("cells", {})}
+    return hosted_job(url, folder, columns, reuse="latest", **groups)
 
 
 def run_of(job: BatchJob, key: str) -> Path:
-    run = plan_run(job, key)
-    folder = Path(finalize_run(job, run, infer_run(job, run)).run)
+    _, folder = finished_run(job, key)
     assert verify(open_store(str(folder))).ok
     assert not list(folder.rglob(JOURNAL.rpartition("/")[2]))
     return folder
@@ -154,7 +140,7 @@ def test_an_image_is_known_by_its_content(server: OpenAIServer, tmp_path: Path) 
     def run(key: str) -> None:
         uri = str(tmp_path / "in.parquet")
         source = {"uri": uri, "media_root": str(tmp_path / "media")}
-        images = {"images": {"columns": ["image"]}}
+        images = {"template": "{Name}", "images": {"columns": ["image"]}}
         cells = {"image": ["a.png", "b.png"]}
         groups = {"cells": cells, "source": source, "prompt": images}
         folder = run_of(job_of(server.url, tmp_path, ["a", "b"], **groups), key)
