@@ -116,12 +116,21 @@ def _joined(
 
 
 def from_function(
-    function: Callable[[Row], object], check: Callable[[SamplingFields], None], row: Row
+    function: Callable[[Row], object],
+    check: Callable[[SamplingFields], None],
+    row: Row,
+    *,
+    raw: bool = False,
 ) -> ChatRequest:
+    """Return what a prompt function makes of a row.
+
+    Only with `raw` may it return {prompt, sampling}, because nothing protects such a prompt from
+    control tokens in the row.
+    """
     made = function(row)
     if isinstance(made, str):
         return ChatRequest([{"role": "user", "content": made}])
-    if isinstance(made, dict) and isinstance(text := made.get("prompt"), str):
+    if raw and isinstance(made, dict) and isinstance(text := made.get("prompt"), str):
         message = {"role": "user", "content": text}
         return ChatRequest([message], _sampling(made.get("sampling"), check), raw=True)
     if isinstance(made, dict) and "messages" in made:

@@ -9,10 +9,12 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pyarrow as pa
 
 from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.openai_batch import TEXT_REQUEST
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.request import PromptSpec, SamplingFields, SamplingSpec
@@ -289,7 +291,8 @@ class Prepare:
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:
-                made = [guarded(from_function, function, self._own, row) for row in rows]
+                asked = partial(from_function, raw=self.prompt.function == TEXT_REQUEST)
+                made = [guarded(asked, function, self._own, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""

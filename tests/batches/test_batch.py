@@ -260,6 +260,19 @@ def test_a_local_model_gets_the_text_of_a_completion_as_it_is(
     assert "body.prompt" in missing["error"]["message"] and "echo" in echo["error"]["message"]
 
 
+def test_a_hosted_chat_gets_no_completion(without_ray: None, tmp_path: Path) -> None:
+    """Also not where the job names the function of local models."""
+    lines = [json.dumps(request("raw", "/v1/completions", messages=None, prompt="a"))]
+    with openai_server() as server:
+        engine = {"endpoint": {"url": server.url, "model": "large"}}
+        own = {"prompt": {"function": TEXT_REQUEST}, "limits": {"max_failed_rows": 1}}
+        output = {"extras": ["finish_reason", "prompt_tokens", "output_tokens"]}
+        folder = run_of(job_of(tmp_path, lines, engine=engine, output=output, **own))
+        assert not server.bodies
+    (error,) = lines_of(folder / "error.jsonl")
+    assert "engine.endpoint.api: completions" in error["error"]["message"]
+
+
 def test_the_key_of_a_run_is_that_of_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
