@@ -13,17 +13,38 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from prefect_raybatch.job.openai_batch import BATCH_FORMAT
+from prefect_raybatch.ledger.increments import OF_ROWS, increment_of
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result_reader import rows_of_result
-from prefect_raybatch.spec.endpoint import EndpointPath
 from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.storage import Store
 
 OUTPUT_FILE, ERROR_FILE = "output.jsonl", "error.jsonl"  # in the run directory
 DATA_KIND, ERROR_KIND = "data", "quarantine"
 BAD_REQUEST, SERVER_ERROR = 400, 500
+
+
+def put_answer_files(
+    read: ReadSpec,
+    finish: FinishSpec,
+    asked: ModelRequest,
+    store: Store,
+    plan: Plan,
+    success: Success,
+) -> None:
+    """Write output.jsonl and error.jsonl to a run about a batch file, each whole or not at all.
+
+    The requests phase of a run that keeps answers has none.
+    """
+    increment = increment_of(plan)
+    if read.format == BATCH_FORMAT and (increment is None or increment.ledger == OF_ROWS):
+        lines = AnswerLines.of(store, plan, success, finish, asked)
+        lines.put(store, OUTPUT_FILE, DATA_KIND)
+        lines.put(store, ERROR_FILE, ERROR_KIND)
 
 
 @dataclass(frozen=True)
@@ -40,7 +61,6 @@ class AnswerLines:
     column: str
     number: str
     model: str
-    path: EndpointPath
 
     @classmethod
     def of(
@@ -48,14 +68,7 @@ class AnswerLines:
     ) -> AnswerLines:
         model = asked.name if asked.endpoint is None else asked.endpoint.model
         columns = finish.column, finish.row_number
-        path: EndpointPath = "embeddings" if asked.pools else "chat/completions"
-        path = path if asked.endpoint is None else asked.endpoint.path
-        return cls(store, plan, success, *columns, model, path)
-
-    def put_both(self) -> None:
-        """Write output.jsonl and error.jsonl to the run directory, each whole or not at all."""
-        self.put(self.store, OUTPUT_FILE, DATA_KIND)
-        self.put(self.store, ERROR_FILE, ERROR_KIND)
+        return cls(store, plan, success, *columns, model)
 
     def put(self, store: Store, name: str, *kinds: str) -> None:
         """Write the lines of these kinds of rows to a file, whole or not at all."""
@@ -74,8 +87,10 @@ class AnswerLines:
             if kind == ERROR_KIND:
                 line = _error(row, token)
             else:
-                embeds = self.path == "embeddings"
+                asked = json.loads(row["body"])
+                embeds = asked.get("input") is not None
                 body = self._embedding(row) if embeds else self._answer(row, token, created)
+                body["model"] = asked.get("model") or self.model
                 line = _line(row["custom_id"], token, 200, body, None)
             yield json.dumps(line, ensure_ascii=False)
 
@@ -86,12 +101,9 @@ class AnswerLines:
             for row in batch.to_pylist():
                 yield int(row[self.number]), kind, row
 
-    def _model(self, row: Mapping[str, Any]) -> str:
-        return json.loads(row["body"]).get("model") or self.model
-
     def _answer(self, row: Mapping[str, Any], token: str, created: int) -> dict[str, Any]:
         prompt, output = row["prompt_tokens"], row["output_tokens"]
-        chats, text = self.path == "chat/completions", row[self.column]
+        chats, text = json.loads(row["body"]).get("messages") is not None, row[self.column]
         choice = {
             "index": 0,
             **({"message": {"role": "assistant", "content": text}} if chats else {"text": text}),
@@ -102,7 +114,6 @@ class AnswerLines:
             "id": f"{'chatcmpl' if chats else 'cmpl'}-{token}",
             "object": "chat.completion" if chats else "text_completion",
             "created": created,
-            "model": self._model(row),
             "choices": [choice],
             "usage": {
                 "prompt_tokens": prompt,
@@ -116,7 +127,6 @@ class AnswerLines:
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": 0, "embedding": row[self.column]}],
-            "model": self._model(row),
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 

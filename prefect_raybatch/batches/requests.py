@@ -48,11 +48,22 @@ _ROLES = ("system", "user", "assistant")
 def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the messages and sampling fields of a row; raise ValueError for what is wrong in it.
 
-    This is the prompt function of a run with `source.format: openai_batch`.
+    This is the prompt function of a run with `source.format: openai_batch` and a hosted model.
     """
     body, line = _opened(row, CHAT_URL)
     sampling = _sampling(body, line, "messages")
     return {"messages": _messages(body.get("messages"), line), "sampling": sampling}
+
+
+def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row asks a local model: the messages of a chat, or the text of a completion.
+
+    Raises ValueError for what is wrong in the row.
+    """
+    if row["fault"] is None and row["url"] == COMPLETION_URL:
+        made = completion_request(row)
+        return {"prompt": made["messages"][0]["content"], "sampling": made["sampling"]}
+    return chat_request(row)
 
 
 def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +126,7 @@ def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
         raise ValueError(
             f"{line}: url {row['url']} is not answered by this run, only {url}; put the requests "
             "of each url into a file of their own, and set engine.task: embed for embeddings, or "
-            "engine.endpoint.api: completions"
+            "engine.endpoint.api: completions for completions of a hosted model"
         )
     return json.loads(row["body"]), line
 

@@ -85,6 +85,7 @@ from prefect_raybatch.job.edits import of_today, with_dated_targets, with_run_wo
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file
 from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_dated_publish
+from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text, published_verb
@@ -209,10 +210,14 @@ def plan(
     if found.problems:
         raise typer.Exit(1)
     changes = [word for change in set_ or () for word in ("--set", change)]
-    if not as_json and what_if is None and without_secrets(changes) == changes:
+    if not as_json and what_if is None:
         key_words = ["--run-key", run_key] if run_key else []
         date_words = ["--run-date", run_date] if run_date else []
-        print_next("raybatch", "run", job, *key_words, *date_words, *changes)
+        shown = without_secrets(changes)
+        print_next("raybatch", "run", job, *key_words, *date_words, *shown)
+        if hidden := [old for old, new in zip(changes, shown, strict=True) if old != new]:
+            names = ", ".join(word.partition("=")[0] for word in hidden)
+            out.print(f"        write your own {names} in place of {MASK}", markup=False)
 
 
 @app.command(**in_catalog("tune"))
@@ -494,7 +499,7 @@ def doctor(
     """Check this machine and its services, and say what to fix.
 
     It checks versions, Prefect, the cluster, GPUs and the clock; with JOB also the store, the
-    source and the model.
+    source, and the model or the server of a hosted one.
     """
     from prefect_raybatch import doctor as checks
 

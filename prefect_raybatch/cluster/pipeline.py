@@ -280,7 +280,8 @@ class Pipeline:
             launch = replace(launch, leaving=node_is_leaving)
         increment = self.increment
         endpoint = spec.engine.model.endpoint
-        if endpoint is not None:
+        looks_up = increment is not None and increment.ledger != OF_ASKS
+        if endpoint is not None and not looks_up:
             self._limiter = self._limiter or limiter_of(endpoint, self.store, self.others)
             run = f"{self.plan.fingerprint} {self.plan.run_key}"
             launch = endpoint_launch(launch, endpoint, self.store, run, self._limiter)
@@ -292,7 +293,10 @@ class Pipeline:
             self.model,
             spec.engine.model.context,
             calls=calls,
-            images=row_images(spec.prompt, launch.arguments, dict(spec.read.options)),
+            images=row_images(
+                *(spec.prompt, launch.arguments, dict(spec.read.options)),
+                hosted=endpoint is not None,
+            ),
             parsing=spec.finish.parsing,
             hosted=endpoint is not None,
         )
@@ -359,10 +363,15 @@ class Pipeline:
         prompt = usage.prompt_tokens * (endpoint.price_in or 0.0)
         return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
 
-    def batches(self) -> str:
-        """Return how the open batches of a hosted model stand, "" without any."""
-        endpoint = self.spec.engine.model.endpoint
-        return self._usage().batches if endpoint is not None and endpoint.batch else ""
+    def server_wait(self) -> str:
+        """Return why the run waits for the server of a hosted model, "" if it does not.
+
+        It waits for open batches, and while the server is away.
+        """
+        if self.spec.engine.model.endpoint is None:
+            return ""
+        usage = self._usage()
+        return usage.batches or usage.outage
 
     def limited(self) -> str:
         """Return why no request to a hosted model leaves now; "" if requests leave."""

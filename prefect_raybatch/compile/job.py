@@ -20,7 +20,7 @@ from prefect_raybatch.job.early_stop import (
     may_stop_early,
 )
 from prefect_raybatch.job.edits import first_of, larger_of
-from prefect_raybatch.job.endpoint import HOSTED_BATCH_SHARDS, ModelEndpoint
+from prefect_raybatch.job.endpoint import HOSTED_BATCH_SHARDS, HOSTED_IMAGE_SHARDS, ModelEndpoint
 from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
@@ -484,7 +484,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
         engines_per_gpu=None if engine.engines_per_gpu == "auto" else engine.engines_per_gpu,
         max_num_seqs=_sequences(engine),
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_concurrent_batches=_shards_in_flight(engine),
+        max_concurrent_batches=_shards_in_flight(engine, job.prompt.images.used),
         rows_per_shard=job.source.rows_per_shard,
         batch_size=engine.batch_size,
         context=engine.context,
@@ -498,10 +498,10 @@ def size_spec(job: BatchJob) -> SizeSpec:
     )
 
 
-def _shards_in_flight(engine: Engine) -> int | None:
+def _shards_in_flight(engine: Engine, images: bool) -> int | None:
     """Return the shards in flight in an engine, None for a number to be chosen."""
     if engine.endpoint.batch and engine.max_concurrent_batches is None:
-        return HOSTED_BATCH_SHARDS
+        return HOSTED_IMAGE_SHARDS if images else HOSTED_BATCH_SHARDS
     return engine.max_concurrent_batches
 
 

@@ -53,7 +53,7 @@ class EngineStates(Protocol):
     def engines(self) -> Mapping[str, int]: ...
     def starts(self) -> Sequence[Marks]: ...
     def deaths(self) -> Mapping[str, tuple[int, str]]: ...
-    def batches(self) -> str: ...
+    def server_wait(self) -> str: ...
 
 
 class Monitor:
@@ -101,11 +101,11 @@ class Monitor:
         self._watch = StallWatch(limits, clock())
         self._about = ""
         self._held = ""  # why the run does not work yet
-        self.batches: Callable[[], str] = str
-        self._batches = ""  # the open batches at a hosted model: the run waits for its server
+        self.server_wait: Callable[[], str] = str
+        self._server_wait = ""  # why the run waits for the server of a hosted model
         self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
-        asked = ("engines", "leaving", "deaths", "starts", "start", "note", "store", "batches")
+        asked = ("engines", "leaving", "deaths", "starts", "start", "note", "store", "server")
         self._questions = {name: Question(ANSWER) for name in asked}
         self._unheard = ""  # why the states of engines are old ones
         self._asked = self._written = float("-inf")
@@ -142,7 +142,7 @@ class Monitor:
     def watch(self, engines: EngineStates) -> None:
         """Ask these engines from now on."""
         self.engines, self.starts = engines.engines, engines.starts
-        self.deaths, self.batches = engines.deaths, engines.batches
+        self.deaths, self.server_wait = engines.deaths, engines.server_wait
 
     def held(self, why: str) -> None:
         """Note that the run waits for its turn, with the reason in `why`; "" when it continues.
@@ -202,7 +202,7 @@ class Monitor:
         counts = self._now(latest)
         if self._ended:
             phase = ENDED
-        elif watch.alarms or self._held or self._batches:
+        elif watch.alarms or self._held or self._server_wait:
             phase = WAITING
         else:
             # Of the counts that are told, which are newer than what the watch saw last.
@@ -214,7 +214,7 @@ class Monitor:
             "alarms": watch.alarms,
             "dashboard": self.dashboard,
         }
-        about = self._about if watch.alarms else self._held or self._batches
+        about = self._about if watch.alarms else self._held or self._server_wait
         if phase == STARTING:
             about = self.starting.text()
         elif phase == INFERRING:
@@ -243,14 +243,14 @@ class Monitor:
         if not self._ended and now - self._asked >= ASK_ENGINES:
             self._asked = now
             self._look_at_engines()
-            self._look_at_batches()
+            self._look_at_server()
             self._look_at_nodes()
             self.look_at_deaths()
         latest = self.counts
         counts = self._now(latest)
         self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
         self._look_at_start()
-        if self._held or self._batches:
+        if self._held or self._server_wait:
             self._watch = StallWatch(self.limits, now)
         elif counts is not None and latest is not None and not self._ended:
             found = self._watch.look(now, latest, counts.passes, self._longest)
@@ -290,11 +290,11 @@ class Monitor:
                 log.warning("Ray does not report its engines: %s; the run continues", why)
             self._unheard = why
 
-    def _look_at_batches(self) -> None:
+    def _look_at_server(self) -> None:
         try:
-            self._batches = self._questions["batches"](self.batches)
+            self._server_wait = self._questions["server"](self.server_wait)
         except Exception as error:  # for people alone, as below
-            log.debug("batches are not known: %s: %s", type(error).__name__, error)
+            log.debug("the server's state is not known: %s: %s", type(error).__name__, error)
 
     def _look_at_nodes(self) -> None:
         """Log, once for each node that is about to be drained, what becomes of its work."""

@@ -25,6 +25,7 @@ from prefect_raybatch.driver.heartbeat import (
     MAKING,
     STARTING,
     UNHEARD,
+    WAITING,
     Beat,
     Counts,
     Listener,
@@ -341,10 +342,12 @@ def cost_figures(beat: Beat, currency: str = "") -> dict[str, str]:
 def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Return progress in one line: rows, share, failures, and rate with time left, or the phase."""
     share = beat.done / beat.rows if beat.rows else 1.0
-    pace = starting(beat) or beat.phase
+    waits = beat.phase == WAITING and not beat.alarms and beat.about
+    pace = starting(beat) or (f"{beat.phase}: {beat.about}" if waits else beat.phase)
     if beat.seconds_left is not None:
         left = f"{beat.rate:,.0f} {unit[1]}/s, {duration(beat.seconds_left)} left"
-        pace = f"{left}, {beat.about}" if beat.phase == INFERRING and beat.about else left
+        told = waits or (beat.phase == INFERRING and beat.about)
+        pace = f"{left}, {beat.about}" if told else left
     rows = counted(beat.rows, *unit)
     return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
 

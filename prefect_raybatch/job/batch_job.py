@@ -335,9 +335,14 @@ def check_quality(job: BatchJob) -> None:
 
 
 def check_price(job: BatchJob) -> None:
-    """Raise ValueError for a limit on cost without the price of a GPU."""
+    """Raise ValueError for a limit on cost without the price of a GPU or of tokens."""
     if job.engine.endpoint.priced:
         return
+    if job.limits.max_cost is not None and job.engine.endpoint.asked is not None:
+        raise ValueError(
+            "limits.max_cost needs the prices of the hosted model; set engine.endpoint.price_in "
+            "and engine.endpoint.price_out"
+        )
     if job.limits.max_cost is not None and not job.cluster.priced:
         raise ValueError(
             "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
@@ -468,12 +473,14 @@ def check_endpoint(job: BatchJob) -> None:
             "engine.endpoint.batch sends chats only; remove batch, or engine.endpoint.api and "
             "engine.task"
         )
-    if job.prompt.images.used:
-        raise ValueError("prompt.images is not supported with engine.endpoint; remove one of them")
-    if job.keeps_answers or job.engine.order == "run":
+    if job.prompt.images.used and raw:
         raise ValueError(
-            "reuse, output.keep_answers and engine.order: run are not supported with "
-            "engine.endpoint; remove them"
+            "engine.endpoint.api: completions sends text alone; remove prompt.images, or remove api"
+        )
+    if job.engine.order == "run":
+        raise ValueError(
+            "engine.order: run is not supported with engine.endpoint, which does not know what "
+            "the server caches; remove it"
         )
     if job.prompt.on_too_long != "quarantine":
         raise ValueError(
@@ -560,11 +567,26 @@ def check_cascade(job: BatchJob) -> None:
             ) from None
 
 
+def check_token_limit(job: BatchJob) -> None:
+    """Raise ValueError if no answer fits a hosted model's tokens per minute."""
+    endpoint, answer = job.engine.endpoint, job.sampling.max_tokens
+    limit = endpoint.tokens_per_minute
+    if limit is None or endpoint.batch or pools(job.engine.task) or job.prompt.function is not None:
+        return  # nothing is reserved for an answer, or each row may set max_tokens itself
+    if answer is not None and answer >= limit:
+        raise ValueError(
+            f"engine.endpoint.tokens_per_minute {limit:,} is no more than sampling.max_tokens "
+            f"{answer:,}, which each row reserves beside its prompt; raise the limit, or lower "
+            "max_tokens"
+        )
+
+
 COMBINATIONS = (
     check_own_code,
     check_endpoint,
     check_batch,
     check_max_tokens,
+    check_token_limit,
     check_task,
     check_adapters,
     check_without_images,

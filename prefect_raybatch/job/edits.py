@@ -16,6 +16,7 @@ from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.escalate import first_changes, larger_changes
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
 
@@ -28,7 +29,8 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
     """
     if not changes:
         return job
-    made = BatchJob.from_dict(with_fields(job.to_dict(), changes), where)
+    value = without_batch_fields(dict(job), job.to_dict())
+    made = BatchJob.from_dict(with_fields(value, changes), where)
     access = job.cluster.access_if_loaded
     same = made.cluster.block is not None and made.cluster.block == job.cluster.block
     return with_access(made, access) if same and access is not None else made

@@ -18,7 +18,8 @@ BATCH_FORMAT = "openai_batch"
 CHAT_REQUEST = "prefect_raybatch.batches.requests:chat_request"
 EMBEDDING_REQUEST = "prefect_raybatch.batches.requests:embedding_request"
 COMPLETION_REQUEST = "prefect_raybatch.batches.requests:completion_request"
-REQUEST_FUNCTIONS = (CHAT_REQUEST, EMBEDDING_REQUEST, COMPLETION_REQUEST)
+TEXT_REQUEST = "prefect_raybatch.batches.requests:text_request"  # a chat or a completion
+REQUEST_FUNCTIONS = (CHAT_REQUEST, EMBEDDING_REQUEST, COMPLETION_REQUEST, TEXT_REQUEST)
 # The version of what these functions make of a line. Raise it if they make another request of the
 # same line. It counts in place of their source, so that a new release continues a run.
 REQUEST_FORM = "1"
@@ -40,24 +41,67 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(groups) < len(names):
         return job
     prompt, sampling, engine, limits, output = (groups[name] for name in names)
-    is_embedding = engine.get("task") == "embed"
-    hosted = _fields(engine.get("endpoint")) or {}
     if _unset(prompt, "template", "function", "messages"):
-        chat = COMPLETION_REQUEST if hosted.get("api") == "completions" else CHAT_REQUEST
-        prompt["function"] = EMBEDDING_REQUEST if is_embedding else chat
-        extras = ANSWER_EXTRAS[1:2] if is_embedding else ANSWER_EXTRAS
+        decided = _decided_fields(engine)
+        for group, fields in decided.items():
+            for name, value in fields.items():
+                groups[group].setdefault(name, value)
         if _unset(output, "columns"):
             output["columns"] = list(KEPT_COLUMNS)
+        extras = ANSWER_EXTRAS[1:2] if engine.get("task") == "embed" else ANSWER_EXTRAS
         output["extras"] = list(dict.fromkeys([*(output.get("extras") or ()), *extras]))
+        prompt["function"] = decided["prompt"]["function"]
         if _unset(limits, *FAILED_LIMITS):
             limits["max_failed_fraction"] = 1.0
-        if not is_embedding:
-            sampling.setdefault("temperature", 1.0)
-            sampling.setdefault("max_tokens", None)
-            output.setdefault("on_cut_off", "keep")
-    if hosted.get("url") and sampling.get("max_tokens", 0) is None:
+    if _is_hosted(engine) and sampling.get("max_tokens", 0) is None:
         sampling["max_tokens"] = HOSTED_TOKENS
     return {**job, **{name: fields for name, fields in groups.items() if fields}}
+
+
+def _decided_fields(engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the fields of the groups that follow from the engine."""
+    if engine.get("task") == "embed":
+        return {"prompt": {"function": EMBEDDING_REQUEST}}
+    function = TEXT_REQUEST
+    if _is_hosted(engine):
+        raw = (_fields(engine.get("endpoint")) or {}).get("api") == "completions"
+        function = COMPLETION_REQUEST if raw else CHAT_REQUEST
+    most = HOSTED_TOKENS if _is_hosted(engine) else None
+    return {
+        "prompt": {"function": function},
+        "sampling": {"temperature": 1.0, "max_tokens": most},
+        "output": {"on_cut_off": "keep"},
+    }
+
+
+def _is_hosted(engine: Mapping[str, Any]) -> bool:
+    endpoint = _fields(engine.get("endpoint")) or {}
+    return not _unset(endpoint, "url", "block")
+
+
+def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job without those that `with_batch_fields` sets again.
+
+    So they follow from the other fields once more after a change of these. What the job itself sets
+    stays, also where it is a default. `job` are the validated groups, `fields` those without
+    defaults.
+    """
+    decided = _decided_fields(fields.get("engine", {}))
+    own_function = job["prompt"].function != decided["prompt"]["function"]
+    if job["source"].format != BATCH_FORMAT or own_function:
+        return fields
+    groups = {name: dict(fields.get(name, {})) for name in ("prompt", "sampling", "output")}
+    for group, values in decided.items():
+        for name, value in values.items():
+            actual = getattr(job[group], name)
+            groups[group].pop(name, None)
+            if actual != value:
+                groups[group][name] = actual
+    output = groups["output"]
+    if output.get("columns") == list(KEPT_COLUMNS):
+        del output["columns"]
+    output["extras"] = [one for one in output.get("extras", ()) if one not in ANSWER_EXTRAS]
+    return {**fields, **groups}
 
 
 def _unset(group: Mapping[str, Any], *names: str) -> bool:

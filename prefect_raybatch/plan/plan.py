@@ -157,6 +157,8 @@ def _check_known(name: str, field: str, names: Sequence[str]) -> None:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if {"custom_id", "body"} <= {*names}:
+            hint += "; to answer an OpenAI batch file, set source.format: openai_batch"
         raise ConfigError(
             f"{field}: the input has no column {name!r}{hint} (columns: {', '.join(names)})"
         )

@@ -107,22 +107,28 @@ def of_files(
     and `ConfigError` if no row makes a prompt.
     """
     rows = sum(file.rows for file in found.files)
-    blocks = _spread(spec.prompt, spec.read, found, store, sample)
+    blocks = spread_blocks(spec.prompt, spec.read, found, store, sample)
     return measure(spec, model, blocks, sample, rows=rows)
 
 
 def of_heads(spec: RunSpec, model: models.PinnedModel, sample: int = SAMPLE_ROWS) -> PromptLengths:
     """Measure CSV or JSON Lines files without copying them: the first block of up to 16 files."""
+    return measure(spec, model, blocks_of_heads(spec.read, sample), sample)
+
+
+def blocks_of_heads(read: ReadSpec, sample: int) -> Iterator[Block]:
+    """Yield up to `sample` rows of the first blocks of files that are not copied yet."""
     from prefect_raybatch import source
 
-    heads = list(source.heads(spec.read, HEADS))
+    heads = list(source.heads(read, HEADS))
     each = -(-sample // max(1, len(heads)))
-    return measure(spec, model, (b for head in heads for b in _thinned(*head, each)), sample)
+    return (block for head in heads for block in _thinned(*head, each))
 
 
-def _spread(
+def spread_blocks(
     prompt: PromptSpec, read: ReadSpec, found: Inventory, store: Store | None, sample: int
 ) -> Iterator[Block]:
+    """Yield `sample` rows spread over Parquet files; the columns are those that prompts need."""
     import numpy as np
 
     from prefect_raybatch.stages.block import is_lost, losses

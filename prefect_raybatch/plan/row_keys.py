@@ -37,7 +37,7 @@ from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
 from prefect_raybatch.stages.request_key import Keying, context_of
-from prefect_raybatch.stages.texts import PrepareTexts, prepare_of
+from prefect_raybatch.stages.texts import prepare_of
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -75,7 +75,7 @@ class Keyed:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The rows of the input, read as far as their requests need.
+    """The rows of the input, read as far as their requests need; if it `pools`, for vectors.
 
     Made on the driver; called on any worker with a row number, it computes the keys of the
     `rows_a_task` rows from there on.
@@ -89,6 +89,7 @@ class RowKeys:
     keying: Keying
     chunk: int
     rows_a_task: int
+    pools: bool
     reference: bytes | None = None  # that prompts are compared with where they are put in order
 
     @classmethod
@@ -125,21 +126,17 @@ class RowKeys:
             spec.engine.model.context,
             calls=calls,
             images=row_images(prompt, {}, keys, digests_alone=True),
+            hosted=spec.engine.model.endpoint is not None,
         )
         reader = ShardReader(found.files, schema, store, keys if store is None else {})
         chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
         rows = ROWS_A_TASK if prompt.images is None else ROWS_A_TASK_IMAGES
-        made = cls(reader, prepare, keying, chunk, rows)
+        made = cls(reader, prepare, keying, chunk, rows, spec.engine.model.pools)
         return replace(made, reference=made.first_text()) if ordered else made
 
     @property
     def rows(self) -> int:
         return self.reader.rows
-
-    @property
-    def pools(self) -> bool:
-        """Return whether the answers are vectors."""
-        return isinstance(self.prepare, PrepareTexts)
 
     def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
         """Compute all keys, on the workers of `cluster` if there are enough rows.
@@ -288,6 +285,8 @@ def _context(spec: RunSpec, model: PinnedModel) -> JsonObject:
         parts["prompt.special_tokens_in_rows"] = prompt.special_tokens_in_rows
     if prompt.images is not None:  # limits on bytes and pixels are looked at when keys are made
         parts["prompt.images.resize"] = prompt.images.resize
+    if request.endpoint is not None and request.endpoint.path != "chat/completions":
+        parts["engine.endpoint.api"] = request.endpoint.path
     if finish.probabilities:  # asked for with the answer
         parts["output.probabilities"] = True
     if finish.parsing is not None and finish.parsing.reasoning:

@@ -15,12 +15,13 @@ from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
 from prefect_raybatch.model.pinned import ENDPOINT, PinnedModel
-from prefect_raybatch.plan import image_bytes
+from prefect_raybatch.plan import hosted_rows, image_bytes
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
+from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.runs.estimate import CostEstimate, estimate
+from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate
 from prefect_raybatch.runs.plan_run import (
     check_pinned_model,
     check_places,
@@ -67,6 +68,7 @@ class DryRun:
     figures: tuple[Figure, ...]
     problems: tuple[str, ...]
     tokens: PromptLengths | None = None
+    hosted: HostedRows | None = None  # of a job with engine.endpoint
     table: JsonObject | None = None
     publish: tuple[str, ...] = ()
     reuse: ReusePlan | None = None
@@ -117,6 +119,7 @@ def dry_run_resolved(
     if sample or auto:
         tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
         spec = spec.decide(context=tokens.max_model_len if auto else None)
+    hosted = _hosted_rows(spec, resolved.model, found, copied)
     made = [] if tokens or what_if else _function_problem(spec, resolved.model, found, copied)
     rows, model = sum(file.rows for file in found.files), resolved.model
     row_bytes = image_bytes.row_bytes(
@@ -141,20 +144,55 @@ def dry_run_resolved(
         needs=fitted.needs,
         have=asdict(fitted.capacity),
         figures=fitted.figures(spec),
-        problems=(*made, *fitted.problems, *(first.problems if first is not None else ())),
+        problems=(
+            *made,
+            *_hosted_problems(spec, hosted),
+            *fitted.problems,
+            *(first.problems if first is not None else ()),
+        ),
         tokens=tokens,
+        hosted=hosted,
         table=found.table,
         publish=publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
-        cost=estimate(
-            *(spec.cluster, spec.sizes, spec.output, spec.limits.max_cost, fitted.capacity),
-            rows if reuse is None else reuse.counts.asked,
-        ),
+        cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
         rows_guessed=found.guessed,
         first=first,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
+
+
+def _cost(
+    spec: RunSpec, hosted: HostedRows | None, fitted: _Fitted, rows: int
+) -> CostEstimate | None:
+    most, endpoint = spec.limits.max_cost, spec.engine.model.endpoint
+    if hosted is None or endpoint is None:
+        return estimate(spec.cluster, spec.sizes, spec.output, most, fitted.capacity, rows)
+    cost = hosted.cost(endpoint, rows)
+    return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
+
+
+def _hosted_rows(
+    spec: RunSpec, model: PinnedModel, found: Inventory, copied: bool
+) -> HostedRows | None:
+    """Return what a few rows reserve of a hosted model's limits; None without one."""
+    endpoint = spec.engine.model.endpoint
+    if endpoint is None:
+        return None
+    rows = hosted_rows.HOSTED_SAMPLE
+    if copied:
+        blocks = counting.blocks_of_heads(spec.read, rows)
+    else:
+        blocks = counting.spread_blocks(spec.prompt, spec.read, found, None, rows)
+    return hosted_rows.look_at(endpoint, spec.prompt, spec.sampling, spec.limits, model, blocks)
+
+
+def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
+    """Return why no row can be sent to a hosted model; empty if one can."""
+    endpoint = spec.engine.model.endpoint
+    problem = "" if hosted is None or endpoint is None else hosted.problem(endpoint)
+    return [problem] if problem else []
 
 
 def _function_problem(

@@ -1,4 +1,4 @@
-"""Estimates the cost of a run from an earlier run of the same job."""
+"""Estimates the cost of a run: from an earlier run of the same job, or from sampled rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row 
 class CostEstimate:
     """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`.
 
-    If that is unknown, `why` says so and the others are None. `warning`: it exceeds
-    limits.max_cost, or that limit has no effect.
+    A hosted model has no GPU-hours; `cost` is then that of answers of full length. If that is
+    unknown, `why` says so and the others are None. `warning`: it exceeds limits.max_cost, or that
+    limit has no effect.
     """
 
     rows: int
@@ -36,8 +37,13 @@ class CostEstimate:
     currency: str = ""
 
     def line(self) -> str:
-        if self.cost is None or self.gpu_hours is None:
+        if self.cost is None:
             return f"not known: {self.why}"
+        if self.gpu_hours is None:
+            return (
+                f"up to {money(self.cost, self.currency)} for {counted(self.rows, 'row')}, if each "
+                f"answer is as long as it may be; by {self.by}"
+            )
         return (
             f"about {money(self.cost, self.currency)}: {money(self.gpu_hours)} GPU-hours for "
             f"{counted(self.rows, 'row')}, as in {self.by}"
@@ -81,6 +87,15 @@ def estimate(
     limit = f"limits.max_cost {money(most, currency)}"
     text = f"{limit} may stop the run before it is complete: {found.line()}"
     return replace(found, warning=text)
+
+
+def hosted_estimate(cost: float, rows: int, most: float | None, currency: str) -> CostEstimate:
+    """Return what `rows` rows cost at most at a hosted model, by the sizes of sampled rows."""
+    found = CostEstimate(rows, round(cost, 6), None, "sampled rows", currency=currency)
+    if most is None or cost <= most:
+        return found
+    limit = f"limits.max_cost {money(most, currency)}"
+    return replace(found, warning=f"{limit} may stop the run before it is complete: {found.line()}")
 
 
 def _last_known(output: str, options: StoreOptions, job: str) -> tuple[str, float] | None:

@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.batches.outputs import AnswerLines
+from prefect_raybatch.batches.outputs import put_answer_files
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun, RayBatchError
-from prefect_raybatch.job.openai_batch import BATCH_FORMAT
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
     OF_ROWS,
@@ -97,10 +96,7 @@ def finalize_spec(
         return _end(ledger, plan, True, endpoint)  # the report is the other finalizer's too
     put_reports(ledger.store, made)
     success = _success(spec, plan, result, made.accepted)
-    increment = increment_of(plan)
-    if spec.read.format == BATCH_FORMAT and (increment is None or increment.ledger == OF_ROWS):
-        finish, model = spec.finish, spec.engine.model
-        AnswerLines.of(ledger.store, plan, success, finish, model).put_both()
+    put_answer_files(spec.read, spec.finish, spec.engine.model, ledger.store, plan, success)
     ledger.succeed(success)
     return _end(ledger, plan, True, endpoint)
 

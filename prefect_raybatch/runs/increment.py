@@ -176,8 +176,9 @@ def _begun_join(
 
 def _in_prompt_order(engine: EngineSpec, rows: int) -> bool:
     """Return whether requests of this run with a common prefix are asked one after the other."""
-    pools = engine.model.pools  # from one pass over each text: encoders keep no cache
-    return engine.sort and rows <= MOST_ORDERED and not pools
+    model = engine.model
+    caches = not model.pools and model.endpoint is None  # encoders keep no cache of prefixes
+    return engine.sort and rows <= MOST_ORDERED and caches
 
 
 def planned(

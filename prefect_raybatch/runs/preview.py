@@ -195,8 +195,17 @@ def _of_messages(text: str) -> tuple[str, int]:
     from prefect_raybatch.stages.endpoint.body import prompt_estimate
 
     messages = json.loads(text)
-    lines = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
+    lines = "\n".join(f"{one['role']}: {_shown(one['content'])}" for one in messages)
     return lines, prompt_estimate(messages)
+
+
+def _shown(content: object) -> str:
+    """Return the content of a message, with [image] for each image."""
+    from prefect_raybatch.stages.images.rows import is_image
+
+    if not isinstance(content, list):
+        return str(content)
+    return " ".join("[image]" if is_image(p) else str(p.get("text", p)) for p in content)
 
 
 class PhaseClock:

@@ -15,6 +15,7 @@ from prefect_raybatch.job.secrets import (
     hide_users,
     safe_option,
 )
+from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.job.yaml_text import read_yaml
 
 SECRET_GROUPS = FREE_ARGUMENTS.union(
@@ -84,6 +85,8 @@ def _shown_word(word: str) -> str:
         value = read_yaml(text).value
     except ValueError:  # perhaps a mapping with a credential and a syntax error
         return f"{option}{field}={MASK}" if {"{", ":"} & set(text) else str(hide_users(word))
+    if isinstance(value, str) and VARIABLE.fullmatch(value):  # names the secret and holds none
+        return word
     *groups, name = field.split(".")
     names = [*groups, name, *_names_within(value)]
     is_safe = safe_option(name) and len(names) == len(groups) + 1

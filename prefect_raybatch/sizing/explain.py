@@ -16,7 +16,7 @@ from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
 from prefect_raybatch.spec.sizes import SizeSpec
-from prefect_raybatch.words import counted
+from prefect_raybatch.words import counted, money
 
 _ALL = "all shards of the run"
 
@@ -44,10 +44,10 @@ def figures(
     `least` is the share of answers that must agree for a precision that a trial decides.
     """
     return [
-        *_engine_figures(asked, engine.model, have, size, model),
+        *_engine_figures(asked, engine.model, have, size, model, cluster.prices.currency),
         *_precision(engine.tries, least),
         Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why),
-        *_stage_figures(asked, cluster, have, size),
+        *_stage_figures(asked, engine.model, cluster, have, size),
     ]
 
 
@@ -65,7 +65,12 @@ def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]
 
 
 def _engine_figures(
-    asked: SizeSpec, request: ModelRequest, have: Capacity, size: Sizing, model: Model | None
+    asked: SizeSpec,
+    request: ModelRequest,
+    have: Capacity,
+    size: Sizing,
+    model: Model | None,
+    currency: str,
 ) -> list[Figure]:
     pool, arguments = size.pool, size.arguments
     if (hosted := request.endpoint) is not None:
@@ -73,6 +78,7 @@ def _engine_figures(
             Figure("hosted model", hosted.model, f"at {recorded(hosted.url)}"),
             Figure("workers", _span(pool.replicas), pool.replicas_why),
             _in_flight(hosted, size),
+            *_limits_and_prices(hosted, currency),
         ]
     gpu = pool.device == "gpu"
     where = f"the cluster has {counted(have.gpus, 'GPU')}"
@@ -116,6 +122,26 @@ def _in_flight(hosted: EndpointSpec, size: Sizing) -> Figure:
     return Figure("batches at once", f"{batches:,} of {size.shards:,}", why)
 
 
+def _limits_and_prices(hosted: EndpointSpec, currency: str) -> list[Figure]:
+    limits = {"requests": hosted.requests_per_minute, "tokens": hosted.tokens_per_minute}
+    if hosted.batch:
+        del limits["tokens"]  # of the calls about batches, which have no tokens
+    shown = [
+        Figure(
+            f"{name} per minute",
+            "no limit" if limit is None else f"{limit:,}",
+            f"engine.endpoint.{name}_per_minute",
+        )
+        for name, limit in limits.items()
+    ]
+    if hosted.price_in is None and hosted.price_out is None:
+        return [*shown, Figure("prices", "unknown", "engine.endpoint.price_in and price_out")]
+    prices = (hosted.price_in or 0.0, hosted.price_out or 0.0)
+    value = " and ".join(money(price, currency) for price in prices)
+    why = "per million prompt tokens and answer tokens (engine.endpoint.price_in, price_out)"
+    return [*shown, Figure("prices", value, why)]
+
+
 def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Figure:
     pool, name = size.pool, "KV cache an engine"
     if pool.device == "cpu":
@@ -137,7 +163,7 @@ def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Fig
 
 
 def _stage_figures(
-    asked: SizeSpec, cluster: ClusterSpec, have: Capacity, size: Sizing
+    asked: SizeSpec, request: ModelRequest, cluster: ClusterSpec, have: Capacity, size: Sizing
 ) -> list[Figure]:
     calls, engines = size.concurrent, counted(size.pool.engines, "engine")
     taken = size.pool.fewest * asked.cpus
@@ -155,7 +181,7 @@ def _stage_figures(
         capped(
             "uncommitted shards",
             size.uncommitted,
-            f"2 * {engines} * {calls + 1}, at most: lost if the run crashes",
+            f"2 * {engines} * {calls + 1}, at most: {_after_crash(request.endpoint)}",
         ),
     ]
     for name in ("prepare", "finish"):
@@ -169,6 +195,15 @@ def _stage_figures(
             width, why = stage.concurrency, f"cluster.{name}.concurrency"
         found.append(Figure(f"{name} tasks", f"up to {width}", why))
     return found
+
+
+def _after_crash(hosted: EndpointSpec | None) -> str:
+    """Return what becomes of uncommitted shards after a crash."""
+    if hosted is None:
+        return "lost if the run crashes"
+    if hosted.batch:
+        return "after a crash, the continued run takes their batches over"
+    return "after a crash, their answers are in the journal, except for the last second"
 
 
 def _span(pair: tuple[int, int]) -> str:

@@ -111,9 +111,11 @@ PARAMS = HiddenColumn(
 """Always: JSON of the row's own sampling fields."""
 MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")
 """The row's images for the engine; null for text alone."""
-DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "prepare lookup", "finish")
+DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "endpoint.prepare prepare lookup", "finish")
 """Digests of the row's images as they were fetched."""
-KEY = HiddenColumn("key", KEY_TYPE, "plan.row_keys", "lookup prepare raw_answers texts")
+KEY = HiddenColumn(
+    "key", KEY_TYPE, "plan.row_keys", "endpoint.prepare lookup prepare raw_answers texts"
+)
 """The request's key, in the input of the requests phase."""
 FORMED = HiddenColumn(
     "formed",

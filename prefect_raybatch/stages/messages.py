@@ -23,6 +23,8 @@ class ChatRequest:
     `images`: the SHA-256 of each of its images in the order of fetching, None for text alone or if
     not yet known.
 
+    `raw`: the text of the messages is the whole prompt, without a chat template.
+
     The parts that are the job's own text, and no row's: the first `job_messages` messages, and in
     the last message the spans `job_text` (from, to).
     """
@@ -31,6 +33,7 @@ class ChatRequest:
     sampling: SamplingFields | None = None
     documents: list[Document] | None = None
     images: tuple[str, ...] | None = None
+    raw: bool = False
     job_messages: int = field(default=0, compare=False, repr=False)
     job_text: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
@@ -113,11 +116,23 @@ def _joined(
 
 
 def from_function(
-    function: Callable[[Row], object], check: Callable[[SamplingFields], None], row: Row
+    function: Callable[[Row], object],
+    check: Callable[[SamplingFields], None],
+    row: Row,
+    *,
+    raw: bool = False,
 ) -> ChatRequest:
+    """Return what a prompt function makes of a row.
+
+    Only with `raw` may it return {prompt, sampling}, because nothing protects such a prompt from
+    control tokens in the row.
+    """
     made = function(row)
     if isinstance(made, str):
         return ChatRequest([{"role": "user", "content": made}])
+    if raw and isinstance(made, dict) and isinstance(text := made.get("prompt"), str):
+        message = {"role": "user", "content": text}
+        return ChatRequest([message], _sampling(made.get("sampling"), check), raw=True)
     if isinstance(made, dict) and "messages" in made:
         unknown = sorted(set(made) - {"messages", "sampling"})
         if unknown:

@@ -9,10 +9,12 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pyarrow as pa
 
 from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.openai_batch import TEXT_REQUEST
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.request import PromptSpec, SamplingFields, SamplingSpec
@@ -146,7 +148,7 @@ class Prepare:
         requests = self.requests(table)
         if self.images is None:
             return requests, []
-        shown, digests = self.images.fetched(table, list(map(_messages_for_images, requests)))
+        shown, digests = self.images.fetched(table, list(map(messages_for_images, requests)))
         return with_images(requests, shown, digests), digests
 
     def prompts(
@@ -175,7 +177,7 @@ class Prepare:
         shown: list[Messages | Failure] = []
         digests: list[Digests] = []
         if self.images is not None:
-            shown, digests = self.images.fetched(table, list(map(_messages_for_images, requests)))
+            shown, digests = self.images.fetched(table, list(map(messages_for_images, requests)))
             requests = with_images(requests, shown, digests) if self.keying else requests
         if self.keying is not None:
             requests = self.keying.checked(requests, table, table[KEY].to_pylist())
@@ -289,7 +291,8 @@ class Prepare:
         if self.prompt.function:
             rows = rows_of(table, input_columns(table))
             with self.calls.function(self.prompt.function, "prompt.function") as function:
-                made = [guarded(from_function, function, self._own, row) for row in rows]
+                asked = partial(from_function, raw=self.prompt.function == TEXT_REQUEST)
+                made = [guarded(asked, function, self._own, row) for row in rows]
             system = self.prompt.system
             return [r if isinstance(r, Failure) or not system else r.under(system) for r in made]
         template = self.prompt.template or ""
@@ -326,11 +329,10 @@ def with_images(
     return made
 
 
-def _messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
-    if isinstance(request, ChatRequest) and request.documents:
-        return Failure(
-            "prepare",
-            "ValueError",
-            "prompt.documents and prompt.images cannot be combined. Remove one",
-        )
+def messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
+    """Return the messages of a request into which its images go."""
+    if isinstance(request, ChatRequest) and (request.documents or request.raw):
+        what = "a raw prompt" if request.raw else "prompt.documents"
+        reason = f"{what} and prompt.images cannot be combined. Remove one"
+        return Failure("prepare", "ValueError", reason)
     return request if isinstance(request, Failure) else request.messages

@@ -119,6 +119,8 @@ def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None)
     parts: dict[str, object] = {"messages": request.messages}
     if request.images is not None:  # by what they show, wherever that lies
         parts = {"messages": _without_places(request.messages), "images": request.images}
+    if request.raw:
+        parts["raw"] = True
     if request.sampling:
         parts["sampling"] = request.sampling
     if request.documents is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import TypeVar
 
 from prefect_raybatch.bounded import within
@@ -51,7 +51,7 @@ class Chat:
     the text `prefill`, or the last message (`continued`). `fields` are those of the job that need a
     chat template. `rows`: how control tokens in row text are treated
     (`prompt.special_tokens_in_rows`). `asked`: whether the prompt ends with the beginning of an
-    answer.
+    answer. `raw`: no template is applied, as if the model had none.
     """
 
     template: str | None = None
@@ -62,6 +62,7 @@ class Chat:
     fields: tuple[str, ...] = ()
     rows: str = "split"
     asked: bool = True
+    raw: bool = False
 
     @classmethod
     def of(cls, prompt: PromptSpec) -> Chat:
@@ -77,6 +78,8 @@ class Chat:
 
     def templated(self, tokenizer: Tokenizer) -> bool:
         """Return whether there is a chat template; raise `ConfigError` if one is required."""
+        if self.raw:
+            return False
         if self.template or getattr(tokenizer, "chat_template", None):
             return True
         if self.fields:
@@ -189,8 +192,25 @@ def prompt_tokens(
     """Convert requests to prompt tokens; failures stay in place.
 
     Control tokens in row text are treated as `chat.rows` says. A prompt of far more than `most`
-    tokens is a `LongPrompt`: only its beginning was tokenized.
+    tokens is a `LongPrompt`: only its beginning was tokenized. The text of a raw request is
+    tokenized as it is.
     """
+    raw = [isinstance(r, ChatRequest) and r.raw for r in requests]
+    if not any(raw):
+        return _chat_tokens(tokenizer, requests, chat, most)
+    texts, plain = list(compress(requests, raw)), replace(chat, raw=True)
+    made = iter(tokenize(tokenizer, render(tokenizer, texts, plain), plain, most))
+    chats = [r for r, is_raw in zip(requests, raw, strict=True) if not is_raw]
+    others = iter(_chat_tokens(tokenizer, chats, chat, most))
+    return [next(made) if is_raw else next(others) for is_raw in raw]
+
+
+def _chat_tokens(
+    tokenizer: Tokenizer,
+    requests: Sequence[ChatRequest | Failure],
+    chat: Chat,
+    most: int | None,
+) -> list[TokenIds | Failure]:
     guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
     if guard is None:
         return tokenize(tokenizer, render(tokenizer, requests, chat), chat, most)
@@ -465,7 +485,7 @@ _NO_MESSAGE = Failure("prepare", "NoMessage", "")
 def _with_end(request: ChatRequest) -> ChatRequest | Failure:
     """Return the request with digits after the text of its last message."""
     last = request.messages[-1]
-    if not isinstance(last["content"], str):
+    if request.raw or not isinstance(last["content"], str):
         return _NO_MESSAGE
     ended = {**last, "content": last["content"] + HIDDEN_TEXT}
     return replace(request, messages=[*request.messages[:-1], ended])
@@ -549,7 +569,7 @@ def shortened(
 
 def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokenizer:
     """Return the tokenizer that makes the tokens of a request's row text."""
-    guard = None if chat.rows == "allow" else guard_of(tokenizer, chat)
+    guard = None if request.raw or chat.rows == "allow" else guard_of(tokenizer, chat)
     if guard is None or guard.control_in(request) is None or guard.plain is None:
         return tokenizer
     return guard.plain.tokenizer

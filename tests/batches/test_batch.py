@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from helpers.engines import FakeEngine
 from helpers.openai_server import failing, openai_server
+from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
@@ -16,10 +17,13 @@ from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
 from prefect_raybatch.batches.requests import chat_request, embedding_request
 from prefect_raybatch.cli.drive import job_of_fields
 from prefect_raybatch.compile.resolved import resolve
+from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.openai_batch import CHAT_REQUEST
+from prefect_raybatch.job.openai_batch import TEXT_REQUEST
 from prefect_raybatch.source.openai_batch import REQUEST_SCHEMA, rows_of_requests
+from prefect_raybatch.stages.block import load_tokenizer
+from prefect_raybatch.stages.columns import TOKENS
 
 ASK = [{"role": "user", "content": "What is a shard?"}]
 
@@ -217,9 +221,56 @@ def test_an_answer_without_max_tokens_may_fill_the_context(tmp_path: Path) -> No
     assert job.sampling.max_tokens is None and job.sampling.given()["max_tokens"] > 1_000_000
     assert job_of(tmp_path, [], sampling={"max_tokens": 5}).sampling.max_tokens == 5
     again = BatchJob.from_dict(job.to_dict())
-    assert again == job and again.prompt.function == CHAT_REQUEST
+    assert again == job and again.prompt.function == TEXT_REQUEST
     cold = job_of(tmp_path, [], sampling={"temperature": 0.0})
     assert BatchJob.from_dict(cold.to_dict()).sampling.temperature == 0.0
+
+
+class Noting(Numbered):
+    """Notes the tokens of the prompts."""
+
+    tokens: ClassVar[list[list[int]]] = []
+
+    def __call__(self, table: Any) -> Any:
+        self.tokens.extend(table[TOKENS].to_pylist())
+        return super().__call__(table)
+
+
+def test_a_local_model_gets_the_text_of_a_completion_as_it_is(
+    without_ray: None, tmp_path: Path
+) -> None:
+    text = "<|im_start|>user\nSmith Law<|im_end|>"
+    lines = [
+        json.dumps(request("chat")),
+        json.dumps(request("raw", "/v1/completions", messages=None, prompt=text, max_tokens=4)),
+        json.dumps(request("none", "/v1/completions", messages=None)),
+        json.dumps(request("echo", "/v1/completions", messages=None, prompt="a", echo=True)),
+    ]
+    Noting.tokens.clear()
+    folder = run_of(job_of(tmp_path, lines), engine=Noting)
+    tokenizer = load_tokenizer(demo_model_path(), None)
+    chat = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, tokenize=False)
+    expected = [tokenizer(chat, add_special_tokens=False), tokenizer(text)]
+    assert Noting.tokens[:2] == [one["input_ids"] for one in expected]
+    first, second = lines_of(folder / "output.jsonl")
+    ChatCompletion.model_validate(first["response"]["body"], strict=True)
+    completion = Completion.model_validate(second["response"]["body"], strict=True)
+    assert completion.choices[0].text == "answer 1" and second["custom_id"] == "raw"
+    missing, echo = lines_of(folder / "error.jsonl")
+    assert "body.prompt" in missing["error"]["message"] and "echo" in echo["error"]["message"]
+
+
+def test_a_hosted_chat_gets_no_completion(without_ray: None, tmp_path: Path) -> None:
+    """Also not where the job names the function of local models."""
+    lines = [json.dumps(request("raw", "/v1/completions", messages=None, prompt="a"))]
+    with openai_server() as server:
+        engine = {"endpoint": {"url": server.url, "model": "large"}}
+        own = {"prompt": {"function": TEXT_REQUEST}, "limits": {"max_failed_rows": 1}}
+        output = {"extras": ["finish_reason", "prompt_tokens", "output_tokens"]}
+        folder = run_of(job_of(tmp_path, lines, engine=engine, output=output, **own))
+        assert not server.bodies
+    (error,) = lines_of(folder / "error.jsonl")
+    assert "engine.endpoint.api: completions" in error["error"]["message"]
 
 
 def test_the_key_of_a_run_is_that_of_another_version(

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from helpers.environ import clean
 from helpers.pages import ROOT, blocks
-from openai.types import CreateEmbeddingResponse
+from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
 from prefect_raybatch.demo import demo_model_path
+from prefect_raybatch.stages.block import load_tokenizer
 
 pytestmark = pytest.mark.whole
 CONFIG = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
@@ -42,6 +43,24 @@ def test_the_page_about_batch_files(tmp_path: Path) -> None:
     asked = [json.loads(line)["custom_id"] for line in lines.splitlines()]
     assert [one.custom_id for one in outputs] == asked
     assert all(one.response.body.choices[0].message.content for one in outputs)
+
+
+def test_completions_and_chats_in_one_file(tmp_path: Path) -> None:
+    """A prompt with the text of the chat template gets the answer of the chat."""
+    tokenizer = load_tokenizer(demo_model_path(), None)
+    message = {"role": "user", "content": "What industry is this company in: Smith Law"}
+    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    line, same = {"method": "POST"}, {"max_tokens": 4, "temperature": 0}
+    bodies = {"chat/completions": {"messages": [message]}, "completions": {"prompt": text}}
+    requests = [
+        json.dumps({**line, "custom_id": url, "url": f"/v1/{url}", "body": {**body, **same}})
+        for url, body in bodies.items()
+    ]
+    chat, raw = map(json.loads, answered(tmp_path, "\n".join(requests)))
+    answer = ChatCompletion.model_validate(chat["response"]["body"], strict=True)
+    completion = Completion.model_validate(raw["response"]["body"], strict=True)
+    assert completion.choices[0].text == answer.choices[0].message.content
+    assert completion.usage is not None and completion.usage == answer.usage
 
 
 def test_embeddings_and_an_answer_that_the_context_ends(tmp_path: Path) -> None:

@@ -155,10 +155,13 @@ def test_a_stall_can_end_the_run(tmp_path):
     assert "limits.fail_on_stall" in str(made.failure)
 
 
-def test_a_run_that_waits_for_batches_says_so_and_does_not_stall(tmp_path):
+@pytest.mark.parametrize(
+    "why", ["1 batch, 200 of 1,000 requests done", "no answer from the server for 75 s (503)"]
+)
+def test_a_run_that_waits_for_its_server_says_so_and_does_not_stall(tmp_path, why):
     made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
-    batches = ["1 batch, 200 of 1,000 requests done"]
-    made.batches = lambda: batches[0]
+    batches = [why]
+    made.server_wait = lambda: batches[0]
     for clock.now in (20.0, 3_600.0):
         made.look()
         assert (heard.beats[-1].phase, heard.beats[-1].alarms) == (WAITING, 0)

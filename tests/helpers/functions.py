@@ -63,6 +63,7 @@ ODD: Row = {
     "empty dict": {},
     "list of text": ["a"],
     "no content": [{"role": "user"}],
+    "raw prompt": {"prompt": "a"},
     "unknown key": {"messages": [{"role": "user", "content": "a"}], "temperature": 1},
     "sampling text": {"messages": [{"role": "user", "content": "a"}], "sampling": "hot"},
     "sampling object": {"messages": [{"role": "user", "content": "a"}], "sampling": {"x": {1}}},

@@ -1,4 +1,4 @@
-"""A real `vllm serve` with the bundled model, on the CPU."""
+"""A real `vllm serve`, with the bundled model or another, on the CPU."""
 
 from __future__ import annotations
 
@@ -22,16 +22,31 @@ WHITESPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
 @contextmanager
-def vllm_server(folder: Path) -> Iterator[str]:
-    """Yield the base URL of the server; its log is in `folder`."""
+def vllm_server(folder: Path, model: str | None = None, **options: str) -> Iterator[str]:
+    """Yield the base URL of the server of a model, the bundled one by default.
+
+    Its log is in `folder`; `options` are further ones of `vllm serve`.
+    """
     (port,) = free_ports(1)
     log = folder / "vllm.log"
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", demo_model_path(), "--served-model-name", MODEL, "--host", "127.0.0.1"),
+        *(
+            "--model",
+            model or demo_model_path(),
+            "--served-model-name",
+            MODEL,
+            "--host",
+            "127.0.0.1",
+        ),
         *("--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"),
         # The bundled model is too small to end JSON that may have any number of line breaks.
         *("--structured-outputs-config", WHITESPACE),
+        *(
+            word
+            for name, value in options.items()
+            for word in (f"--{name.replace('_', '-')}", value)
+        ),
     ]
     environment = {**clean(), "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = dying_with_us(*command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -15,21 +16,23 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.batch_server import BatchServer, BatchService, batch_server
 from helpers.findings import one
+from helpers.hosted import finished_run, hosted_job
 from openai.types import Batch as OpenAIBatch
 from openai.types import FileObject
 from openai.types.chat import ChatCompletion
+from PIL import Image
 
-from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.api import dry_run, plan_run, preview_rows
 from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.cluster.sizes import for_attempt
 from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
 from prefect_raybatch.errors import CostExceeded, EndpointRefused
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import assumed
@@ -59,26 +62,11 @@ def prompt_answers(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
 
 
 def job_of(server: BatchServer, folder: Path, **groups: Any) -> BatchJob:
-    uri = folder / "in.parquet"
     names = groups.pop("names", [f"Company {n}" for n in range(ROWS)])
-    pq.write_table(pa.table({"Company": names}), uri)
-    endpoint = {"url": server.url, "model": "large", "batch": True, **groups.pop("endpoint", {})}
-    return BatchJob.from_dict(
-        {
-            "name": "hosted",
-            "source": {"uri": str(uri), "rows_per_shard": ROWS // SHARDS},
-            "prompt": {"template": "{Company}"},
-            "output": {"uri": str(folder / "out")},
-            "engine": {"endpoint": endpoint},
-            "limits": {"max_failed_rows": ROWS},
-            **groups,
-        }
-    )
-
-
-def run_of(job: BatchJob, key: str = "night") -> tuple[RunReport, Path]:
-    run = plan_run(job, key)
-    return finalize_run(job, run, infer_run(job, run)), Path(run.uri)
+    groups["endpoint"] = {"batch": True, **groups.get("endpoint", {})}
+    groups["source"] = {"rows_per_shard": ROWS // SHARDS}
+    groups.setdefault("limits", {"max_failed_rows": ROWS})
+    return hosted_job(server.url, folder, {"Company": names}, **groups)
 
 
 def check_result(folder: Path, rows: int = ROWS) -> None:
@@ -91,7 +79,7 @@ def check_result(folder: Path, rows: int = ROWS) -> None:
 def test_each_shard_is_a_batch_and_each_row_is_in_the_result_once(server, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYBATCH_SECRET_LARGE", KEY)
     endpoint = {"key": "${RAYBATCH_SECRET_LARGE}", "price_in": 1e6, "price_out": 2e6}
-    report, folder = run_of(job_of(server, tmp_path, endpoint=endpoint))
+    report, folder = finished_run(job_of(server, tmp_path, endpoint=endpoint))
     check_result(folder)
     assert len(server.service.batches) == SHARDS
     assert server.service.paid.total() == len(server.service.paid) == ROWS
@@ -100,6 +88,20 @@ def test_each_shard_is_a_batch_and_each_row_is_in_the_result_once(server, tmp_pa
     assert not (folder / BATCHES).exists()
     written = [file for file in folder.rglob("*") if file.is_file()]
     assert written and not any(KEY.encode() in file.read_bytes() for file in written)
+
+
+def test_images_travel_in_a_batch(server, tmp_path):
+    out = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(out, "PNG")
+    job = job_of(server, tmp_path)
+    pictures = pa.table({"Company": ["Company 0"], "logo": [out.getvalue()]})
+    pq.write_table(pictures, tmp_path / "in.parquet")
+    _, folder = finished_run(edited(job, {"prompt.images.columns": ["logo"]}, "job"))
+    (lines,) = server.service.lines.values()
+    image, text = json.loads(lines[0])["body"]["messages"][-1]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert text == {"type": "text", "text": "Company 0"}
+    assert ds.dataset(folder / "data").to_table().num_rows == 1
 
 
 def test_objects_of_the_stand_in_are_those_of_openais_api():
@@ -144,14 +146,14 @@ def test_an_answer_that_is_dropped_costs_nothing(method, word, how, server, tmp_
         return how
 
     server.drop = drop
-    _, folder = run_of(job_of(server, tmp_path))
+    _, folder = finished_run(job_of(server, tmp_path))
     check_result(folder)
     assert dropped and server.service.paid.total() == ROWS
 
 
 def test_a_row_that_the_server_refuses_is_quarantined_with_its_words(server, tmp_path):
     names = [f"Company {n}" for n in range(ROWS - 1)] + ["a bad one"]
-    report, folder = run_of(job_of(server, tmp_path, names=names))
+    report, folder = finished_run(job_of(server, tmp_path, names=names))
     check_result(folder, ROWS - 1)
     (row,) = ds.dataset(folder / "_quarantine").to_table().to_pylist()
     assert row["error"] == "RequestRefused" and "400: too long" in row["message"]
@@ -160,7 +162,7 @@ def test_a_row_that_the_server_refuses_is_quarantined_with_its_words(server, tmp
 
 def test_what_an_expired_batch_has_answered_is_kept(server, tmp_path):
     server.service.fate = lambda number: "expired" if number < 2 else "completed"
-    _, folder = run_of(job_of(server, tmp_path))
+    _, folder = finished_run(job_of(server, tmp_path))
     check_result(folder)
     assert server.service.paid.total() == ROWS and len(server.service.batches) > SHARDS
 
@@ -173,7 +175,7 @@ def test_a_server_that_cannot_do_it_is_named_before_a_row_is_sent(answer, field,
     server.has_batches = answer
     job = job_of(server, tmp_path, endpoint={"model": "larger"} if answer else {})
     with pytest.raises(EndpointRefused, match=field):
-        run_of(job)
+        finished_run(job)
     with pytest.raises(EndpointRefused, match=field):  # doctor shows it as a failure
         one(places.check_model, job)
     assert not server.service.files
@@ -183,8 +185,8 @@ def test_a_used_up_quota_ends_the_run_and_keeps_what_was_paid(server, tmp_path):
     server.service.fate = lambda number: "quota" if number == 1 else "completed"
     job = job_of(server, tmp_path)
     with pytest.raises(EndpointRefused, match="quota"):
-        run_of(job)
-    _, folder = run_of(job)
+        finished_run(job)
+    _, folder = finished_run(job)
     check_result(folder)
     assert server.service.paid.total() == ROWS
 
@@ -239,7 +241,7 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
 
     def wait_until(text: str) -> None:
         with news:
-            assert news.wait_for(lambda: pipeline.batches() == text, 60), pipeline.batches()
+            assert news.wait_for(lambda: pipeline.server_wait() == text, 60), pipeline.server_wait()
 
     with ThreadPoolExecutor(SHARDS) as pool:
         answered = [pool.submit(stage, block) for block in blocks]
@@ -249,7 +251,7 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
         now[0] = 10.0
         for table in answered:
             assert table.result(60).num_rows == ROWS // SHARDS
-    assert pipeline.batches() == ""
+    assert pipeline.server_wait() == ""
     stage.close()
 
 
@@ -296,11 +298,11 @@ def test_a_cancelled_run_cancels_its_batches_and_the_next_one_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(Pipeline, "__call__", pass_until_waiting)
         with pytest.raises(CostExceeded if error == "costs" else error):
-            run_of(job)
+            finished_run(job)
     states = {batch["status"] for batch in server.service.batches.values()}
     assert states == {"cancelled"}
     server.service.takes = 0.0
-    _, folder = run_of(job)
+    _, folder = finished_run(job)
     check_result(folder)
     assert server.service.paid.total() == ROWS
 
@@ -309,11 +311,11 @@ def test_files_that_a_crash_left_at_the_server_are_removed_at_the_end(server, tm
     job = job_of(server, tmp_path)
     server.drop = lambda method, path: "after" if next(uploads) else ""
     uploads = (path == 2 for path in range(10**6))
-    _, folder = run_of(job)
+    _, folder = finished_run(job)
     check_result(folder)
     assert not server.service.files
     server.service.upload("of another program.jsonl", b"{}")
-    run_of(job, "later")
+    finished_run(job, "later")
     assert [file["filename"] for file in server.service.files.values()] == [
         "of another program.jsonl"
     ]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
+from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import OpenAIServer, openai_server
 from openai.types import Completion, CreateEmbeddingResponse
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.api import preview_rows
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 
@@ -28,22 +28,11 @@ def server() -> Iterator[OpenAIServer]:
 
 
 def job_of(server: OpenAIServer, folder: Path, engine: dict[str, Any], **groups: Any) -> BatchJob:
-    uri = folder / "in.parquet"
-    pq.write_table(pa.table({"Text": TEXTS}), uri)
-    endpoint = {"url": server.url, "model": "large", **engine.pop("endpoint", {})}
-    fields = {
-        "name": "hosted",
-        "source": {"uri": str(uri)},
-        "prompt": {"template": "{Text}"},
-        "output": {"uri": str(folder / "out"), **groups.pop("output", {})},
-        "engine": {**engine, "endpoint": endpoint},
-    }
-    return BatchJob.from_dict({**fields, **groups})
-
-
-def run_of(job: BatchJob) -> Path:
-    run = plan_run(job, "night")
-    return Path(finalize_run(job, run, infer_run(job, run)).run)
+    endpoint = engine.pop("endpoint", {})
+    groups.setdefault("limits", {})
+    return hosted_job(
+        server.url, folder, {"Text": TEXTS}, engine=engine, endpoint=endpoint, **groups
+    )
 
 
 def rows_of(folder: Path) -> dict[str, list[Any]]:
@@ -55,7 +44,7 @@ def test_embeddings_have_the_form_of_local_ones(
     server: OpenAIServer, without_ray: None, tmp_path: Path, normalize: bool, length: float
 ) -> None:
     output = {"column": "vector", "normalize": normalize, "extras": ["prompt_tokens"]}
-    folder = run_of(job_of(server, tmp_path, {"task": "embed"}, output=output))
+    _, folder = finished_run(job_of(server, tmp_path, {"task": "embed"}, output=output))
     table = ds.dataset(folder / "data").to_table()
     assert table.schema.field("vector").type == pa.list_(pa.float32(), 3)
     expected = [[0.6, 0.8, 0.0], [0.0, 0.6, 0.8], [0.6, 0.8, 0.0]]
@@ -79,7 +68,7 @@ def test_embeddings_that_are_none_fail_their_row(
 
     server.fault = fault
     limits = {"max_failed_rows": 3}
-    folder = run_of(job_of(server, tmp_path, {"task": "embed"}, limits=limits))
+    _, folder = finished_run(job_of(server, tmp_path, {"task": "embed"}, limits=limits))
     assert rows_of(folder)["Text"] == ["a", "a"]
     (failed,) = ds.dataset(folder / "_quarantine").to_table().to_pylist()
     assert failed["error"] == "NotFinite" and failed["input"]["Text"] == "bb"
@@ -90,7 +79,7 @@ def test_completions_get_the_prompt_as_it_is(
 ) -> None:
     job = job_of(server, tmp_path, {"endpoint": {"api": "completions"}}, sampling={"seed": 3})
     assert preview_rows(job, 1)
-    folder = run_of(job)
+    _, folder = finished_run(job)
     assert rows_of(folder)["response"] == ["after a", "after bb", "after a"]
     assert {*server.paths} == {"/v1/completions"}
     assert all(body["seed"] == 3 and "messages" not in body for body in server.bodies)
@@ -127,7 +116,7 @@ def test_a_batch_file_of_them_is_answered(
     source = tmp_path / "requests.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     asked = {"uri": str(source), "format": "openai_batch"}
-    folder = run_of(job_of(server, tmp_path, {**engine}, source=asked, prompt={}))
+    _, folder = finished_run(job_of(server, tmp_path, {**engine}, source=asked, prompt={}))
     (line,) = (folder / "output.jsonl").read_text(encoding="utf-8").splitlines()
     output = json.loads(line)
     assert output["custom_id"] == "right"

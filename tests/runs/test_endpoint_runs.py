@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
 from helpers.findings import one
+from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import OpenAIServer, completion, failing, openai_server
 
-from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
+from prefect_raybatch.api import dry_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.api.tune import tune
 from prefect_raybatch.cluster import pipeline as pipeline_module
 from prefect_raybatch.cluster.pipeline import Pipeline
@@ -34,12 +33,11 @@ from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
-from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.block import losses
-from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint import client, limiter
 from prefect_raybatch.stages.endpoint.body import LABEL_JSON_TOKENS
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
@@ -65,27 +63,9 @@ def prompt_retries(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
 
 
 def job_of(server: OpenAIServer, folder: Path, **groups: Any) -> BatchJob:
-    uri = folder / "in.parquet"
-    if not uri.exists():
-        pq.write_table(pa.table({"Company": [f"Company {n}" for n in range(ROWS)]}), uri)
-    endpoint = {"url": server.url, "model": "large", **groups.pop("endpoint", {})}
-    return BatchJob.from_dict(
-        {
-            "name": "hosted",
-            "source": {"uri": str(uri), "rows_per_shard": 5},
-            "prompt": {"template": "{Company}"},
-            "output": {"uri": str(folder / "out")},
-            "engine": {"endpoint": endpoint},
-            "limits": {"max_failed_rows": ROWS},
-            **groups,
-        }
-    )
-
-
-def run_of(job: BatchJob, key: str = "night") -> tuple[RunReport, Path]:
-    run = plan_run(job, key)
-    progress = infer_run(job, run)
-    return finalize_run(job, run, progress), Path(run.uri)
+    groups["source"] = groups.get("source", {"rows_per_shard": 5})
+    names = {"Company": [f"Company {n}" for n in range(ROWS)]}
+    return hosted_job(server.url, folder, names, **groups)
 
 
 def answers(folder: Path) -> dict[str, str]:
@@ -100,7 +80,7 @@ def quarantined(folder: Path) -> list[dict[str, Any]]:
 def test_each_row_is_asked_once_and_its_answer_is_in_the_result(server, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYBATCH_SECRET_LARGE", KEY)
     job = job_of(server, tmp_path, endpoint={"key": "${RAYBATCH_SECRET_LARGE}"})
-    report, folder = run_of(job)
+    report, folder = finished_run(job)
     assert answers(folder) == {f"Company {n}": f"about Company {n}" for n in range(ROWS)}
     assert len(server.bodies) == len(set(server.keys)) == ROWS
     assert server.authorizations == {f"Bearer {KEY}"}
@@ -151,7 +131,7 @@ def test_a_refusal_ends_the_other_blocks_of_the_engine_with_the_same_error(serve
 def test_the_actor_in_place_of_one_that_died_asks_no_vllm(server, tmp_path, monkeypatch):
     died = note.Left(note.ROWS, cause=note.SILENT)
     monkeypatch.setattr(note.Note, "left", lambda self: died)
-    _, folder = run_of(job_of(server, tmp_path))
+    _, folder = finished_run(job_of(server, tmp_path))
     assert len(answers(folder)) == len(server.bodies) == ROWS
 
 
@@ -168,7 +148,7 @@ def test_the_key_goes_to_the_engines_alone(server, tmp_path, monkeypatch):
 
 def test_sampling_fields_and_labels_go_to_the_server(server, tmp_path):
     sampling = {"max_tokens": 9, "seed": 3, "choice": ["Retail", "Other"]}
-    _, folder = run_of(job_of(server, tmp_path, sampling=sampling))
+    _, folder = finished_run(job_of(server, tmp_path, sampling=sampling))
     body = server.bodies[0]
     room = 9 + LABEL_JSON_TOKENS  # for the JSON around a label
     assert (body["model"], body["max_tokens"], body["seed"]) == ("large", room, 3)
@@ -181,7 +161,7 @@ def test_a_row_that_the_server_refuses_is_quarantined_with_its_words(server, tmp
         if body["messages"][-1]["content"] == "Company 7"
         else None
     )
-    report, folder = run_of(job_of(server, tmp_path))
+    report, folder = finished_run(job_of(server, tmp_path))
     (row,) = quarantined(folder)
     assert row["error"] == "RequestRefused" and "maximum context length" in row["message"]
     assert report.good == ROWS - 1 and len(server.bodies) == ROWS
@@ -201,7 +181,7 @@ def test_a_row_that_the_server_refuses_is_quarantined_with_its_words(server, tmp
 )
 def test_a_fault_that_passes_is_retried_with_the_same_idempotency_key(fault, server, tmp_path):
     server.fault = lambda number, body: fault if number % 4 == 1 and number < 20 else None
-    _, folder = run_of(job_of(server, tmp_path))
+    _, folder = finished_run(job_of(server, tmp_path))
     assert len(answers(folder)) == ROWS
     assert len(server.bodies) > ROWS and len(set(server.keys)) == ROWS
 
@@ -211,7 +191,7 @@ def test_a_row_that_always_fails_while_others_are_answered_is_quarantined(server
         failing(500, "boom") if body["messages"][-1]["content"] == "Company 3" else None
     )
     job = job_of(server, tmp_path, source={"uri": str(tmp_path / "in.parquet"), "limit": ROWS})
-    _, folder = run_of(job)
+    _, folder = finished_run(job)
     (row,) = quarantined(folder)
     assert row["error"] == "ServerError" and "500" in row["message"]
     assert (
@@ -236,7 +216,7 @@ def test_a_row_with_an_answer_that_is_none_is_quarantined(fault, kind, server, t
     server.fault = lambda number, body: (
         fault if body["messages"][-1]["content"] == "Company 3" else None
     )
-    report, folder = run_of(job_of(server, tmp_path))
+    report, folder = finished_run(job_of(server, tmp_path))
     (row,) = quarantined(folder)
     assert row["error"] == kind and row["input"]["Company"] == "Company 3"
     assert report.good == ROWS - 1
@@ -252,18 +232,18 @@ def test_what_no_retry_helps_ends_the_run_and_keeps_what_was_paid(
     server.fault = lambda number, body: failing(status, message) if number >= 10 else None
     job = job_of(server, tmp_path, endpoint={"max_in_flight": 1})
     with pytest.raises(EndpointRefused, match=remedy):
-        run_of(job)
+        finished_run(job)
     server.fault = lambda number, body: None
-    _, folder = run_of(job)
+    _, folder = finished_run(job)
     assert len(answers(folder)) == ROWS
     assert len(server.answered) == len(set(server.answered)) == ROWS  # none is paid twice
 
 
 def test_an_unknown_model_or_a_server_that_is_not_there_ends_the_run_before_a_row(server, tmp_path):
     with pytest.raises(EndpointRefused, match=r"engine\.endpoint\.model.*use one of large"):
-        run_of(job_of(server, tmp_path, endpoint={"model": "larger"}), "unknown")
+        finished_run(job_of(server, tmp_path, endpoint={"model": "larger"}), "unknown")
     with pytest.raises(EndpointUnavailable, match=r"engine\.endpoint\.url.*cannot be reached"):
-        run_of(job_of(server, tmp_path, endpoint={"url": "http://127.0.0.1:9/v1"}), "away")
+        finished_run(job_of(server, tmp_path, endpoint={"url": "http://127.0.0.1:9/v1"}), "away")
     assert not server.bodies
 
 
@@ -294,7 +274,7 @@ def test_a_field_that_cannot_work_is_refused_by_name(groups, field, server, tmp_
 
 def test_tokens_cost_what_the_job_says(server, tmp_path):
     prices = {"price_in": 1e6, "price_out": 2e6, "max_in_flight": 1}
-    report, _ = run_of(job_of(server, tmp_path, endpoint=prices), "priced")
+    report, _ = finished_run(job_of(server, tmp_path, endpoint=prices), "priced")
     assert report.cost["total"] == pytest.approx(ROWS * (11 + 2 * 7))
 
 
@@ -302,10 +282,10 @@ def test_a_server_that_answers_nothing_more_is_worth_a_retry(server, tmp_path, m
     monkeypatch.setattr(client, "SERVER_OUTAGE", 0.2)
     server.fault = lambda number, body: failing(503, "overloaded") if number >= 5 else None
     with pytest.raises(EndpointUnavailable, match=r"answered nothing.*503") as error:
-        run_of(job_of(server, tmp_path, endpoint={"max_in_flight": 1}))
+        finished_run(job_of(server, tmp_path, endpoint={"max_in_flight": 1}))
     assert is_transient(error.value)
     server.fault = lambda number, body: None
-    assert len(answers(run_of(job_of(server, tmp_path))[1])) == ROWS
+    assert len(answers(finished_run(job_of(server, tmp_path))[1])) == ROWS
 
 
 def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
@@ -331,11 +311,35 @@ def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
     assert not any("starting engines" in line for line in lines)
 
 
+def test_an_outage_is_no_stall(server, tmp_path, monkeypatch):
+    """The server is away until somebody is told so; a stall would end the run."""
+    monkeypatch.setattr(monitor, "LOOK", 0.02)
+    monkeypatch.setattr(monitor, "ASK_ENGINES", 0.02)
+    monkeypatch.setattr(limiter, "OUTAGE_TOLD", 0.0)
+    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)  # no row is blamed
+    told = threading.Event()
+    lines: list[str] = []
+
+    class Reader(Listener):
+        def hear(self, beat: Beat) -> None:
+            if "no answer from the server" in beat.about:
+                lines.extend((progress_line(beat), live_rows(beat)[0]["now"]))
+                told.set()
+
+    away = failing(503, "overloaded")
+    server.fault = lambda number, body: None if told.is_set() or number < 5 else away
+    job = job_of(server, tmp_path, endpoint={"max_in_flight": 1})
+    infer_run(job, plan_run(job, "away"), Reader())
+    for line in lines:
+        assert re.search(r"no answer from the server for \d+ s \(503\)", line), line
+    assert lines[1].startswith("waiting: no answer")
+
+
 def test_a_new_attempt_waits_until_requests_of_others_count_no_longer(server, tmp_path):
     server.fault = lambda number, body: failing(401, "bad key")
     job = job_of(server, tmp_path)
     with pytest.raises(EndpointRefused):
-        run_of(job)
+        finished_run(job)
     ledger = Ledger(open_store(str(tmp_path / "out" / "night")))
     (beat,) = read_beats(ledger.store, ledger.attempts()).values()
     assert seconds_of_others(ledger, "ours", beat.at) >= LIMIT_WINDOW + TRAVEL

@@ -134,3 +134,18 @@ def test_requests_of_earlier_attempts_count_against_a_limit(limits, waits):
         assert "an earlier attempt" in limiter.usage().waits
         clock.now += 40
         assert limiter.ask(1)[1]
+
+
+@pytest.mark.parametrize("signal", ["answered", "limited"])
+def test_an_outage_is_told_until_the_server_says_anything(signal):
+    clock = Clock()
+    limiter = Limiter(None, None, 4, 600.0, clock)
+    limiter.settle(limiter.ask(1)[1], "failed", None, 0.0, "ConnectError")
+    assert limiter.usage().outage == ""
+    clock.now += 70
+    limiter.settle(limiter.ask(1)[1], "failed", None, 0.0, "503")
+    clock.now += 5
+    assert limiter.usage().outage == "no answer from the server for 75 s (503)"
+    limiter.settle(limiter.ask(1)[1], signal)
+    clock.now += 70
+    assert limiter.usage().outage == ""

@@ -144,6 +144,7 @@ def test_each_row_a_function_spoils_fails_alone_with_its_reason():
         "empty dict": ("TypeError", "dict"),
         "list of text": ("TypeError", "messages"),
         "no content": ("TypeError", "messages"),
+        "raw prompt": ("TypeError", "keys 'prompt'"),
         "unknown key": ("TypeError", "unknown keys temperature"),
         "sampling text": ("TypeError", "sampling"),
         "sampling object": ("TypeError", ""),

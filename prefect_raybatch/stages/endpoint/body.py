@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from prefect_raybatch.job.endpoint import HOSTED_SAMPLING
+from prefect_raybatch.job.images import UNKNOWN
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
+from prefect_raybatch.stages.images.decode import BadImage, size_in_url
+from prefect_raybatch.stages.images.rows import ImagePart, image_reference, is_image
 
 CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
+# Of an image: GPT-4o takes 85 tokens and 170 for each 512 x 512 pixels, Claude one for 750 pixels,
+# Qwen2.5-VL one for 784.
+IMAGE_TOKENS, PIXELS_PER_TOKEN = 85, 512
 MESSAGE_TOKENS = 8  # that a chat template puts around a message
 LABEL_FIELD = "label"
 LABEL_JSON_TOKENS = 16  # more than the braces, quotes and name around a label take
@@ -68,10 +76,36 @@ def answer_text(content: str, params: SamplingFields) -> str:
     return label if isinstance(label, str) else content
 
 
+def reserved_tokens(messages: list[dict[str, Any]], body: Mapping[str, Any]) -> tuple[int, int]:
+    """Return about how many tokens the prompt and the answer of a request take, rather too many."""
+    return prompt_estimate(messages), int(body.get("max_tokens") or 0)
+
+
 def prompt_estimate(messages: list[dict[str, Any]]) -> int:
     """Return about how many tokens the messages have, rather too many."""
-    characters = sum(len(str(message.get("content", ""))) for message in messages)
-    return characters // CAREFUL_CHARACTERS + MESSAGE_TOKENS * len(messages)
+    contents = [message.get("content", "") for message in messages]
+    parts = [part for one in contents for part in (one if isinstance(one, list) else [one])]
+    images = [part for part in parts if is_image(part)]
+    characters = sum(len(_text_of(part)) for part in parts if not is_image(part))
+    own = characters // CAREFUL_CHARACTERS + MESSAGE_TOKENS * len(messages)
+    return own + sum(map(_image_tokens, images))
+
+
+def image_tokens(pixels: float) -> int:
+    """Return about how many tokens an image takes, rather too many; models differ widely."""
+    return IMAGE_TOKENS + math.ceil(pixels / PIXELS_PER_TOKEN)
+
+
+def _image_tokens(part: ImagePart) -> int:
+    try:
+        width, height = size_in_url(image_reference(part)) or UNKNOWN
+    except BadImage:  # the server says what is wrong with it
+        width, height = UNKNOWN
+    return image_tokens(width * height)
+
+
+def _text_of(part: object) -> str:
+    return str(part.get("text", "")) if isinstance(part, dict) else str(part)
 
 
 def _json_schema(name: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class EndpointEngine:
                 )
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__}: {error}"
-                await self._tell(number, "failed")
+                await self._tell(number, "failed", None, 0.0, type(error).__name__)
             except BaseException:
                 await self._tell(number, "failed")
                 raise

@@ -21,6 +21,7 @@ LIMIT_WINDOW = 60.0  # seconds
 BURST = 1.0  # seconds' worth that may leave at once
 TRAVEL = 2.0  # seconds that a request may take to the server
 CLOCK_ROUNDING = 1e-6  # seconds
+OUTAGE_TOLD = 10.0  # seconds without any answer that are an outage of the server
 FIRST_IN_FLIGHT = 8.0
 SLOWER, FASTER = 0.5, 1.0  # factor of requests in flight after 429, and steps per round of answers
 Signal = Literal["answered", "limited", "failed"]
@@ -44,6 +45,7 @@ class Usage:
     output_tokens: int = 0
     waits: str = ""
     batches: str = ""  # how the open batches stand, "" without any
+    outage: str = ""  # since when and why the server answers nothing, "" if it answers
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Limiter:
     _why: str = ""
     _cut: float = 0.0  # when the requests in flight were last halved
     _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _failing: tuple[float, str] | None = None  # since when no request is answered, and why
     _batches: dict[int, BatchCounts] = field(default_factory=dict)  # by shard
 
     def __post_init__(self) -> None:
@@ -148,6 +151,8 @@ class Limiter:
             sent = self._flying.pop(number, None)
             if sent is not None:
                 sent.settled = now
+            since = now if self._failing is None else self._failing[0]
+            self._failing = (since, why) if signal == "failed" else None
             if used is not None:
                 self._usage[1] += used[0]
                 self._usage[2] += used[1]
@@ -193,7 +198,17 @@ class Limiter:
             )
             waits = f"waiting {left:.0f} s: {self._why}{limit}" if left >= 1 else ""
             requests, prompt, output = self._usage
-            return Usage(requests, prompt, output, waits, _batches_text(self._batches.values()))
+            batches = _batches_text(self._batches.values())
+            return Usage(requests, prompt, output, waits, batches, self._outage())
+
+    def _outage(self) -> str:
+        if self._failing is None:
+            return ""
+        since, why = self._failing
+        silent = self.clock() - since
+        if silent < OUTAGE_TOLD:
+            return ""
+        return f"no answer from the server for {silent:.0f} s" + (f" ({why})" if why else "")
 
     def _wait(self, now: float, tokens: int) -> float:
         waits = [self._paused - now]

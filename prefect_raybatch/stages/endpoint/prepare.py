@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.block import Failure, timed, with_failures
-from prefect_raybatch.stages.columns import CHAT, FORMED, PARAMS, TOKENS
+from prefect_raybatch.stages.block import Failure, Messages, timed, with_failures
+from prefect_raybatch.stages.columns import CHAT, DIGESTS, FORMED, KEY, PARAMS, TOKENS
 from prefect_raybatch.stages.messages import ChatRequest
-from prefect_raybatch.stages.prepare import Prepare, with_own_forms
+from prefect_raybatch.stages.prepare import (
+    Prepare,
+    messages_for_images,
+    with_images,
+    with_own_forms,
+)
 from prefect_raybatch.stages.row_sampling import has_form
 
 
@@ -21,7 +26,19 @@ class PrepareHosted(Prepare):
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        made = [_encoded(request) for request in self._requests(table)]
+        asked = self._requests(table)
+        shown: list[Messages | Failure] = []
+        if self.images is not None:
+            shown, digests = self.images.fetched(table, list(map(messages_for_images, asked)))
+            if self.keying is not None:
+                asked = with_images(asked, shown, digests)
+            if self.images.digests:
+                table = DIGESTS.add_to(table, digests)
+        if self.keying is not None:
+            asked = self.keying.checked(asked, table, table[KEY].to_pylist())
+        if shown:
+            asked = [_showing(*pair) for pair in zip(asked, shown, strict=True)]
+        made = [_encoded(request) for request in asked]
         requests = [pair[0] for pair in made]
         own = [r.sampling if isinstance(r, ChatRequest) else None for r in requests]
         table = CHAT.add_to(table, [pair[1] for pair in made])
@@ -35,10 +52,20 @@ class PrepareHosted(Prepare):
         return timed(table, "prepare", began)
 
 
+def _showing(request: ChatRequest | Failure, shown: Messages | Failure) -> ChatRequest | Failure:
+    """Return a request with its images in its messages, or why it has none."""
+    if isinstance(request, Failure):
+        return request
+    return shown if isinstance(shown, Failure) else replace(request, messages=shown)
+
+
 def _encoded(request: ChatRequest | Failure) -> tuple[ChatRequest | Failure, str | None]:
     """Return a request with the JSON of its messages, or why they have none."""
     if isinstance(request, Failure):
         return request, None
+    if request.raw:
+        reason = "a hosted model takes raw prompts by engine.endpoint.api: completions. Return text"
+        return Failure("prepare", "ValueError", reason), None
     try:
         return request, json.dumps(request.messages)
     except (TypeError, ValueError) as error:

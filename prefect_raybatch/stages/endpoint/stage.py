@@ -19,7 +19,7 @@ from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import failures_of, lost_all
 from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
-from prefect_raybatch.stages.endpoint.body import answer_text, body_of, prompt_estimate
+from prefect_raybatch.stages.endpoint.body import answer_text, body_of, reserved_tokens
 from prefect_raybatch.stages.endpoint.client import (
     EndpointEngine,
     HostedAnswer,
@@ -124,7 +124,7 @@ class EndpointStage(EngineStage):
                     entry["content"], entry["finish"], entry["prompt"], entry["output"]
                 )
                 continue
-            tokens = prompt_estimate(messages) + int(body.get("max_tokens") or 0)
+            tokens = sum(reserved_tokens(messages, body))
             keep = partial(self._keep, shards[i], key)
             requests[i] = HostedRequest(body, tokens, key, keep)
         hosted = cast("EndpointEngine", engine)

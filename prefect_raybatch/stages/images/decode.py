@@ -6,6 +6,7 @@ a whole header, and Pillow's own `verify` accepts it.
 
 from __future__ import annotations
 
+import base64
 import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ _MAX_PIXELS = 50_000_000
 _MAX_BYTES = 20_000_000
 ORIENTATION = 0x0112  # of EXIF
 _WHITE = (255, 255, 255)
+JPEG_QUALITY = 90  # of an image that is sent to a hosted model
+HEADER_CHARACTERS = 8192  # of a data URL's base64, which hold the header of a clean image
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N")  # 16 bits a pixel, grey
 _KNOWN = (  # what arrives in place of an image, by how it begins
     (b"%!PS", "an EPS or PostScript file"),
@@ -63,6 +66,26 @@ def decode_image(data: bytes, policy: Policy) -> Image:
             "more. Crop it"
         )
     return _sized(_rgb(_upright(image)), policy)
+
+
+def data_url(data: bytes, policy: Policy) -> str:
+    """Return the decoded image as a data URL: a JPEG stays one, other formats become PNG."""
+    image = decode_image(data, policy)
+    kind = "JPEG" if _opened(data, policy).format == "JPEG" else "PNG"
+    out = io.BytesIO()
+    image.save(out, kind, **({"quality": JPEG_QUALITY} if kind == "JPEG" else {}))
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def size_in_url(url: object) -> tuple[int, int] | None:
+    """Return width and height of the image in a URL of `data_url`; None for another value."""
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        return None
+    _, _, text = url.partition(";base64,")
+    try:
+        return size_of(base64.b64decode(text[:HEADER_CHARACTERS]))
+    except ValueError:
+        return None
 
 
 def check_image(data: bytes, policy: Policy) -> None:

@@ -15,7 +15,13 @@ from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.request import ImageSpec, PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, Row, rows_of
-from prefect_raybatch.stages.images.decode import BadImage, Policy, check_image, decode_image
+from prefect_raybatch.stages.images.decode import (
+    BadImage,
+    Policy,
+    check_image,
+    data_url,
+    decode_image,
+)
 from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.vllm.multimodal import RENDERING, RowFeatures, renderer
@@ -23,6 +29,7 @@ from prefect_raybatch.stages.vllm.multimodal import RENDERING, RowFeatures, rend
 TOO_MANY_AWAY = 0.2  # of a block's rows: their place is away, and the rows are not to blame
 
 ImagePart = dict[str, object]  # part of a message's content: its type, and what that type has
+MOST_SENT = 50_000_000  # characters; OpenAI's limit on a request is 50 MB
 AT_ONCE = 16  # rows whose images are fetched side by side
 
 
@@ -46,7 +53,8 @@ class RowImages:
 
     `arguments` are the engine's, which affect how its model gets them. `empty`: a null is no image,
     and no failure. `digests`: digests of the fetched images are wanted. Unless `decode`, images are
-    fetched only for these, and only their headers are checked.
+    fetched only for these, and only their headers are checked. `as_urls`: a hosted model gets the
+    images as data URLs.
     """
 
     images: ImageSpec
@@ -55,6 +63,7 @@ class RowImages:
     arguments: EngineFields = field(default_factory=dict)
     digests: bool = False
     decode: bool = True
+    as_urls: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -127,6 +136,8 @@ class RowImages:
         shown = [{**m, "content": self._content(m["content"], seen)} for m in messages]
         if columns:
             _before_text(shown, columns)
+        if self.as_urls:
+            _check_sent(shown)
         return shown
 
     def _of(self, name: str, value: object) -> list[tuple[str, object]]:
@@ -160,6 +171,8 @@ class RowImages:
             if not self.decode:
                 check_image(data, self.policy)
                 return {"type": "image"}
+            if self.as_urls:
+                return {"type": "image_url", "image_url": {"url": data_url(data, self.policy)}}
             image = decode_image(data, self.policy)
         except (BadImage, ImageUnavailable) as error:
             raise type(error)(f"{where}: {error}") from None
@@ -171,11 +184,12 @@ def row_images(
     arguments: EngineFields,
     options: StoreOptions | None = None,
     digests_alone: bool = False,
+    hosted: bool = False,
 ) -> RowImages | None:
     """Return how to get the images of rows; None for text alone.
 
     `arguments` are the engines', `options` the input store's; with `digests_alone`, images are
-    fetched only for their digests, and not decoded.
+    fetched only for their digests, and not decoded. `hosted`: they go to a hosted model.
     """
     images = prompt.images
     if images is None:
@@ -189,7 +203,7 @@ def row_images(
     )
     kept = {name: arguments[name] for name in RENDERING if name in arguments}
     wanted, empty = digests_alone or images.digests, prompt.on_null == "empty"
-    return RowImages(images, places, empty, kept, wanted, not digests_alone)
+    return RowImages(images, places, empty, kept, wanted, not digests_alone, hosted)
 
 
 def is_image(part: object) -> TypeGuard[ImagePart]:
@@ -208,6 +222,16 @@ def image_reference(part: ImagePart) -> object:
 
 def _parts(messages: Messages) -> list[object]:
     return [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
+
+
+def _check_sent(messages: Messages) -> None:
+    """Raise `BadImage` if the images of a row are too large for a request."""
+    size = sum(len(str(image_reference(part))) for part in _parts(messages) if is_image(part))
+    if size > MOST_SENT:
+        raise BadImage(
+            f"the row's images have {size:,} characters as data URLs, and a request to a hosted "
+            f"model takes at most {MOST_SENT:,}. Set prompt.images.resize, or remove some"
+        )
 
 
 def _is_null(value: object) -> bool:
