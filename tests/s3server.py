@@ -178,7 +178,7 @@ class S3Proxy(ThreadingHTTPServer):
     """Forwards to a server and does to each request what `decide(method, path, headers)` says.
 
     "pass" forwards; "lose" forwards, then drops the connection instead of answering; "reset"
-    drops it without forwarding; "503", "expired", "501" and "507" answer that without forwarding;
+    drops it without forwarding; the names in `_REFUSALS` answer that without forwarding;
     "strip" forwards without If-None-Match, signed anew; "flip" and "truncate" likewise with a body
     that was changed, "garble" with one that no longer fits its signature; "slow SECONDS" forwards
     after a pause;
@@ -218,6 +218,8 @@ def proxy(server: S3Server, decide: Decide) -> Iterator[S3Proxy]:
 
 
 _REFUSALS = {
+    "403": (403, "AccessDenied"),
+    "429": (429, "TooManyRequests"),
     "500": (500, "InternalError"),
     "503": (503, "SlowDown"),
     "expired": (400, "ExpiredToken"),

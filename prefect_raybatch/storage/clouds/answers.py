@@ -5,24 +5,15 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavailable
+from prefect_raybatch.errors import AccessDenied, CredentialsUnusable, StoreError, StoreUnavailable
 from prefect_raybatch.storage.base import not_found
+from prefect_raybatch.storage.permissions import PERMISSIONS
 
 _STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
 _PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
-_ROLES = {
-    ("gs", "read"): "storage.objects.get (role Storage Object Viewer)",
-    ("gs", "list"): "storage.objects.list (role Storage Object Viewer)",
-    ("gs", "write"): "storage.objects.create and .delete (role Storage Object User)",
-    ("gs", "delete"): "storage.objects.delete (role Storage Object User)",
-    ("az", "read"): "blobs/read (role Storage Blob Data Reader)",
-    ("az", "list"): "blobs/read (role Storage Blob Data Reader)",
-    ("az", "write"): "blobs/write (role Storage Blob Data Contributor)",
-    ("az", "delete"): "blobs/delete (role Storage Blob Data Contributor)",
-}
 
 
 class CloudAnswer(NamedTuple):
@@ -63,9 +54,9 @@ class CloudAnswer(NamedTuple):
                 f"{place}: the credentials are missing, wrong or expired ({said}). Renew them"
             )
         if self.status == 403:
-            return StoreError(
+            return AccessDenied(
                 f"{place}: access denied ({said}). Check that the credentials allow "
-                f"{_ROLES[scheme, operation]}, and that the clock of this machine is right"
+                f"{PERMISSIONS[scheme][operation]}, and that the clock of this machine is right"
             )
         return StoreError(f"{place}: the store refused to {operation} ({said})")
 
