@@ -83,8 +83,11 @@ def open_store(uri: str, options: StoreOptions | None = None, links: bool = Fals
     root = normalize(uri)
     scheme = store_scheme(root)
     if scheme in EXTRAS:
-        bucket = root.partition("://")[2].partition("/")[0]
-        return CloudStore(root, CloudConnection.shared(scheme, bucket, options or {}))
+        bucket, _, account = root.partition("://")[2].partition("/")[0].partition("@")
+        given = dict(options or {})
+        if account and given.setdefault("account_name", account) != account:
+            raise ConfigError(f"{root} names another account than options.account_name. Remove one")
+        return CloudStore(root, CloudConnection.shared(scheme, bucket, given))
     if scheme:
         return S3Store(root, Connection.shared(options or {}))
     return LocalStore(root, links)

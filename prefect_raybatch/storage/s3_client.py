@@ -104,7 +104,7 @@ class Connection:
         try:
             return s3fs.S3FileSystem(client_kwargs=client, config_kwargs=config, **options)
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"s3fs rejects the store options: {self.scrub(error)}") from None
+            raise ConfigError(_refused_options(self.scrub(error))) from None
 
     def endpoint(self, fs: object) -> str:
         """Return scheme://host:port that `fs` contacts, as far as known before the first answer."""
@@ -200,7 +200,7 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
         try:
             await fs.set_session()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the S3 client rejects the store options: {error}") from None
+            raise ConfigError(_refused_options(error)) from None
         method = getattr(await fs.get_s3(arguments["Bucket"]), operation)
         # s3fs drops arguments it does not know: only the user's extras may pass that filter.
         found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})
@@ -230,6 +230,13 @@ async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> byte
             found["ContentLength"] = size
             return None
     return b"".join(parts)
+
+
+def _refused_options(error: object) -> str:
+    return (
+        f"the S3 client rejects the store options: {error}. Use key, secret, token, endpoint_url, "
+        "region, profile, anon, client_kwargs, config_kwargs, or another name that s3fs takes"
+    )
 
 
 def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:

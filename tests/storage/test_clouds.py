@@ -163,3 +163,13 @@ def test_a_fork_is_refused_and_does_not_hang(store: Store) -> None:
             os._exit(3)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.whole
+def test_the_account_of_an_azure_url_is_used(tmp_path: Path) -> None:
+    with running_azurite(tmp_path, "bucket") as server:
+        options = {"account_key": server.key, "endpoint": server.endpoint}
+        url = f"abfss://bucket@{server.account}.dfs.core.windows.net/x"
+        open_store(url, options).put("a", b"1")
+        assert open_store("az://bucket/x", server.options).read("a") == b"1"
+        assert open_store(f"az://bucket@{server.account}/x", options).read("a") == b"1"

@@ -15,6 +15,14 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
 
+_NO_TOKEN = {
+    "gs": "there are no application default credentials that work. Set "
+    "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account, or run gcloud auth "
+    "application-default login, or use a machine with a service account",
+    "az": "there are no credentials of Azure that work. Set AZURE_STORAGE_ACCOUNT_KEY or "
+    "AZURE_STORAGE_SAS_KEY, or use a machine with a managed identity",
+}
+
 
 class CloudAnswer(NamedTuple):
     """The outcome of a failed call: HTTP status (0 without an answer), code and message."""
@@ -22,6 +30,11 @@ class CloudAnswer(NamedTuple):
     status: int
     code: str
     text: str
+
+    @property
+    def without_token(self) -> bool:
+        """Return whether no credentials were found, or those found gave no token."""
+        return "token request" in self.text
 
     @property
     def worth_retrying(self) -> bool:
@@ -37,6 +50,8 @@ class CloudAnswer(NamedTuple):
     ) -> Exception:
         """Return the error to raise: it names the place, the answer, and what to do."""
         said = self.text
+        if self.without_token:
+            return CredentialsUnusable(f"{place}: {_NO_TOKEN[scheme]} ({said})")
         if self.worth_retrying:
             return StoreUnavailable(
                 f"{place}: no valid answer from {endpoint} in {tries} tries (the last: {said}). "

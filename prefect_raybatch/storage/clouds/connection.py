@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from prefect_raybatch.errors import ConfigError, StoreError
-from prefect_raybatch.schemes import CLOUD_OPTIONS, CLOUD_SECRETS, EXTRAS
+from prefect_raybatch.schemes import CLOUD_SECRETS, EXTRAS, check_cloud_options
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
@@ -43,12 +43,10 @@ class CloudConnection:
         self.scheme, self.bucket, self.options = scheme, bucket, dict(options)
         if find_spec("obstore") is None:
             raise self._missing()
-        unknown = sorted(set(options) - set(CLOUD_OPTIONS[scheme]))
-        if unknown:
-            raise ConfigError(
-                f"{scheme}://{bucket} has no options {', '.join(map(repr, unknown))}. Use "
-                f"{', '.join(CLOUD_OPTIONS[scheme])}"
-            )
+        try:
+            check_cloud_options(f"{scheme}://{bucket}", options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self.silence = Silence()
         self._clients: dict[tuple[int, int], Any] = {}
 
@@ -121,6 +119,12 @@ class CloudConnection:
         given = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
         url = self.options.get("endpoint") or next(filter(None, map(os.environ.get, given)), None)
         account = self.options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if not account:
+            raise ConfigError(
+                f"az://{self.bucket} names no storage account. Set AZURE_STORAGE_ACCOUNT_NAME, or "
+                "account_name in source.options and output.options, or write "
+                f"abfss://{self.bucket}@ACCOUNT.dfs.core.windows.net/PATH"
+            )
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
 
     def clock(self) -> float | None:

@@ -294,7 +294,10 @@ class CloudStore(Store):
             answer = cloud_answer(failure, link.scrub(failure))
             wait = random.uniform(0.5, 1.0) * pause
             deadline = began + self.retry_seconds
-            late = time.monotonic() + wait > deadline and tries >= _MIN_TRIES
+            # A machine without credentials asks a server that is not there, for 10 s each time.
+            late = tries >= _MIN_TRIES and (
+                answer.without_token or time.monotonic() + wait > deadline
+            )
             if late or not answer.worth_retrying:
                 # Not chained: the client's own texts can hold URLs with credentials.
                 raise answer.error(link.scheme, operation, place, tries, link.endpoint()) from None
