@@ -40,7 +40,7 @@ from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
-from prefect_raybatch.storage import Store, is_remote, join
+from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _check_cluster(resolved: Resolved) -> None:
 
 
 def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
-    """Raise `ConfigError` if the folder `output` is inside the input, or is a file."""
+    """Raise `ConfigError` if `output` is inside the input, is a file, or names no account."""
     from prefect_raybatch.source import reaches
 
     for uri in read.uris if read.stored else ():
@@ -131,7 +131,9 @@ def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
                 f"output.uri: {output!r} is inside the input {uri!r}, so the next run would read "
                 "its own results. Choose another folder"
             )
-    if not is_remote(output):
+    if is_remote(output):
+        open_store(output, options)  # contacts nothing
+    else:
         path = join(output)
         taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
         if taken:

@@ -133,7 +133,9 @@ def test_azure_without_an_account_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         if name.startswith("AZURE_"):
             monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match=r"az://c names no storage account\. Set AZURE_"):
-        open_store("az://c/x", {}).read("x")
+        open_store("az://c/x", {})
+    with pytest.raises(ConfigError, match="names no storage account"):
+        check_places(read_spec(make_job().source), "az://c/x", {})
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class CloudConnection:
             check_cloud_options(f"{scheme}://{bucket}", options)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self.endpoint()  # raises without an account
         self.silence = Silence()
         self._clients: dict[tuple[int, int], Any] = {}
 
