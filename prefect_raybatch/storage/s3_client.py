@@ -17,12 +17,11 @@ from typing import Any, cast
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import local_size
+from prefect_raybatch.storage.bucket import PARALLEL_PARTS, SLOWEST
 from prefect_raybatch.storage.internet import MOVED
 from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
-PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
-SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
 LEAST_WAIT = 60.0  # seconds that even a small one may take
 
 Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system

@@ -25,8 +25,8 @@ from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway
+from prefect_raybatch.storage import bucket as bucket_module
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.storage import s3 as s3_module
 from prefect_raybatch.storage.internet import allowed
 
 
@@ -392,7 +392,7 @@ def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
 @pytest.fixture
 def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where there is a red image `a.png`."""
-    monkeypatch.setattr(s3_module, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE", 0.02)
     s3.create_bucket("photos")
     open_store("s3://photos/some", s3.options).put("a.png", PNG)
     return "s3://photos/some"

@@ -7,15 +7,12 @@ import os
 import pickle
 import threading
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.azurite import running_azurite
-from helpers.gcs_server import GcsServer, serving
+from helpers.clouds import Cloud
 
 from prefect_raybatch.errors import (
     ConfigError,
@@ -29,32 +26,6 @@ from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.clouds import CloudStore
 
 REMEDY = r"Renew them|Check that the credentials"
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """A server, its scheme and what `open_store` takes for it. It has one bucket: `bucket`."""
-
-    scheme: str
-    options: dict[str, Any]
-    secret: str  # the option that holds the credential
-    address: str  # the option that holds the server's URL
-
-    def opened(self, bucket: str = "bucket", **options: str) -> Store:
-        uri = f"{self.scheme}://{bucket}/{uuid.uuid4()}"
-        return open_store(uri, {**self.options, **options})
-
-
-@pytest.fixture(scope="module", params=["gs", pytest.param("az", marks=pytest.mark.whole)])
-def cloud(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cloud]:
-    if request.param == "gs":
-        with serving(GcsServer("secret-token", "bucket")) as running:
-            yield Cloud("gs", running.options, "bearer_token", "base_url")
-    else:
-        with running_azurite(tmp_path_factory.mktemp("azurite"), "bucket") as started:
-            yield Cloud("az", started.options, "account_key", "endpoint")
 
 
 @pytest.fixture
