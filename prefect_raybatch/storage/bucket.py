@@ -21,7 +21,7 @@ from prefect_raybatch.storage.uri import checked, join
 
 SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
 PART_BYTES = 32 * 2**20
-MOST_PARTS = 10_000  # of an upload; Azure allows more
+_MOST_PARTS = 10_000  # of an upload; Azure allows more
 PARALLEL_PARTS = 4  # so many are in memory
 SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
 READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
@@ -122,7 +122,7 @@ class BucketStore(Store):
 
 
 def part_size(size: int) -> int:
-    return max(PART_BYTES, -(-size // MOST_PARTS))
+    return max(PART_BYTES, -(-size // _MOST_PARTS))
 
 
 def content(source: str) -> bytes:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import threading
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,22 +56,6 @@ def test_a_listing_goes_past_one_page(store: Store) -> None:
     assert [info.path for info in store.list()] == [f"{n:04}" for n in range(1200)]
     store.delete(info.path for info in store.list())
     assert list(store.list()) == []
-
-
-def test_of_fifty_writers_one_wins(store: Store) -> None:
-    for number in range(5):
-        bodies = [uuid.uuid4().bytes for _ in range(50)]
-        barrier = threading.Barrier(50)
-
-        def write(body: bytes, barrier: threading.Barrier = barrier, number: int = number) -> bool:
-            barrier.wait()
-            return store.put_if_absent(str(number), body)
-
-        with ThreadPoolExecutor(50) as pool:
-            told = list(pool.map(write, bodies))
-        winners = [body for body, won in zip(bodies, told, strict=True) if won]
-        assert winners == [store.read(str(number))]
-        assert store.put_if_absent(str(number), winners[0]), "after a lost answer it is ours"
 
 
 def test_files_under_a_condition(store: Store, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from prefect_raybatch.storage.base import (
 )
 from prefect_raybatch.storage.bucket import BucketStore, content, part_size
 from prefect_raybatch.storage.clouds.answers import cloud_answer
-from prefect_raybatch.storage.clouds.connection import ANSWER_SECONDS
 from prefect_raybatch.storage.uri import checked
 
 _DELETE_THREADS = 16
@@ -116,7 +115,7 @@ class CloudStore(BucketStore):
                 client, self._key(path), data, mode=mode, use_multipart=False
             ),
             conditional=mode != "overwrite",
-            seconds=ANSWER_SECONDS + extra,
+            extra_seconds=extra,
         )
 
     def _create(self, path: str, data: bytes) -> bool:
@@ -160,7 +159,7 @@ class CloudStore(BucketStore):
                 )
 
         together = bucket.PARALLEL_PARTS * bucket.PART_BYTES
-        self._call("write", path, send, seconds=ANSWER_SECONDS + together // bucket.SLOWEST)
+        self._call("write", path, send, extra_seconds=together // bucket.SLOWEST)
 
     def delete(self, paths: Iterable[str]) -> None:
         with ThreadPoolExecutor(_DELETE_THREADS) as pool:
@@ -207,7 +206,7 @@ class CloudStore(BucketStore):
         path: str,
         send: Callable[[Any], _Result],
         conditional: bool = False,
-        seconds: int = ANSWER_SECONDS,
+        extra_seconds: int = 0,
     ) -> Any:
         """Call `send(client)`, and again after growing random pauses, until it is answered.
 
@@ -216,7 +215,7 @@ class CloudStore(BucketStore):
         """
         began, tries, pause = time.monotonic(), 0, bucket.FIRST_PAUSE
         link, place = self.connection, self._place(path)
-        client = link.client(seconds)
+        client = link.client(extra_seconds)
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         while True:
