@@ -68,6 +68,18 @@ def with_account(uri: str, options: Mapping[str, object]) -> str:
     return f"az://{container}@{account}{slash}{path}"
 
 
+def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return options that are given for another place, if the store of `uri` can take them too.
+
+    Otherwise none: for a store of another kind credentials come from the environment.
+    """
+    clouds = {name for names in CLOUD_OPTIONS.values() for name in names}
+    scheme = store_scheme(uri)
+    known = set(CLOUD_OPTIONS.get(scheme, ()))
+    fits = known.issuperset(options) if known else not options or not clouds.issuperset(options)
+    return dict(options) if fits else {}
+
+
 def check_cloud_options(uri: str, options: Mapping[str, object]) -> None:
     """Raise ValueError, without their values, for options that a store of Google or Azure lacks."""
     scheme = store_scheme(uri)

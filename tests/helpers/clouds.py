@@ -27,6 +27,7 @@ class Cloud:
     options: dict[str, Any]
     secret: str  # the option that holds the credential
     address: str  # the option that holds the server's URL
+    env: dict[str, str]  # the options as environment variables
 
     def opened(self, bucket: str = "bucket", **options: str) -> Store:
         """Open a folder of its own."""
@@ -39,7 +40,9 @@ def cloud_server(scheme: str, folder: Path) -> Iterator[Cloud]:
     """Run the server of a scheme, which may keep files in `folder`."""
     if scheme == "gs":
         with serving(GcsServer("secret-token", "bucket")) as running:
-            yield Cloud("gs", running.endpoint, running.options, "bearer_token", "base_url")
+            names = ("bearer_token", "base_url")
+            yield Cloud("gs", running.endpoint, running.options, *names, running.env)
     else:
         with running_azurite(folder, "bucket") as started:
-            yield Cloud("az", started.endpoint, started.options, "account_key", "endpoint")
+            names = ("account_key", "endpoint")
+            yield Cloud("az", started.endpoint, started.options, *names, started.env)
