@@ -32,6 +32,7 @@ from prefect_raybatch.storage.s3_settings import (
     S3Settings,
     iceberg_options,
     object_store_options,
+    refuse_cloud_table,
     s3_settings,
     table_settings,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "put_proved",
     "put_same_proved",
     "read_ahead",
+    "refuse_cloud_table",
     "s3_settings",
     "split_glob",
     "table_settings",
