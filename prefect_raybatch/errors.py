@@ -89,6 +89,12 @@ class CredentialsUnusable(StoreError):
     remedy = "Renew the credentials that the message names, then run the job again."
 
 
+class AccessDenied(StoreError):
+    """The store does not let these credentials do what a run has to do there."""
+
+    remedy = "Grant the permission that the message names, then run the job again."
+
+
 class BadUpload(StoreError):
     """The store holds other bytes than were uploaded; the local file is kept."""
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from helpers import environ
@@ -174,11 +174,18 @@ def _wait_until_ready(server: S3Server, log: Path, seconds: float = 90) -> bool:
 Decide = Callable[[str, str, Mapping[str, str]], str]
 
 
+class Served(Protocol):
+    """A server of any store."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+
 class S3Proxy(ThreadingHTTPServer):
     """Forwards to a server and does to each request what `decide(method, path, headers)` says.
 
     "pass" forwards; "lose" forwards, then drops the connection instead of answering; "reset"
-    drops it without forwarding; "503", "expired", "501" and "507" answer that without forwarding;
+    drops it without forwarding; the names in `_REFUSALS` answer that without forwarding;
     "strip" forwards without If-None-Match, signed anew; "flip" and "truncate" likewise with a body
     that was changed, "garble" with one that no longer fits its signature; "slow SECONDS" forwards
     after a pause;
@@ -188,7 +195,7 @@ class S3Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, server: S3Server, decide: Decide) -> None:
+    def __init__(self, server: Served, decide: Decide) -> None:
         super().__init__(("127.0.0.1", 0), _ProxyHandler)
         self.target = server
         self.decide = decide
@@ -197,14 +204,15 @@ class S3Proxy(ThreadingHTTPServer):
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        path = urlsplit(self.target.endpoint).path  # Azurite's has the account
+        return f"http://127.0.0.1:{self.server_address[1]}{path}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that hang up are part of the tests."""
 
 
 @contextlib.contextmanager
-def proxy(server: S3Server, decide: Decide) -> Iterator[S3Proxy]:
+def proxy(server: Served, decide: Decide) -> Iterator[S3Proxy]:
     """A running `S3Proxy` before `server`."""
     running = S3Proxy(server, decide)
     thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
@@ -218,6 +226,8 @@ def proxy(server: S3Server, decide: Decide) -> Iterator[S3Proxy]:
 
 
 _REFUSALS = {
+    "403": (403, "AccessDenied"),
+    "429": (429, "TooManyRequests"),
     "500": (500, "InternalError"),
     "503": (503, "SlowDown"),
     "expired": (400, "ExpiredToken"),
@@ -266,8 +276,8 @@ class _ProxyHandler(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes, anew: bool) -> tuple[int, dict[str, str], bytes]:
         headers = {k: v for k, v in self.headers.items() if k.lower() != "expect"}
-        if anew:
-            headers = self._signed_anew(headers, body)
+        if anew and isinstance(self.server.target, S3Server):
+            headers = self._signed_anew(self.server.target, headers, body)
         address = urlsplit(self.server.target.endpoint)
         upstream = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
         with contextlib.closing(upstream):
@@ -275,7 +285,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             answer = upstream.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
 
-    def _signed_anew(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
+    def _signed_anew(
+        self, target: S3Server, headers: dict[str, str], body: bytes
+    ) -> dict[str, str]:
         """`headers` without condition and checksum: the signature covers them, so it is made
         again."""
         from botocore.auth import S3SigV4Auth
@@ -284,7 +296,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
 
         host = headers["Host"]
         request = AWSRequest(self.command, f"http://{host}{self.path}", {"Host": host}, body)
-        credentials = Credentials(self.server.target.key, self.server.target.secret)
+        credentials = Credentials(target.key, target.secret)
         S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
         return {"Content-Length": str(len(body)), **dict(request.headers.items())}
 

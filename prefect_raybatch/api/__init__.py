@@ -59,6 +59,7 @@ from prefect_raybatch.runs.plan_run import (
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.quality import check_accuracy, golden_of, measured
 from prefect_raybatch.runs.run import Run, latest_unfinished, load_run, run_of, run_store
+from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.storage import Store, open_store
 
@@ -145,8 +146,9 @@ def record_unplanned(
     try:
         check_reach(job, policy_in_force())  # a refused job writes nothing, not even this record
         uri = fill_words(job.output.uri, key, run_date or date_of_key(key) or today())
+        inputs = [with_account(one, job.source.options) for one in job.source.uris]
         return attempts.record_without_plan(
-            *(uri, job.output.options or None, job.source.uris, job.name, key, error),
+            *(uri, job.output.options or None, inputs, job.name, key, error),
             secrets_of(job),
         )
     except RayBatchError as fault:
@@ -191,7 +193,7 @@ def plan_run(
     """
     resolved = resolve(job)
     job = resolved.job
-    check_places(read_spec(job.source), job.output.uri)
+    check_places(read_spec(job.source), job.output.uri, job.output.options)
     ledger = Ledger(run_store(job.output, run_key))
     plan = ledger.load_plan()
     with recorded_attempt(ledger.store, job, run_key, attempts.PLANNING, begin=plan is None):

@@ -136,7 +136,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
         "raybatch backfill job.yaml --from 2026-11-01 --to 2026-11-30 --at-most 4",
     ),
     "verify": ("raybatch verify out/monday", "raybatch verify out/monday --chain"),
-    "doctor": ("raybatch doctor", "raybatch doctor job.yaml"),
+    "doctor": ("raybatch doctor job.yaml", "raybatch doctor s3://bucket/out"),
     "schema": ("raybatch schema", "raybatch schema > job.schema.json"),
     "tune": (
         "raybatch tune job.yaml --minutes 10",

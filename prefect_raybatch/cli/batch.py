@@ -24,12 +24,14 @@ def batch(
     input_file: Annotated[
         str,
         typer.Option(
-            "-i", "--input-file", metavar="FILE", help="Batch file: local, s3://, http(s)"
+            "-i", "--input-file", metavar="FILE", help="Batch file: local, in a bucket, http(s)"
         ),
     ],
     output_file: Annotated[
         str,
-        typer.Option("-o", "--output-file", metavar="FILE", help="File to write: local or s3://"),
+        typer.Option(
+            "-o", "--output-file", metavar="FILE", help="File to write: local or in a bucket"
+        ),
     ],
     model: Annotated[str, typer.Option(metavar="MODEL", help="Model that answers")],
     served_as: Annotated[

@@ -40,6 +40,7 @@ from prefect_raybatch.cli.batch import batch_files
 from prefect_raybatch.cli.compare_answers import comparing, show_threshold, threshold_of
 from prefect_raybatch.cli.drive import (
     is_readable,
+    job_of_fields,
     job_of_file,
     retry_options,
     retry_rows,
@@ -96,6 +97,7 @@ from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
 from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage.private import write_private
+from prefect_raybatch.storage.uri import is_remote
 from prefect_raybatch.words import counted
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 plus the number of the signal
@@ -490,8 +492,9 @@ def publish(
 
 @app.command(**in_catalog("doctor"))
 def doctor(
-    job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="Job file in YAML, to check as well")
+    place: Annotated[
+        str | None,
+        typer.Argument(metavar="JOB|URI", help="Job file in YAML, or a folder or bucket, to check"),
     ] = None,
     set_: FieldChanges = None,
     as_json: Json = False,
@@ -499,12 +502,18 @@ def doctor(
     """Check this machine and its services, and say what to fix.
 
     It checks versions, Prefect, the cluster, GPUs and the clock; with JOB also the store, the
-    source, and the model or the server of a hosted one.
+    source, and the model or the server of a hosted one. With a folder or a URI such as
+    s3://bucket/out it checks that place alone.
     """
     from prefect_raybatch import doctor as checks
 
-    loaded = of_today(job_of_file(job, set_)) if job else None
-    found = checks.examine(checks.CheckContext(loaded, with_keys))
+    if place and (is_remote(place) or Path(place).is_dir()):
+        fields = {**checks.ANY_JOB, "output": {"uri": place}}
+        only = job_of_fields(fields, field_changes(set_), place)
+        found = checks.examine(checks.CheckContext(only, with_keys), checks.STORE_CHECKS)
+    else:
+        loaded = of_today(job_of_file(place, set_)) if place else None
+        found = checks.examine(checks.CheckContext(loaded, with_keys))
     wrong = [finding for finding in found if finding.mark == "fail"]
     if as_json:
         print_json({"ok": not wrong, "findings": [asdict(finding) for finding in found]})

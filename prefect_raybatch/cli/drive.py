@@ -72,7 +72,7 @@ def run_job(
             key = resolve_run(with_keys(job), key, None, run_date)[1]
             job = with_run_words(job, key, run_date or date_of_key(key))
         known = with_keys(job)
-        check_places(read_spec(known.source), known.output.uri)
+        check_places(read_spec(known.source), known.output.uri, known.output.options)
         resolved = resolve(known)
         key = key or default_run_key(resolved)
     except Exception as error:

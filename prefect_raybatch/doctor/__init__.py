@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 
-from prefect_raybatch.doctor.finding import CheckContext, Finding, failed
+from prefect_raybatch.doctor.finding import ANY_JOB, CheckContext, Finding, failed
 from prefect_raybatch.doctor.machine import (
     check_engine,
     check_engines,
@@ -23,16 +23,22 @@ from prefect_raybatch.doctor.machine import (
     check_workers,
 )
 from prefect_raybatch.doctor.places import (
+    check_disk,
     check_functions,
     check_model,
-    check_output,
     check_policy,
     check_source,
 )
-from prefect_raybatch.doctor.services import check_clock, check_cluster, check_prefect
+from prefect_raybatch.doctor.services import (
+    check_clock,
+    check_cluster,
+    check_prefect,
+    check_store_clock,
+)
+from prefect_raybatch.doctor.stores import check_output, check_store
 from prefect_raybatch.errors import RayBatchError
 
-__all__ = ["CHECKS", "CheckContext", "Finding", "examine"]
+__all__ = ["ANY_JOB", "CHECKS", "STORE_CHECKS", "CheckContext", "Finding", "examine"]
 
 Check = Callable[[CheckContext], Iterable[Finding]]
 
@@ -49,6 +55,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
     "engine": (check_engine, 120, "reinstall: pip install 'prefect-raybatch[cpu]'"),
     "output": (check_output, 30, "correct output.uri, output.options or output.credentials_block"),
+    "disk": (check_disk, 30, "correct output.uri"),
     "source": (check_source, 30, "correct source.uri, its options, or the column names"),
     "model": (check_model, 30, "correct engine.model or engine.revision; set HF_TOKEN if gated"),
     "functions": (check_functions, 75, "correct prompt.function or output.postprocess"),
@@ -57,6 +64,13 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "Ray's token": (check_token, 5, "chmod 600 ~/.ray/auth_token"),
     "open files": (check_files, 5, "ulimit -n 65536"),
     "engines left behind": (check_engines, 10, "look for processes named VLLM:: (ps -ef)"),
+}
+
+# For a place alone: a job of which only the output matters.
+STORE_CHECKS: Mapping[str, tuple[Check, float, str]] = {
+    "store": (check_store, 75, "correct the URI, or give options with --set output.options.NAME="),
+    "disk": (check_disk, 30, "correct the folder"),
+    "clock": (check_store_clock, 75, "fix the other findings first"),
 }
 
 

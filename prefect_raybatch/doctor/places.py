@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect_raybatch.compile.job import compile_job, model_request, read_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
-from prefect_raybatch.errors import ConfigError, StoreError, UnsafeStore
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.job.trust import check_trust
@@ -77,34 +77,14 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-STORE_PATIENCE = 10.0  # seconds to wait for a store's answer
 DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 
 
-def check_output(context: CheckContext) -> Iterator[Finding]:
-    """Check writes, listing, reads, put-if-absent and deletes, and the free space of a disk."""
-    job = context.keyed()
-    if job is None:
-        return
-    store = open_store(job.output.uri, job.output.options or None)
-    store.retry_seconds = STORE_PATIENCE
-    try:
-        store.probe()
-    except UnsafeStore as error:
-        yield failed("output", str(error), "use a store that docs/exactly-once.md lists")
-        return
-    except StoreError as error:
-        yield failed(
-            "output",
-            str(error),
-            "fix the endpoint, bucket, keys, permissions or free space that it names; a run has to "
-            "write, list, read and delete",
-        )
-        return
-    yield passed("output", f"{store.uri}: can write, list and delete; put-if-absent works")
-    if not is_remote(job.output.uri):
-        yield _disk(Path(normalize(job.output.uri)))
+def check_disk(context: CheckContext) -> Iterator[Finding]:
+    """Check the free space of the disk that a job writes to."""
+    if context.job is not None and not is_remote(context.job.output.uri):
+        yield _disk(Path(normalize(context.job.output.uri)))
 
 
 def _disk(folder: Path) -> Finding:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from importlib import metadata
@@ -24,6 +24,7 @@ from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.compile.job import size_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
+from prefect_raybatch.doctor.stores import clock_url
 from prefect_raybatch.errors import PrefectUnavailable, Problem, RayBatchError
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.kubernetes import Kubernetes
@@ -283,8 +284,20 @@ def kubernetes(made: Kubernetes) -> Finding:
 
 def check_clock(context: CheckContext) -> Iterator[Finding]:
     """Compare this machine's clock with those of the Prefect server and the object store."""
+    api = prefect_api()
+    servers = [("Prefect's server", f"{api}/health")] if api else []
+    yield from _compared([*servers, *_store_clocks(context)])
+
+
+def check_store_clock(context: CheckContext) -> Iterator[Finding]:
+    """Compare this machine's clock with that of the object store alone."""
+    yield from _compared(_store_clocks(context))
+
+
+def _compared(servers: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+    """Compare this machine's clock with those of servers, given as (name, URL)."""
     compared = []
-    for name, url in _clocks(context):
+    for name, url in servers:
         ahead = _ahead(url)
         if ahead is None:
             continue
@@ -295,27 +308,16 @@ def check_clock(context: CheckContext) -> Iterator[Finding]:
                 "clock",
                 compared[-1],
                 "set the clock (chronyc makestep, or timedatectl set-ntp true): schedules run at "
-                "wrong times, and S3 refuses requests if it is off by 15 minutes",
+                "wrong times, and S3 and Azure refuse requests if it is off by 15 minutes",
             )
             return
     yield passed("clock", "; ".join(compared) or "no server to compare with")
 
 
-def _clocks(context: CheckContext) -> Iterator[tuple[str, str]]:
-    if url := prefect_api():
-        yield "Prefect's server", f"{url}/health"
+def _store_clocks(context: CheckContext) -> Iterator[tuple[str, str]]:
     job = context.keyed()
-    if job and job.output.uri.startswith("s3"):
-        options = job.output.options
-        client = options.get("client_kwargs") or {}
-        yield (
-            "the object store",
-            options.get("endpoint_url")
-            or client.get("endpoint_url")
-            or os.environ.get("AWS_ENDPOINT_URL_S3")
-            or os.environ.get("AWS_ENDPOINT_URL")
-            or "https://s3.amazonaws.com",
-        )
+    if job and (url := clock_url(job.output.uri, job.output.options)):
+        yield "the object store", url
 
 
 def _ahead(url: str) -> float | None:

@@ -16,7 +16,14 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.secrets import USERINFO
-from prefect_raybatch.schemes import INSTALL, STORES, SUPPORTED
+from prefect_raybatch.schemes import (
+    INSTALL,
+    STORES,
+    SUPPORTED,
+    check_cloud_options,
+    names_account,
+    store_scheme,
+)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -79,10 +86,13 @@ def check_duration(text: str | None) -> str | None:
 
 def without_user(uri: str) -> str:
     """Return `uri`; raise ValueError, without quoting it, if it contains a user or a password."""
-    if re.match(r"abfss?://[^/@:]+@[^/@:]+/", uri, re.IGNORECASE):
+    if names_account(uri):
+        return uri
+    bucket = uri.partition("://")[2].partition("/")[0]
+    if store_scheme(uri) == "az" and "@" in bucket and ":" not in bucket:
         raise ValueError(
-            "names a container and an account; write az://container/path, and put the account into "
-            "options.account_name or AZURE_STORAGE_ACCOUNT_NAME"
+            "names an account elsewhere than at core.windows.net; write az://container/path, and "
+            "put account_name and endpoint into options"
         )
     if USERINFO.search(uri):
         raise ValueError(
@@ -90,6 +100,14 @@ def without_user(uri: str) -> str:
             "a credentials_block or the environment"
         )
     return uri
+
+
+def check_options(uri: str, options: Mapping[str, object]) -> None:
+    """Raise ValueError for options that the store of `uri` does not have."""
+    try:
+        check_cloud_options(uri, options)
+    except ValueError as error:
+        raise ValueError(f"options: {error}") from None
 
 
 def check_uri(uri: str) -> str:

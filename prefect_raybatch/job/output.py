@@ -7,7 +7,13 @@ from typing import Any, Literal
 from pydantic import ConfigDict, field_validator, model_validator
 
 from prefect_raybatch.job import answer_schema, chat, tasks
-from prefect_raybatch.job.checks import RESERVED, check_function, check_uri, run_checks
+from prefect_raybatch.job.checks import (
+    RESERVED,
+    check_function,
+    check_options,
+    check_uri,
+    run_checks,
+)
 from prefect_raybatch.job.escalate import Escalate
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.own_code.loading import own_name
@@ -70,8 +76,9 @@ class Output(Group):
     options: dict[str, Any] = field(
         {},
         title="Storage options",
-        text="s3fs options for writing the output, such as endpoint_url. For keys, "
-        "prefer credentials_block or environment variables.",
+        text="Options of the store: those of s3fs for s3:// (endpoint_url, region, ...), obstore's "
+        "for gs:// (base_url, ...) and az:// (account_name, endpoint, ...). For keys, prefer "
+        "credentials_block or environment variables.",
     )
     credentials_block: str | None = field(
         None,
@@ -300,4 +307,11 @@ def _check_cut_off(output: Output) -> None:
         )
 
 
-_CHECKS = (_check_column_names, _check_files, _check_types, _check_parsers, _check_cut_off)
+def _check_options(output: Output) -> None:
+    check_options(output.uri, output.options)
+
+
+_CHECKS = (
+    *(_check_column_names, _check_files, _check_types, _check_parsers, _check_cut_off),
+    _check_options,
+)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
 
-from prefect_raybatch.job.checks import check_name
+from prefect_raybatch.job.checks import check_name, check_options
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.secrets import holds_password, is_masked
@@ -90,6 +90,7 @@ class PublishTarget(Group):
                 raise ValueError(f"{where} needs {name}; set it")
             if name not in needs and getattr(self, name):
                 raise ValueError(f"{where} does not use {name}; remove it")
+        check_options(self.uri or "", self.options)
         if self.partition_by and kind not in ("parquet", "jsonl", "delta"):
             raise ValueError(
                 f"partition_by applies to parquet, jsonl and delta; create the {kind} table "

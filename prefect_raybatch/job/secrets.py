@@ -54,7 +54,10 @@ ARGUMENT = re.compile(
     r"(^|[_.])(key|token|pass|passwd|credentials?|cookie)(_id)?$|secret|password|authorization",
     re.IGNORECASE,
 )
-USERINFO = re.compile(r"://[^/@\s\"']*@")
+# Not az://container@account, as Azure's URLs are written: a container's name holds no colon.
+USERINFO = re.compile(
+    r"://(?<!(?i:az)://)(?<!(?i:abfs)://)(?<!(?i:abfss)://)[^/@\s\"']*@|://[^/@\s\"']*:[^/@\s\"']*@"
+)
 # Parameters of a URL that sign it, or that a database's driver takes a password from.
 SIGNATURE = re.compile(
     r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"

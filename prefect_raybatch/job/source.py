@@ -11,6 +11,7 @@ from pydantic import field_validator, model_validator
 from prefect_raybatch.job.checks import (
     SCHEMES,
     WEB_SCHEMES,
+    check_options,
     check_uri,
     check_web,
     is_web,
@@ -106,8 +107,9 @@ class Source(Group):
     options: dict[str, Any] = field(
         {},
         title="Storage options",
-        text="s3fs options for reading the input, such as endpoint_url or anon. For "
-        "keys, prefer credentials_block or environment variables.",
+        text="Options of the store: those of s3fs for s3:// (endpoint_url, anon, ...), obstore's "
+        "for gs:// (skip_signature, ...) and az:// (account_name, ...). For keys, prefer "
+        "credentials_block or environment variables.",
     )
     credentials_block: str | None = field(
         None,
@@ -371,7 +373,13 @@ def _check_sample(source: Source) -> None:
         raise ValueError("sample_seed applies only to sample; set sample, or remove sample_seed")
 
 
+def _check_options(source: Source) -> None:
+    """Raise ValueError for options that the store of an entry does not have."""
+    for uri in source.uris:
+        check_options(uri, source.options)
+
+
 _CHECKS = (
     *(_check_query, _check_single_table, _check_catalog_and_version, _check_hub),
-    _check_sample,
+    *(_check_sample, _check_options),
 )

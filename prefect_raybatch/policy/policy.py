@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from urllib.parse import unquote
 
 from prefect_raybatch.policy.allowed import ENGINE_VARIABLES, OWNER_ARGUMENTS, SECRETS
-from prefect_raybatch.schemes import STORES, store_scheme
+from prefect_raybatch.schemes import STORES, store_place, store_scheme
 
 ANY = "*"
 MOST_WORKERS = 4096
@@ -152,7 +152,7 @@ def canonical_place(uri: str) -> str | None:
     scheme, separator, rest = uri.partition("://")
     scheme = scheme.lower() if separator else ""
     if scheme in STORES:
-        return _canonical_key(STORES[scheme], rest)
+        return _canonical_key(*store_place(uri).split("://", 1))
     if scheme == "file":
         if not rest.startswith("/"):
             host, _, rest = rest.partition("/")
@@ -215,7 +215,8 @@ def _within(uri: str, folders: Iterable[str]) -> bool:
     for folder in folders:
         scheme = store_scheme(folder)
         if scheme and folder.endswith("://"):  # any bucket
-            root: str | None = f"{scheme}:/"
+            # Of the account that the options name, which the policy checks as a host.
+            root: str | None = None if "@" in place.split("/")[2] else f"{scheme}:/"
         else:
             root = canonical_place(folder)
         if root is not None and f"{place}/".startswith(f"{root.rstrip('/')}/"):

@@ -26,6 +26,7 @@ from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.sql import as_json
 from prefect_raybatch.publish.stores import folder_place
 from prefect_raybatch.publish.types import converted_schema, to_schema
+from prefect_raybatch.schemes import with_account
 from prefect_raybatch.storage import Store, Sums, is_remote, join, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
@@ -103,7 +104,7 @@ class FilesSink(Sink):
         return ""
 
     def place(self) -> tuple[str, ...]:
-        return folder_place(self.target.uri or "")
+        return folder_place(with_account(self.target.uri or "", self.options))
 
     def holds(self, plan: str, recorded: str) -> bool:
         with self.plainly():

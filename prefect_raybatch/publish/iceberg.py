@@ -25,7 +25,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.iceberg import open_catalog
-from prefect_raybatch.storage import iceberg_options, s3_settings
+from prefect_raybatch.storage import iceberg_options, refuse_cloud_table, s3_settings
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
@@ -192,9 +192,11 @@ class IcebergSink(Sink):
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
         try:
-            return catalog.load_table(str(self.target.table))
+            table = catalog.load_table(str(self.target.table))
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
+        refuse_cloud_table(table.location())
+        return table
 
     def _need_namespace(self, catalog: Catalog) -> None:
         """Raise `ConfigError` if the namespace of a new table is missing.

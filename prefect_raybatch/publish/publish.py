@@ -26,6 +26,7 @@ from prefect_raybatch.publish.iceberg import IcebergSink
 from prefect_raybatch.publish.lance_sets import LanceSink
 from prefect_raybatch.publish.sql import SqlSink
 from prefect_raybatch.result.rows import data_of, data_schema
+from prefect_raybatch.schemes import options_for
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import contains
 
@@ -50,7 +51,8 @@ def open_sink(
     Raises `ConfigError` for a missing library or variable.
     """
     filled = target.filled(run_key)
-    sink = SINKS[target.format](filled, filled.options or dict(options), planned)
+    given = filled.options or options_for(filled.uri or "", options)
+    sink = SINKS[target.format](filled, given, planned)
     sink.need_library()
     return sink
 

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.publish.base import AnsweredRows, Sink
+from prefect_raybatch.schemes import with_account
 from prefect_raybatch.storage import is_remote, join, object_store_options, table_settings
 from prefect_raybatch.storage.library_errors import text_of
 
@@ -26,7 +27,7 @@ class FolderSink(Sink):
         return object_store_options(table_settings(self.uri, self.options))
 
     def place(self) -> tuple[str, ...]:
-        return folder_place(self.uri)
+        return folder_place(with_account(self.uri, self.options))
 
     def check_place(self) -> None:
         if not is_remote(self.uri):

@@ -39,6 +39,7 @@ from prefect_raybatch.ledger.record_files import put_record_if_absent, read_reco
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump, load
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.typed import typed_words
+from prefect_raybatch.schemes import with_account
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, join, open_store
 
@@ -195,7 +196,7 @@ def record_without_plan(
     from prefect_raybatch.source import reaches
 
     for uri in inputs:  # a record there would be read as input
-        if reaches(uri, output):
+        if reaches(uri, with_account(output, options or {})):
             raise ConfigError(f"{output} is inside the input {uri}. Choose another output.uri")
     store = open_store(join(output, check_run_key(key)), dict(options) if options else None)
     check_run_place(store.uri)

@@ -100,7 +100,7 @@ def dry_run_resolved(
 
     job = resolved.job
     read = read_spec(job.source)
-    check_places(read, job.output.uri)
+    check_places(read, job.output.uri, job.output.options)
     check_schema_names(job.output.output_schema)
     check_made_cluster(job.cluster.access, job.engine)
     copied = source.needs_snapshot(read)

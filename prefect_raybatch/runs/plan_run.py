@@ -33,12 +33,14 @@ from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.run import Run, run_of, who
+from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
-from prefect_raybatch.storage import Store, is_remote, join
+from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     from prefect_raybatch import source
 
     job = resolved.job
-    check_places(read_spec(job.source), job.output.uri)
+    check_places(read_spec(job.source), job.output.uri, job.output.options)
     check_schema_names(job.output.output_schema)
     _check_cluster(resolved)
     plan = Ledger(store).load_plan()
@@ -119,17 +121,19 @@ def _check_cluster(resolved: Resolved) -> None:
         check_engine_packages()
 
 
-def check_places(read: ReadSpec, output: str) -> None:
-    """Raise `ConfigError` if the folder `output` is inside the input, or is a file."""
+def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
+    """Raise `ConfigError` if `output` is inside the input, is a file, or names no account."""
     from prefect_raybatch.source import reaches
 
     for uri in read.uris if read.stored else ():
-        if reaches(uri, output):
+        if reaches(with_account(uri, read.options), with_account(output, options)):
             raise ConfigError(
                 f"output.uri: {output!r} is inside the input {uri!r}, so the next run would read "
                 "its own results. Choose another folder"
             )
-    if not is_remote(output):
+    if is_remote(output):
+        open_store(output, options)  # contacts nothing
+    else:
         path = join(output)
         taken = [str(p) for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()]
         if taken:

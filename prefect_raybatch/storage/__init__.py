@@ -32,6 +32,7 @@ from prefect_raybatch.storage.s3_settings import (
     S3Settings,
     iceberg_options,
     object_store_options,
+    refuse_cloud_table,
     s3_settings,
     table_settings,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "put_proved",
     "put_same_proved",
     "read_ahead",
+    "refuse_cloud_table",
     "s3_settings",
     "split_glob",
     "table_settings",
@@ -83,8 +85,11 @@ def open_store(uri: str, options: StoreOptions | None = None, links: bool = Fals
     root = normalize(uri)
     scheme = store_scheme(root)
     if scheme in EXTRAS:
-        bucket = root.partition("://")[2].partition("/")[0]
-        return CloudStore(root, CloudConnection.shared(scheme, bucket, options or {}))
+        bucket, _, account = root.partition("://")[2].partition("/")[0].partition("@")
+        given = dict(options or {})
+        if account and given.setdefault("account_name", account) != account:
+            raise ConfigError(f"{root} names another account than options.account_name. Remove one")
+        return CloudStore(root, CloudConnection.shared(scheme, bucket, given))
     if scheme:
         return S3Store(root, Connection.shared(options or {}))
     return LocalStore(root, links)

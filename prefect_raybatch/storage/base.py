@@ -194,7 +194,7 @@ class Store(ABC):
         try:
             self._probe_plain(names[0])
             for name in names[1:]:
-                self._probe_race(name)
+                self.probe_race(name)
         except BaseException:
             with suppress(RayBatchError):  # the first error is the one that explains
                 self.delete(names)
@@ -212,11 +212,8 @@ class Store(ABC):
                 "needs a store that shows a finished write at once: choose another output"
             )
 
-    def _probe_race(self, name: str) -> None:
-        """Raise UnsafeStore unless exactly one of several writers creates `name`.
-
-        Its body must be kept.
-        """
+    def probe_race(self, name: str) -> None:
+        """Raise UnsafeStore unless exactly one of several writers creates `name`, and for good."""
         bodies = [f"{uuid.uuid4()}".encode() for _ in range(PROBE_WRITERS)]
         start = threading.Barrier(PROBE_WRITERS)
 

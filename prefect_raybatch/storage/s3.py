@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-from prefect_raybatch.errors import SourceError, StoreUnavailable, UnsafeStore
+from prefect_raybatch.errors import UnsafeStore
+from prefect_raybatch.storage import bucket
 from prefect_raybatch.storage.base import (
-    RACE_TRIES,
     FileInfo,
-    SeekableReader,
-    Store,
     in_batches,
     local_size,
     reading_local_file,
     too_large,
 )
+from prefect_raybatch.storage.bucket import BucketStore, part_size
 from prefect_raybatch.storage.s3_answers import judge
-from prefect_raybatch.storage.s3_client import Connection, Send, put_file_at_once, request, upload
-from prefect_raybatch.storage.uri import checked, join
-
-SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
-MOST_PUT_BYTES = 5 * 2**30  # S3's limit of one PUT
-PART_BYTES = 32 * 2**20
-READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
-LISTING_PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
-MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
-FIRST_PAUSE = 0.2  # seconds before the second try; doubled for each further one ...
-LONGEST_PAUSE = 8.0  # ... up to this
-
+from prefect_raybatch.storage.s3_client import Send, put_file_at_once, request, upload
+from prefect_raybatch.storage.uri import join
 
 Response = dict[str, Any]
 ResponseCheck = Callable[[Response], None]
@@ -46,26 +33,10 @@ class ShortBody(OSError):
     """The body is shorter than the object: a proxy or the network cut it."""
 
 
-class S3Store(Store):
+class S3Store(BucketStore):
     """A prefix of a bucket on S3 or a compatible store."""
 
-    def __init__(
-        self, root: str, connection: Connection, retry_seconds: float = Store.retry_seconds
-    ) -> None:
-        self.uri = root
-        self.retry_seconds = retry_seconds
-        self.connection = connection
-        self._bucket, _, self._prefix = root.removeprefix("s3://").partition("/")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.uri, self.connection, self.retry_seconds))
-
-    def sub(self, prefix: str) -> S3Store:
-        return S3Store(join(self.uri, prefix), self.connection, self.retry_seconds)
-
-    def above(self) -> S3Store | None:
-        folder = self.uri.rpartition("/")[0]
-        return S3Store(folder, self.connection, self.retry_seconds) if self._prefix else None
+    most_put_bytes = 5 * 2**30
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         def whole(found: Response) -> None:
@@ -101,7 +72,7 @@ class S3Store(Store):
     def _pages(self, folder: str, recursive: bool) -> Iterator[Response]:
         asked: Response = {
             "Prefix": f"{folder}/" if folder else "",
-            "MaxKeys": LISTING_PAGE,
+            "MaxKeys": bucket.LISTING_PAGE,
         }
         if not recursive:
             asked["Delimiter"] = "/"
@@ -120,46 +91,17 @@ class S3Store(Store):
         done = self._call("put_object", self._key(path), Body=data, ContentMD5=_md5(data))
         return _s3_info(path, len(data), done["ETag"])
 
-    def put_if_absent(self, path: str, data: bytes) -> bool:
-        key = self._key(path)
-        body: Response = {"Body": data, "ContentMD5": _md5(data)}
-        for _ in range(RACE_TRIES):
-            if self._call("put_object", key, accept=412, IfNoneMatch="*", **body):
-                return True
-            # Also after a first 412: aiohttp itself repeats a PUT on a kept connection that
-            # breaks, so even then the object can be ours.
-            with suppress(FileNotFoundError):  # taken, and deleted since: try again
-                return self.read(path) == data
-        raise StoreUnavailable(
-            f"{join(self.uri, path)} was created and deleted again and again. Check what else "
-            "writes there"
-        )
+    def _create(self, path: str, data: bytes) -> bool:
+        body: Response = {"Body": data, "ContentMD5": _md5(data), "IfNoneMatch": "*"}
+        return self._call("put_object", self._key(path), accept=412, **body) is not None
 
-    def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
-        source = os.fspath(local_path)
-        size = local_size(source)
-        if size <= SINGLE_PUT_BYTES:
-            return self.put(path, _content(source))
-        self._upload(path, source, size)
-        return self.stat(path)
-
-    def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
-        source = os.fspath(local_path)
-        size = local_size(source)
-        if size <= SINGLE_PUT_BYTES:
-            return self.put_if_absent(path, _content(source))
-        if size <= MOST_PUT_BYTES:
-            return self._put_at_once(path, source, IfNoneMatch="*")
-        with suppress(FileNotFoundError):
-            self.stat(path)
-            return False
-        self._upload(path, source, size)
-        return True
+    def _create_from_file(self, path: str, source: str) -> bool:
+        return self._put_at_once(path, source, IfNoneMatch="*")
 
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
         source = os.fspath(local_path)
         size = local_size(source)
-        if size <= MOST_PUT_BYTES:
+        if size <= self.most_put_bytes:
             # The header wants quotes; radosgw compares it, in a PUT, with what has none.
             for wanted in (f'"{seen.etag}"', str(seen.etag)):
                 if self._put_at_once(path, source, IfMatch=wanted):
@@ -189,24 +131,15 @@ class S3Store(Store):
 
     def _upload(self, path: str, source: str, size: int) -> None:
         key = self._key(path)
-        part = max(PART_BYTES, -(-size // 10_000))  # S3 takes 10,000 parts
-        target = f"{self._bucket}/{key}"
-        self._until_answered("put_object", key, upload(source, target, part))
+        send = upload(source, f"{self._bucket}/{key}", part_size(size))
+        self._until_answered("put_object", key, send)
 
     def delete(self, paths: Iterable[str]) -> None:
-        for some in in_batches(paths, LISTING_PAGE):
+        for some in in_batches(paths, bucket.LISTING_PAGE):
             batch = [{"Key": self._key(path)} for path in some]
             self._call("delete_objects", None, Delete={"Objects": batch, "Quiet": True})
 
-    def open(self, path: str) -> BinaryIO:
-        return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
-
-    def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` (exclusive) of `info`'s object.
-
-        Raises SourceError if it changed.
-        """
-
+    def _range(self, info: FileInfo, start: int, stop: int) -> bytes | None:
         def whole(found: Response) -> None:
             if len(found["Body"]) != stop - start:
                 raise ShortBody(f"{len(found['Body'])} of {stop - start} bytes arrived")
@@ -219,12 +152,7 @@ class S3Store(Store):
             Range=f"bytes={start}-{stop - 1}",
             IfMatch=f'"{info.etag}"',
         )
-        if found is None:
-            raise SourceError(
-                f"{join(self.uri, info.path)} changed while it was being read. Start again when it "
-                "is complete"
-            )
-        return cast(bytes, found["Body"])
+        return None if found is None else cast(bytes, found["Body"])
 
     def now(self) -> float:
         found = self._call("list_objects_v2", None, MaxKeys=1, Prefix=f"{self._prefix}/")
@@ -252,9 +180,6 @@ class S3Store(Store):
                 return
             asked["KeyMarker"] = page["NextKeyMarker"]
             asked["UploadIdMarker"] = page["NextUploadIdMarker"]
-
-    def _key(self, path: str) -> str:
-        return f"{self._prefix}/{checked(path)}" if self._prefix else checked(path)
 
     def _call(
         self,
@@ -292,7 +217,7 @@ class S3Store(Store):
         """
         began = time.monotonic()
         deadline, silence = began + self.retry_seconds, self.connection.silence
-        tries, renewed, pause, said = 0, False, FIRST_PAUSE, "nothing yet"
+        tries, renewed, pause, said = 0, False, bucket.FIRST_PAUSE, "nothing yet"
         place = f"s3://{self._bucket}/{key or self._prefix}"
 
         def warn() -> None:
@@ -317,7 +242,7 @@ class S3Store(Store):
                 self.connection.renew(fs)
                 continue
             wait = random.uniform(0.5, 1.0) * pause
-            late = time.monotonic() + wait > deadline and tries >= MIN_TRIES
+            late = time.monotonic() + wait > deadline and tries >= bucket.MIN_TRIES
             if late or not answer.worth_retrying:
                 credentials = self.connection.credentials()
                 # Not chained: the client's own texts can hold URLs with credentials.
@@ -327,7 +252,7 @@ class S3Store(Store):
                 ) from None
             warn()
             time.sleep(wait)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, bucket.LONGEST_PAUSE)
 
 
 def _weak_md5(data: bytes = b"") -> Any:
@@ -339,30 +264,5 @@ def _md5(data: bytes) -> str:
     return base64.b64encode(_weak_md5(data).digest()).decode()
 
 
-def _content(source: str) -> bytes:
-    with reading_local_file(source), open(source, "rb") as handle:
-        return handle.read()
-
-
 def _s3_info(path: str, size: int, etag: str, modified: float | None = None) -> FileInfo:
     return FileInfo(path, size, etag.strip('"'), None, modified)
-
-
-class _RangeReader(SeekableReader):
-    """An S3 object as a seekable raw file: each read is one ranged GET through the retry loop."""
-
-    def __init__(self, store: S3Store, info: FileInfo) -> None:
-        super().__init__()
-        self._store = store
-        self._info = info
-
-    @property
-    def size(self) -> int:
-        return self._info.size
-
-    def readall(self) -> bytes:
-        return self.read(max(self.size - self.tell(), 0)) or b""  # one GET, not many
-
-    def read_at(self, start: int, stop: int) -> bytes:
-        stop = min(stop, self.size)
-        return self._store.read_range(self._info, start, stop) if start < stop else b""

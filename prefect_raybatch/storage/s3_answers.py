@@ -9,17 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavailable, UnsafeStore
+from prefect_raybatch.errors import (
+    AccessDenied,
+    CredentialsUnusable,
+    StoreError,
+    StoreUnavailable,
+    UnsafeStore,
+)
 from prefect_raybatch.storage.base import not_found
 from prefect_raybatch.storage.internet import MOVED
+from prefect_raybatch.storage.permissions import PERMISSIONS
 from prefect_raybatch.storage.s3_silence import CHECK
 
-_PERMISSIONS = {
-    "get_object": "s3:GetObject (and s3:ListBucket: without it a missing file reads as forbidden)",
-    "head_object": "s3:GetObject (and s3:ListBucket: without it a missing file reads as forbidden)",
-    "list_objects_v2": "s3:ListBucket",
-    "put_object": "s3:PutObject",
-    "delete_objects": "s3:DeleteObject",
+_NEEDED = {
+    **dict.fromkeys(("get_object", "head_object"), PERMISSIONS["s3"]["read"]),
+    "list_objects_v2": PERMISSIONS["s3"]["list"],
+    "put_object": PERMISSIONS["s3"]["write"],
+    "delete_objects": PERMISSIONS["s3"]["delete"],
+    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+    "abort_multipart_upload": "s3:AbortMultipartUpload",
 }
 
 
@@ -122,9 +130,9 @@ class Answer(NamedTuple):
                 f"often the credentials have expired: renew them ({credentials})"
             )
         if self.status in (401, 403):
-            return StoreError(
+            return AccessDenied(
                 f"{place}: access denied ({self.said}; {credentials}). Check that the credentials "
-                f"belong to this endpoint and allow {_PERMISSIONS[operation]} on bucket "
+                f"belong to this endpoint and allow {_NEEDED[operation]} on bucket "
                 f"{bucket!r}, and that the clock of this machine is right"
             )
         if self.status == -1:

@@ -17,12 +17,11 @@ from typing import Any, cast
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import local_size
+from prefect_raybatch.storage.bucket import PARALLEL_PARTS, SLOWEST
 from prefect_raybatch.storage.internet import MOVED
 from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
-PARALLEL_PARTS = 4  # s3fs keeps this many parts in memory
-SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
 LEAST_WAIT = 60.0  # seconds that even a small one may take
 
 Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
@@ -104,7 +103,7 @@ class Connection:
         try:
             return s3fs.S3FileSystem(client_kwargs=client, config_kwargs=config, **options)
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"s3fs rejects the store options: {self.scrub(error)}") from None
+            raise ConfigError(_refused_options(self.scrub(error))) from None
 
     def endpoint(self, fs: object) -> str:
         """Return scheme://host:port that `fs` contacts, as far as known before the first answer."""
@@ -200,7 +199,7 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
         try:
             await fs.set_session()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the S3 client rejects the store options: {error}") from None
+            raise ConfigError(_refused_options(error)) from None
         method = getattr(await fs.get_s3(arguments["Bucket"]), operation)
         # s3fs drops arguments it does not know: only the user's extras may pass that filter.
         found = await method(**{**fs._get_s3_method_kwargs(method), **arguments})
@@ -230,6 +229,13 @@ async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> byte
             found["ContentLength"] = size
             return None
     return b"".join(parts)
+
+
+def _refused_options(error: object) -> str:
+    return (
+        f"the S3 client rejects the store options: {error}. Use key, secret, token, endpoint_url, "
+        "region, profile, anon, client_kwargs, config_kwargs, or another name that s3fs takes"
+    )
 
 
 def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:

@@ -7,7 +7,7 @@ import re
 from urllib.parse import unquote
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.schemes import INSTALL, STORES, SUPPORTED
+from prefect_raybatch.schemes import INSTALL, STORES, SUPPORTED, store_place
 
 _WILDCARD = re.compile(r"[*?\[]")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -67,7 +67,9 @@ def normalize(uri: str) -> str:
     if not rest or "\0" in rest:
         raise ConfigError(f"{uri!r} is not a location. Use {SUPPORTED}")
     if scheme in STORES:
-        return f"{STORES[scheme]}://{checked(rest.rstrip('/'))}"
+        place = store_place(uri)
+        checked(rest.rstrip("/"))
+        return place.rstrip("/")
     if scheme == "file":
         if not rest.startswith("/"):
             host, _, rest = rest.partition("/")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.command_line import called
+from helpers.gcs_server import GcsServer, serving
 from helpers.openai_server import openai_server
 from helpers.web_server import served
 from s3server import S3Server
@@ -33,20 +36,27 @@ def contents(text: str) -> list[str]:
     return [line["response"]["body"]["choices"][0]["message"]["content"] for line in found]
 
 
-def test_a_batch_file_on_s3_is_answered_on_s3(
-    s3: S3Server,
-    without_ray: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket whose keys are in the environment."""
+    with ExitStack() as stack:
+        if request.param == "s3":
+            server: S3Server | GcsServer = request.getfixturevalue("s3")
+        else:
+            server = stack.enter_context(serving(GcsServer("token", "batch-places")))
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        yield f"{request.param}://batch-places/files"
+
+
+def test_a_batch_file_in_a_bucket_is_answered_there(
+    bucket: str, without_ray: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    store = open_store("s3://batch-places/files")
+    store = open_store(bucket)
     store.put("requests.jsonl", lines())
     with openai_server() as server:
-        place = "s3://batch-places/files"
         for _ in range(2):  # the second call finds the run complete
-            files = "-i", f"{place}/requests.jsonl", "-o", f"{place}/answers.jsonl"
+            files = "-i", f"{bucket}/requests.jsonl", "-o", f"{bucket}/answers.jsonl"
             change = "--set", f"engine.endpoint.url={server.url}"
             code, _, err = called(capsys, "batch", *files, "--model", "large", *change)
             assert code == 0, err

@@ -35,7 +35,7 @@ from s3server import S3Server, proxy
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
-from prefect_raybatch.doctor import CheckContext, Finding, machine, places, services
+from prefect_raybatch.doctor import CheckContext, Finding, machine, places, services, stores
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -467,19 +467,18 @@ def test_a_job_server(version: str, mark: str) -> None:
 
 def test_a_folder_as_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(output={"uri": str(tmp_path / "out")})
-    got = found(places.check_output, job)
-    assert got["output"].mark == got["disk"].mark == "pass"
+    assert one(stores.check_output, job).mark == one(places.check_disk, job).mark == "pass"
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "out"])  # nothing is left behind
     monkeypatch.setattr(places, "DISK_GOOD", 1 << 60)
-    assert found(places.check_output, job)["disk"].mark == "warn"
+    assert one(places.check_disk, job).mark == "warn"
     monkeypatch.setattr(places, "DISK_LEAST", 1 << 60)
-    assert found(places.check_output, job)["disk"].mark == "fail"
-    assert found(places.check_output) == {}
+    assert one(places.check_disk, job).mark == "fail"
+    assert found(stores.check_output) == found(places.check_disk) == {}
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    got = one(places.check_output, make_job(output={"uri": str(tmp_path / "file" / "out")}))
+    got = one(stores.check_output, make_job(output={"uri": str(tmp_path / "file" / "out")}))
     assert got.mark == "fail" and "file" in got.found
 
 
@@ -488,30 +487,30 @@ def on_s3(options: dict[str, Any], bucket: str = "doctor") -> BatchJob:
 
 
 def test_an_object_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "STORE_PATIENCE", 1.0)
-    assert one(places.check_output, on_s3(s3.options)).mark == "pass"
-    missing = one(places.check_output, on_s3(s3.options, "nowhere"))
+    monkeypatch.setattr(stores, "STORE_PATIENCE", 1.0)
+    assert one(stores.check_output, on_s3(s3.options)).mark == "pass"
+    missing = one(stores.check_output, on_s3(s3.options, "nowhere"))
     assert missing.mark == "fail" and "nowhere" in missing.found
-    wrong = one(places.check_output, on_s3({**s3.options, "secret": "hush-hush"}))
+    wrong = one(stores.check_output, on_s3({**s3.options, "secret": "hush-hush"}))
     assert wrong.mark == "fail" and "hush" not in str(wrong)
     away = {**s3.options, "endpoint_url": f"http://127.0.0.1:{free_port()}"}
     away.pop("client_kwargs", None)
-    assert one(places.check_output, on_s3(away)).mark == "fail"
+    assert one(stores.check_output, on_s3(away)).mark == "fail"
 
 
 def test_a_store_that_ignores_the_condition_or_forbids_deleting(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "STORE_PATIENCE", 1.0)
+    monkeypatch.setattr(stores, "STORE_PATIENCE", 1.0)
     with proxy(
         s3, lambda method, path, headers: "strip" if "If-None-Match" in headers else "pass"
     ) as p:
         options = {"key": s3.key, "secret": s3.secret, "endpoint_url": p.endpoint}
-        got = one(places.check_output, on_s3(options))
+        got = one(stores.check_output, on_s3(options))
     assert got.mark == "fail" and "put-if-absent" in got.found
     with proxy(s3, lambda method, path, headers: "503" if "delete" in path else "pass") as p:
         options = {"key": s3.key, "secret": s3.secret, "endpoint_url": p.endpoint}
-        assert one(places.check_output, on_s3(options)).mark == "fail"
+        assert one(stores.check_output, on_s3(options)).mark == "fail"
 
 
 def test_the_source(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.testing.cli import invoke_and_assert
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
+from prefect.types import SecretDict
 from pydantic import SecretStr, ValidationError
 from s3server import S3Server
 
@@ -41,6 +42,7 @@ from prefect_raybatch.flow.blocks import (
 from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import open_store
 
 BLOCKS = [RayCluster, ObjectStore, HostedModel, BatchInferenceJob]
 ROOT = Path(__file__).parents[2]
@@ -293,6 +295,90 @@ class LikeMinio(Block):
 
     minio_root_user: str
     minio_root_password: SecretStr
+
+
+class LikeGcp(Block):
+    """The fields of prefect-gcp's GcpCredentials that matter here."""
+
+    _block_type_slug = "like-gcp"
+
+    service_account_file: Path | None = None
+    service_account_info: SecretDict | None = None
+
+
+class LikeAzure(Block):
+    """The fields of prefect-azure's AzureBlobStorageCredentials."""
+
+    _block_type_slug = "like-azure"
+
+    connection_string: SecretStr | None = None
+    account_url: str | None = None
+
+
+def test_keys_of_google_come_from_its_block(prefect_api: None, tmp_path: Path) -> None:
+    key = {"client_email": "robot@project", "private_key": HUSH[1]}
+    (tmp_path / "key.json").write_text(json.dumps(key))
+    LikeGcp(service_account_info=SecretDict(key)).save("info", overwrite=True)
+    LikeGcp(service_account_file=tmp_path / "key.json").save("file", overwrite=True)
+    LikeGcp().save("empty", overwrite=True)
+    for name in ("info", "file"):
+        (found,) = options_of(f"like-gcp/{name}").items()
+        assert found[0] == "service_account_key" and json.loads(found[1]) == key
+    with pytest.raises(ConfigError, match=r"no keys.*remove it to use"):
+        options_of("like-gcp/empty")
+    job = make_job(
+        source={"uri": "gs://b/in", "credentials_block": "like-gcp/info"},
+        output={"uri": "gs://b/out", "credentials_block": "like-gcp/file"},
+    )
+    loaded = tasks.with_blocks(job)
+    assert "service_account_key" in loaded.source.options and loaded.output.options
+    assert HUSH[1] not in f"{loaded!r} {loaded.model_dump_json()}"
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (
+            {
+                "connection_string": "DefaultEndpointsProtocol=https;AccountName=acct;"
+                "AccountKey=a2V5PT0=;EndpointSuffix=core.windows.net"
+            },
+            {
+                "account_name": "acct",
+                "account_key": "a2V5PT0=",
+                "endpoint": "https://acct.blob.core.windows.net",
+            },
+        ),
+        (
+            {
+                "connection_string": "BlobEndpoint=https://acct.blob.core.windows.net;"
+                "SharedAccessSignature=sv=1&sig=x"
+            },
+            {
+                "account_name": "acct",
+                "sas_key": "sv=1&sig=x",
+                "endpoint": "https://acct.blob.core.windows.net",
+            },
+        ),
+        (
+            {"account_url": "https://acct.blob.core.windows.net/"},
+            {"account_name": "acct", "endpoint": "https://acct.blob.core.windows.net/"},
+        ),
+    ],
+)
+def test_keys_of_azure_come_from_its_block(
+    given: dict[str, str], options: dict[str, str], prefect_api: None
+) -> None:
+    LikeAzure.model_validate(given).save("one", overwrite=True)
+    assert options_of("like-azure/one") == options
+    assert open_store("az://box/x", options).uri == "az://box/x"
+
+
+def test_a_connection_string_without_an_account_is_refused(prefect_api: None) -> None:
+    LikeAzure(connection_string=SecretStr(f"AccountKey={HUSH[1]}")).save("bad", overwrite=True)
+    with pytest.raises(ConfigError, match="names no storage account") as caught:
+        options_of("like-azure/bad")
+    assert HUSH[1] not in str(caught.value)
 
 
 def test_keys_come_from_nested_credentials(prefect_api: None) -> None:

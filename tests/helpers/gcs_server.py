@@ -54,6 +54,7 @@ class GcsServer(ThreadingHTTPServer):
         self.token = token
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
         self.uploads: dict[str, dict[int, bytes]] = {}
+        self.denied: set[str] = set()  # of read, list, write and delete: answered by 403
         self.lock = threading.Lock()
         self.generation = int(time.time() * 1e6)
 
@@ -102,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             with self.server.lock:
                 if bucket not in self.server.buckets:
                     raise Refusal(404, "NoSuchBucket")
+                if self._operation(name) in self.server.denied:
+                    raise Refusal(403, "AccessDenied")
                 self._answer(*self._act(bucket, name, query, body))
         except Refusal as refusal:
             status, code = refusal.args
@@ -109,6 +112,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, {}, f"{text}</Error>".encode())
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+    def _operation(self, name: str) -> str:
+        changes = {"PUT": "write", "POST": "write", "DELETE": "delete"}
+        return changes.get(self.command, "read" if name else "list")
 
     def _act(
         self, bucket: str, name: str, query: Mapping[str, str], body: bytes

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.small import make_job
 
 from prefect_raybatch.compile.job import read_spec
-from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.secrets import MASK, hide_options
+from prefect_raybatch.errors import ConfigError, CredentialsUnusable
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.secrets import MASK, hide_options, hide_users
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.source.tables.delta import open_delta
 from prefect_raybatch.storage import join, open_store, table_settings
 from prefect_raybatch.storage.clouds import connection
@@ -64,13 +68,95 @@ def test_uris_of_one_store_are_one_place() -> None:
     ("uri", "said"),
     [
         ("gcs://b/x", r"gs://bucket.*prefect-raybatch\[gcs\].*prefect-raybatch\[azure\]"),
-        ("abfss://c@a.dfs.core.windows.net/x", r"write az://container/path.*account_name"),
+        ("abfss://c@acct.example.com/x", r"write az://container/path.*account_name and endpoint"),
         ("gs://", r"names no bucket; write gs://"),
     ],
 )
 def test_a_wrong_uri_is_answered_with_the_right_one(uri: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s)output.uri.*{said}"):
         make_job(output={"uri": uri})
+
+
+URL = "abfss://box@acct.dfs.core.windows.net/out"
+
+
+def test_urls_with_an_account_are_taken_as_spark_takes_them() -> None:
+    job = make_job(output={"uri": URL})
+    assert BatchJob.from_dict(job.to_dict()).output.uri == hide_users(URL) == URL
+    store = open_store(URL, {})
+    assert store.uri == "az://box@acct/out" and open_store(store.uri, {}).uri == store.uri
+    assert join(URL, "b") == join("abfs://box@ACCT/out", "b") == "az://box@acct/out/b"
+    with pytest.raises(ConfigError, match="another account than options"):
+        open_store(URL, {"account_name": "other"})
+    with pytest.raises(ConfigError, match=r"before an @") as caught:
+        make_job(output={"uri": "az://user:hush@acct/out"})
+    assert "hush" not in str(caught.value)
+    assert "hush" not in hide_users("abfss://user:hush@acct/out")
+
+
+def test_a_policy_for_any_container_is_not_for_any_account() -> None:
+    policy = JobPolicy("test", read=("az://",), write=(URL,))
+    assert policy.may_read("az://box/x") and not policy.may_read("az://box@evil/x")
+    assert policy.may_write("az://box@acct/out/x") and policy.may_write(f"{URL}/x")
+    assert not policy.may_write("az://box/out/x") and not policy.may_write("az://box@evil/out/x")
+
+
+def test_containers_of_two_accounts_are_two_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = read_spec(
+        make_job(source={"uri": "az://box", "options": {"account_name": "one"}}).source
+    )
+    check_places(read, "az://box/out", {"account_name": "two"})
+    check_places(read, URL, {})
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "one")
+    for uri, options in (("az://box/out", {"account_name": "one"}), ("az://box@one/x", {}),
+                         ("az://box/out", {})):  # fmt: skip
+        with pytest.raises(ConfigError, match="inside the input"):
+            check_places(read, uri, options)
+
+
+@pytest.mark.parametrize("group", ["source", "output"])
+def test_an_unknown_option_is_an_error_of_the_job(group: str) -> None:
+    for uri, known in (("gs://b/x", "bearer_token"), ("az://c/x", "account_name")):
+        with pytest.raises(ConfigError, match=rf"{group}.*'key'.*Use .*{known}") as caught:
+            make_job(**{group: {"uri": uri, "options": {"key": "planted"}}})
+        assert "planted" not in str(caught.value)
+
+
+def test_an_unknown_option_of_s3_is_refused_with_known_names() -> None:
+    with pytest.raises(ConfigError, match=r"'sekret'.*Use key, secret, .*endpoint_url") as caught:
+        open_store("s3://b/x", {"sekret": "planted"}).read("x")
+    assert "planted" not in str(caught.value)
+
+
+def test_azure_without_an_account_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AZURE_"):
+            monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"az://c names no storage account\. Set AZURE_"):
+        open_store("az://c/x", {})
+    with pytest.raises(ConfigError, match="names no storage account"):
+        check_places(read_spec(make_job().source), "az://c/x", {})
+
+
+@pytest.mark.parametrize(
+    ("uri", "options", "remedy"),
+    [
+        ("gs://b/x", {}, "gcloud auth application-default login"),
+        ("az://c@acct/x", {"msi_endpoint": "http://127.0.0.1:9/token"}, "AZURE_STORAGE_SAS_KEY"),
+    ],
+)
+def test_missing_credentials_name_where_they_come_from(
+    uri: str, options: dict[str, Any], remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"):
+        monkeypatch.setenv(name, "127.0.0.1:9")
+    for name in list(os.environ):
+        if name.startswith(("AZURE_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    store = open_store(uri, options)
+    with pytest.raises(CredentialsUnusable, match=remedy):
+        store.read("x")
 
 
 def test_an_option_of_another_store_is_refused_without_its_value() -> None:

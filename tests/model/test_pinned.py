@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.clouds import CLOUDS, cloud_server
 from helpers.models import LLAMA_8B
 
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.model import pinned as models
 
 # A process like an engine's: it fetches a model whose store answers slowly and notes what was read.
@@ -81,6 +84,24 @@ def test_a_model_that_was_half_fetched_is_fetched_anew(remote: Path) -> None:
     assert after.returncode == 0 and "['config.json', 'model.safetensors']" in out
     left = {path.suffix for path in (remote / "cache/models").iterdir()}
     assert left == {"", ".files", ".lock"}  # nothing of the first try takes up the disk
+
+
+@pytest.mark.parametrize("scheme", CLOUDS)
+def test_a_model_of_google_or_azure_is_copied_to_the_node_once(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYBATCH_CACHE", str(tmp_path / "cache"))
+    with cloud_server(scheme, tmp_path) as cloud:
+        for name, value in cloud.env.items():
+            monkeypatch.setenv(name, value)
+        store = cloud.opened()
+        store.put("config.json", b'{"model_type": "llama"}')
+        store.put("part/model.safetensors", b"w" * 1000)
+        pinned = models.pin(model_request(Engine(model=store.uri)))
+        assert models.read_config(pinned)[0] == {"model_type": "llama"}
+        folder = Path(models.local_path(pinned))
+        assert (folder / "part/model.safetensors").read_bytes() == b"w" * 1000
+    assert models.local_path(pinned) == str(folder), "the node has it: the store is not asked"
 
 
 # --- its config and the size of its weights -----------------------------------------------------
@@ -165,7 +186,9 @@ LOOKUP = """
 import logging, time
 from huggingface_hub import HfApi, hf_hub_download
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.job.batch_job import Engine
 models.HUB = 1.0  # second for an answer, of which two may be waited for

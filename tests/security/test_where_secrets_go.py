@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray.cloudpickle as cloudpickle
 from helpers.engines import FineEngine, Fp8Engine
+from helpers.gcs_server import GcsServer, serving
 from helpers.policies import set_policy
 from helpers.small import input_rows, job_dict, make_job, receipts
 from helpers.web_server import served
@@ -498,6 +499,15 @@ class Files(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+def cloud_job(source: GcsServer, output: GcsServer) -> BatchJob:
+    """Parquet on Google's store, answered there, by a token each."""
+    put_in(open_store("gs://in/rows", source.options), "in.parquet", input_rows(0, ROWS))
+    return make_job(
+        source={"uri": "gs://in/rows", "options": source.options, "rows_per_shard": 20},
+        output={"uri": "gs://out/runs", "options": output.options},
+    )
+
+
 def whole_run(job: BatchJob) -> Run:
     run = plan_run(job, "k")
     finalize_run(job, run, infer_run(job, run, engine=FineEngine))
@@ -572,8 +582,11 @@ def test_secrets_go_only_where_they_are_needed(
     tmp_path, s3, sent, planted, caplog, capfd, monkeypatch
 ):
     caplog.set_level(logging.DEBUG, logger="prefect_raybatch")
-    with served(Files) as server:
+    inbox = GcsServer(SECRETS["source.options"], "in")
+    outbox = GcsServer(SECRETS["output.options"], "out")
+    with served(Files) as server, serving(inbox), serving(outbox):
         for job in (
+            cloud_job(inbox, outbox),
             signed_job(tmp_path, server),
             table_job(tmp_path),
             stored_job(s3, "stored"),

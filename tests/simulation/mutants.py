@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "s3_if_absent",
         "the PUT to S3 lacks If-None-Match",
-        (Edit("storage.s3:S3Store.put_if_absent", 'IfNoneMatch="*", ', ""),),
+        (Edit("storage.s3:S3Store._create", ', "IfNoneMatch": "*"', ""),),
         quick=True,
     ),
     Mutant(

@@ -24,7 +24,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import InputFile, Plan
-from prefect_raybatch.storage import LocalStore, S3Store, Store, s3
+from prefect_raybatch.storage import LocalStore, S3Store, Store, bucket
 
 from .disk import Disk
 from .s3 import BUCKET, Wired
@@ -50,7 +50,7 @@ class World:
         self.watch = Watch(self.files)
         self.wire = Wire(scheduler, weather, self.watch)
         self.rows, self.per_shard = rng.randrange(3, 13), rng.randrange(1, 5)
-        self.single_put = rng.choice([0, s3.SINGLE_PUT_BYTES])  # larger files go another way
+        self.single_put = rng.choice([0, bucket.SINGLE_PUT_BYTES])  # larger files go another way
         self.compact = rng.random() < 0.75
         self.root = f"s3://{BUCKET}" if kind == "s3" else str(folder / "out")
         if kind != "s3":
@@ -132,7 +132,7 @@ class World:
             stack.enter_context(_replaced(pq.read_table, read_here, "pyarrow.parquet"))
             # A race of eight for a name: a question about a store, not a part of the protocol.
             stack.enter_context(_set(Store, probe=lambda store: None))
-            stack.enter_context(_set(s3, SINGLE_PUT_BYTES=self.single_put))
+            stack.enter_context(_set(bucket, SINGLE_PUT_BYTES=self.single_put))
             stack.enter_context(_set(checkpoints, FOLD=2, LEAST_COMMITS=1))
             stack.enter_context(_set(tempfile, tempdir=str(self.folder)))
             yield

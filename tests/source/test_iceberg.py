@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from prefect_raybatch.cli.show import show_plan
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.source import detect_format, needs_snapshot
+from prefect_raybatch.source.tables.iceberg import open_catalog
 from prefect_raybatch.storage import open_store
 
 
@@ -184,6 +187,22 @@ def test_what_is_wrong_with_a_table_or_a_catalog_is_told(tmp_path, catalog, monk
         "prefect_raybatch.source.tables.copying.find_spec", lambda name: None, raising=True
     )
     refused(str(folder), 'pip install "prefect-raybatch[iceberg]"', error=ConfigError)
+
+
+@pytest.mark.timeout(100)  # Arrow's client tries for a quarter of an hour
+@pytest.mark.parametrize("place", ["gs://lake/t", "abfss://box@acct.dfs.core.windows.net/t"])
+def test_a_table_of_a_catalog_on_google_or_azure_is_refused_by_name(tmp_path, catalog, place):
+    table_of(catalog, "orders", companies(0, 3))
+    with closing(sqlite3.connect(tmp_path / "catalog.db")) as database:
+        metadata = f"{place}/metadata/00000-x.metadata.json"
+        database.execute("UPDATE iceberg_tables SET metadata_location = ?", (metadata,))
+        database.commit()
+    words = place.partition("@")[0], "not on"
+    refused("sales.orders", *words, error=ConfigError, catalog=properties(tmp_path))
+    lake = open_catalog({**properties(tmp_path), "warehouse": place})
+    with pytest.raises(ConfigError, match="not on"):
+        lake.create_table("sales.new", schema=companies(0, 1).schema)
+    assert not catalog.table_exists("sales.new")
 
 
 @pytest.mark.parametrize(

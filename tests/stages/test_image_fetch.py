@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from helpers.clouds import CLOUDS, cloud_server
 from helpers.specs import images_of
 from helpers.web_server import served
 from PIL import Image
@@ -25,8 +26,8 @@ from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.images.rows import RowImages, TooManyAway
+from prefect_raybatch.storage import bucket as bucket_module
 from prefect_raybatch.storage import open_store
-from prefect_raybatch.storage import s3 as s3_module
 from prefect_raybatch.storage.internet import allowed
 
 
@@ -392,7 +393,7 @@ def test_only_files_inside_of_the_media_root_are_read(tmp_path: Path):
 @pytest.fixture
 def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where there is a red image `a.png`."""
-    monkeypatch.setattr(s3_module, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE", 0.02)
     s3.create_bucket("photos")
     open_store("s3://photos/some", s3.options).put("a.png", PNG)
     return "s3://photos/some"
@@ -413,6 +414,34 @@ def test_images_come_from_a_store_by_the_inputs_keys(s3: S3Server, bucket: str):
         places.fetch("s3://no-such-bucket/a.png")
     with pytest.raises(BadImage, match="more bytes than"):
         in_store(s3, max_bytes=len(PNG) - 1).fetch(f"{bucket}/a.png")
+
+
+@pytest.mark.parametrize("scheme", CLOUDS)
+def test_images_come_from_google_and_azure(
+    scheme: str, tmp_path: Path, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    with cloud_server(scheme, tmp_path) as cloud:
+        store = cloud.opened()
+        store.put("a.png", PNG)
+        places = ImagePlaces(options=cloud.options, seconds=5.0)
+        assert places.fetch(f"{store.uri}/a.png") == PNG
+        with pytest.raises(BadImage, match=r"b\.png does not exist"):
+            places.fetch(f"{store.uri}/b.png")
+        with pytest.raises(BadImage, match="more bytes than"):
+            ImagePlaces(options=cloud.options, max_bytes=1).fetch(f"{store.uri}/a.png")
+        # Rows may name images in several stores: the environment has the keys of the others.
+        for name, value in {**cloud.env, **s3.env}.items():
+            monkeypatch.setenv(name, value)
+        assert places.fetch(f"{bucket}/a.png") == PNG
+        assert in_store(s3).fetch(f"{store.uri}/a.png") == PNG
+
+
+def test_a_cloud_without_credentials_blames_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
+        monkeypatch.setenv(name, "127.0.0.1:9")
+    with pytest.raises(ImageUnavailable, match="application default credentials"):
+        ImagePlaces(seconds=0.1).fetch("gs://bucket/a.png")
 
 
 @pytest.mark.parametrize("how", ["503", "500", "reset", "cut-down"])

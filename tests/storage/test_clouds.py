@@ -5,17 +5,12 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import threading
-import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.azurite import running_azurite
-from helpers.gcs_server import GcsServer, serving
+from helpers.clouds import Cloud
 
 from prefect_raybatch.errors import (
     ConfigError,
@@ -29,32 +24,6 @@ from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.clouds import CloudStore
 
 REMEDY = r"Renew them|Check that the credentials"
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """A server, its scheme and what `open_store` takes for it. It has one bucket: `bucket`."""
-
-    scheme: str
-    options: dict[str, Any]
-    secret: str  # the option that holds the credential
-    address: str  # the option that holds the server's URL
-
-    def opened(self, bucket: str = "bucket", **options: str) -> Store:
-        uri = f"{self.scheme}://{bucket}/{uuid.uuid4()}"
-        return open_store(uri, {**self.options, **options})
-
-
-@pytest.fixture(scope="module", params=["gs", pytest.param("az", marks=pytest.mark.whole)])
-def cloud(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cloud]:
-    if request.param == "gs":
-        with serving(GcsServer("secret-token", "bucket")) as running:
-            yield Cloud("gs", running.options, "bearer_token", "base_url")
-    else:
-        with running_azurite(tmp_path_factory.mktemp("azurite"), "bucket") as started:
-            yield Cloud("az", started.options, "account_key", "endpoint")
 
 
 @pytest.fixture
@@ -87,22 +56,6 @@ def test_a_listing_goes_past_one_page(store: Store) -> None:
     assert [info.path for info in store.list()] == [f"{n:04}" for n in range(1200)]
     store.delete(info.path for info in store.list())
     assert list(store.list()) == []
-
-
-def test_of_fifty_writers_one_wins(store: Store) -> None:
-    for number in range(5):
-        bodies = [uuid.uuid4().bytes for _ in range(50)]
-        barrier = threading.Barrier(50)
-
-        def write(body: bytes, barrier: threading.Barrier = barrier, number: int = number) -> bool:
-            barrier.wait()
-            return store.put_if_absent(str(number), body)
-
-        with ThreadPoolExecutor(50) as pool:
-            told = list(pool.map(write, bodies))
-        winners = [body for body, won in zip(bodies, told, strict=True) if won]
-        assert winners == [store.read(str(number))]
-        assert store.put_if_absent(str(number), winners[0]), "after a lost answer it is ours"
 
 
 def test_files_under_a_condition(store: Store, tmp_path: Path) -> None:
@@ -163,3 +116,13 @@ def test_a_fork_is_refused_and_does_not_hang(store: Store) -> None:
             os._exit(3)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+@pytest.mark.whole
+def test_the_account_of_an_azure_url_is_used(tmp_path: Path) -> None:
+    with running_azurite(tmp_path, "bucket") as server:
+        options = {"account_key": server.key, "endpoint": server.endpoint}
+        url = f"abfss://bucket@{server.account}.dfs.core.windows.net/x"
+        open_store(url, options).put("a", b"1")
+        assert open_store("az://bucket/x", server.options).read("a") == b"1"
+        assert open_store(f"az://bucket@{server.account}/x", options).read("a") == b"1"

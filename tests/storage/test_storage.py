@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.clouds import CLOUDS
 from s3server import S3Server, proxy
 
 from prefect_raybatch import storage
@@ -53,8 +54,8 @@ from prefect_raybatch.storage import (
     read_ahead,
     s3_silence,
 )
+from prefect_raybatch.storage import bucket as bucket_module
 from prefect_raybatch.storage import local as local_module
-from prefect_raybatch.storage import s3 as s3_module
 from prefect_raybatch.storage.s3_client import Connection
 
 BUCKET = "store-tests"
@@ -63,7 +64,7 @@ OUTSIDE = ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", "./a", "a\0b"]
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_module, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -71,11 +72,14 @@ def s3_store(s3: S3Server) -> Store:
     return open_store(f"s3://{BUCKET}/{uuid.uuid4()}", s3.options)
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", *CLOUDS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
         return open_store(str(tmp_path / "root"))
-    found: Store = request.getfixturevalue("s3_store")
+    if request.param == "s3":
+        found: Store = request.getfixturevalue("s3_store")
+    else:
+        found = request.getfixturevalue(request.param).opened()
     return found
 
 
@@ -116,7 +120,7 @@ def race(store: Store, path: str, writers: int) -> tuple[list[bytes], bytes]:
     return [b for b, won in zip(bodies, told, strict=True) if won], store.read(path)
 
 
-# --- both stores ------------------------------------------------------------------------------
+# --- all stores ------------------------------------------------------------------------------
 
 
 def test_put_read_stat_list_delete(store: Store) -> None:
@@ -296,6 +300,7 @@ def test_pickles_and_reads_on_the_other_side(store: Store) -> None:
     assert other.read("x") == b"here"
 
 
+@pytest.mark.parametrize("store", ["local", "s3"], indirect=True)  # a cloud's refuses a fork
 def test_sixteen_threads_and_a_fork(store: Store) -> None:
     for number in range(8):
         store.put(f"c/{number}", str(number).encode())
@@ -517,7 +522,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
 def test_listing_and_deleting_go_past_one_page(
     s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "LISTING_PAGE", 20)
+    monkeypatch.setattr(bucket_module, "LISTING_PAGE", 20)
     for number in range(45):
         s3_store.put(f"commits/{number:05}", b"")
     paths = [info.path for info in s3_store.list("commits")]
@@ -530,7 +535,7 @@ def test_what_is_listed_is_deleted_while_it_is_listed(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The list of 500,000 pieces was held."""
-    monkeypatch.setattr(s3_module, "LISTING_PAGE", 10)
+    monkeypatch.setattr(bucket_module, "LISTING_PAGE", 10)
     monkeypatch.setattr(local_module, "DELETED_AT_ONCE", 10)
     for number in range(45):
         store.put(f"pieces/{number:05}", b"")
@@ -549,8 +554,8 @@ def test_what_is_listed_is_deleted_while_it_is_listed(
 def test_large_file_goes_in_parts(
     s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1024)
-    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(bucket_module, "SINGLE_PUT_BYTES", 1024)
+    monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * 2**20)
     body = os.urandom(1024) * (12 * 1024)
     (tmp_path / "large").write_bytes(body)
     info = s3_store.put_file("large", tmp_path / "large")
@@ -561,7 +566,7 @@ def test_large_file_goes_in_parts(
 def test_a_large_file_that_is_there_is_not_written_again(
     s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 4)
+    monkeypatch.setattr(bucket_module, "SINGLE_PUT_BYTES", 4)
     for name, body in (("one", b"first"), ("two", b"second")):
         (tmp_path / name).write_bytes(body)
     assert s3_store.put_file_if_absent("x", tmp_path / "one") is True
@@ -599,7 +604,7 @@ def at_one_moment(count: int, write: Callable[[int], bool]) -> list[int]:
 def test_of_files_that_race_for_a_name_one_is_there(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1 << 20)  # the larger one is streamed
+    monkeypatch.setattr(bucket_module, "SINGLE_PUT_BYTES", 1 << 20)  # the larger one is streamed
     bodies = files_of(tmp_path, 8, size)
     won = at_one_moment(8, lambda number: store.put_file_if_absent("a/b", tmp_path / str(number)))
     assert len(won) == 1 and store.read("a/b") == bodies[won[0]]
@@ -623,7 +628,7 @@ def test_of_files_that_race_for_the_place_of_another_one_is_there(
 def test_a_streamed_file_is_there_whole_whatever_the_network_does(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1 << 10)
+    monkeypatch.setattr(bucket_module, "SINGLE_PUT_BYTES", 1 << 10)
     bodies = files_of(tmp_path, 2, 1 << 20)
     with proxy(s3, First(how, 2)) as between:
         store = behind(s3, between.endpoint)
@@ -662,9 +667,9 @@ def test_a_store_that_cannot_replace_says_so(
 def test_a_body_that_was_changed_on_the_way_is_sent_again(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, parts: bool
 ) -> None:
-    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * 2**20)
     if parts:
-        monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1024)
+        monkeypatch.setattr(bucket_module, "SINGLE_PUT_BYTES", 1024)
     body = os.urandom(1024) * (11 * 1024 if parts else 4)
     (tmp_path / "file").write_bytes(body)
     with proxy(s3, First(how, 1)) as there:
@@ -754,8 +759,8 @@ def test_expired_credentials_are_told_where_the_answer_has_no_body(s3: S3Server)
 def test_large_upload_starts_again(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "SINGLE_PUT_BYTES", 1024)
-    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(bucket_module, "SINGLE_PUT_BYTES", 1024)
+    monkeypatch.setattr(bucket_module, "PART_BYTES", 5 * 2**20)
     body = os.urandom(1024) * (11 * 1024)
     (tmp_path / "large").write_bytes(body)
     with proxy(s3, First("lose", 3)) as between:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
@@ -10,6 +13,7 @@ from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_vali
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.group import field
+from prefect_raybatch.schemes import store_scheme
 from prefect_raybatch.storage import Store, open_store
 
 # s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
@@ -26,7 +30,8 @@ class ObjectStore(CredentialsBlock):
 
     Name the block in a job as `credentials_block: object-store/NAME`. It contains the keys itself,
     or names a saved `AwsCredentials` or `MinIOCredentials` block of prefect-aws. Without either,
-    the keys come from the environment of the worker process.
+    the keys come from the environment of the worker process. For gs:// and az:// a job names a
+    block of prefect-gcp or prefect-azure instead.
 
     Attributes:
         credentials: Saved prefect-aws block with the keys.
@@ -144,9 +149,9 @@ class ObjectStore(CredentialsBlock):
     def get_client(self, uri: str) -> Store:
         """Return a client for the folder `uri`: `read`, `list`, `put`, `put_if_absent`, `delete`.
 
-        Does not contact the store yet. Raises `ConfigError` if the URI is not s3://.
+        Does not contact the store yet. Raises `ConfigError` if the URI is not of an object store.
         """
-        if not uri.startswith(("s3://", "s3a://")):
+        if not store_scheme(uri):
             raise ConfigError(f"{uri!r} is not on an object store; write s3://bucket/folder")
         return open_store(uri, self.store_options())
 
@@ -169,19 +174,19 @@ def options_of(name: str) -> dict[str, Any]:
     """Return the store options of the saved block type-slug/name.
 
     The block is an `ObjectStore` or has the fields of prefect-aws's `AwsCredentials` or
-    `MinIOCredentials`.
+    `MinIOCredentials`, of prefect-gcp's `GcpCredentials`, or of prefect-azure's
+    `AzureBlobStorageCredentials`.
 
     Raises `ConfigError` if it cannot be loaded or contains no keys.
     """
     block = load_block("credentials_block", name)
     if isinstance(block, ObjectStore):
         return block.store_options()
-    options: dict[str, Any] = {}
+    options = {**_google_options(block), **_azure_options(name, block)}
     for option, fields in KEYS.items():
         for given in fields:
-            value = getattr(block, given, None)
-            if value is not None:
-                options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
+            if (value := _value(block, given)) is not None:
+                options[option] = value
     parameters = getattr(block, "aws_client_parameters", None)
     endpoint = getattr(parameters, "endpoint_url", None)
     if endpoint:
@@ -190,14 +195,52 @@ def options_of(name: str) -> dict[str, Any]:
         options["region"] = region
     if not options:  # a database's, such as prefect-sqlalchemy's DatabaseCredentials
         for option in ("username", "password"):
-            if (value := getattr(block, option, None)) is not None:
-                options[option] = getattr(value, "get_secret_value", lambda v=value: v)()
+            if (value := _value(block, option)) is not None:
+                options[option] = value
     if not options:
         raise ConfigError(
-            f"credentials_block: {name!r} contains no keys for S3 or a database; name a block that "
-            "does"
+            f"credentials_block: {name!r} contains no keys for a store or a database; name a block "
+            "that does, or remove it to use the credentials of the environment"
         )
     return options
+
+
+def _value(block: object, field: str) -> Any:
+    """Return a field of a block, a secret in clear text; None if it is not set."""
+    value = getattr(block, field, None)
+    return getattr(value, "get_secret_value", lambda: value)()
+
+
+def _google_options(block: object) -> dict[str, Any]:
+    """Return the options of a `GcpCredentials` block: the key itself, since nodes lack its file."""
+    file, key = _value(block, "service_account_file"), _value(block, "service_account_info")
+    if file is not None:
+        return {"service_account_key": Path(file).expanduser().read_text()}
+    return {} if key is None else {"service_account_key": json.dumps(key)}
+
+
+def _azure_options(name: str, block: object) -> dict[str, Any]:
+    """Return the options of an `AzureBlobStorageCredentials` block.
+
+    https://learn.microsoft.com/azure/storage/common/storage-configure-connection-string
+    """
+    text, url = _value(block, "connection_string"), _value(block, "account_url")
+    fields = dict(part.split("=", 1) for part in str(text or "").split(";") if "=" in part)
+    url = fields.get("BlobEndpoint") or url
+    account = fields.get("AccountName") or urlsplit(str(url or "")).netloc.partition(".")[0]
+    if not account:
+        if text or url:
+            raise ConfigError(
+                f"credentials_block: {name!r} names no storage account; save a connection string "
+                "with AccountName, or an account_url"
+            )
+        return {}
+    if suffix := fields.get("EndpointSuffix"):
+        protocol = fields.get("DefaultEndpointsProtocol", "https")
+        url = url or f"{protocol}://{account}.blob.{suffix}"
+    found = {"account_name": account, "account_key": fields.get("AccountKey")}
+    found |= {"sas_key": fields.get("SharedAccessSignature"), "endpoint": url}
+    return {option: value for option, value in found.items() if value}
 
 
 def load_block(field: str, name: str) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pyarrow as pa
 
@@ -23,6 +23,7 @@ from prefect_raybatch.job.filter_text import (
 )
 from prefect_raybatch.job.secrets import catalog_secrets
 from prefect_raybatch.job.variables import fill_variables
+from prefect_raybatch.schemes import EXTRAS, STORES
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import (
     Scrub,
@@ -39,6 +40,7 @@ from prefect_raybatch.storage import (
     is_remote,
     join,
     open_store,
+    refuse_cloud_table,
     s3_settings,
     table_settings,
 )
@@ -93,6 +95,7 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     another host.
     """
     from pyiceberg.catalog import load_catalog, rest
+    from pyiceberg.io import SCHEMA_TO_FILE_IO
     from requests import Response, Session
 
     class NoRedirects(Session):
@@ -104,8 +107,28 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
 
     # pyiceberg has no other place to say so.
     rest.Session = NoRedirects  # type: ignore[attr-defined]
+    refused = f"{RefusedFiles.__module__}.{RefusedFiles.__name__}"
+    SCHEMA_TO_FILE_IO.update(
+        {scheme: [refused] for scheme, store in STORES.items() if store in EXTRAS}
+    )
     given = dict(properties)
     return load_catalog(given.pop("name", None), **given)
+
+
+class RefusedFiles:
+    """Files on a store of Google or Azure, to pyiceberg: refused by name before Arrow opens them.
+
+    Without credentials, Arrow's client tries for a quarter of an hour.
+    """
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        self.properties = properties
+
+    def new_input(self, location: str) -> NoReturn:
+        refuse_cloud_table(location)
+        raise ConfigError(f"{location} cannot be read by pyiceberg. Use another place")
+
+    new_output = delete = new_input
 
 
 def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
@@ -120,12 +143,14 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
     given = {"init_catalog_tables": "false", **properties}
     catalog = open_catalog(given)
     try:
-        return catalog.load_table(name)
+        table = catalog.load_table(name)
     except (NoSuchTableError, NoSuchNamespaceError, ValueError):
         raise SourceError(
             f"source.uri: the catalog {catalog.name} has no table {name!r}. Write it as "
             "namespace.table"
         ) from None
+    refuse_cloud_table(table.location())  # a REST catalog reads the metadata itself
+    return table
 
 
 def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Table:

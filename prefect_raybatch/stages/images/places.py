@@ -16,7 +16,7 @@ from prefect_raybatch.errors import (
     StoreError,
     StoreUnavailable,
 )
-from prefect_raybatch.schemes import STORES
+from prefect_raybatch.schemes import STORES, options_for
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
@@ -29,7 +29,8 @@ SHOWN = 200  # characters of a path or URL in a message
 class ImagePlaces:
     """What rows may refer to.
 
-    `media_root` is the folder of local files, None to allow none; `options` are the input store's;
+    `media_root` is the folder of local files, None to allow none; `options` are the input store's,
+    for images in a store of that kind;
     `seconds` bounds a fetch from a store, and one attempt of `Http`, to which `allow_private`
     applies.
     """
@@ -74,7 +75,7 @@ class ImagePlaces:
         if not name or folder.count("/") < 2:
             raise BadImage(f"{uri[:SHOWN]} does not name a file in a bucket (SCHEME://BUCKET/KEY)")
         try:
-            store = open_store(folder, self.options)
+            store = open_store(folder, options_for(folder, self.options))
             store.retry_seconds = self.seconds
             return store.read(name, self.max_bytes)
         except FileNotFoundError:

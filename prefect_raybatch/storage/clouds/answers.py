@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from prefect_raybatch.errors import CredentialsUnusable, StoreError, StoreUnavailable
+from prefect_raybatch.errors import AccessDenied, CredentialsUnusable, StoreError, StoreUnavailable
 from prefect_raybatch.storage.base import not_found
+from prefect_raybatch.storage.permissions import PERMISSIONS
 
 _STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
 _PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
-_ROLES = {
-    ("gs", "read"): "storage.objects.get (role Storage Object Viewer)",
-    ("gs", "list"): "storage.objects.list (role Storage Object Viewer)",
-    ("gs", "write"): "storage.objects.create and .delete (role Storage Object User)",
-    ("gs", "delete"): "storage.objects.delete (role Storage Object User)",
-    ("az", "read"): "blobs/read (role Storage Blob Data Reader)",
-    ("az", "list"): "blobs/read (role Storage Blob Data Reader)",
-    ("az", "write"): "blobs/write (role Storage Blob Data Contributor)",
-    ("az", "delete"): "blobs/delete (role Storage Blob Data Contributor)",
+
+_NO_TOKEN = {
+    "gs": "there are no application default credentials that work. Set "
+    "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account, or run gcloud auth "
+    "application-default login, or use a machine with a service account",
+    "az": "there are no credentials of Azure that work. Set AZURE_STORAGE_ACCOUNT_KEY or "
+    "AZURE_STORAGE_SAS_KEY, or use a machine with a managed identity",
 }
 
 
@@ -31,6 +30,11 @@ class CloudAnswer(NamedTuple):
     status: int
     code: str
     text: str
+
+    @property
+    def without_token(self) -> bool:
+        """Return whether no credentials were found, or those found gave no token."""
+        return "token request" in self.text
 
     @property
     def worth_retrying(self) -> bool:
@@ -46,6 +50,8 @@ class CloudAnswer(NamedTuple):
     ) -> Exception:
         """Return the error to raise: it names the place, the answer, and what to do."""
         said = self.text
+        if self.without_token:
+            return CredentialsUnusable(f"{place}: {_NO_TOKEN[scheme]} ({said})")
         if self.worth_retrying:
             return StoreUnavailable(
                 f"{place}: no valid answer from {endpoint} in {tries} tries (the last: {said}). "
@@ -63,9 +69,9 @@ class CloudAnswer(NamedTuple):
                 f"{place}: the credentials are missing, wrong or expired ({said}). Renew them"
             )
         if self.status == 403:
-            return StoreError(
+            return AccessDenied(
                 f"{place}: access denied ({said}). Check that the credentials allow "
-                f"{_ROLES[scheme, operation]}, and that the clock of this machine is right"
+                f"{PERMISSIONS[scheme][operation]}, and that the clock of this machine is right"
             )
         return StoreError(f"{place}: the store refused to {operation} ({said})")
 

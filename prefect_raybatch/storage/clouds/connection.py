@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from prefect_raybatch.errors import ConfigError, StoreError
-from prefect_raybatch.schemes import CLOUD_OPTIONS, CLOUD_SECRETS, EXTRAS
+from prefect_raybatch.schemes import CLOUD_SECRETS, EXTRAS, check_cloud_options
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 KNOWN_CONNECTIONS = 16
-ANSWER_SECONDS = 60  # for a request of at most 64 MiB
+ANSWER_SECONDS = 60.0  # for a request of at most 64 MiB
 SECRET_VARIABLES = re.compile(r"(AZURE|GOOGLE)_\w*(KEY|TOKEN|SECRET)$")
 _used_in: set[int] = set()  # processes in which obstore's threads run
 
@@ -43,14 +43,13 @@ class CloudConnection:
         self.scheme, self.bucket, self.options = scheme, bucket, dict(options)
         if find_spec("obstore") is None:
             raise self._missing()
-        unknown = sorted(set(options) - set(CLOUD_OPTIONS[scheme]))
-        if unknown:
-            raise ConfigError(
-                f"{scheme}://{bucket} has no options {', '.join(map(repr, unknown))}. Use "
-                f"{', '.join(CLOUD_OPTIONS[scheme])}"
-            )
+        try:
+            check_cloud_options(f"{scheme}://{bucket}", options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self.endpoint()  # raises without an account
         self.silence = Silence()
-        self._clients: dict[tuple[int, int], Any] = {}
+        self._clients: dict[tuple[int, float], Any] = {}
 
     @classmethod
     def shared(cls, scheme: str, bucket: str, options: StoreOptions) -> CloudConnection:
@@ -68,8 +67,8 @@ class CloudConnection:
     def __reduce__(self) -> tuple[object, ...]:
         return (CloudConnection.shared, (self.scheme, self.bucket, self.options))
 
-    def client(self, seconds: int = ANSWER_SECONDS) -> Any:
-        """Return this process's client whose requests may take `seconds`.
+    def client(self, extra: int = 0) -> Any:
+        """Return this process's client whose requests may take ANSWER_SECONDS and `extra`.
 
         Raises ConfigError if obstore rejects the options, and StoreError in a fork of
         a process that used obstore: its threads do not exist there, so a call would never end.
@@ -80,10 +79,10 @@ class CloudConnection:
                 f"{self.scheme}://{self.bucket} cannot be used in a fork of a process that used a "
                 "store of Google Cloud or Azure. Start the process with spawn or forkserver"
             )
-        key = (process, seconds)
-        return self._clients.get(key) or self._clients.setdefault(key, self._build(seconds))
+        key = (process, ANSWER_SECONDS + extra)
+        return self._clients.get(key) or self._clients.setdefault(key, self._build(key[1]))
 
-    def _build(self, seconds: int) -> Any:
+    def _build(self, seconds: float) -> Any:
         from obstore.store import AzureStore, GCSStore
 
         limits = self._limits(seconds)
@@ -106,7 +105,7 @@ class CloudConnection:
             f'pip install "prefect-raybatch[{EXTRAS[self.scheme]}]"'
         )
 
-    def _limits(self, seconds: int) -> dict[str, Any]:
+    def _limits(self, seconds: float) -> dict[str, Any]:
         return {
             "allow_http": self.endpoint().startswith("http://"),
             "connect_timeout": timedelta(seconds=10),
@@ -121,6 +120,12 @@ class CloudConnection:
         given = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
         url = self.options.get("endpoint") or next(filter(None, map(os.environ.get, given)), None)
         account = self.options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if not account:
+            raise ConfigError(
+                f"az://{self.bucket} names no storage account. Set AZURE_STORAGE_ACCOUNT_NAME, or "
+                "account_name in source.options and output.options, or write "
+                f"abfss://{self.bucket}@ACCOUNT.dfs.core.windows.net/PATH"
+            )
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
 
     def clock(self) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import random
@@ -10,55 +9,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-from prefect_raybatch.errors import SourceError, StoreUnavailable
+from prefect_raybatch.storage import bucket
 from prefect_raybatch.storage.base import (
-    RACE_TRIES,
     FileInfo,
-    SeekableReader,
-    Store,
     in_batches,
     local_size,
     reading_local_file,
     too_large,
 )
+from prefect_raybatch.storage.bucket import BucketStore, content, part_size
 from prefect_raybatch.storage.clouds.answers import cloud_answer
-from prefect_raybatch.storage.clouds.connection import ANSWER_SECONDS, CloudConnection
 from prefect_raybatch.storage.uri import checked
 
-_SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
-_MOST_PUT_BYTES = 4 * 2**30  # in one request; Azure allows 5,000 MiB
-_PART_BYTES = 32 * 2**20
-_PARALLEL_PARTS = 4
-_SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
-_READ_BUFFER_BYTES = 2**20
 _DELETE_THREADS = 16
-_PAGE = 1000  # objects listed at a time
-_MIN_TRIES = 3
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 8.0  # seconds between tries
 
 _Result = TypeVar("_Result")
 
 
-class CloudStore(Store):
+class CloudStore(BucketStore):
     """Objects below `root`: gs://bucket/prefix or az://container/prefix."""
 
-    def __init__(
-        self, root: str, connection: CloudConnection, retry_seconds: float = Store.retry_seconds
-    ) -> None:
-        self.uri, self.connection, self.retry_seconds = root, connection, retry_seconds
-        self._prefix = root.partition("://")[2].partition("/")[2]
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.uri, self.connection, self.retry_seconds))
-
-    def sub(self, prefix: str) -> CloudStore:
-        return CloudStore(f"{self.uri}/{checked(prefix)}", self.connection, self.retry_seconds)
-
-    def above(self) -> CloudStore | None:
-        folder = self.uri.rpartition("/")[0]
-        return CloudStore(folder, self.connection, self.retry_seconds) if self._prefix else None
+    most_put_bytes = 4 * 2**30  # Azure allows 5,000 MiB
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         import obstore
@@ -95,7 +68,8 @@ class CloudStore(Store):
         def page(client: Any) -> Any:
             nonlocal pages
             try:
-                pages = pages or iter(obstore.list(client, folder or None, chunk_size=_PAGE))
+                size = bucket.LISTING_PAGE
+                pages = pages or iter(obstore.list(client, folder or None, chunk_size=size))
                 return next(pages, [])
             except Exception:
                 pages = None  # the next try lists from the start; what was yielded is left out
@@ -133,7 +107,7 @@ class CloudStore(Store):
         import obstore
 
         # A memory map has no length that a small limit fits.
-        extra = len(data) // _SLOWEST if len(data) > _SINGLE_PUT_BYTES else 0
+        extra = len(data) // bucket.SLOWEST if len(data) > bucket.SINGLE_PUT_BYTES else 0
         return self._call(
             "write",
             path,
@@ -141,40 +115,14 @@ class CloudStore(Store):
                 client, self._key(path), data, mode=mode, use_multipart=False
             ),
             conditional=mode != "overwrite",
-            seconds=ANSWER_SECONDS + extra,
+            extra_seconds=extra,
         )
 
-    def put_if_absent(self, path: str, data: bytes) -> bool:
-        for _ in range(RACE_TRIES):
-            if self._put(path, data, "create") is not None:
-                return True
-            # The answer to an earlier try of ours can have been lost.
-            with suppress(FileNotFoundError):  # taken, and deleted since: try again
-                return self.read(path) == data
-        raise StoreUnavailable(
-            f"{self._place(path)} was created and deleted again and again. Check what else writes "
-            "there"
-        )
+    def _create(self, path: str, data: bytes) -> bool:
+        return self._put(path, data, "create") is not None
 
-    def put_file(self, path: str, local_path: str | os.PathLike[str]) -> FileInfo:
-        source = os.fspath(local_path)
-        size = local_size(source)
-        if size <= _SINGLE_PUT_BYTES:
-            return self.put(path, _content(source))
-        self._upload(path, source, size)
-        return self.stat(path)
-
-    def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
-        source = os.fspath(local_path)
-        size = local_size(source)
-        if size <= _SINGLE_PUT_BYTES:
-            return self.put_if_absent(path, _content(source))
-        if size <= _MOST_PUT_BYTES:
-            return self._put_mapped(path, source, "create")
-        if self.holds(path):
-            return False
-        self._upload(path, source, size)
-        return True
+    def _create_from_file(self, path: str, source: str) -> bool:
+        return self._put_mapped(path, source, "create")
 
     def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
         source = os.fspath(local_path)
@@ -182,13 +130,13 @@ class CloudStore(Store):
         head = self._head(path)
         if _etag(head) != seen.etag:
             return False
-        if size > _MOST_PUT_BYTES:
+        if size > self.most_put_bytes:
             self._upload(path, source, size)
             return True
         # Google compares the generation, Azure the ETag.
         mode = {name: head[name] for name in ("e_tag", "version") if head[name]}
-        if size <= _SINGLE_PUT_BYTES:
-            return self._put(path, _content(source), mode) is not None
+        if size <= bucket.SINGLE_PUT_BYTES:
+            return self._put(path, content(source), mode) is not None
         return self._put_mapped(path, source, mode)
 
     def _put_mapped(self, path: str, source: str, mode: Any) -> bool:
@@ -206,15 +154,16 @@ class CloudStore(Store):
                     client,
                     self._key(path),
                     handle,
-                    chunk_size=max(_PART_BYTES, -(-size // 10_000)),
-                    max_concurrency=_PARALLEL_PARTS,
+                    chunk_size=part_size(size),
+                    max_concurrency=bucket.PARALLEL_PARTS,
                 )
 
-        self._call("write", path, send, seconds=ANSWER_SECONDS + 4 * _PART_BYTES // _SLOWEST)
+        together = bucket.PARALLEL_PARTS * bucket.PART_BYTES
+        self._call("write", path, send, extra_seconds=together // bucket.SLOWEST)
 
     def delete(self, paths: Iterable[str]) -> None:
         with ThreadPoolExecutor(_DELETE_THREADS) as pool:
-            for batch in in_batches(paths, 1000):
+            for batch in in_batches(paths, bucket.LISTING_PAGE):
                 for path in batch:
                     checked(path)
                 for _ in pool.map(self._delete_one, batch):
@@ -226,26 +175,17 @@ class CloudStore(Store):
         with suppress(FileNotFoundError):
             self._call("delete", path, lambda client: obstore.delete(client, self._key(path)))
 
-    def open(self, path: str) -> BinaryIO:
-        return io.BufferedReader(_RangeReader(self, path, self._head(path)), _READ_BUFFER_BYTES)
-
-    def read_range(self, path: str, etag: str, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop) of the object with `etag`; SourceError if it changed."""
+    def _range(self, info: FileInfo, start: int, stop: int) -> bytes | None:
         import obstore
 
         def get(client: Any) -> bytes:
-            options: Any = {"range": (start, stop), "if_match": etag}
+            options: Any = {"range": (start, stop), "if_match": f'"{info.etag}"'}
             return _whole(
-                obstore.get(client, self._key(path), options=options).bytes(), stop - start
+                obstore.get(client, self._key(info.path), options=options).bytes(), stop - start
             )
 
-        found = self._call("read", path, get, conditional=True)
-        if found is None:
-            raise SourceError(
-                f"{self._place(path)} changed while it was being read. Start again when it is "
-                "complete"
-            )
-        return bytes(found)
+        found = self._call("read", info.path, get, conditional=True)
+        return None if found is None else bytes(found)
 
     def now(self) -> float:
         return self.connection.clock() or time.time()
@@ -257,9 +197,6 @@ class CloudStore(Store):
         """
         return ()
 
-    def _key(self, path: str) -> str:
-        return f"{self._prefix}/{checked(path)}" if self._prefix else checked(path)
-
     def _place(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri
 
@@ -269,16 +206,16 @@ class CloudStore(Store):
         path: str,
         send: Callable[[Any], _Result],
         conditional: bool = False,
-        seconds: int = ANSWER_SECONDS,
+        extra_seconds: int = 0,
     ) -> Any:
         """Call `send(client)`, and again after growing random pauses, until it is answered.
 
-        Gives up after `retry_seconds`, but not before _MIN_TRIES. Returns None if a condition does
+        Gives up after `retry_seconds`, but not before MIN_TRIES. Returns None if a condition does
         not hold. Any other failure raises what `CloudAnswer.error` returns.
         """
-        began, tries, pause = time.monotonic(), 0, _FIRST_PAUSE
+        began, tries, pause = time.monotonic(), 0, bucket.FIRST_PAUSE
         link, place = self.connection, self._place(path)
-        client = link.client(seconds)
+        client = link.client(extra_seconds)
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         while True:
@@ -294,13 +231,16 @@ class CloudStore(Store):
             answer = cloud_answer(failure, link.scrub(failure))
             wait = random.uniform(0.5, 1.0) * pause
             deadline = began + self.retry_seconds
-            late = time.monotonic() + wait > deadline and tries >= _MIN_TRIES
+            # A machine without credentials asks a server that is not there, for 10 s each time.
+            late = tries >= bucket.MIN_TRIES and (
+                answer.without_token or time.monotonic() + wait > deadline
+            )
             if late or not answer.worth_retrying:
                 # Not chained: the client's own texts can hold URLs with credentials.
                 raise answer.error(link.scheme, operation, place, tries, link.endpoint()) from None
             link.silence.warn(place, link.endpoint(), began, deadline, answer.text)
             time.sleep(wait)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, bucket.LONGEST_PAUSE)
 
 
 def _whole(body: Any, size: int) -> bytes:
@@ -310,34 +250,9 @@ def _whole(body: Any, size: int) -> bytes:
     return bytes(body)
 
 
-def _content(source: str) -> bytes:
-    with reading_local_file(source), open(source, "rb") as handle:
-        return handle.read()
-
-
 def _etag(found: Any) -> str:
     return str(found["e_tag"] or "").strip('"')
 
 
 def _info(path: str, found: Any) -> FileInfo:
     return FileInfo(path, found["size"], _etag(found), None, found["last_modified"].timestamp())
-
-
-class _RangeReader(SeekableReader):
-    """An object as a seekable raw file: each read is one ranged GET through the retry loop."""
-
-    def __init__(self, store: CloudStore, path: str, head: Any) -> None:
-        super().__init__()
-        self._store, self._path, self._head = store, path, head
-
-    @property
-    def size(self) -> int:
-        return int(self._head["size"])
-
-    def readall(self) -> bytes:
-        return self.read(max(self.size - self.tell(), 0)) or b""  # one GET, not many
-
-    def read_at(self, start: int, stop: int) -> bytes:
-        stop = min(stop, self.size)
-        etag = str(self._head["e_tag"])
-        return self._store.read_range(self._path, etag, start, stop) if start < stop else b""
