@@ -24,7 +24,7 @@ from functools import partial
 from types import ModuleType
 from typing import cast
 
-from prefect_raybatch.imports.worker import Request, receive, reply
+from prefect_raybatch.imports.worker import WorkerCall, receive, reply
 from prefect_raybatch.stages.vllm import forking
 
 
@@ -35,9 +35,10 @@ def main(listener: int, alive: int) -> None:
     with socket.socket(fileno=listener) as door:
         if not _may_fork():
             return
-        while door in (ready := select.select([door, alive], [], [])[0]) and alive not in ready:
+        number = door.fileno()
+        while alive not in select.select([number, alive], [], [])[0]:
             with contextlib.suppress(OSError), door.accept()[0] as caller:
-                _serve(caller, (door.fileno(), alive, caller.fileno()))
+                _serve(caller, (number, alive, caller.fileno()))
 
 
 def _import_engine() -> None:
@@ -80,12 +81,13 @@ def _serve(caller: socket.socket, own: Sequence[int]) -> None:
     _end_with(partial(_become, request))
 
 
-def _become(request: Request) -> None:
+def _become(request: WorkerCall) -> None:
     """Be the worker in this process, a fork: its streams, environment, folder and program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(request.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    os.setpgid(0, 0)  # Ray ends the whole group of a worker that has ended
     os.chdir(request.folder)
     forking.take_environment(request.environment)
     if forking.core_apart():

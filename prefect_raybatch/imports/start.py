@@ -20,7 +20,7 @@ from prefect_raybatch.stages.vllm import forking
 
 log = logging.getLogger(__name__)
 
-SERVER = "prefect_raybatch.imports.server"
+IMPORT_SERVER = "prefect_raybatch.imports.server"
 SWITCH = "RAYBATCH_IMPORT_EARLY"
 """Environment variable: "0" leaves the imports to each engine's actor."""
 
@@ -40,7 +40,7 @@ class ImportProcess:
             listener.bind(self._socket)
             listener.listen()
             self._process = subprocess.Popen(
-                [python, "-P", "-m", SERVER, str(listener.fileno()), str(alive)],
+                [python, "-P", "-m", IMPORT_SERVER, str(listener.fileno()), str(alive)],
                 pass_fds=[listener.fileno(), alive],
                 env=env,
                 start_new_session=True,  # an interrupt of the terminal is not for it

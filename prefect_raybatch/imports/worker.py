@@ -2,7 +2,7 @@
 
 Run as `python -I -S worker.py SOCKET PYTHON PROGRAM ...`: it asks the process that listens at
 SOCKET for a fork that runs PROGRAM, and lives as long as the fork. Nothing answers there, or not
-within `PATIENCE`: it executes `PYTHON PROGRAM ...`, as Ray would have done. It uses the standard
+within `IMPORTS_WAIT`: it executes `PYTHON PROGRAM ...`, as Ray would have done. It uses the standard
 library alone, so that it costs some hundredths of a second.
 """
 
@@ -16,15 +16,16 @@ import struct
 import sys
 from dataclasses import dataclass
 
-PATIENCE = 30.0
-"""Seconds to wait for the imports. Ray gives a worker 60 to report itself."""
+IMPORTS_WAIT = 500.0
+"""Seconds to wait for the imports, which take minutes from a slow disk; less than Ray gives a
+worker of a local cluster to report itself (`REGISTER_SECONDS` in `cluster.ray_process`)."""
 
-READY = b"r"
+MAY_ASK = b"r"
 SIZE = struct.Struct("!Q")  # of a request in bytes, and the process id that answers it
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkerCall:
     """A worker to be forked: its words of the command line, environment, folder and streams."""
 
     words: list[str]
@@ -33,17 +34,17 @@ class Request:
     streams: list[int]
 
 
-def receive(caller: socket.socket) -> Request | None:
+def receive(caller: socket.socket) -> WorkerCall | None:
     """Return the request of a caller, which is told first that it may ask; None if it has gone."""
-    caller.sendall(READY)
-    caller.settimeout(PATIENCE)
+    caller.sendall(MAY_ASK)
+    caller.settimeout(IMPORTS_WAIT)
     head, streams, _, _ = socket.recv_fds(caller, SIZE.size, 3)
     body = _read(caller, SIZE.unpack(head)[0]) if len(head) == SIZE.size else b""
     if not body or len(streams) != 3:
         for descriptor in streams:
             os.close(descriptor)
         return None
-    return Request(**json.loads(body), streams=list(streams))
+    return WorkerCall(**json.loads(body), streams=list(streams))
 
 
 def reply(caller: socket.socket, pid: int) -> None:
@@ -51,16 +52,16 @@ def reply(caller: socket.socket, pid: int) -> None:
     caller.sendall(SIZE.pack(pid))
 
 
-def forked(path: str, words: list[str]) -> int | None:
+def forked_worker(path: str, words: list[str]) -> int | None:
     """Return the process id of a fork that runs `words`; None if nothing answers at `path`.
 
     Its environment, folder and streams are those of this process.
     """
     try:
         with socket.socket(socket.AF_UNIX) as server:
-            server.settimeout(PATIENCE)
+            server.settimeout(IMPORTS_WAIT)
             server.connect(path)
-            if server.recv(1) != READY:
+            if server.recv(1) != MAY_ASK:
                 return None
             asked = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
             body = json.dumps(asked).encode()
@@ -91,7 +92,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 def main(path: str, python: str, words: list[str]) -> None:
     """Run `words` in a fork, or else in this process by `python`."""
-    pid = forked(path, words)
+    pid = forked_worker(path, words)
     if pid is None:
         os.execv(python, [python, *words])
     wait_for(pid)

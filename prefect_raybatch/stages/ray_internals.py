@@ -489,8 +489,9 @@ def title_forked_worker() -> None:
     import setproctitle
     from ray import _raylet
 
-    _raylet.setproctitle = setproctitle.setproctitle
-    _raylet.getproctitle = setproctitle.getproctitle
+    raylet: Any = _raylet
+    raylet.setproctitle = setproctitle.setproctitle
+    raylet.getproctitle = setproctitle.getproctitle
 
 
 # --- how far the engines' starts have come --------------------------------------------------------

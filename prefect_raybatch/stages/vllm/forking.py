@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import context, forkserver, resource_tracker, util
+from typing import Any
 
 from prefect_raybatch.spec.engine import EngineFields
 
@@ -61,30 +62,32 @@ def fork_server_here() -> None:
     Call it where no thread runs yet. `begin_fork_server` then finds it running.
     """
     resource_tracker.ensure_running()  # a program of its own, also here
-    start, util.spawnv_passfds = util.spawnv_passfds, _forked
+    start = util.spawnv_passfds
+
+    def forked(path: bytes, words: Sequence[Any], kept: Sequence[int]) -> int:
+        """Run the Python code in the last of `words` in a fork.
+
+        `kept` are its listening socket and the pipe that tells it to end.
+        """
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            util.spawnv_passfds = start
+            _close_other_end(kept[1])
+            with contextlib.suppress(ImportError):
+                import setproctitle
+
+                setproctitle.setproctitle(f"{os.fsdecode(path)} multiprocessing.forkserver")
+            exec(words[-1], {})
+        finally:
+            os._exit(1)
+
+    util.spawnv_passfds = forked
     try:
         forkserver.ensure_running()
     finally:
         util.spawnv_passfds = start
-
-
-def _forked(path: bytes, words: Sequence[str], kept: Sequence[int]) -> int:
-    """Run the Python code in the last of `words` in a fork.
-
-    `kept` are its listening socket and the pipe that tells it to end.
-    """
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        _close_other_end(kept[1])
-        with contextlib.suppress(ImportError):
-            import setproctitle
-
-            setproctitle.setproctitle(f"{os.fsdecode(path)} multiprocessing.forkserver")
-        exec(words[-1], {})
-    finally:
-        os._exit(1)
 
 
 def _close_other_end(pipe: int) -> None:
@@ -113,16 +116,24 @@ def context_of_core() -> ForkedContext | None:
 
 
 class ForkedProcess(context.ForkServerProcess):
-    """A process from the fork server, with its creator's environment at the time of the start."""
+    """A process from the fork server, with its creator's environment and streams at the start."""
 
     _environment: dict[str, str]
+    _maker: int
 
     def start(self) -> None:
-        self._environment = dict(os.environ)
+        self._environment, self._maker = dict(os.environ), os.getpid()
         super().start()
 
     def run(self) -> None:
         take_environment(self._environment)
+        # The server may be older than the file that Ray has its actor write to.
+        for stream in (1, 2):
+            with contextlib.suppress(OSError):
+                place = f"/proc/{self._maker}/fd/{stream}"
+                opened = os.open(place, os.O_WRONLY | os.O_APPEND)
+                os.dup2(opened, stream)
+                os.close(opened)
         super().run()
 
 
