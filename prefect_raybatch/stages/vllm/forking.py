@@ -83,7 +83,7 @@ def fork_server_here() -> None:
         finally:
             os._exit(1)
 
-    util.spawnv_passfds = forked
+    util.spawnv_passfds = forked  # type: ignore[assignment]
     try:
         forkserver.ensure_running()
     finally:
