@@ -452,7 +452,6 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> d
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, model, engines, folder)
-        init_ray()
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
         first = min(progress.tally.series.ended) - START
@@ -477,6 +476,7 @@ def peer_ours(args: argparse.Namespace, model: str, engines: int | str = 1) -> d
             "cached_share": sums["cached_tokens"] / sums["prompt_tokens"],
             "middle_rows_s": middle(shards_of(progress)),
             "driver_cpu_s": time.process_time(),
+            **{f"start_{name}": value for name, value in report.starts[-1].seconds.items()},
             **{("mfu_seen" if n == "mfu" else n): v for n, v in report.roofline.items()},
             **report.figures,
             **{f"node_{name}": value for name, value in report.nodes[0].figures.items()},
@@ -529,7 +529,7 @@ def _packed(job: Any, run: Any) -> int:
     """Engines on a GPU, as they were chosen."""
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
-    from prefect_raybatch.compile.job import size_spec
+    from prefect_raybatch.compile.job import cluster_spec, size_spec
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
@@ -537,7 +537,8 @@ def _packed(job: Any, run: Any) -> int:
     plan = ledger.load_plan()
     if plan is None:
         raise SystemExit("the plan is gone")
-    return sized.for_attempt(size_spec(job), plan, cluster.capacity()).pool.engines_per_gpu
+    have = cluster.this_machine(cluster_spec(job))
+    return sized.for_attempt(size_spec(job), plan, have).pool.engines_per_gpu
 
 
 PEERS = {

@@ -346,7 +346,8 @@ def ours(args: argparse.Namespace, model: str, more: dict[str, dict[str, Any]]) 
                 "output": {"uri": f"{folder}/out", "columns": []},
             }
         )
-        begin(args)
+        if not args.gpus:
+            begin(args)
         run = plan_run(job, "bench")
         progress = infer_run(job, run)
         began = time.time()
@@ -366,6 +367,7 @@ def ours(args: argparse.Namespace, model: str, more: dict[str, dict[str, Any]]) 
         "prepare_task_s": sums["prepare_s"],
         "finish_task_s": sums["finish_s"],
         "prompt_tokens": sums["prompt_tokens"] / args.rows,
+        **{f"start_{name}": value for name, value in report.starts[-1].seconds.items()},
         **report.figures,
         **{f"node_{name}": value for name, value in report.nodes[0].figures.items()},
     }

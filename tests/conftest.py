@@ -116,6 +116,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer:
     return ByServer(config, log)
 
 
+# Most engines of tests are stand-ins, for which vLLM would be imported for nothing.
+os.environ.setdefault("RAYBATCH_IMPORT_EARLY", "0")
+
+
 @pytest.fixture(autouse=True)
 def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage of an engine that is made in this process begins none: it would import vLLM for

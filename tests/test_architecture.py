@@ -37,6 +37,7 @@ FLOORS = [
     "model",
     "sizing",
     "stages",
+    "imports",
     "quality",
     "report",
     "cluster",

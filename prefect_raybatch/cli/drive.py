@@ -111,7 +111,11 @@ def _run_here(
     spec = cluster_spec(known)
     starts_cluster = not (spec.access.remote or cluster.address_of(spec))
     kept = keep_seconds if starts_cluster else 0.0
-    with engines_outlast(cluster.local_cpus(spec), kept) as outlast, engines_early():
+    with (
+        engines_outlast(cluster.local_cpus(spec), kept) as outlast,
+        cluster.engines_imported(spec),
+        engines_early(),
+    ):
         planned = plan()
         show.begin(planned.uri)
         store = open_store(planned.uri, known.output.options or None)
@@ -210,14 +214,16 @@ def run_flow(
     os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     show.say("starting Prefect")
     from prefect_raybatch.doctor.services import check_api
-    from prefect_raybatch.flow import flows as flow
-    from prefect_raybatch.flow import tasks
 
     check_api()
-    show.say(page_hint())
-    # Ray starts after these imports, because its own would only take turns with them.
-    with tasks.observed_by(show), cluster.started_early(cluster_spec(job)):
-        return flow.called(getattr(flow, name), *arguments, **more)
+    with cluster.engines_imported(cluster_spec(job)):
+        from prefect_raybatch.flow import flows as flow
+        from prefect_raybatch.flow import tasks
+
+        show.say(page_hint())
+        # Ray starts after these imports, because its own would only take turns with them.
+        with tasks.observed_by(show), cluster.started_early(cluster_spec(job)):
+            return flow.called(getattr(flow, name), *arguments, **more)
 
 
 def page_hint() -> str:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_raybatch import nvml
-from prefect_raybatch.cluster.ray_process import RayProcess
+from prefect_raybatch.cluster.ray_process import WORKER_PYTHON, RayProcess
 from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.imports.start import import_process
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
@@ -83,20 +84,44 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
 
 
 @contextmanager
-def outlasting(standing: Callable[[], str | None], idle_seconds: float) -> Iterator[None]:
+def outlasting(
+    standing: Callable[[], str | None], idle_seconds: float, waiting: bool
+) -> Iterator[None]:
     """Join a standing cluster for the runs of the block that would start a local one.
 
-    They use the engines that wait there, and the block leaves its engines there. `standing` returns
-    the cluster's address; with None the runs start a cluster, which ends with the block.
+    They use the engines that wait there (`waiting` says whether any may), and the block leaves its
+    engines there. `standing` returns the cluster's address; with None the runs start a cluster,
+    which ends with the block.
     """
-    RAY.standing, HOSTS.outlast = standing, True
+    RAY.standing, HOSTS.outlast, HOSTS.waiting = standing, True, waiting
     with SHARED.kept_warm(idle_seconds):
         try:
             yield
         finally:
             if RAY.is_standing:
                 SHARED.warm.forget()
-            RAY.standing, HOSTS.outlast = lambda: None, False
+            RAY.standing, HOSTS.outlast, HOSTS.waiting = lambda: None, False, False
+
+
+@contextmanager
+def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
+    """Import vLLM for the engines of a local cluster that a run of the block starts.
+
+    Their actors are then forked from the process that does. Does nothing if this process is in a
+    cluster already, where engines may wait.
+    """
+    local = not (cluster.access.remote or address_of(cluster) or RAY.joined() or HOSTS.waiting)
+    if cluster.engine_env is None or not local:
+        yield
+        return
+    from prefect_raybatch.stages.engine import CPU_ENV
+
+    # Read when torch is loaded. Ray gives an actor as many threads as it has CPUs.
+    threads = {"OMP_NUM_THREADS": str(max(1, int(cluster.engine_cpus)))}
+    ours = threads if this_machine(cluster).gpus else CPU_ENV
+    ours = {name: os.environ.get(name, value) for name, value in ours.items()}
+    with import_process(os.environ.get(WORKER_PYTHON), {**ours, **cluster.engine_env}):
+        yield
 
 
 @contextmanager
@@ -170,13 +195,20 @@ def end_by_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
+def usable_cpus() -> int:
+    """Return the logical CPUs that this process may use, which a container or taskset may limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def local_cpus(cluster: ClusterSpec) -> int:
     """Return the logical CPUs of a local cluster: the machine's, or more if the stages need more.
 
     With fewer, Ray would wait forever, because a pool of actors can hold all of them.
     """
     stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
-    return max(os.cpu_count() or 1, math.ceil(stage_cpus + cluster.engine_cpus))
+    return max(usable_cpus(), math.ceil(stage_cpus + cluster.engine_cpus))
 
 
 def capacity() -> Capacity:

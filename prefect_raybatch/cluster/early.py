@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 import uuid
@@ -180,7 +179,7 @@ def _differing(own: Mapping[float, Sizing]) -> str:
 def _cpus(where: ClusterSpec, have: Capacity) -> float:
     """Return the CPUs to share between engines and copy; a local cluster may claim to have more."""
     local = cluster.address_of(where) is None
-    return min(have.cpus, float(os.cpu_count() or 1)) if local else have.cpus
+    return min(have.cpus, float(cluster.usable_cpus())) if local else have.cpus
 
 
 def spare_cpus(where: ClusterSpec, have: Capacity) -> float:

@@ -28,6 +28,7 @@ from prefect_raybatch.job.cluster import ClusterAccess
 log = logging.getLogger(__name__)
 WORKER_PYTHON = "RAYBATCH_WORKER_PYTHON"  # environment variable: the Python of Ray's workers
 START_TRIES = 3  # of a local cluster
+REGISTER_SECONDS = 600  # that a local cluster gives a worker to report itself; Ray's default is 60
 LEVEL_LINE = b"Set ray log level from environment variable"
 
 
@@ -76,6 +77,8 @@ class RayProcess:
         quiet: dict[str, object] = {"logging_level": "error", "log_to_driver": False}
         quiet |= _worker_python(local=not address)
         if not (address or head):
+            # An engine's actor may wait for the imports of the process that it is forked from.
+            os.environ.setdefault("RAY_worker_register_timeout_seconds", str(REGISTER_SECONDS))
             quiet |= {"num_cpus": cpus, "include_dashboard": False}
             if access.token is None:
                 keep_token_private()

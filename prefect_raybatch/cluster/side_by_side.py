@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, connected
+from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, connected, usable_cpus
 from prefect_raybatch.cluster.early import current_early
 from prefect_raybatch.cluster.sharing import User
 from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
@@ -81,7 +81,7 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
                 found = stack.enter_context(connected(cluster, User(f"{cluster.name}: {made}")))
                 # A local cluster may claim more CPUs than the machine has.
                 here = address_of(cluster) is None
-                workers = int(min(found.cpus, os.cpu_count() or 1) if here else found.cpus)
+                workers = int(min(found.cpus, usable_cpus()) if here else found.cpus)
             except ClusterUnavailable as error:
                 log.warning("writing the %s without the cluster: %s", made, error)
         yield workers

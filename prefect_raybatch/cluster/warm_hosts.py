@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster.warm import Host, WarmKind
+from prefect_raybatch.imports.start import actor_options
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.engine import EngineLaunch
@@ -23,11 +24,12 @@ NAMESPACE = "raybatch"  # of the actors that outlast their command
 class RayHosts:
     """The actors in the cluster that this process has joined.
 
-    With `outlast`, those that it starts are found by later processes.
+    With `outlast`, those that it starts are found by later processes. `waiting` says whether
+    engines of earlier processes may be there.
     """
 
     def __init__(self) -> None:
-        self.outlast = False
+        self.outlast = self.waiting = False
 
     def standing(self, end_silent: bool = True) -> list[tuple[WarmKind, Host, str]]:
         """Return (kind, actor, model) of the engines that outlasted their command.
@@ -61,6 +63,7 @@ class RayHosts:
 
         made: Any = ray.remote(EngineHost)
         options = {name: v for name, v in kind.options.items() if name != "max_task_retries"}
+        options |= actor_options()
         if self.outlast:
             name = f"engine-{uuid.uuid4().hex}"
             options |= {"lifetime": "detached", "name": name, "namespace": NAMESPACE}

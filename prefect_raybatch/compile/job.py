@@ -409,6 +409,7 @@ def cluster_spec(job: BatchJob) -> ClusterSpec:
         engine_cpus=job.engine.num_cpus,
         accelerator=job.engine.accelerator_type,
         prices=prices_of(cluster),
+        engine_env=None if job.engine.endpoint.asked else job.engine.env,
     )
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -84,7 +84,7 @@ def _infer_both(
     if requests.finished:
         return infer_phase(_without_unneeded(rows), observe, engine, before=before)
     user = User(rows.spec.name)
-    with cluster.connected(rows.spec.cluster, user) as capacity:
+    with _imports(requests.spec, engine), cluster.connected(rows.spec.cluster, user) as capacity:
         if rows.spec.cascade is not None:
             _check_larger_fits(rows, capacity)
             log.info("%s answers all rows first", rows.spec.cascade.first_name)
@@ -138,6 +138,13 @@ def infer_phase(
         attempt.decide(joined)
         pipeline = attempt.pipeline(stack, joined)
         return attempt.run(pipeline, joined.user)
+
+
+def _imports(spec: RunSpec, engine: type | None) -> AbstractContextManager[None]:
+    """Import vLLM for the run's engines from now on, unless they are those of a test."""
+    from prefect_raybatch.cluster import connect as cluster
+
+    return cluster.engines_imported(spec.cluster) if engine is None else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -293,6 +300,8 @@ class Attempt:
         user.waits = self.monitor.held
         stack.enter_context(self.monitor)
         if joined is None:
+            if not self.phase.looks_up:
+                stack.enter_context(_imports(self.phase.spec, self.engine))
             capacity = stack.enter_context(cluster.connected(self.phase.spec.cluster, user))
             joined = JoinedCluster(user, capacity)
         self.monitor.joined(cluster.dashboard_url(), cluster.leaving, raylet_watch())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.cluster import ClusterAccess, Stage
@@ -30,7 +30,8 @@ class ClusterSpec:
     """The cluster that a run joins or starts, and what its CPU stages take of it.
 
     `name` is the job's, which others see in the cluster. `engine_cpus` are the logical CPUs of one
-    engine, `accelerator` is Ray's name of the GPUs that the job asks for.
+    engine, `accelerator` is Ray's name of the GPUs that the job asks for. `engine_env` are the
+    variables of engines that start on it; None if none does, because the model is hosted.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ClusterSpec:
     engine_cpus: float
     accelerator: str | None
     prices: Prices
+    engine_env: Mapping[str, str] | None = field(repr=False)
 
     @property
     def access(self) -> ClusterAccess:

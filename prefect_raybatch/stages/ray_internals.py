@@ -477,6 +477,23 @@ def _read_auth_again() -> None:
     AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode
 
 
+# --- workers that are forked ----------------------------------------------------------------------
+
+
+def title_forked_worker() -> None:
+    """Give a Ray worker that is a fork its titles by setproctitle.
+
+    Ray's own functions look for the place of a title beside the variables with which the process
+    was started, and setproctitle has moved those.
+    """
+    import setproctitle
+    from ray import _raylet
+
+    raylet: Any = _raylet
+    raylet.setproctitle = setproctitle.setproctitle
+    raylet.getproctitle = setproctitle.getproctitle
+
+
 # --- how far the engines' starts have come --------------------------------------------------------
 
 STARTS = b"prefect_raybatch.starts"  # namespace in the key-value store of Ray's head

@@ -93,6 +93,7 @@ class Claim:
 
     def __init__(self, connection: KeeperConnection, address: str | None = None):
         self._connection, self._address = connection, address
+        self.standing = address is not None  # the cluster is up already, maybe with engines
 
     def address(self) -> str | None:
         """Return the address of the cluster once it is up; None if it did not start."""
@@ -154,7 +155,7 @@ def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
     if claim is None:
         yield False
         return
-    with closing(claim), cluster.outlasting(claim.address, idle_seconds):
+    with closing(claim), cluster.outlasting(claim.address, idle_seconds, claim.standing):
         yield True
 
 

@@ -12,10 +12,13 @@ An engine that dies is restarted from the same server, which has imported everyt
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
-from multiprocessing import context, forkserver
+from collections.abc import Mapping, Sequence
+from multiprocessing import context, forkserver, resource_tracker, util
+from typing import Any
 
 from prefect_raybatch.spec.engine import EngineFields
 
@@ -39,14 +42,72 @@ def begin_fork_server(arguments: EngineFields) -> None:
     spawns them by another program), or have Ray start them, it does nothing.
     """
     global _begun
-    apart = os.environ.get(CORE_APART, "1") == "1"
     otherwise = arguments.get("numa_bind") or arguments.get("distributed_executor_backend") == "ray"
-    if _begun or not apart or otherwise or METHOD in os.environ or sys.platform != "linux":
+    if _begun or not core_apart() or otherwise or METHOD in os.environ or sys.platform != "linux":
         return
     multiprocessing.set_forkserver_preload([PRELOAD])
     forkserver.ensure_running()
     os.environ[METHOD] = "spawn"  # what vLLM takes in a Ray actor anyway, with a warning
     _begun = True
+
+
+def core_apart() -> bool:
+    """Return whether vLLM's core gets a process of its own in this environment."""
+    return os.environ.get(CORE_APART, "1") == "1"
+
+
+def fork_server_here() -> None:
+    """Start the fork server of this process as a fork of it, with all that it has imported.
+
+    Call it where no thread runs yet. `begin_fork_server` then finds it running.
+    """
+    resource_tracker.ensure_running()  # a program of its own, also here
+    start = util.spawnv_passfds
+
+    def forked(path: bytes, words: Sequence[Any], kept: Sequence[int]) -> int:
+        """Run the Python code in the last of `words` in a fork.
+
+        `kept` are its listening socket and the pipe that tells it to end.
+        """
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            util.spawnv_passfds = start
+            _close_other_end(kept[1])
+            with contextlib.suppress(ImportError):
+                import setproctitle
+
+                setproctitle.setproctitle(f"{os.fsdecode(path)} multiprocessing.forkserver")
+            exec(words[-1], {})
+        finally:
+            os._exit(1)
+
+    util.spawnv_passfds = forked  # type: ignore[assignment]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start
+
+
+def _close_other_end(pipe: int) -> None:
+    """Close the other end of a pipe, by which its creator keeps the fork server up.
+
+    What imports have opened stays: NVIDIA's library for queries does not work without.
+    """
+    found = os.fstat(pipe)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if descriptor != pipe and os.path.samestat(os.fstat(descriptor), found):
+                os.close(descriptor)
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Give this process another environment, whose first variable stays the first."""
+    os.environ.setdefault(FIRST_VARIABLE, "1")
+    for name in [name for name in os.environ if name != FIRST_VARIABLE]:
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def context_of_core() -> ForkedContext | None:
@@ -55,18 +116,24 @@ def context_of_core() -> ForkedContext | None:
 
 
 class ForkedProcess(context.ForkServerProcess):
-    """A process from the fork server, with its creator's environment at the time of the start."""
+    """A process from the fork server, with its creator's environment and streams at the start."""
 
     _environment: dict[str, str]
+    _maker: int
 
     def start(self) -> None:
-        self._environment = dict(os.environ)
+        self._environment, self._maker = dict(os.environ), os.getpid()
         super().start()
 
     def run(self) -> None:
-        os.environ.clear()
-        os.environ[FIRST_VARIABLE] = "1"
-        os.environ.update(self._environment)
+        take_environment(self._environment)
+        # The server may be older than the file that Ray has its actor write to.
+        for stream in (1, 2):
+            with contextlib.suppress(OSError):
+                place = f"/proc/{self._maker}/fd/{stream}"
+                opened = os.open(place, os.O_WRONLY | os.O_APPEND)
+                os.dup2(opened, stream)
+                os.close(opened)
         super().run()
 
 

@@ -1,0 +1,120 @@
+"""Imports vLLM, then forks Ray workers that have it imported already.
+
+Run as `python -P -m prefect_raybatch.imports.server LISTENER ALIVE` with two inherited descriptors:
+a listening UNIX socket, and the read end of a pipe whose other end closes when this process is no
+longer needed. What it has forked lives on.
+
+A fork must not inherit a CUDA context or a thread of Python's. If an import has made one, this
+process ends, and the workers that wait for it start as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import cast
+
+from prefect_raybatch.imports.worker import WorkerCall, receive, reply
+from prefect_raybatch.stages.vllm import forking
+
+
+def main(listener: int, alive: int) -> None:
+    """Import, then serve requests until the pipe `alive` closes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers: the kernel may
+    _import_engine()
+    with socket.socket(fileno=listener) as door:
+        if not _may_fork():
+            return
+        number = door.fileno()
+        while alive not in select.select([number, alive], [], [])[0]:
+            with contextlib.suppress(OSError), door.accept()[0] as caller:
+                _serve(caller, (number, alive, caller.fileno()))
+
+
+def _import_engine() -> None:
+    """Import what an engine's processes need, but not Ray, which must be loaded in the fork.
+
+    When it is loaded, Ray reads from the environment for which job the process is. Of vLLM's
+    modules one looks for Ray, for engines over several nodes, which are not started from here.
+    """
+    sys.modules["ray"] = cast(ModuleType, None)  # so it is not found
+    try:
+        importlib.import_module(forking.PRELOAD)
+    finally:
+        del sys.modules["ray"]
+
+
+def _may_fork() -> bool:
+    """Return whether a fork of this process inherits neither a CUDA context nor a thread."""
+    torch = sys.modules.get("torch")
+    cuda = torch is not None and torch.cuda.is_initialized()
+    return not cuda and threading.active_count() == 1
+
+
+def _serve(caller: socket.socket, own: Sequence[int]) -> None:
+    """Fork the worker that `caller` asks for, and tell its process id.
+
+    The fork closes the descriptors `own`. It keeps what imports have opened: NVIDIA's library for
+    queries does not work without.
+    """
+    request = receive(caller)
+    if request is None:
+        return
+    pid = os.fork()
+    if pid:
+        for descriptor in request.streams:
+            os.close(descriptor)
+        reply(caller, pid)
+        return
+    for descriptor in own:
+        os.close(descriptor)
+    _end_with(partial(_become, request))
+
+
+def _become(request: WorkerCall) -> None:
+    """Be the worker in this process, a fork: its streams, environment, folder and program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, descriptor in enumerate(request.streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.setpgid(0, 0)  # Ray ends the whole group of a worker that has ended
+    os.chdir(request.folder)
+    forking.take_environment(request.environment)
+    if forking.core_apart():
+        forking.fork_server_here()
+    from prefect_raybatch.stages.ray_internals import title_forked_worker
+
+    title_forked_worker()
+    sys.argv = request.words
+    runpy.run_path(request.words[0], run_name="__main__")
+
+
+def _end_with(work: Callable[[], None]) -> None:
+    """End this process with what `work` would end a Python program with."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,84 @@
+"""Engines that are forked from the process that imports vLLM answer, die and end like others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from prefect_raybatch.imports import start
+from tests.helpers.processes import below, running, title, until
+from tests.helpers.small import input_rows
+
+pytest.importorskip("vllm")
+
+ROWS = 600
+
+
+def begun(run: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """The process that imports vLLM for a command."""
+    assert run.poll() is None, "the command has ended"
+    return below(run.pid, start.IMPORT_SERVER)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("apart", ["0", "1"], ids=["core in the actor", "core apart"])
+def test_a_run_loses_nothing_when_a_forked_engine_is_killed(tmp_path: Path, apart: str) -> None:
+    pq.write_table(input_rows(0, ROWS), tmp_path / "in.parquet")
+    job = {
+        "name": "forked",
+        "source": {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 20},
+        "prompt": {"template": "{Company}"},
+        "sampling": {"max_tokens": 4},
+        "engine": {"model": "demo", "replicas": 2, "num_cpus": 0.5, "max_model_len": 512},
+        "cluster": {"prepare": {"num_cpus": 0.5}, "finish": {"num_cpus": 0.5}},
+        "output": {"uri": str(tmp_path / "out")},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    words = ["run", str(tmp_path / "job.yaml"), "--no-prefect", "--run-key", "key", "--json"]
+    env = {**os.environ, start.SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": apart}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "prefect_raybatch.cli", *words],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        (imports,) = until(lambda: begun(run), 120, "the imports")
+        engine, *_ = until(lambda: below(imports.pid, "EngineStage"), 300, "an engine")
+        assert os.getpgid(engine.pid) == engine.pid
+        commits = tmp_path / "out" / "key"
+        until(lambda: list(commits.rglob("*.json")), 60, "the run")
+        everything = [*below(run.pid), *below(imports.pid)]
+        engine.send_signal(signal.SIGKILL)
+        until(lambda: not title(engine), 60, "its end")
+        said, _ = run.communicate(timeout=600)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said
+    report = json.loads(said[said.index("{") :])  # after what Ray says of the death
+    assert report["good"] == report["rows"] == ROWS
+    until(lambda: not running(everything), 60, "the end of all processes")
+
+
+@pytest.mark.whole
+def test_nothing_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prefect_raybatch.cli", "demo", "--rows", "20000"]
+    env = {**os.environ, start.SWITCH: "1"}
+    with subprocess.Popen(
+        [*command, "--no-prefect", "--folder", str(tmp_path)], env=env, stdout=subprocess.DEVNULL
+    ) as run:
+        (imports,) = until(lambda: begun(run), 120, "the imports")
+        until(lambda: below(imports.pid, "EngineStage"), 300, "an engine")
+        everything = [psutil.Process(run.pid), *below(run.pid)]
+        run.kill()
+    until(lambda: not running(everything), 120, "the end of all processes")

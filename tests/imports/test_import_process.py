@@ -1,0 +1,215 @@
+"""One process imports vLLM early, and the engines' actors are forked from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prefect_raybatch.imports import start, worker
+from tests.helpers.processes import until
+
+# Like the process itself, with imports that take no time.
+SERVER = """
+import sys
+from prefect_raybatch.imports import server
+from prefect_raybatch.stages.vllm import forking
+{more}
+forking.PRELOAD = "{preload}"
+server.main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+OPENED = "opened = open({path!r})"  # what an import leaves open
+THREAD = (
+    "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+)
+
+PROGRAM = """
+import json, os, signal, sys, threading
+from multiprocessing import forkserver
+told = {
+    "pid": os.getpid(), "group": os.getpgid(0), "words": sys.argv, "folder": os.getcwd(),
+    "name": __name__, "csv": "csv" in sys.modules,
+    "variable": os.environ.get("OF_WORKER"), "gone": os.environ.get("OF_SERVER"),
+    "children": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+    "opened": [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+               if os.path.exists(f"/proc/self/fd/{n}")],
+    "server": forkserver._forkserver._forkserver_pid,
+}
+print(json.dumps(told), flush=True)
+if sys.argv[1:2] == ["end"]:
+    sys.exit(3)
+sys.stdin.read()
+"""
+
+
+@dataclass
+class Server:
+    """A process that forks workers, its socket, and the pipe that keeps it up."""
+
+    process: subprocess.Popen[bytes]
+    socket: str
+    alive: int | None
+
+    def let_go(self) -> None:
+        """Close the pipe."""
+        if self.alive is not None:
+            os.close(self.alive)
+            self.alive = None
+
+    def worker(self, program: Path, *words: str) -> subprocess.Popen[str]:
+        """The program with which Ray would start an actor, asked to run `program`."""
+        command = [sys.executable, "-I", "-S", worker.__file__, self.socket, sys.executable]
+        return subprocess.Popen(
+            [*command, str(program), *words],
+            env={**os.environ, "OF_WORKER": "1"},
+            cwd=program.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+@contextmanager
+def served(folder: Path, preload: str = "csv", more: str = "") -> Iterator[Server]:
+    script = folder / "server.py"
+    script.write_text(SERVER.format(preload=preload, more=more))
+    place = str(folder / "socket")
+    read, write = os.pipe()
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(place)
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(listener.fileno()), str(read)],
+            pass_fds=[listener.fileno(), read],
+            env={"RAYBATCH_ENGINE": "1", **os.environ, "OF_SERVER": "1"},
+        )
+    os.close(read)
+    server = Server(process, place, write)
+    try:
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        server.let_go()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def told(asked: subprocess.Popen[str]) -> dict[str, object]:
+    assert asked.stdout is not None
+    return dict(json.loads(asked.stdout.readline()))
+
+
+def test_a_worker_is_forked_with_the_imports_and_is_otherwise_like_one_started_alone(
+    tmp_path: Path, program: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.touch()
+    with served(tmp_path, more=OPENED.format(path=str(kept))) as server:
+        asked = server.worker(program, "a", "b c")
+        found = told(asked)
+        assert found["pid"] != asked.pid  # another process, which has the imports
+        assert found["csv"]
+        assert found["words"] == [str(program), "a", "b c"] and found["name"] == "__main__"
+        assert found["folder"] == str(tmp_path)
+        assert (found["variable"], found["gone"]) == ("1", None)
+        assert found["group"] == found["pid"]  # Ray ends the group of a worker that has ended
+        assert found["children"]
+        assert str(kept) in str(found["opened"])  # by imports
+        assert server.socket not in str(found["opened"])
+        assert asked.poll() is None
+        assert asked.stdin is not None
+        asked.stdin.close()
+        assert asked.wait(60) == 0
+        assert (
+            server.worker(program, "end").wait(60) == 0
+        )  # Ray asks the worker itself how it ended
+
+
+def test_workers_outlive_the_process_and_end_their_own_fork_server(
+    tmp_path: Path, program: Path
+) -> None:
+    with served(tmp_path) as server:
+        asked = server.worker(program)
+        found = told(asked)
+        forks = psutil.Process(int(str(found["server"])))
+        server.let_go()
+        assert server.process.wait(60) == 0
+    assert asked.poll() is None
+    assert asked.stdin is not None
+    asked.stdin.close()
+    assert asked.wait(60) == 0
+    until(lambda: not forks.is_running() or forks.status() == "zombie", 60, "the server's end")
+
+
+@pytest.mark.parametrize(
+    ("preload", "more"),
+    [("csv", THREAD), ("a_module_that_is_missing", "")],
+    ids=["with a thread", "without the imports"],
+)
+def test_where_it_cannot_fork_the_worker_starts_alone(
+    tmp_path: Path, program: Path, preload: str, more: str
+) -> None:
+    with served(tmp_path, preload, more) as server:
+        asked = server.worker(program, "end")
+        found = told(asked)
+        assert found["pid"] == asked.pid and not found["csv"]
+        assert found["words"] == [str(program), "end"]
+        assert asked.wait(60) == 3
+        assert server.process.wait(60) is not None
+
+
+def test_a_worker_starts_alone_once_the_process_has_ended(tmp_path: Path, program: Path) -> None:
+    with served(tmp_path) as server:
+        pass
+    asked = server.worker(program, "end")
+    assert told(asked)["pid"] == asked.pid
+    assert asked.wait(60) == 3
+
+
+def test_the_process_ends_with_its_block_also_while_it_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(start.SWITCH, "1")
+    with start.import_process(None, {"OMP_NUM_THREADS": "1"}):
+        first = start.actor_options()
+        with start.import_process(None, {}):  # within another block it does nothing
+            assert start.actor_options() == first
+        assert start.actor_options() == first
+        words = str(first["runtime_env"])
+        (process,) = [
+            child
+            for child in psutil.Process().children()
+            if start.IMPORT_SERVER in " ".join(child.cmdline())
+        ]
+        place = next(Path(word.strip("'\"")) for word in words.split() if word.endswith("/socket"))
+        assert place.exists() and place.parent.stat().st_mode & 0o077 == 0
+    assert start.actor_options() == {}
+    assert not process.is_running() and not place.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [None, {start.SWITCH: "0"}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}],
+    ids=["no engine", "switched off", "vLLM's way of making processes is given"],
+)
+def test_nothing_is_imported_early(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str] | None
+) -> None:
+    monkeypatch.setenv(start.SWITCH, "1")
+    with start.import_process(None, variables):
+        assert start.actor_options() == {}
