@@ -2,8 +2,8 @@
 
 Run as `python -I -S worker.py SOCKET PYTHON PROGRAM ...`: it asks the process that listens at
 SOCKET for a fork that runs PROGRAM, and lives as long as the fork. Nothing answers there, or not
-within `IMPORTS_WAIT`: it executes `PYTHON PROGRAM ...`, as Ray would have done. It uses the standard
-library alone, so that it costs some hundredths of a second.
+within `IMPORTS_WAIT`: it executes `PYTHON PROGRAM ...`, as Ray would have done. It uses the
+standard library alone, so that it costs some hundredths of a second.
 """
 
 from __future__ import annotations

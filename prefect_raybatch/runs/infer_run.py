@@ -300,7 +300,7 @@ class Attempt:
         user.waits = self.monitor.held
         stack.enter_context(self.monitor)
         if joined is None:
-            if not self.phase.looks_up:
+            if not self.phase.needs_no_engine:
                 stack.enter_context(_imports(self.phase.spec, self.engine))
             capacity = stack.enter_context(cluster.connected(self.phase.spec.cluster, user))
             joined = JoinedCluster(user, capacity)
