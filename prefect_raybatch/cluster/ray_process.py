@@ -67,8 +67,14 @@ class RayProcess:
         self.is_standing = head is not None
 
         # Ray Data sets the levels of its loggers when it is imported, so set ours afterwards.
-        from prefect_raybatch.stages.ray_internals import PROGRESS_LOG, put_back_auth, use_token
+        from prefect_raybatch.stages.ray_internals import (
+            PROGRESS_LOG,
+            log_deaths,
+            put_back_auth,
+            use_token,
+        )
 
+        log_deaths()
         self._auth = use_token(token_sent(access) if head else access.token)
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # no plans and timings
         PROGRESS_LOG.setLevel(logging.ERROR)

@@ -477,6 +477,30 @@ def _read_auth_again() -> None:
     AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode
 
 
+# --- what Ray prints ------------------------------------------------------------------------------
+
+
+def log_deaths() -> None:
+    """Have Ray log the deaths of workers, which it would print in this process's output.
+
+    The run reports them itself, and an output may be one JSON object.
+    """
+    from ray._private import worker
+
+    printed: Callable[..., None] = worker.print_to_stdstream
+    if getattr(printed, "logs_deaths", False):
+        return
+
+    def told(data: Mapping[str, Any], *more: object, **named: object) -> None:
+        if data.get("pid") == "raylet":
+            log.info("Ray: %s", " ".join(map(str, data["lines"])))
+        else:
+            printed(data, *more, **named)
+
+    told.logs_deaths = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = told
+
+
 # --- workers that are forked ----------------------------------------------------------------------
 
 

@@ -50,6 +50,26 @@ if sys.argv[1:2] == ["end"]:
 sys.stdin.read()
 """
 
+# What vLLM does: a core from the fork server, and below it a worker that is spawned.
+CORE = """
+import multiprocessing, sys
+from prefect_raybatch.stages.vllm import forking
+
+def leaf(place):
+    open(place, "w").close()
+
+def core(place):
+    spawned = multiprocessing.get_context("spawn").Process(target=leaf, args=(place,))
+    spawned.start()
+    spawned.join()
+    print("csv" in sys.modules, spawned.exitcode, flush=True)
+
+if __name__ == "__main__":
+    made = forking.ForkedContext().Process(target=core, args=(sys.argv[1],))
+    made.start()
+    made.join()
+"""
+
 
 @dataclass
 class Server:
@@ -154,6 +174,15 @@ def test_workers_outlive_the_process_and_end_their_own_fork_server(
     asked.stdin.close()
     assert asked.wait(60) == 0
     until(lambda: not forks.is_running() or forks.status() == "zombie", 60, "the server's end")
+
+
+def test_a_core_of_a_forked_worker_has_the_imports_and_may_spawn_workers(tmp_path: Path) -> None:
+    program, place = tmp_path / "core.py", tmp_path / "leaf"
+    program.write_text(CORE)
+    with served(tmp_path) as server:
+        said, _ = server.worker(program, str(place)).communicate(timeout=60)
+    assert said == "True 0\n"  # in the output of the worker
+    assert place.exists()
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_what_is_wrong_with_a_table_or_a_catalog_is_told(tmp_path, catalog, monk
     refused(str(folder), 'pip install "prefect-raybatch[iceberg]"', error=ConfigError)
 
 
-@pytest.mark.timeout(100)  # Arrow's client tries for a quarter of an hour
+@pytest.mark.timeout(100)  # Arrow's client tries for ten minutes and more
 @pytest.mark.parametrize("place", ["gs://lake/t", "abfss://box@acct.dfs.core.windows.net/t"])
 def test_a_table_of_a_catalog_on_google_or_azure_is_refused_by_name(tmp_path, catalog, place):
     table_of(catalog, "orders", companies(0, 3))

@@ -85,7 +85,9 @@ CONTRACT = {
         ],
     },
     # The cluster.
-    "_private/worker.py": {"": ["get_dashboard_url", "_global_node"]},
+    "_private/worker.py": {
+        "": ["get_dashboard_url", "_global_node", "print_to_stdstream(data, ignore_prefix)"],
+    },
     "_private/node.py": {"Node": ["raylet_socket_name"]},
     "_private/state.py": {"": ["actors(actor_id, job_id)"]},
     "_private/services.py": {"": ["canonicalize_bootstrap_address(addr)"]},
@@ -121,6 +123,25 @@ def test_ray_still_has_what_we_import(module, name):
 def test_a_pass_is_found_by_the_name_of_its_thread():
     source = folder_of("ray") / EXECUTION / "streaming_executor.py"
     assert 'f"StreamingExecutor-{self._dataset_id}"' in source.read_text(encoding="utf-8"), RAY
+
+
+def test_deaths_that_ray_would_print_are_logged(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from ray._private import worker
+
+    from prefect_raybatch.stages.ray_internals import log_deaths
+
+    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, more: print(data["lines"]))
+    log_deaths()
+    log_deaths()
+    with caplog.at_level("INFO", "prefect_raybatch"):
+        worker.print_to_stdstream({"pid": "raylet", "lines": ["a worker died"]}, False)
+        worker.print_to_stdstream({"pid": 12, "lines": ["of a task"]}, False)
+    assert capsys.readouterr().out == "['of a task']\n"
+    assert [record.getMessage() for record in caplog.records] == ["Ray: a worker died"]
 
 
 def test_what_has_moved_is_named(tmp_path):

@@ -118,7 +118,7 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
 class RefusedFiles:
     """Files on a store of Google or Azure, to pyiceberg: refused by name before Arrow opens them.
 
-    Without credentials, Arrow's client tries for a quarter of an hour.
+    Without credentials, Arrow's client tries for more than ten minutes.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
