@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from fractions import Fraction
 
 import numpy as np
 
@@ -84,9 +85,9 @@ def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] 
 
     The last one is (sureness, number).
     """
-    most = math.floor(answers.cascade.at_most * rows)
-    sureness: list[np.ndarray] = []
-    numbers: list[np.ndarray] = []
+    most = math.floor(Fraction(str(answers.cascade.at_most)) * rows)  # 0.29 of 100 are 29
+    sureness = [np.empty(0)]
+    numbers = [np.empty(0, np.int64)]
     for start in range(0, rows, SURENESS_ROWS):
         wanted = np.arange(start, min(rows, start + SURENESS_ROWS))
         found = sureness_of(answers, wanted)

@@ -21,7 +21,7 @@ from prefect_raybatch.cluster.sharing import Shared, User
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ConfigError, InsufficientResources
-from prefect_raybatch.imports.start import import_process
+from prefect_raybatch.imports.start import actor_options, import_process
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
@@ -111,17 +111,24 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
     cluster already, where engines may wait.
     """
     local = not (cluster.access.remote or address_of(cluster) or RAY.joined() or HOSTS.waiting)
-    if cluster.engine_env is None or not local:
+    have = this_machine(cluster)
+    # vLLM asks at import what the first card can do. Where cards differ, each engine sees its own.
+    if cluster.engine_env is None or not local or len(have.accelerators) > 1:
         yield
         return
     from prefect_raybatch.stages.engine import CPU_ENV
 
     # Read when torch is loaded. Ray gives an actor as many threads as it has CPUs.
     threads = {"OMP_NUM_THREADS": str(max(1, int(cluster.engine_cpus)))}
-    ours = threads if this_machine(cluster).gpus else CPU_ENV
-    ours = {name: os.environ.get(name, value) for name, value in ours.items()}
-    with import_process(os.environ.get(WORKER_PYTHON), {**ours, **cluster.engine_env}):
+    defaults = threads if have.gpus else CPU_ENV
+    with import_process(os.environ.get(WORKER_PYTHON), cluster.engine_env, defaults):
         yield
+
+
+def forked_options(cluster: ClusterSpec) -> dict[str, object]:
+    """Return the options with which Ray has an engine's actor forked, none if it cannot be."""
+    remote = cluster.access.remote or address_of(cluster)
+    return {} if remote else actor_options(cluster.engine_env)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.cluster.warm import ActorOptions, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import EngineFailure, SourceError
-from prefect_raybatch.imports.start import actor_options
 from prefect_raybatch.job.cluster import Stage
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.failures import (
@@ -350,7 +349,7 @@ class Pipeline:
         """Return the resources of an engine's actor, in a placement group if it may span nodes."""
         sizes = self.spec.sizes
         if not (sizes.spans_nodes and self.size.pool.device == "gpu"):
-            return {**resources, **actor_options()}
+            return {**resources, **cluster.forked_options(self.spec.cluster)}
         kind = sizes.accelerator
         self._spanning = SpanningGroups(sizes.gpus_per_replica, sizes.cpus, kind)
         kept = {k: v for k, v in resources.items() if k not in ("num_gpus", "accelerator_type")}
@@ -539,7 +538,10 @@ def warm_kind_of(
         return None
     launch = launch_of(spec, model, size)
     calls = min(size.concurrent, size.shards)  # so that small runs of several sizes share engines
-    return warm_kind(engine, launch, resources_of(spec.sizes, size), calls)
+    kind = warm_kind(engine, launch, resources_of(spec.sizes, size), calls)
+    if kind is None:
+        return None
+    return replace(kind, options={**kind.options, **cluster.forked_options(spec.cluster)})
 
 
 def launch_of(spec: RunSpec, model: models.PinnedModel, size: Sizing, **more: Any) -> EngineLaunch:

@@ -28,7 +28,7 @@ from prefect_raybatch.job.cluster import ClusterAccess
 log = logging.getLogger(__name__)
 WORKER_PYTHON = "RAYBATCH_WORKER_PYTHON"  # environment variable: the Python of Ray's workers
 START_TRIES = 3  # of a local cluster
-REGISTER_SECONDS = 600  # that a local cluster gives a worker to report itself; Ray's default is 60
+REGISTER_SECONDS = 180  # that a local cluster gives a worker to report itself; Ray's default is 60
 LEVEL_LINE = b"Set ray log level from environment variable"
 
 

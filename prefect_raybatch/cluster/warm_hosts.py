@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.cluster.warm import Host, WarmKind
-from prefect_raybatch.imports.start import actor_options
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.engine import EngineLaunch
@@ -63,7 +62,6 @@ class RayHosts:
 
         made: Any = ray.remote(EngineHost)
         options = {name: v for name, v in kind.options.items() if name != "max_task_retries"}
-        options |= actor_options()
         if self.outlast:
             name = f"engine-{uuid.uuid4().hex}"
             options |= {"lifetime": "detached", "name": name, "namespace": NAMESPACE}

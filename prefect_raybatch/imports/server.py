@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import resource
 import runpy
 import select
 import signal
@@ -24,21 +25,30 @@ from functools import partial
 from types import ModuleType
 from typing import cast
 
-from prefect_raybatch.imports.worker import WorkerCall, receive, reply
+from prefect_raybatch.imports.worker import IMPORTS_WAIT, WorkerCall, receive, reply
 from prefect_raybatch.stages.vllm import forking
 
 
 def main(listener: int, alive: int) -> None:
-    """Import, then serve requests until the pipe `alive` closes."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers: the kernel may
+    """Import, then serve calls until the pipe `alive` closes."""
+    for descriptor in (listener, alive):  # not for programs that an import starts
+        os.set_inheritable(descriptor, False)
+    signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
     _import_engine()
+    signal.alarm(0)
+    apart = forking.core_apart()
+    # Nobody waits for the workers, so the kernel may forget them. Not before: the imports would
+    # take every program that fails for one that succeeds.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=listener) as door:
         if not _may_fork():
             return
-        number = door.fileno()
-        while alive not in select.select([number, alive], [], [])[0]:
+        events = select.poll()
+        for descriptor in (listener, alive):
+            events.register(descriptor, select.POLLIN)
+        while all(descriptor != alive for descriptor, _ in events.poll()):
             with contextlib.suppress(OSError), door.accept()[0] as caller:
-                _serve(caller, (number, alive, caller.fileno()))
+                _serve(caller, (listener, alive, caller.fileno()), apart)
 
 
 def _import_engine() -> None:
@@ -61,42 +71,56 @@ def _may_fork() -> bool:
     return not cuda and threading.active_count() == 1
 
 
-def _serve(caller: socket.socket, own: Sequence[int]) -> None:
+def _serve(caller: socket.socket, own: Sequence[int], apart: bool) -> None:
     """Fork the worker that `caller` asks for, and tell its process id.
 
-    The fork closes the descriptors `own`. It keeps what imports have opened: NVIDIA's library for
-    queries does not work without.
+    The fork closes the descriptors `own`. It keeps what imports have opened: NVML fails in a fork
+    whose /dev/nvidia* descriptors are closed. `apart`: its engine's core gets a process.
     """
-    request = receive(caller)
-    if request is None:
+    call = receive(caller)
+    if call is None:
         return
-    pid = os.fork()
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:  # here, or no fork was made
+            for descriptor in call.streams:
+                os.close(descriptor)
     if pid:
-        for descriptor in request.streams:
-            os.close(descriptor)
         reply(caller, pid)
         return
     for descriptor in own:
         os.close(descriptor)
-    _end_with(partial(_become, request))
+    _end_with(partial(_become, call, apart))
 
 
-def _become(request: WorkerCall) -> None:
+def _become(call: WorkerCall, apart: bool) -> None:
     """Be the worker in this process, a fork: its streams, environment, folder and program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, descriptor in enumerate(request.streams):
+    for number, descriptor in enumerate(call.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.setpgid(0, 0)  # Ray ends the whole group of a worker that has ended
-    os.chdir(request.folder)
-    forking.take_environment(request.environment)
-    if forking.core_apart():
+    _take_limits(call)
+    os.chdir(call.folder)
+    forking.take_environment(call.environment)
+    if apart:
         forking.fork_server_here()
     from prefect_raybatch.stages.ray_internals import title_forked_worker
 
     title_forked_worker()
-    sys.argv = request.words
-    runpy.run_path(request.words[0], run_name="__main__")
+    sys.argv = call.words
+    runpy.run_path(call.words[0], run_name="__main__")
+
+
+def _take_limits(call: WorkerCall) -> None:
+    """Take over the limit of open files and the score for the kernel that runs out of memory."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = call.files if most == resource.RLIM_INFINITY else min(call.files, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(call.oom)
 
 
 def _end_with(work: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from prefect_raybatch.stages.vllm import forking
 log = logging.getLogger(__name__)
 
 IMPORT_SERVER = "prefect_raybatch.imports.server"
+END_SECONDS = 10.0  # in which a killed process ends
 SWITCH = "RAYBATCH_IMPORT_EARLY"
 """Environment variable: "0" leaves the imports to each engine's actor."""
 
@@ -28,27 +29,35 @@ SWITCH = "RAYBATCH_IMPORT_EARLY"
 class ImportProcess:
     """The process, until `end`. Actors that it has forked live on."""
 
-    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
-        """Start it with this Python and these environment variables beside the current ones."""
-        self.python = python
-        self._folder = tempfile.mkdtemp(prefix="raybatch-imports-")
-        self._socket = str(Path(self._folder) / "socket")
-        alive, self._alive = os.pipe()
-        # The first variable stays as it is, so that its forks can have a title.
-        env = {forking.FIRST_VARIABLE: "1", **os.environ, **environment}
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self._socket)
-            listener.listen()
-            self._process = subprocess.Popen(
-                [python, "-P", "-m", IMPORT_SERVER, str(listener.fileno()), str(alive)],
-                pass_fds=[listener.fileno(), alive],
-                env=env,
-                start_new_session=True,  # an interrupt of the terminal is not for it
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        os.close(alive)
+    def __init__(self, python: str, engine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+        """Start it with this Python.
+
+        Its environment is that of this process, with `defaults` below and the `engine`'s above.
+        """
+        self.python, self.engine = python, dict(engine)
+        with contextlib.ExitStack() as undo:
+            self._folder = tempfile.mkdtemp(prefix="raybatch-imports-")
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._socket = str(Path(self._folder) / "socket")
+            alive, self._alive = os.pipe()
+            undo.callback(os.close, self._alive)
+            listener = socket.socket(socket.AF_UNIX)
+            with contextlib.closing(listener), contextlib.ExitStack() as both:
+                both.callback(os.close, alive)
+                listener.bind(self._socket)
+                listener.listen()
+                self._process = subprocess.Popen(
+                    [python, "-P", "-m", IMPORT_SERVER, str(listener.fileno()), str(alive)],
+                    pass_fds=[listener.fileno(), alive],
+                    # setproctitle writes over the first variables of a process, so that the first
+                    # one must be one that nobody changes.
+                    env={forking.FIRST_VARIABLE: "1", **defaults, **os.environ, **engine},
+                    start_new_session=True,  # an interrupt of the terminal is not for it
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            self._undo = undo.pop_all()
 
     def program(self) -> str:
         """Return the command line with which Ray starts an actor that is forked by the process."""
@@ -57,10 +66,12 @@ class ImportProcess:
 
     def end(self) -> None:
         """End the process, also while it imports."""
-        os.close(self._alive)
         self._process.kill()
-        self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it waits for a disk that does not answer
+            log.warning("process %d, which imported vLLM, does not end", self._process.pid)
+        self._undo.close()
 
 
 _lock = threading.Lock()
@@ -68,20 +79,26 @@ _current: ImportProcess | None = None
 
 
 @contextlib.contextmanager
-def import_process(python: str | None, environment: Mapping[str, str] | None) -> Iterator[None]:
+def import_process(
+    python: str | None, engine: Mapping[str, str] | None, defaults: Mapping[str, str]
+) -> Iterator[None]:
     """Have engines of the block that start in new actors of this machine forked from one process.
 
-    It begins to import at once, with `environment` beside this process's variables. Within another
-    such block, where the environment is None (no engine starts here), or names how vLLM makes its
-    processes, it does nothing. `python` is that of Ray's workers if it is another one.
+    It begins to import at once, with the variables `engine` beside this process's, and `defaults`
+    where neither has one. `python` is that of Ray's workers if it is another one. Nothing is begun
+
+    - within another such block,
+    - if `engine` is None: no engine starts here,
+    - if the variables name how vLLM makes its processes,
+    - or if `SWITCH` is off.
     """
     global _current
     begun: ImportProcess | None = None
-    if environment is not None and _suits({**os.environ, **environment}):
+    if engine is not None and _is_wanted({**os.environ, **engine}):
         with _lock:
             if _current is None:
                 try:
-                    _current = begun = ImportProcess(python or sys.executable, environment)
+                    _current = begun = ImportProcess(python or sys.executable, engine, defaults)
                 except OSError as error:
                     log.info("engines import vLLM themselves: %s", error)
     try:
@@ -93,14 +110,17 @@ def import_process(python: str | None, environment: Mapping[str, str] | None) ->
             begun.end()
 
 
-def _suits(environment: Mapping[str, str]) -> bool:
+def _is_wanted(environment: Mapping[str, str]) -> bool:
     on = environment.get(SWITCH, "1") != "0"
     return on and sys.platform == "linux" and forking.METHOD not in environment
 
 
-def actor_options() -> dict[str, object]:
-    """Return the options for Ray with which an engine's actor is forked, none without a process."""
+def actor_options(engine: Mapping[str, str] | None) -> dict[str, object]:
+    """Return the options for Ray with which an actor with an engine of these variables is forked.
+
+    None without a process, or if it has imported with other variables.
+    """
     process = _current
-    if process is None:
+    if process is None or engine is None or dict(engine) != process.engine:
         return {}
     return {"runtime_env": {"py_executable": process.program()}}

@@ -8,43 +8,54 @@ standard library alone, so that it costs some hundredths of a second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import select
 import socket
 import struct
 import sys
 from dataclasses import dataclass
 
-IMPORTS_WAIT = 500.0
-"""Seconds to wait for the imports, which take minutes from a slow disk; less than Ray gives a
-worker of a local cluster to report itself (`REGISTER_SECONDS` in `cluster.ray_process`)."""
+IMPORTS_WAIT = 120.0
+"""Seconds that imports may take, and that a worker waits for them: less than Ray gives a worker of
+a local cluster to report itself (`REGISTER_SECONDS` in `cluster.ray_process`)."""
 
-MAY_ASK = b"r"
-SIZE = struct.Struct("!Q")  # of a request in bytes, and the process id that answers it
+CALL_WAIT = 10.0  # seconds that a call may take once the imports are done
+MAY_ASK = b"r"  # sent on accept, so that nothing is forked for a caller that has given up
+SIZE = struct.Struct("!Q")  # 8 bytes: the length of a call, or the process id in the reply
 
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """A worker to be forked: its words of the command line, environment, folder and streams."""
+    """A worker to be forked: its words of the command line, environment, folder and streams.
+
+    `files` is its limit of open files, `oom` its score for the kernel that runs out of memory: Ray
+    has set them for the process that calls.
+    """
 
     words: list[str]
     environment: dict[str, str]
     folder: str
+    files: int
+    oom: str
     streams: list[int]
 
 
 def receive(caller: socket.socket) -> WorkerCall | None:
-    """Return the request of a caller, which is told first that it may ask; None if it has gone."""
+    """Return the call of a caller, which is told first that it may ask; None if it is cut off."""
+    caller.settimeout(CALL_WAIT)
     caller.sendall(MAY_ASK)
-    caller.settimeout(IMPORTS_WAIT)
-    head, streams, _, _ = socket.recv_fds(caller, SIZE.size, 3)
-    body = _read(caller, SIZE.unpack(head)[0]) if len(head) == SIZE.size else b""
-    if not body or len(streams) != 3:
+    streams: list[int] = []
+    try:
+        head, streams, _, _ = socket.recv_fds(caller, SIZE.size, 3)
+        body = _read(caller, SIZE.unpack(head)[0])
+        return WorkerCall(**json.loads(body), streams=list(streams))
+    except (OSError, ValueError, TypeError, struct.error):
         for descriptor in streams:
             os.close(descriptor)
         return None
-    return WorkerCall(**json.loads(body), streams=list(streams))
 
 
 def reply(caller: socket.socket, pid: int) -> None:
@@ -55,30 +66,33 @@ def reply(caller: socket.socket, pid: int) -> None:
 def forked_worker(path: str, words: list[str]) -> int | None:
     """Return the process id of a fork that runs `words`; None if nothing answers at `path`.
 
-    Its environment, folder and streams are those of this process.
+    Its environment, folder, streams and limits are those of this process. Raises OSError or
+    struct.error if the answer fails to come: the fork may run already.
     """
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.settimeout(IMPORTS_WAIT)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(IMPORTS_WAIT)
+        try:
             server.connect(path)
             if server.recv(1) != MAY_ASK:
                 return None
-            asked = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
-            body = json.dumps(asked).encode()
-            socket.send_fds(server, [SIZE.pack(len(body))], [0, 1, 2])
-            server.sendall(body)
-            return int(SIZE.unpack(_read(server, SIZE.size))[0])
-    except (OSError, struct.error):
-        return None
+        except OSError:
+            return None
+        server.settimeout(CALL_WAIT)
+        with open("/proc/self/oom_score_adj") as file:
+            oom = file.read()
+        call = {"words": words, "environment": dict(os.environ), "folder": os.getcwd(), "oom": oom}
+        call["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        body = json.dumps(call).encode()
+        socket.send_fds(server, [SIZE.pack(len(body))], [0, 1, 2])
+        server.sendall(body)
+        return int(SIZE.unpack(_read(server, SIZE.size))[0])
 
 
 def wait_for(pid: int) -> None:
     """Return when a process has ended, be it a child or not."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         handle = os.pidfd_open(pid)
-    except OSError:  # it has ended already
-        return
-    select.select([handle], [], [])
+        select.select([handle], [], [])
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -114,7 +114,7 @@ def test_an_engine_on_a_cpu_is_certain_whatever_the_rows_are() -> None:
 
 def test_a_cpu_stays_free_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     assert planned(device="cpu", replicas=3).engines == 3
     assert "take 4 of 4 CPUs, and the copy needs 1" in planned(device="cpu", replicas=4)
     # A local cluster may count more CPUs than the machine has.
@@ -144,7 +144,7 @@ def test_sizes_that_follow_from_the_length_of_rows_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sized, "model_sizes", lambda *_: (describe(LLAMA_8B, {}), ""))
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     have = imagined("H200", 1, 16)
     unknown = Guess(1_000_000, early.ANY_ROW)
     told = planned(have, unknown)
@@ -213,7 +213,7 @@ def hosts() -> FakeHosts:
 def ray(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     made = FakeRay(hosts)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr(cluster, "SHARED", Shared(made, WarmEngines(hosts), sleep=lambda _: None))
     monkeypatch.setattr(cluster, "capacity", lambda: CPUS)
     monkeypatch.setattr(early, "WORTH_BYTES", 0)
@@ -557,7 +557,7 @@ def named(thread: str) -> list[threading.Thread]:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     monkeypatch.setattr(early, "WORTH_BYTES", 0)
 
 
@@ -734,7 +734,7 @@ from prefect_raybatch.cluster.early import engines_early
 from prefect_raybatch.api import plan_run
 
 early.WORTH_BYTES = 0
-os.cpu_count = lambda: 2
+os.sched_getaffinity = lambda pid: {0, 1}
 folder = Path(sys.argv[1])
 source.snapshot = lambda *given: time.sleep(600)
 with engines_early(NotedEngine):

@@ -106,7 +106,7 @@ def test_what_starts_beside_the_copy_is_taken_once_the_rows_are_known(
 ) -> None:
     """Whatever rows the guess allows for."""
     monkeypatch.setattr(sized, "model_sizes", lambda *_: (describe(LLAMA_8B, {}), ""))
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     job, have, begun = job_of(sampling), imagined(kind, 1, 16), 0
     for usual in (40.0 * 1.3**n for n in range(24)):
         guess = Guess(1_000_000, tuple(usual * part for part in (0.67, 0.82, 1.0, 1.22, 1.5)))

@@ -537,7 +537,7 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     from ray.data import DataContext
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     events: list[str] = []  # without the starts that Ray gives up on a machine under load
     init, shutdown = ray.init, ray.shutdown
 

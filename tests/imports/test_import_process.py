@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ THREAD = (
 )
 
 PROGRAM = """
-import json, os, signal, sys, threading
+import json, os, resource, signal, sys
 from multiprocessing import forkserver
 told = {
     "pid": os.getpid(), "group": os.getpgid(0), "words": sys.argv, "folder": os.getcwd(),
@@ -43,6 +44,8 @@ told = {
     "opened": [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
                if os.path.exists(f"/proc/self/fd/{n}")],
     "server": forkserver._forkserver._forkserver_pid,
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    "oom": open("/proc/self/oom_score_adj").read().strip(),
 }
 print(json.dumps(told), flush=True)
 if sys.argv[1:2] == ["end"]:
@@ -71,6 +74,12 @@ if __name__ == "__main__":
 """
 
 
+def as_ray_sets_it() -> None:
+    """Give this process another limit of open files and another score for a full memory."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (777, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    Path("/proc/self/oom_score_adj").write_text("321")
+
+
 @dataclass
 class Server:
     """A process that forks workers, its socket, and the pipe that keeps it up."""
@@ -91,6 +100,7 @@ class Server:
         return subprocess.Popen(
             [*command, str(program), *words],
             env={**os.environ, "OF_WORKER": "1"},
+            preexec_fn=as_ray_sets_it,
             cwd=program.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -149,6 +159,7 @@ def test_a_worker_is_forked_with_the_imports_and_is_otherwise_like_one_started_a
         assert (found["variable"], found["gone"]) == ("1", None)
         assert found["group"] == found["pid"]  # Ray ends the group of a worker that has ended
         assert found["children"]
+        assert (found["files"], found["oom"]) == (777, "321")
         assert str(kept) in str(found["opened"])  # by imports
         assert server.socket not in str(found["opened"])
         assert asked.poll() is None
@@ -214,11 +225,13 @@ def test_the_process_ends_with_its_block_also_while_it_imports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(start.SWITCH, "1")
-    with start.import_process(None, {"OMP_NUM_THREADS": "1"}):
-        first = start.actor_options()
-        with start.import_process(None, {}):  # within another block it does nothing
-            assert start.actor_options() == first
-        assert start.actor_options() == first
+    with start.import_process(None, {"A": "1"}, {"OMP_NUM_THREADS": "1"}):
+        first = start.actor_options({"A": "1"})
+        with start.import_process(None, {"A": "1"}, {}):  # within another block it does nothing
+            assert start.actor_options({"A": "1"}) == first
+        assert start.actor_options({"A": "1"}) == first
+        assert start.actor_options({"A": "2"}) == {}  # engines with other variables
+        assert start.actor_options(None) == {}  # a hosted model
         words = str(first["runtime_env"])
         (process,) = [
             child
@@ -227,7 +240,7 @@ def test_the_process_ends_with_its_block_also_while_it_imports(
         ]
         place = next(Path(word.strip("'\"")) for word in words.split() if word.endswith("/socket"))
         assert place.exists() and place.parent.stat().st_mode & 0o077 == 0
-    assert start.actor_options() == {}
+    assert start.actor_options({"A": "1"}) == {}
     assert not process.is_running() and not place.parent.exists()
 
 
@@ -240,5 +253,38 @@ def test_nothing_is_imported_early(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str] | None
 ) -> None:
     monkeypatch.setenv(start.SWITCH, "1")
-    with start.import_process(None, variables):
-        assert start.actor_options() == {}
+    with start.import_process(None, variables, {}):
+        assert start.actor_options(variables) == {}
+
+
+def test_a_process_whose_imports_hang_ends_and_the_worker_starts_alone(
+    tmp_path: Path, program: Path
+) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)\n")
+    soon = f"sys.path.append({str(tmp_path)!r}); server.IMPORTS_WAIT = 1"
+    with served(tmp_path, "hangs", soon) as server:
+        asked = server.worker(program, "end")
+        assert told(asked)["pid"] == asked.pid
+        assert asked.wait(60) == 3
+        assert server.process.wait(60) < 0
+
+
+def test_the_core_gets_no_fork_server_where_it_is_in_the_actor(
+    tmp_path: Path, program: Path
+) -> None:
+    inside = "import os; os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] = '0'"  # of the engine
+    with served(tmp_path, more=inside) as server:
+        assert told(server.worker(program, "end"))["server"] is None
+
+
+def test_a_call_that_is_cut_off_harms_no_other(tmp_path: Path, program: Path) -> None:
+    with served(tmp_path) as server:
+        with socket.socket(socket.AF_UNIX) as cut:
+            cut.connect(server.socket)
+            assert cut.recv(1) == worker.MAY_ASK
+        with socket.socket(socket.AF_UNIX) as odd:
+            odd.connect(server.socket)
+            assert odd.recv(1) == worker.MAY_ASK
+            odd.sendall(worker.SIZE.pack(2) + b"[]")
+        asked = server.worker(program, "end")
+        assert told(asked)["pid"] != asked.pid
