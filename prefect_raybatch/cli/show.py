@@ -37,6 +37,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
 from prefect_raybatch.runs.starts import starts_of
+from prefect_raybatch.spec.cascade import most_rows
 from prefect_raybatch.words import are, counted, money
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def show_plan(plan: DryRun) -> None:
     if plan.first is not None:
         out.print("[bold]First model of the cascade[/], which answers all rows:")
         show_plan(replace(plan.first, problems=()))
-        most = plan.rows if plan.at_most is None else int(plan.at_most * plan.rows)
+        most = plan.rows if plan.at_most is None else most_rows(plan.at_most, plan.rows)
         out.print(f"[bold]Larger model[/], which answers at most {counted(most, 'row')}:")
     table = _grid()
     for name, lines in _plan_facts(plan):
@@ -190,6 +191,8 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
     size = plan.sizing
     about = "about " if plan.rows_guessed else ""
     columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
+    # What a hosted model's tokens cost is its own; GPU-hours of an earlier run are of both.
+    cost_of = "cost of larger" if plan.hosted is not None else "cost of both"
     return [
         ("input", [f"{about}{counted(plan.rows, 'row')} {_input_place(plan)}"]),
         ("columns", [", ".join(columns)]),
@@ -208,7 +211,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("reuse", reuse_lines(plan)),
         ("tokens per row", [plan.hosted.line()] if plan.hosted and plan.hosted.tokens else []),
         (
-            "cost" if plan.first is None else "cost of both",
+            "cost" if plan.first is None else cost_of,
             [plan.cost.line()] if plan.cost is not None else [],
         ),
     ]

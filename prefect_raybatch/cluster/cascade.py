@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from fractions import Fraction
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import Increment
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.spec.cascade import CascadeSpec
+from prefect_raybatch.spec.cascade import CascadeSpec, most_rows
 from prefect_raybatch.stages.cascade import (
     EscalateFinish,
     EscalatePrepare,
@@ -85,7 +84,7 @@ def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] 
 
     The last one is (sureness, number).
     """
-    most = math.floor(Fraction(str(answers.cascade.at_most)) * rows)  # 0.29 of 100 are 29
+    most = most_rows(answers.cascade.at_most, rows)
     sureness = [np.empty(0)]
     numbers = [np.empty(0, np.int64)]
     for start in range(0, rows, SURENESS_ROWS):

@@ -32,6 +32,7 @@ from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.spec.cascade import most_rows
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join, open_store
@@ -169,6 +170,8 @@ def _cost(
     most, endpoint = spec.limits.max_cost, spec.engine.model.endpoint
     if hosted is None or endpoint is None:
         return estimate(spec.cluster, spec.sizes, spec.output, most, fitted.capacity, rows)
+    if spec.cascade is not None:
+        rows = most_rows(spec.cascade.at_most, rows)
     cost = hosted.cost(endpoint, rows)
     return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
 

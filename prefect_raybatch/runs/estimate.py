@@ -41,7 +41,7 @@ class CostEstimate:
             return f"not known: {self.why}"
         if self.gpu_hours is None:
             return (
-                f"up to {money(self.cost, self.currency)} for {counted(self.rows, 'row')}, if each "
+                f"about {money(self.cost, self.currency)} for {counted(self.rows, 'row')}, if each "
                 f"answer is as long as it may be; by {self.by}"
             )
         return (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +26,8 @@ class CascadeSpec:
     column: str
     columns: tuple[str, ...]
     measure_column: str
+
+
+def most_rows(at_most: float, rows: int) -> int:
+    """Return how many of `rows` the larger model may be asked about: 29 of 100 for 0.29."""
+    return math.floor(Fraction(str(at_most)) * rows)

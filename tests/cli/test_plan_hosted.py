@@ -61,7 +61,25 @@ def test_limits_prices_and_sizes_of_a_hosted_model_are_shown(plan: Any) -> None:
     assert re.search(r"tokens per minute +5,000 ", out)
     assert re.search(r"prices +0\.5 EUR and 2\.00 EUR +per million", out)
     assert re.search(r"tokens per row +about 7\d reserved: prompt 1\d, answer up to 64", out)
-    assert re.search(r"cost +up to 0\.000\d+ EUR for 3 rows", out)
+    assert re.search(r"cost +about 0\.000\d+ EUR for 3 rows", out)
+
+
+def test_a_cascade_costs_what_its_larger_model_may_be_asked_about(plan: Any) -> None:
+    code, out, err = plan(
+        engine={"model": "demo"},
+        sampling={"choice": ["bank", "farm"]},
+        output={
+            "uri": "out",
+            "escalate": {
+                "to": {"endpoint": ENDPOINT},
+                "when": {"probability_below": 0.8},
+                "at_most": 0.34,
+            },
+        },
+    )
+    assert code == 0, err
+    assert "Larger model, which answers at most 1 row:" in out
+    assert re.search(r"cost of larger +about [0-9.e-]+ EUR for 1 row,", out)
 
 
 def test_a_cost_over_the_limit_is_told_beforehand(plan: Any) -> None:

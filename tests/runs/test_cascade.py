@@ -29,6 +29,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.repair import repair_run
+from prefect_raybatch.spec.cascade import most_rows
 from prefect_raybatch.stages.block import passes_by
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
@@ -466,3 +467,10 @@ def test_no_difference_is_accepted_in_a_cascade(server, tmp_path):
     other = job_of(server, tmp_path, prompt={"template": "About {Company}"})
     with pytest.raises(ConfigError, match="in a cascade"):
         plan_run(other, "night", accept=["prompt.template"])
+
+
+@pytest.mark.parametrize(
+    ("share", "rows", "most"), [(0.29, 100, 29), (0.57, 100, 57), (0.1, 4, 0), (1.0, 7, 7)]
+)
+def test_a_share_of_the_rows_is_counted_exactly(share: float, rows: int, most: int) -> None:
+    assert most_rows(share, rows) == most
