@@ -80,8 +80,13 @@ def forked_worker(path: str, words: list[str]) -> int | None:
         server.settimeout(CALL_WAIT)
         with open("/proc/self/oom_score_adj") as file:
             oom = file.read()
-        call = {"words": words, "environment": dict(os.environ), "folder": os.getcwd(), "oom": oom}
-        call["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        call = {
+            "words": words,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "oom": oom,
+        }
         body = json.dumps(call).encode()
         socket.send_fds(server, [SIZE.pack(len(body))], [0, 1, 2])
         server.sendall(body)
