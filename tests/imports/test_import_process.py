@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from prefect_raybatch.imports import start, worker
+from prefect_raybatch.stages.vllm import forking
 from tests.helpers.processes import until
 
 # Like the process itself, with imports that take no time.
@@ -225,6 +226,7 @@ def test_the_process_ends_with_its_block_also_while_it_imports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(start.SWITCH, "1")
+    monkeypatch.delenv(forking.METHOD, raising=False)  # an engine of this process sets it
     with start.import_process(None, {"A": "1"}, {"OMP_NUM_THREADS": "1"}):
         first = start.actor_options({"A": "1"})
         with start.import_process(None, {"A": "1"}, {}):  # within another block it does nothing
@@ -253,6 +255,7 @@ def test_nothing_is_imported_early(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str] | None
 ) -> None:
     monkeypatch.setenv(start.SWITCH, "1")
+    monkeypatch.delenv(forking.METHOD, raising=False)  # an engine of this process sets it
     with start.import_process(None, variables, {}):
         assert start.actor_options(variables) == {}
 
