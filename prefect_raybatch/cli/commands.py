@@ -512,6 +512,11 @@ def doctor(
         only = job_of_fields(fields, field_changes(set_), place)
         found = checks.examine(checks.CheckContext(only, with_keys), checks.STORE_CHECKS)
     else:
+        if place and not Path(place).suffix and not Path(place).exists():
+            raise ConfigError(
+                f"{place}: is neither a job file nor a folder; create the folder to check it, or "
+                "correct the path"
+            )
         loaded = of_today(job_of_file(place, set_)) if place else None
         found = checks.examine(checks.CheckContext(loaded, with_keys))
     wrong = [finding for finding in found if finding.mark == "fail"]

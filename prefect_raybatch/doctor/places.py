@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect_raybatch.compile.job import compile_job, model_request, read_spec
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.job.trust import check_trust
@@ -27,6 +27,8 @@ from prefect_raybatch.stages.hosted_batches.api import BatchEngine
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
+
+HOSTED_REMEDY = "correct the URL, model or key; or see this machine's DNS, proxy and firewall"
 
 
 def check_policy(context: CheckContext) -> Iterator[Finding]:
@@ -127,8 +129,12 @@ def check_model(context: CheckContext) -> Iterator[Finding]:
 
 def _model_findings(request: ModelRequest) -> Iterator[Finding]:
     if (hosted := request.endpoint) is not None:
-        ask_for_model(hosted, BatchEngine if hosted.batch else EndpointEngine)
-        yield passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
+        try:
+            ask_for_model(hosted, BatchEngine if hosted.batch else EndpointEngine)
+        except RayBatchError as error:
+            yield failed("model", f"{hosted.model}: {error}", HOSTED_REMEDY)
+        else:
+            yield passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
         return
     found = models.pin(request)  # raises ConfigError with what to do
     source = str(found["source"])

@@ -7,6 +7,7 @@ together. Checks that need the input are left to `plan`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -336,14 +337,20 @@ def check_quality(job: BatchJob) -> None:
 
 def check_price(job: BatchJob) -> None:
     """Raise ValueError for a limit on cost without the price of a GPU or of tokens."""
-    if job.engine.endpoint.priced:
+    endpoint = job.engine.endpoint
+    if job.limits.max_cost is None:
         return
-    if job.limits.max_cost is not None and job.engine.endpoint.asked is not None:
-        raise ValueError(
-            "limits.max_cost needs the prices of the hosted model; set engine.endpoint.price_in "
-            "and engine.endpoint.price_out"
-        )
-    if job.limits.max_cost is not None and not job.cluster.priced:
+    if endpoint.asked is not None:
+        answers = () if pools(job.engine.task) else ("price_out",)
+        missing = [name for name in ("price_in", *answers) if getattr(endpoint, name) is None]
+        if missing and endpoint.url is not None:  # else the block may have them
+            names = " and ".join(f"engine.endpoint.{name}" for name in missing)
+            raise ValueError(
+                f"limits.max_cost needs the prices of the hosted model; set {names}, to 0 if it "
+                "costs nothing"
+            )
+        return
+    if not job.cluster.priced:
         raise ValueError(
             "limits.max_cost needs the price of a GPU; set cluster.price_per_gpu_hour or "
             "cluster.price_by_card"
@@ -551,20 +558,23 @@ def check_cascade(job: BatchJob) -> None:
         raise ValueError(
             f"output.escalate writes a column {ANSWERED_BY}; rename the column of that name"
         )
-    value = job.to_dict()
-    for place, changes in (
-        (
-            "output.escalate.when",
-            first_changes(value["output"], job.sampling.extra.get("logprobs")),
-        ),
-        ("output.escalate.to", larger_changes(value["output"])),
-    ):
-        try:
-            BatchJob.from_dict(with_fields(value, changes), place)
-        except ConfigError as error:
-            raise ValueError(
-                f"{place}: with this field changed, the job is not valid. {error}"
-            ) from None
+    value, to = job.to_dict(), "output.escalate.to"
+    alone = _errors_of(value, {"output.escalate": {}})  # which are reported anyway
+    logprobs = job.sampling.extra.get("logprobs")
+    if error := _errors_of(value, first_changes(value["output"], logprobs)):
+        if error != alone:
+            raise ValueError(f"{error}, for the first model of output.escalate")
+    elif error := _errors_of(value, larger_changes(value["output"])):
+        raise ValueError(re.sub(r"\bengine\.", f"{to}.", error))
+
+
+def _errors_of(job: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    """Return what is wrong with a job of these fields once they are changed; "" if nothing is."""
+    try:
+        BatchJob.from_dict(with_fields(job, changes), "job")
+    except ConfigError as error:
+        return str(error).replace("job: ", "")
+    return ""
 
 
 def check_token_limit(job: BatchJob) -> None:

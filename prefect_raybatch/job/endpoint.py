@@ -130,13 +130,6 @@ class ModelEndpoint(Group):
         """Return None if the group is empty, which leaves the rows to vLLM."""
         return self if self.url or self.block else None
 
-    @property
-    def priced(self) -> bool:
-        """Return whether any price is given, or may be given by the block."""
-        if self.block is not None and self.url is None:
-            return True
-        return self.price_in is not None or self.price_out is not None
-
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
         return name == "key"

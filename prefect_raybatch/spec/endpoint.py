@@ -44,4 +44,5 @@ class EndpointSpec:
 
         Raises `ConfigError` if that variable is not set.
         """
-        return str(fill_variables(self.secret.get("key", ""), "engine.endpoint.key"))
+        where = f"engine.endpoint.key of {self.model}"
+        return str(fill_variables(self.secret.get("key", ""), where))

@@ -561,6 +561,15 @@ def test_a_model_folder(without: tuple[str, ...], named: str | None, tmp_path: P
     assert named is None or named in got.found
 
 
+def test_each_model_of_a_cascade_has_its_own_finding() -> None:
+    away = {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "large"}
+    escalate = {"to": {"endpoint": away}, "when": {"probability_below": 0.8}}
+    job = make_job(sampling={"choice": ["a", "b"]}, output={"uri": "out", "escalate": escalate})
+    first, larger = places.check_model(CheckContext(job, lambda job: job))
+    assert (first.mark, larger.mark) == ("pass", "fail")
+    assert "large" in larger.found and "DNS" in larger.remedy
+
+
 def test_models_by_other_names(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -677,3 +686,8 @@ def test_the_command_with_a_job_and_overrides(
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", str(tmp_path / "job.yaml"), "--set", "engine.replicas=3"])
     assert ended.value.code == 0 and seen == [("nightly", 3, True)]
+
+
+def test_a_folder_that_is_not_there_is_no_job_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="create the folder"):
+        cli.doctor(str(tmp_path / "results"))
