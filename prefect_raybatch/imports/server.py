@@ -20,10 +20,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
-from typing import cast
+from typing import NoReturn, cast
 
 from prefect_raybatch.imports.worker import IMPORTS_WAIT, WorkerCall, receive, reply
 from prefect_raybatch.stages.vllm import forking
@@ -48,7 +46,11 @@ def main(listener: int, alive: int) -> None:
             events.register(descriptor, select.POLLIN)
         while all(descriptor != alive for descriptor, _ in events.poll()):
             with contextlib.suppress(OSError), door.accept()[0] as caller:
-                _serve(caller, (listener, alive, caller.fileno()), apart)
+                if (call := _forked_for(caller)) is not None:
+                    for own in (door, caller):
+                        os.close(own.detach())
+                    os.close(alive)
+                    _become(call, apart)
 
 
 def _import_engine() -> None:
@@ -71,15 +73,15 @@ def _may_fork() -> bool:
     return not cuda and threading.active_count() == 1
 
 
-def _serve(caller: socket.socket, own: Sequence[int], apart: bool) -> None:
-    """Fork the worker that `caller` asks for, and tell its process id.
+def _forked_for(caller: socket.socket) -> WorkerCall | None:
+    """Fork the worker that `caller` asks for, and tell its process id; return the call in the fork.
 
-    The fork closes the descriptors `own`. It keeps what imports have opened: NVML fails in a fork
-    whose /dev/nvidia* descriptors are closed. `apart`: its engine's core gets a process.
+    The fork keeps what imports have opened: NVML fails in one whose /dev/nvidia* descriptors are
+    closed.
     """
     call = receive(caller)
     if call is None:
-        return
+        return None
     pid = -1
     try:
         pid = os.fork()
@@ -87,57 +89,47 @@ def _serve(caller: socket.socket, own: Sequence[int], apart: bool) -> None:
         if pid:  # here, or no fork was made
             for descriptor in call.streams:
                 os.close(descriptor)
-    if pid:
-        reply(caller, pid)
-        return
-    for descriptor in own:
-        os.close(descriptor)
-    _end_with(partial(_become, call, apart))
+    if not pid:
+        return call
+    reply(caller, pid)
+    return None
 
 
-def _become(call: WorkerCall, apart: bool) -> None:
-    """Be the worker in this process, a fork: its streams, environment, folder and program."""
+def _become(call: WorkerCall, apart: bool) -> NoReturn:
+    """Be the worker in this process, a fork: its streams, environment, folder and program.
+
+    `apart`: the core of its engine gets a process. Ends as the program does, with all that was
+    registered for the end of the process.
+    """
+    try:
+        _take_over(call)
+        if apart:
+            forking.fork_server_here()
+        from prefect_raybatch.stages.ray_internals import title_forked_worker
+
+        title_forked_worker()
+        sys.argv = call.words
+        runpy.run_path(call.words[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _take_over(call: WorkerCall) -> None:
+    """Give this process the streams, limits, folder and environment of a call."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(call.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.setpgid(0, 0)  # Ray ends the whole group of a worker that has ended
-    _take_limits(call)
-    os.chdir(call.folder)
-    forking.take_environment(call.environment)
-    if apart:
-        forking.fork_server_here()
-    from prefect_raybatch.stages.ray_internals import title_forked_worker
-
-    title_forked_worker()
-    sys.argv = call.words
-    runpy.run_path(call.words[0], run_name="__main__")
-
-
-def _take_limits(call: WorkerCall) -> None:
-    """Take over the limit of open files and the score for the kernel that runs out of memory."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = call.files if most == resource.RLIM_INFINITY else min(call.files, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(call.oom)
-
-
-def _end_with(work: Callable[[], None]) -> None:
-    """End this process with what `work` would end a Python program with."""
-    code = 1
-    try:
-        work()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+    os.chdir(call.folder)
+    forking.take_environment(call.environment)
 
 
 if __name__ == "__main__":

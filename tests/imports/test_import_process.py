@@ -35,7 +35,7 @@ THREAD = (
 )
 
 PROGRAM = """
-import json, os, resource, signal, sys
+import atexit, json, os, resource, signal, sys
 from multiprocessing import forkserver
 told = {
     "pid": os.getpid(), "group": os.getpgid(0), "words": sys.argv, "folder": os.getcwd(),
@@ -49,6 +49,7 @@ told = {
     "oom": open("/proc/self/oom_score_adj").read().strip(),
 }
 print(json.dumps(told), flush=True)
+atexit.register(open, "ended", "w")
 if sys.argv[1:2] == ["end"]:
     sys.exit(3)
 sys.stdin.read()
