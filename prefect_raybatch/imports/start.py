@@ -21,7 +21,7 @@ from prefect_raybatch.stages.vllm import forking
 log = logging.getLogger(__name__)
 
 IMPORT_SERVER = "prefect_raybatch.imports.server"
-END_SECONDS = 10.0  # in which a killed process ends
+IMPORTS_END = 10.0  # seconds in which a killed process ends
 SWITCH = "RAYBATCH_IMPORT_EARLY"
 """Environment variable: "0" leaves the imports to each engine's actor."""
 
@@ -68,7 +68,7 @@ class ImportProcess:
         """End the process, also while it imports."""
         self._process.kill()
         try:
-            self._process.wait(END_SECONDS)
+            self._process.wait(IMPORTS_END)
         except subprocess.TimeoutExpired:  # it waits for a disk that does not answer
             log.warning("process %d, which imported vLLM, does not end", self._process.pid)
         self._undo.close()
