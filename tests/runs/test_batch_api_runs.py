@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,8 +177,8 @@ def test_a_server_that_cannot_do_it_is_named_before_a_row_is_sent(answer, field,
     job = job_of(server, tmp_path, endpoint={"model": "larger"} if answer else {})
     with pytest.raises(EndpointRefused, match=field):
         finished_run(job)
-    with pytest.raises(EndpointRefused, match=field):  # doctor shows it as a failure
-        one(places.check_model, job)
+    told = one(places.check_model, job)
+    assert told.mark == "fail" and re.search(field, told.found)
     assert not server.service.files
 
 

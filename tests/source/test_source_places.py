@@ -303,12 +303,12 @@ def test_an_output_where_the_next_night_would_read_it(tmp_path, monkeypatch, uri
         monkeypatch.chdir(tmp_path / "d[1]")
         other = make_job(source={"uri": f"{tmp_path}/d[1]/in"}, output={"uri": output})
         with pytest.raises(ConfigError, match="read its own results"):
-            check_places(read_spec(other.source), other.output.uri)
+            check_places(read_spec(other.source), other.output.uri, {})
     if inside:
         with pytest.raises(ConfigError, match="read its own results"):
-            check_places(read_spec(job.source), job.output.uri)
+            check_places(read_spec(job.source), job.output.uri, {})
     else:
-        check_places(read_spec(job.source), job.output.uri)
+        check_places(read_spec(job.source), job.output.uri, {})
 
 
 def test_rights_that_end_at_the_input_are_enough(tmp_path, monkeypatch):
