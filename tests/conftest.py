@@ -128,6 +128,26 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(begin, lambda arguments: None)
 
 
+@pytest.fixture(autouse=True)
+def tellers_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End the threads that report the start of an engine in this process: a test that breaks off a
+    run leaves its engine."""
+    from prefect_raybatch.stages.vllm.phases import StartTeller
+
+    made: list[StartTeller] = []
+    start = StartTeller.start
+
+    def noted(teller: StartTeller) -> StartTeller:
+        made.append(teller)
+        return start(teller)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StartTeller, "start", noted)
+        yield
+    for teller in made:
+        teller.end()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def engines_of_ask_end() -> Iterator[None]:
     """An engine that waits for a next call of `ask` would keep those of later tests too."""
