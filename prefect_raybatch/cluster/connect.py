@@ -111,9 +111,9 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
     cluster already, where engines may wait.
     """
     local = not (cluster.access.remote or address_of(cluster) or RAY.joined() or HOSTS.waiting)
-    have = this_machine(cluster)
+    have = this_machine(cluster) if local and cluster.engine_env is not None else None
     # vLLM asks at import what the first card can do. Where cards differ, each engine sees its own.
-    if cluster.engine_env is None or not local or len(have.accelerators) > 1:
+    if have is None or len(have.accelerators) > 1:
         yield
         return
     from prefect_raybatch.stages.engine import CPU_ENV

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -45,7 +44,7 @@ def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Ev
             room = None if early is None else partial(early.copy_room, workers)
             yield partial(_everywhere, TASKS_A_CPU * workers, room)
         else:
-            yield in_threads(len(os.sched_getaffinity(0)), reachable)
+            yield in_threads(usable_cpus(), reachable)
 
 
 def _everywhere(

@@ -559,10 +559,9 @@ def check_cascade(job: BatchJob) -> None:
             f"output.escalate writes a column {ANSWERED_BY}; rename the column of that name"
         )
     value, to = job.to_dict(), "output.escalate.to"
-    alone = _errors_of(value, {"output.escalate": {}})  # which are reported anyway
     logprobs = job.sampling.extra.get("logprobs")
     if error := _errors_of(value, first_changes(value["output"], logprobs)):
-        if error != alone:
+        if error != _errors_of(value, {"output.escalate": {}}):  # those are reported anyway
             raise ValueError(f"{error}, for the first model of output.escalate")
     elif error := _errors_of(value, larger_changes(value["output"])):
         raise ValueError(re.sub(r"\bengine\.", f"{to}.", error))

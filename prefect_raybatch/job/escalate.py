@@ -72,7 +72,7 @@ class Escalate(Group):
     def _complete(self) -> Escalate:
         when = self.when
         rules = [when.probability_below, when.logprob_below]
-        if self.to and not any([*(rule is not None for rule in rules), when.fails_schema]):
+        if self.to and rules == [None, None] and not when.fails_schema:
             raise ValueError(
                 "when is required: set probability_below, logprob_below or fails_schema"
             )

@@ -1,4 +1,4 @@
-"""Forks vLLM's core from a process that imports vLLM while the process that starts it does so too.
+"""Forks vLLM's core from a process that has imported vLLM.
 
 In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch again, after the actor
 has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of Python's
@@ -6,6 +6,9 @@ has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork serv
 core from there. It is forked before anything uses CUDA, and gets the environment that its creator
 has at that time, like a spawned one. Workers of a core with several GPUs are spawned by it as
 usual.
+
+In an actor that is itself a fork with vLLM (`prefect_raybatch.imports`), the server is a fork of
+the actor: `fork_server_here()`.
 
 An engine that dies is restarted from the same server, which has imported everything already.
 """
