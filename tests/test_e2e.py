@@ -345,7 +345,7 @@ def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(
         core.suspend()
         (gate / OPEN).touch()
         found.ended(process)
-    assert not core.is_running()
+    assert not running([core])
     assert f"EngineDied: hung: no step returned for {HANG} s" in found.log
     assert found.report()["engine_deaths"] >= 1
     assert found.report()["good"] == ROWS - len(FAILED) - len(LEFT_OUT)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import environ
-from helpers.processes import until
+from helpers.processes import running, until
 
 # A flow of a user's own: Prefect starts the server before any of its code runs.
 FLOW = """
@@ -62,7 +62,7 @@ def server_of(script: subprocess.Popen[str]) -> psutil.Process:
 def test_the_server_ends_with_a_script_that_is_killed(script: subprocess.Popen[str]) -> None:
     server = server_of(script)
     script.kill()
-    until(lambda: not server.is_running(), 60, "the end of the server")
+    until(lambda: not running([server]), 60, "the end of the server")
 
 
 def test_the_flow_run_of_an_interrupted_script_is_crashed(
@@ -72,7 +72,7 @@ def test_the_flow_run_of_an_interrupted_script_is_crashed(
     server = server_of(script)
     os.killpg(script.pid, signal.SIGINT)
     until(lambda: script.poll() is not None, 120, "the end of the script")
-    until(lambda: not server.is_running(), 60, "the end of the server")
+    until(lambda: not running([server]), 60, "the end of the server")
     with closing(sqlite3.connect(home / "prefect.db")) as database:
         latest = "SELECT state_name FROM flow_run ORDER BY created DESC LIMIT 1"
         assert database.execute(latest).fetchall() == [("Crashed",)]

@@ -18,7 +18,7 @@ import pytest
 
 from prefect_raybatch.imports import start, worker
 from prefect_raybatch.stages.vllm import forking
-from tests.helpers.processes import until
+from tests.helpers.processes import below, running, until
 
 # Like the process itself, with imports that take no time.
 SERVER = """
@@ -186,7 +186,7 @@ def test_workers_outlive_the_process_and_end_their_own_fork_server(
     assert asked.stdin is not None
     asked.stdin.close()
     assert asked.wait(60) == 0
-    until(lambda: not forks.is_running() or forks.status() == "zombie", 60, "the server's end")
+    until(lambda: not running([forks]), 60, "the server's end")
 
 
 def test_a_core_of_a_forked_worker_has_the_imports_and_may_spawn_workers(tmp_path: Path) -> None:
@@ -236,15 +236,11 @@ def test_the_process_ends_with_its_block_also_while_it_imports(
         assert start.actor_options({"A": "2"}) == {}  # engines with other variables
         assert start.actor_options(None) == {}  # a hosted model
         words = str(first["runtime_env"])
-        (process,) = [
-            child
-            for child in psutil.Process().children()
-            if start.IMPORT_SERVER in " ".join(child.cmdline())
-        ]
+        (process,) = below(os.getpid(), start.IMPORT_SERVER)
         place = next(Path(word.strip("'\"")) for word in words.split() if word.endswith("/socket"))
         assert place.exists() and place.parent.stat().st_mode & 0o077 == 0
     assert start.actor_options({"A": "1"}) == {}
-    assert not process.is_running() and not place.parent.exists()
+    assert not running([process]) and not place.parent.exists()
 
 
 @pytest.mark.parametrize(
