@@ -2,6 +2,6 @@
 
 Importing vLLM takes 10 to 20 seconds on a machine with GPUs. An actor can begin with it only once
 Ray has started and has placed it. So `import_process` starts a process (`server`) that imports
-while Ray starts. Ray starts an engine's actor with the program `worker` in place of Python, which
-has that process fork the actor; where it cannot, `worker` becomes the Python that Ray asked for.
+while Ray starts. Ray starts an engine's actor with the program `launcher` in place of Python, which
+has that process fork the actor; where it cannot, `launcher` becomes the Python that Ray asked for.
 """

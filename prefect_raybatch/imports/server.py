@@ -20,15 +20,20 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn, cast
 
-from prefect_raybatch.imports.worker import IMPORTS_WAIT, WorkerCall, receive, reply
+from prefect_raybatch.imports.launcher import IMPORTS_WAIT, WorkerCall, receive, reply
 from prefect_raybatch.stages.vllm import forking
+
+LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Variables that say from where modules and libraries are loaded."""
 
 
 def main(listener: int, alive: int) -> None:
     """Import, then serve calls until the pipe `alive` closes."""
+    loaded_by = [os.environ.get(name) for name in LOADED_BY]
     for descriptor in (listener, alive):  # not for programs that an import starts
         os.set_inheritable(descriptor, False)
     signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
@@ -46,11 +51,10 @@ def main(listener: int, alive: int) -> None:
             events.register(descriptor, select.POLLIN)
         while all(descriptor != alive for descriptor, _ in events.poll()):
             with contextlib.suppress(OSError), door.accept()[0] as caller:
-                if (call := _forked_for(caller)) is not None:
-                    for own in (door, caller):
-                        os.close(own.detach())
+                if (call := _forked_for(caller, loaded_by)) is not None:
+                    os.close(door.detach())
                     os.close(alive)
-                    _become(call, apart)
+                    _become(call, caller, apart)
 
 
 def _import_engine() -> None:
@@ -73,36 +77,38 @@ def _may_fork() -> bool:
     return not cuda and threading.active_count() == 1
 
 
-def _forked_for(caller: socket.socket) -> WorkerCall | None:
-    """Fork the worker that `caller` asks for, and tell its process id; return the call in the fork.
+def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> WorkerCall | None:
+    """Fork the worker that `caller` asks for; return the call in the fork, and None here.
 
-    The fork keeps what imports have opened: NVML fails in one whose /dev/nvidia* descriptors are
-    closed.
+    Without a fork for a worker that would load other modules or libraries than this process has:
+    its variables `LOADED_BY` differ. The fork keeps what imports have opened: NVML fails in one
+    whose /dev/nvidia* descriptors are closed.
     """
     call = receive(caller)
     if call is None:
         return None
     pid = -1
     try:
-        pid = os.fork()
+        if [call.environment.get(name) for name in LOADED_BY] == loaded_by:
+            pid = os.fork()
     finally:
         if pid:  # here, or no fork was made
             for descriptor in call.streams:
                 os.close(descriptor)
-    if not pid:
-        return call
-    reply(caller, pid)
-    return None
+    return None if pid else call
 
 
-def _become(call: WorkerCall, apart: bool) -> NoReturn:
+def _become(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
     """Be the worker in this process, a fork: its streams, environment, folder and program.
 
     `apart`: the core of its engine gets a process. Ends as the program does, with all that was
-    registered for the end of the process.
+    registered for the end of the process. If it ends before the reply, the caller starts a worker
+    itself.
     """
     try:
         _take_over(call)
+        reply(caller)
+        caller.close()
         if apart:
             forking.fork_server_here()
         from prefect_raybatch.stages.ray_internals import title_forked_worker

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from prefect_raybatch.imports import worker
+from prefect_raybatch.imports import launcher
 from prefect_raybatch.stages.vllm import forking
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ImportProcess:
 
     def program(self) -> str:
         """Return the command line with which Ray starts an actor that is forked by the process."""
-        words = [self.python, "-I", "-S", worker.__file__, self._socket, self.python]
+        words = [self.python, "-I", "-S", launcher.__file__, self._socket, self.python]
         return shlex.join(words)
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from prefect_raybatch.imports import start, worker
+from prefect_raybatch.imports import launcher, start
+from prefect_raybatch.imports import server as import_server
 from prefect_raybatch.stages.vllm import forking
 from tests.helpers.processes import below, running, until
 
@@ -96,12 +99,12 @@ class Server:
             os.close(self.alive)
             self.alive = None
 
-    def worker(self, program: Path, *words: str) -> subprocess.Popen[str]:
+    def worker(self, program: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
         """The program with which Ray would start an actor, asked to run `program`."""
-        command = [sys.executable, "-I", "-S", worker.__file__, self.socket, sys.executable]
+        command = [sys.executable, "-I", "-S", launcher.__file__, self.socket, sys.executable]
         return subprocess.Popen(
             [*command, str(program), *words],
-            env={**os.environ, "OF_WORKER": "1"},
+            env={**os.environ, "OF_WORKER": "1", **variables},
             preexec_fn=as_ray_sets_it,
             cwd=program.parent,
             stdin=subprocess.PIPE,
@@ -215,6 +218,48 @@ def test_where_it_cannot_fork_the_worker_starts_alone(
         assert server.process.wait(60) is not None
 
 
+@pytest.mark.parametrize("name", import_server.LOADED_BY)
+def test_a_worker_that_loads_from_elsewhere_starts_alone(
+    tmp_path: Path, program: Path, name: str
+) -> None:
+    value = sys.base_prefix if name == "PYTHONHOME" else f"{os.environ.get(name, '')}:/elsewhere"
+    if name == "LD_PRELOAD":
+        value = ""
+    with served(tmp_path) as server:
+        asked = server.worker(program, "end", **{name: value})
+        assert told(asked)["pid"] == asked.pid
+        assert asked.wait(60) == 3
+        other = server.worker(program, "end")  # is forked as before
+        assert told(other)["pid"] != other.pid
+        assert other.wait(60) == 0
+
+
+def test_a_worker_starts_alone_where_its_fork_ends_before_the_program(
+    tmp_path: Path, program: Path
+) -> None:
+    fails = "server._take_over = lambda call: 1 / 0"
+    with served(tmp_path, more=fails) as server:
+        asked = server.worker(program, "end")
+        assert told(asked)["pid"] == asked.pid
+        assert asked.wait(60) == 3
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM], ids=errno.errorcode.get)
+def test_the_end_of_a_fork_is_seen_where_the_kernel_cannot_tell_it(
+    monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def refused(pid: int) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    monkeypatch.setattr(launcher, "LOOK_EVERY", 0.01)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(launcher.wait_for, process.pid)
+        process.communicate(b"\n")
+        waiting.result(60)
+
+
 def test_a_worker_starts_alone_once_the_process_has_ended(tmp_path: Path, program: Path) -> None:
     with served(tmp_path) as server:
         pass
@@ -281,10 +326,10 @@ def test_a_call_that_is_cut_off_harms_no_other(tmp_path: Path, program: Path) ->
     with served(tmp_path) as server:
         with socket.socket(socket.AF_UNIX) as cut:
             cut.connect(server.socket)
-            assert cut.recv(1) == worker.MAY_ASK
+            assert cut.recv(1) == launcher.MAY_ASK
         with socket.socket(socket.AF_UNIX) as odd:
             odd.connect(server.socket)
-            assert odd.recv(1) == worker.MAY_ASK
-            odd.sendall(worker.SIZE.pack(2) + b"[]")
+            assert odd.recv(1) == launcher.MAY_ASK
+            odd.sendall(launcher.SIZE.pack(2) + b"[]")
         asked = server.worker(program, "end")
         assert told(asked)["pid"] != asked.pid

@@ -1,9 +1,9 @@
 """The program with which Ray starts an engine's actor: has it forked, or becomes Python itself.
 
-Run as `python -I -S worker.py SOCKET PYTHON PROGRAM ...`: it asks the process that listens at
-SOCKET for a fork that runs PROGRAM, and lives as long as the fork. Nothing answers there, or not
-within `IMPORTS_WAIT`: it executes `PYTHON PROGRAM ...`, as Ray would have done. It uses the
-standard library alone, so that it costs some hundredths of a second.
+Run as `python -I -S launcher.py SOCKET PYTHON PROGRAM ...`: it asks the process that listens at
+SOCKET for a fork that runs PROGRAM, and lives as long as the fork. If no process answers within
+`IMPORTS_WAIT`, or its fork ends before it runs PROGRAM, this executes `PYTHON PROGRAM ...`, as Ray
+would have done. It uses the standard library alone, so that it costs some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass
 
 IMPORTS_WAIT = 120.0
@@ -23,6 +24,7 @@ IMPORTS_WAIT = 120.0
 a local cluster to report itself (`REGISTER_SECONDS` in `cluster.ray_process`)."""
 
 CALL_WAIT = 10.0  # seconds that a call may take once the imports are done
+LOOK_EVERY = 0.5  # seconds between looks at a process where the kernel cannot tell its end
 MAY_ASK = b"r"  # sent on accept, so that nothing is forked for a caller that has given up
 SIZE = struct.Struct("!Q")  # 8 bytes: the length of a call, or the process id in the reply
 
@@ -58,16 +60,19 @@ def receive(caller: socket.socket) -> WorkerCall | None:
         return None
 
 
-def reply(caller: socket.socket, pid: int) -> None:
-    """Tell the caller the process id of its fork."""
-    caller.sendall(SIZE.pack(pid))
+def reply(caller: socket.socket) -> None:
+    """Tell the caller that this process is its fork and about to run the program.
+
+    Raises OSError if the caller has given up.
+    """
+    caller.sendall(SIZE.pack(os.getpid()))
 
 
 def forked_worker(path: str, words: list[str]) -> int | None:
-    """Return the process id of a fork that runs `words`; None if nothing answers at `path`.
+    """Return the process id of a fork that runs `words`; None if there is none.
 
-    Its environment, folder, streams and limits are those of this process. Raises OSError or
-    struct.error if the answer fails to come: the fork may run already.
+    Its environment, folder, streams and limits are those of this process. Raises OSError if the
+    answer fails to come within `CALL_WAIT`: the fork may run already.
     """
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(IMPORTS_WAIT)
@@ -90,13 +95,21 @@ def forked_worker(path: str, words: list[str]) -> int | None:
         body = json.dumps(call).encode()
         socket.send_fds(server, [SIZE.pack(len(body))], [0, 1, 2])
         server.sendall(body)
-        return int(SIZE.unpack(_read(server, SIZE.size))[0])
+        answer = _read(server, SIZE.size)
+        return int(SIZE.unpack(answer)[0]) if answer else None
 
 
 def wait_for(pid: int) -> None:
     """Return when a process has ended, be it a child or not."""
-    with contextlib.suppress(ProcessLookupError):  # it has ended already
-        handle = os.pidfd_open(pid)
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except OSError:  # a kernel before 5.3, or a sandbox that lacks the call
+            while True:
+                os.kill(pid, 0)
+                time.sleep(LOOK_EVERY)
         select.select([handle], [], [])
 
 
