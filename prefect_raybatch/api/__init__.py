@@ -6,6 +6,7 @@ and continues where the records end.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.quality import check_accuracy, golden_of, measured
 from prefect_raybatch.runs.run import Run, latest_unfinished, load_run, run_of, run_store
 from prefect_raybatch.schemes import with_account
-from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
     from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.runs.preview import Preview
+    from prefect_raybatch.runs.warm_caches import WarmedCaches
 
 SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
@@ -382,14 +384,22 @@ def preview_rows(
     engine, `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine`
     replaces the engine stage in tests.
     """
-    from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.runs.preview import PREVIEW_KEY, PhaseClock, check_gpus_here, preview_spec
-
     if rows < 1:
         raise ConfigError(f"rows {rows}: at least one row is shown")
     if job.output.escalate.engine is not None:
         first = preview_rows(first_of(job), rows, answers, engine)
         return replace(first, larger=preview_rows(larger_of(job), rows, answers, engine))
+    return _preview(job, rows, answers, engine, None)
+
+
+def _preview(
+    job: BatchJob, rows: int, answers: bool, engine: type | None, size: Sizing | None
+) -> Preview:
+    """Return the preview of one model, with the sizes of a run of these rows unless given."""
+    from prefect_raybatch.cluster import connect as cluster
+    from prefect_raybatch.cluster import sizes as sized
+    from prefect_raybatch.runs.preview import PREVIEW_KEY, PhaseClock, check_gpus_here, preview_spec
+
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
         clock = PhaseClock()
         small = _first_rows_of(job, rows, folder)
@@ -400,7 +410,8 @@ def preview_rows(
         ledger = Ledger(run_store(small.output, PREVIEW_KEY))
         plan, shards = load_run(ledger, run)
         spec = compile_planned(small, plan)
-        return preview_spec(spec, ledger, plan, shards, capacity, clock, answers, engine)
+        size = size or sized.for_attempt(spec.sizes, plan, capacity)
+        return preview_spec(spec, ledger, plan, shards, size, clock, answers, engine)
 
 
 def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
@@ -427,6 +438,43 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
         "reuse": None,
     }
     return with_precision(edited(job, changes, "the job of a preview"), {})
+
+
+def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches, ...]:
+    """Fill this machine's caches of compiled code for a job's engine; return what was added.
+
+    An engine starts in this process with the arguments that it has in a run of all rows, answers
+    the first row, and ends with the process; so does one of each model of a cascade. Nothing is
+    kept of the answers. Raises `ConfigError` for a hosted model, which has no engine, and otherwise
+    like `preview_rows`. `engine` replaces the engine stage in tests.
+    """
+    from prefect_raybatch.runs.preview import ANSWERS_PHASE, START_PHASE
+    from prefect_raybatch.runs.warm_caches import (
+        WarmedCaches,
+        cache_content,
+        cache_folders,
+        filled,
+    )
+
+    if job.output.escalate.engine is not None:
+        both = (first_of(job), larger_of(job))
+        local = [one for one in both if not one.engine.endpoint.asked]
+        return tuple(warmed for one in local for warmed in warm_caches(one, engine))
+    if job.engine.endpoint.asked:
+        raise ConfigError(
+            "engine.endpoint: a hosted model has no engine on this machine, so there is nothing to "
+            "compile. Give a job whose engine.model is a local model"
+        )
+    job = with_precision(job, {})
+    planned = dry_run(job)
+    if planned.tokens is not None and planned.tokens.max_model_len is not None:
+        length = {"engine.max_model_len": planned.tokens.max_model_len}
+        job = edited(job, length, "the job with its longest prompt")
+    folders = cache_folders({**os.environ, **job.engine.env})
+    before = [(folder, cache_content(folder.path)) for folder in folders]
+    seconds = _preview(job, 1, True, engine, planned.sizing).seconds
+    caches = tuple(filled(folder, content) for folder, content in before)
+    return (WarmedCaches(job.engine.model, caches, seconds[START_PHASE], seconds[ANSWERS_PHASE]),)
 
 
 MOST_DATES = 10_000

@@ -81,7 +81,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Watch": ("status", "report", "runs", "history"),
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
-    "Tune": ("tune", "diff"),
+    "Tune": ("tune", "warm", "diff"),
     "Clean up": ("engines", "prune", "reap", "reconcile"),
 }
 
@@ -142,6 +142,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
         "raybatch tune job.yaml --minutes 10",
         "raybatch tune job.yaml --deadline 6h --write tuned.yaml",
     ),
+    "warm": ("raybatch warm job.yaml", "raybatch warm job.yaml --json"),
     "diff": (
         "raybatch diff job.yaml --against out/monday --dry-run",
         "raybatch diff job.yaml --against out/monday --html diff.html",

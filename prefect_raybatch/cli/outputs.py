@@ -1,4 +1,4 @@
-"""Commands for job files and output folders: preview, schema, runs, history and prune."""
+"""Commands for job files and output folders: preview, warm, schema, runs, history and prune."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 from prefect_raybatch.cli.arguments import (
     DryRunOnly,
+    FieldChanges,
     JobFile,
     JobName,
     Json,
@@ -92,6 +93,46 @@ def _show_preview(found: Preview) -> None:
             show_rows([{name: _short(value) for name, value in row.items()} for row in rows])
     took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in found.seconds.items())
     out.print(f"took {took}", markup=False)
+
+
+@outputs.command(**in_catalog("warm"))
+def warm(job: JobFile, set_: FieldChanges = None, as_json: Json = False) -> None:
+    """Start a job's engine once to fill this machine's caches.
+
+    vLLM, Triton and FlashInfer keep what they compile for it. Later starts here, or on machines
+    with the same cache folders, are as much faster.
+    """
+    from prefect_raybatch.api import warm_caches
+    from prefect_raybatch.cli.drive import job_of_file, quiet_engine, with_keys
+    from prefect_raybatch.job.edits import of_today
+
+    quiet_engine()
+    warmed = warm_caches(of_today(with_keys(job_of_file(job, set_))))
+    if as_json:
+        print_json({"engines": [asdict(one) for one in warmed]})
+        return
+    for one in warmed:
+        show_rows(
+            [
+                {
+                    "compile cache": cache.folder.path,
+                    "size": mib(cache.after),
+                    "added": mib(max(0, cache.after - cache.before)),
+                }
+                for cache in one.caches
+            ]
+        )
+        state = "the caches were warm" if one.were_warm else "the next start finds what was added"
+        out.print(
+            f"{one.model}: start {one.start_seconds:.1f} s, first answer {one.answer_seconds:.1f} "
+            f"s; {state}",
+            markup=False,
+        )
+    print_next("raybatch", "run", job)
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
 
 
 def _short(value: object) -> str:

@@ -8,10 +8,11 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 from packaging.requirements import Requirement
@@ -19,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from prefect_raybatch import demo, installed, nvml
+from prefect_raybatch.cluster.connect import usable_cpus
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.compile.job import model_request
@@ -26,6 +28,7 @@ from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passe
 from prefect_raybatch.exit_codes import exit_text
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.nvml import GIB
+from prefect_raybatch.runs.warm_caches import cache_content, cache_folders
 from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
@@ -49,6 +52,7 @@ MEMORY_LIMITS = (  # of this container
 )
 FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
 CPUINFO = Path("/proc/cpuinfo")
+NOT_KEPT = {"overlay", "fuse-overlayfs", "aufs", "tmpfs", "ramfs"}  # filesystems of a container
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -193,8 +197,46 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
     )
 
 
+def check_caches(context: CheckContext) -> Iterator[Finding]:
+    """Say where engines on GPUs keep what they compile, and whether it outlives this container."""
+    cards, _ = nvml.gpus_here()
+    engine = context.job.engine if context.job else None
+    if not cards or (engine and (engine.device == "cpu" or engine.endpoint.asked)):
+        return
+    places = psutil.disk_partitions(all=True)
+    filled, lost = [], []
+    for folder in cache_folders({**os.environ, **(engine.env if engine else {})}):
+        filled.append(f"{folder.path} ({cache_content(folder.path).size / (1 << 20):,.0f} MiB)")
+        if filesystem_of(folder.path, places) in NOT_KEPT:
+            lost.append(f"{folder.name}'s")
+    text = ", ".join(filled)
+    if lost:
+        yield warned(
+            "compile caches",
+            f"{text}: {' and '.join(lost)} ends with this container, so each first start compiles",
+            "mount a volume, and name a folder on it in VLLM_CACHE_ROOT, TRITON_CACHE_DIR and "
+            "FLASHINFER_WORKSPACE_BASE",
+        )
+    else:
+        yield passed("compile caches", text)
+
+
+class MountPoint(Protocol):
+    """A mounted filesystem as psutil lists it."""
+
+    mountpoint: str
+    fstype: str
+
+
+def filesystem_of(path: str, mounted: Sequence[MountPoint]) -> str:
+    """Return the type of the filesystem that holds, or would hold, a folder; "" if unknown."""
+    place = Path(path).absolute()
+    over = [each for each in mounted if place.is_relative_to(each.mountpoint)]
+    return max(over, key=lambda each: len(each.mountpoint)).fstype if over else ""
+
+
 def _cpu(in_float32: bool) -> Finding:
-    cpus = f"{counted(os.cpu_count() or 1, 'CPU')}, no GPU"
+    cpus = f"{counted(usable_cpus(), 'CPU')}, no GPU"
     try:
         text = CPUINFO.read_text()
     except OSError:

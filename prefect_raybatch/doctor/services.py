@@ -192,7 +192,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
 
 
 def _local(sizes: SizeSpec | None) -> Finding:
-    cpus = os.cpu_count() or 1
+    cpus = cluster.usable_cpus()
     text = f"cluster.address is not set: each run starts a local one with {counted(cpus, 'CPU')}"
     if sizes is None:
         return passed("cluster", text)

@@ -24,7 +24,7 @@ IMPORTS_WAIT = 120.0
 a local cluster to report itself (`REGISTER_SECONDS` in `cluster.ray_process`)."""
 
 CALL_WAIT = 10.0  # seconds that a call may take once the imports are done
-LOOK_EVERY = 0.5  # seconds between looks at a process where the kernel cannot tell its end
+ALIVE_EVERY = 0.5  # seconds between looks at a process where the kernel cannot tell its end
 MAY_ASK = b"r"  # sent on accept, so that nothing is forked for a caller that has given up
 SIZE = struct.Struct("!Q")  # 8 bytes: the length of a call, or the process id in the reply
 
@@ -109,7 +109,7 @@ def wait_for(pid: int) -> None:
         except OSError:  # a kernel before 5.3, or a sandbox that lacks the call
             while True:
                 os.kill(pid, 0)
-                time.sleep(LOOK_EVERY)
+                time.sleep(ALIVE_EVERY)
         select.select([handle], [], [])
 
 

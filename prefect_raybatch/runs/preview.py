@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.plan_tables import Shards
     from prefect_raybatch.ledger.records import Plan
-    from prefect_raybatch.sizing.sizes import Capacity
+    from prefect_raybatch.sizing.sizes import Capacity, Sizing
     from prefect_raybatch.stages.engine import EngineLaunch
 
 PREVIEW_KEY = "preview"
+START_PHASE, ANSWERS_PHASE = "engine's start", "answers"  # in the seconds of a preview
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def preview_spec(
     ledger: Ledger,
     plan: Plan,
     shards: Shards,
-    capacity: Capacity,
+    size: Sizing,
     clock: PhaseClock,
     answers: bool,
     engine: type | None,
@@ -77,14 +78,12 @@ def preview_spec(
 
     `clock` has run since before the plan was made.
     """
-    from prefect_raybatch.cluster import sizes as sized
     from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
     from prefect_raybatch.ledger.plan_tables import decode_schema
     from prefect_raybatch.ledger.records import Unit
     from prefect_raybatch.stages.block import is_lost, losses
 
     schema = decode_schema(plan.input_schema)
-    size = sized.for_attempt(spec.sizes, plan, capacity)
     attempt, stage = uuid.uuid4().hex, engine or stage_of(spec, batch=False)
     pipeline = Pipeline(spec, plan, shards, ledger.store, attempt, size, engine=stage)
     clock.took("plan")
@@ -125,9 +124,9 @@ def _answered(
 
     quiet = {"use_tqdm_on_load": False}  # progress bars would be printed between the tables
     started = engine(replace(launch, arguments={**quiet, **launch.arguments}))
-    clock.took("engine's start")
+    clock.took(START_PHASE)
     tables = [started(table) for table in prepared]
-    clock.took("answers")
+    clock.took(ANSWERS_PHASE)
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]

@@ -17,6 +17,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -216,6 +217,31 @@ def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding
     job = make_job(engine={"dtype": "float32", "env": {"A": "b", "OMP_NUM_THREADS": "7"}})
     found = answers(code, job).found
     assert "does not run: 7b{" in found and '"dtype": "float32"' in found
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_compile_caches_that_end_with_the_container_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
+) -> None:
+    for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "kept" / name))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / ("kept" if kept else "lost")))
+    mounted = [("/", "overlay"), (str(tmp_path / "kept"), "ext4")]
+    monkeypatch.setattr(
+        psutil,
+        "disk_partitions",
+        lambda all: [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounted],
+    )
+    show(monkeypatch)
+    assert not found(machine.check_caches)  # a CPU compiles nothing unless asked to
+    show(monkeypatch, Card())
+    finding = one(machine.check_caches)
+    assert (finding.mark, "FlashInfer's" in finding.found) == (
+        ("pass", False) if kept else ("warn", True)
+    )
+    assert "vLLM's" not in finding.found
+    hosted = {"endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
+    assert not found(machine.check_caches, make_job(engine=hosted))
 
 
 @pytest.mark.parametrize("device", ["auto", "gpu", "cpu"])

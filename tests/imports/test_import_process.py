@@ -252,7 +252,7 @@ def test_the_end_of_a_fork_is_seen_where_the_kernel_cannot_tell_it(
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "pidfd_open", refused)
-    monkeypatch.setattr(launcher, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(launcher, "ALIVE_EVERY", 0.01)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(launcher.wait_for, process.pid)
