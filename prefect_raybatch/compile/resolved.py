@@ -90,14 +90,14 @@ class Resolved:
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
-        """Return this with the commit that a Hugging Face name refers to now."""
+        """Return the job with its Hugging Face names pinned to the commits that they mean now."""
         if self.known is not None and (self.first is None or self.first.known is not None):
             return self
         first = None if self.first is None else self.first.pinned()
         return replace(self, known=models.pin(self.request), first=first)
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
-        """Return this with these failed rows as its input."""
+        """Return the job with the failed rows `retry` as its input."""
         if retry == self.identity.retry:
             return self
         first = None if self.first is None else self.first.retrying(retry)

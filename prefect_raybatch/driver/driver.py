@@ -72,7 +72,7 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class OtherLedger:
-    """Progress in the other ledger of a run that reuses answers.
+    """The other phase of a run that reuses answers, for this phase's progress: its rows and shards.
 
     `failed` counts the rows of the run that are already known to fail because a request failed.
     """

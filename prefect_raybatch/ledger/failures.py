@@ -70,7 +70,7 @@ NODE_LOST = Loss("NodeLost", "a cluster node was lost, with the tasks and object
 
 @dataclass(frozen=True)
 class FailureKey:
-    """What failed rows are counted by: stage, error class and message."""
+    """The key by which failed rows are counted: stage, error class and message."""
 
     stage: str
     error: str = ""

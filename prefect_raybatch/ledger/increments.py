@@ -197,7 +197,7 @@ class Answers(StrictRecord):
 
 
 def increment_of(plan: Plan) -> Increment | None:
-    """Return what a plan says of reuse; None for a run that neither reuses nor keeps answers."""
+    """Return the plan's record of reuse; None if its run neither reuses nor keeps answers."""
     if plan.increment is None:
         return None
     increment = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")

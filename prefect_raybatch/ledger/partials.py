@@ -110,7 +110,7 @@ class PartialResult(StrictRecord):
 
     @property
     def line(self) -> str:
-        """Return what it holds, as a sentence without a full stop."""
+        """Return a sentence about the rows of the partial result, without a full stop."""
         held = self.data + self.quarantine + self.skipped
         return f"{held:,} of {counted(self.rows, 'row')}; missing: {self.missing.text()}"
 

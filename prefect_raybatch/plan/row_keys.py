@@ -102,7 +102,7 @@ class RowKeys:
         keying: Keying,
         ordered: bool = False,
     ) -> RowKeys:
-        """Build it.
+        """Return what computes the keys of all rows of the input `found`.
 
         `model` is the pinned model; `store` holds the files if they are a snapshot. With `ordered`,
         requests are asked in the order of their prompts.

@@ -175,7 +175,7 @@ class Phase:
 
     @property
     def sizes(self) -> SizeSpec:
-        """Return what the phase's sizes follow from: without engines where it only looks up."""
+        """Return the size spec of the phase: without engines if it asks no row."""
         return self.spec.sizes.without_engine() if self.needs_no_engine else self.spec.sizes
 
     @property

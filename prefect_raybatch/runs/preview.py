@@ -37,7 +37,10 @@ PREVIEW_KEY = "preview"
 
 @dataclass(frozen=True)
 class PreviewedPrompt:
-    """What one row asks: the prompt as the model gets it and its tokens; or why it asks nothing."""
+    """The prompt of one row: the text that the model gets, and its number of tokens.
+
+    `trouble` says why the row makes no prompt, "" if it makes one.
+    """
 
     row: int
     text: str

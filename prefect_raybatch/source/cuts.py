@@ -168,9 +168,10 @@ class _Scan:
 
 
 def beginning(file: File) -> File:
-    """Return the first lines of a text file as a file, for a guess.
+    """Return the whole lines in the first `HEADER_BYTES` of a text file, as a file.
 
-    Text in quotes may be truncated. Returns the whole file if it is compressed or an array.
+    Columns and row counts are estimated from it. A quoted value that spans lines may be cut off.
+    A compressed file and a JSON array are returned whole.
     """
     if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
         return file

@@ -169,7 +169,11 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
-    """Yield what is compared of the rows of a pooling task, finished or raw."""
+    """Yield the answer of each row of a pooling task, as two precisions are compared by it.
+
+    A vector to embed, the label of a classification, or the score. `table` is a finished block with
+    the answers in `column`, or one with raw vectors.
+    """
     raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
     for value in table[VECTOR_COLUMN if raw else column].combine_chunks():
         if task == "embed" or raw:
