@@ -117,7 +117,7 @@ class PublishTarget(Group):
         return self.name or self.format
 
     def place(self, run_key: str) -> str:
-        """Return the target's location for display and records: no secret, no variable filled in."""
+        """Return the target's location for display and records: without secrets, not filled in."""
         where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
         whole = f"{where}#{self.table}" if self.table else where
         return whole.replace("{run_key}", run_key)
