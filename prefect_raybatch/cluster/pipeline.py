@@ -42,7 +42,6 @@ from prefect_raybatch.ledger.increments import (
     OF_ASKS,
     OF_FIRST,
     OF_LARGER,
-    OF_ROWS,
     increment_of,
     input_store,
 )
@@ -281,7 +280,7 @@ class Pipeline:
             launch = replace(launch, leaving=node_is_leaving)
         increment = self.increment
         endpoint = spec.engine.model.endpoint
-        looks_up = increment is not None and increment.ledger == OF_ROWS
+        looks_up = increment is not None and increment.looks_up
         if endpoint is not None and not looks_up:
             self._limiter = self._limiter or limiter_of(endpoint, self.store, self.others)
             run = f"{self.plan.fingerprint} {self.plan.run_key}"

@@ -15,7 +15,6 @@ from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
-    OF_ROWS,
     Answers,
     Increment,
     answer_files,
@@ -135,7 +134,7 @@ def completed_report(
     )
     made = replace(made, advice=advise(made, spec))
     increment = increment_of(plan)
-    if increment is not None and increment.ledger == OF_ROWS:
+    if increment is not None and increment.looks_up:
         # Answers that were only asked apart to put rows in order are of no use to later runs.
         days = spec.reuse.keep_days if spec.reuse.keeps else 0.0
         made = with_reuse(made, ledger, plan, increment, tally, days)

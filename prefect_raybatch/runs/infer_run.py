@@ -22,7 +22,6 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import (
-    OF_ROWS,
     Increment,
     begin_asks,
     increment_of,
@@ -171,7 +170,7 @@ class Phase:
     @property
     def looks_up(self) -> bool:
         """Return whether every answer of this phase exists already, so that it needs no engine."""
-        return self.increment is not None and self.increment.ledger == OF_ROWS
+        return self.increment is not None and self.increment.looks_up
 
     @property
     def sizes(self) -> SizeSpec:

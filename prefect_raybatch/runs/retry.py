@@ -23,7 +23,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.family import Family, Member, load_family
-from prefect_raybatch.ledger.increments import OF_ASKS, OF_FIRST, increment_of
+from prefect_raybatch.ledger.increments import is_first_phase
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.published import all_published
@@ -59,8 +59,7 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
         raise CorruptRun("\n".join(family.strays))
     parent = family.members[key]
     where = parent.ledger.store.uri
-    increment = increment_of(parent.plan)
-    if increment is not None and increment.ledger in (OF_ASKS, OF_FIRST):
+    if is_first_phase(parent.plan):
         raise ConfigError(
             f"{where} holds the requests of a run, not its rows. Retry the failed rows "
             "of the run itself"
