@@ -98,7 +98,7 @@ ANYWHERE = {
         "result_reader",
         "flow.blocks.cluster",
     },
-    "vllm": {"stages.vllm.internals", "stages.vllm.multimodal"},
+    "vllm": {"stages.vllm.internals"},
     "transformers": {"stages.block"},
     "torch": {"stages.vllm.multimodal"},
     "s3fs": {"storage"},

@@ -76,7 +76,7 @@ def tune(
     resolved = resolve(job).pinned()
     rows = dry_run(resolved).rows
     sample, key = _sampled(resolved.job), uuid.uuid4().hex[:12]
-    run = plan_run(Resolved.of(sample, resolved.known), key)
+    run = plan_run(Resolved.of(sample, resolved.pinned_model), key)
     store = open_store(run.uri, job.output.options or None)
     try:
         plan, shards = load_run(Ledger(store), run)

@@ -270,13 +270,13 @@ class _Fitted:
     sizing: Sizing
     capacity: Capacity
     needs: JsonObject
-    known: Model | None
+    model: Model | None
     problems: tuple[str, ...]
 
     def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
         """Return all sizes with their reasons."""
         least = spec.limits.min_agreement
-        have, size, model = self.capacity, self.sizing, self.known
+        have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
         return tuple(found)
 

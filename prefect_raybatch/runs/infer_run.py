@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.warm import WarmKind
-    from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
+    from prefect_raybatch.driver.driver import PhaseProgress, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
     from prefect_raybatch.sizing.sizes import Capacity, Sizing
 
@@ -120,8 +120,8 @@ def infer_phase(
     observe: Callable[[Progress], None],
     engine: type | None = None,
     joined: JoinedCluster | None = None,
-    before: OtherLedger | None = None,
-    later: OtherLedger | None = None,
+    before: PhaseProgress | None = None,
+    later: PhaseProgress | None = None,
 ) -> Progress:
     """Make one attempt at the pending shards of a phase; return the progress at the end.
 
@@ -183,11 +183,11 @@ class Phase:
         return self.ledger.finished(self.plan) is not None
 
     @property
-    def extent(self) -> OtherLedger:
+    def extent(self) -> PhaseProgress:
         """Return the size of this phase, as the progress of the run's other phase shows it."""
-        from prefect_raybatch.driver.driver import OtherLedger
+        from prefect_raybatch.driver.driver import PhaseProgress
 
-        return OtherLedger(self.plan.rows, self.plan.shards)
+        return PhaseProgress(self.plan.rows, self.plan.shards)
 
 
 def begin_phases(
@@ -256,7 +256,7 @@ class Attempt:
         )
         self.spent = Spent()
 
-    def resume(self, before: OtherLedger | None, later: OtherLedger | None) -> bool:
+    def resume(self, before: PhaseProgress | None, later: PhaseProgress | None) -> bool:
         """Count what is committed; return whether anything is pending.
 
         `before` and `later` are the run's other phase, which the progress counts.

@@ -91,7 +91,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     if plan is not None:
         _check_same(plan, resolved, store.uri, accept)
         return resolved
-    if resolved.known is not None:
+    if resolved.pinned_model is not None:
         resolved = _checked(resolved)
     read = read_spec(job.source)
     if source.needs_snapshot(read):

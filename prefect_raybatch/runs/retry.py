@@ -133,7 +133,7 @@ def check_classes(parent: Member, errors: Sequence[str]) -> None:
 
 
 def new_child(
-    family: Family, parent: Member, known: Resolved, selection: JsonObject
+    family: Family, parent: Member, resolved: Resolved, selection: JsonObject
 ) -> tuple[Ledger, Plan] | Nothing:
     """Create a child run, with the next key, from failed rows that no other child has taken.
 
@@ -152,7 +152,7 @@ def new_child(
     if not len(numbers):
         return all_taken(family, parent, rows.takers())
     taken = RunInput(found, ledger.store, attempt, copied=True)
-    resolved = _as_parent(known, parent.plan)
+    resolved = _as_parent(resolved, parent.plan)
     spec = compile_job(resolved.job, found.schema.names)
     context = None
     if spec.engine.model.context_auto:  # these are other rows, often the long ones
@@ -287,8 +287,8 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
     before = planned_job(parent).engine
     now = resolved.job.engine
     same = (now.model, now.revision) == (before.model, before.revision)
-    if resolved.known is None and same:
-        return replace(resolved, known=parent.model)
+    if resolved.pinned_model is None and same:
+        return replace(resolved, pinned_model=parent.model)
     return resolved.pinned()
 
 
