@@ -52,7 +52,7 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-MOST_SAID = 20  # of what is wrong
+MOST_SAID = 20  # faults that a message names
 
 
 @dataclass(frozen=True)
