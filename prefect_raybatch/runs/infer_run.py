@@ -307,7 +307,7 @@ class Attempt:
         return joined
 
     def decide(self, joined: JoinedCluster) -> None:
-        """Settle what must be known before the first row: its answer's place, or the precision."""
+        """Record where each row's answer is if the phase looks up, else decide on the precision."""
         if self.phase.looks_up:
             self._place_answers(joined.user)
         elif self.phase.spec.engine.tries:
