@@ -98,7 +98,7 @@ ANYWHERE = {
         "result_reader",
         "flow.blocks.cluster",
     },
-    "vllm": {"stages.vllm.internals", "stages.vllm.multimodal"},
+    "vllm": {"stages.vllm.internals"},
     "transformers": {"stages.block"},
     "torch": {"stages.vllm.multimodal"},
     "s3fs": {"storage"},
@@ -390,6 +390,70 @@ def test_only_what_is_open_in_a_spec_is_decided_after_it_was_compiled():
                     replacing |= {module} if ast.unparse(node.args[0]) in specs else set()
     assert giving == GIVES_A_SPEC
     assert replacing == REPLACES_A_SPEC
+
+
+# --- size ---------------------------------------------------------------------------------------
+
+
+def test_functions_are_short():
+    """Lines with the signature and the docstring: none over 60, and at most 12 over 50."""
+    long = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                long |= {f"{module}.{node.name}": lines} if lines > 50 else {}
+    assert {name for name, lines in long.items() if lines > 60} == set(), "split it"
+    assert len(long) <= 12, f"split one where it changes subject: {long}"
+
+
+def test_few_values_are_of_any_type():
+    """At most 12 `Any` in 1,000 lines."""
+    nodes = [node for path in FILES for node in ast.walk(parsed(path))]
+    named = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+    lines = sum(path.read_text("utf-8").count("\n") for path in FILES)
+    assert 1000 * named <= 12 * lines, f"{named} in {lines} lines: give one its type"
+
+
+# What may change in any release of a package is imported in one module, which says how it is used.
+USE_INTERNALS = {
+    "ray": "stages.ray_internals",
+    "vllm": "stages.vllm.internals",
+    "prefect": "flow.blocks.job",
+}
+
+
+@pytest.mark.parametrize("package", USE_INTERNALS)
+def test_private_names_of_a_package_are_imported_in_one_module(package):
+    using = {
+        module
+        for module, path in MODULES.items()
+        for name in imports(path, lazy=True)
+        if name.split(".")[0] == package and re.search(r"\._(?!_)", name)
+    }
+    assert using <= {USE_INTERNALS[package]}
+
+
+# What works out which answers of earlier runs are taken, and looks them up; and who may call it.
+REUSE = {
+    *("plan.joining", "plan.row_keys", "stages.lookup", "cluster.lookups", "runs.increment"),
+    *("runs.earlier", "runs.answers_by_row", "runs.rejected_answers"),
+}
+CALL_REUSE = {
+    *("cluster.cascade", "cluster.pipeline"),  # a cascade looks up the first model's answers
+    *("runs.plan_run", "runs.infer_run", "runs.finalize_run"),
+    *("runs.dry_run", "runs.restore_records"),
+}
+
+
+def test_few_modules_call_what_reuses_answers():
+    """All others read its record in the plan (`ledger.increments`), or figures of a report."""
+    calling = {
+        module
+        for module, path in MODULES.items()
+        if module not in REUSE and REUSE & {ours(name) for name in imports(path, lazy=True)}
+    }
+    assert calling == CALL_REUSE
 
 
 # --- names --------------------------------------------------------------------------------------

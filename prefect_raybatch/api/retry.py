@@ -54,14 +54,14 @@ class RetryRequest:
     """A retry that can begin.
 
     `job` is the child's, `going` the unfinished run that it continues, and `selection` ({parent,
-    errors}) its rows. `limited`: a limit on failed rows is among the given fields. `known` is the
-    job with credentials, resolved.
+    errors}) its rows. `limited`: a limit on failed rows is among the given fields. `resolved` is
+    the job with its credentials.
     """
 
     family: Family
     parent: Member
     job: BatchJob
-    known: Resolved
+    resolved: Resolved
     selection: Mapping[str, Any]
     going: Member | None
     limited: bool
@@ -92,11 +92,11 @@ def begin(asked: RetryRequest) -> Retry | Nothing:
     if asked.going is not None:
         ledger, plan = asked.going.ledger, asked.going.plan
     else:
-        created = new_child(asked.family, asked.parent, asked.known, asked.selection)
+        created = new_child(asked.family, asked.parent, asked.resolved, asked.selection)
         if isinstance(created, Nothing):
             return created
         ledger, plan = created
-    copy_output_types(asked.parent, asked.known.job.output, ledger)
+    copy_output_types(asked.parent, asked.resolved.job.output, ledger)
     run = run_of(ledger.store, plan, ledger, probed=asked.going is None)
     job = asked.job
     if not asked.limited:
@@ -128,19 +128,19 @@ def retry_request(
     if errors:
         check_classes(parent, errors)
     child = _job(parent, root.uri, overrides, job)
-    known = resolve(keys(child), selection)
-    going = unfinished_retry(family, key, known.identity.fingerprint)
+    resolved = resolve(keys(child), selection)
+    going = unfinished_retry(family, key, resolved.identity.fingerprint)
     if going is None and family.is_taken(parent):
         return all_taken(family, parent, family.children(key))
     if job is None:
         _check_operators(parent, overrides)
-    check_schema_names(known.job.output.output_schema)
+    check_schema_names(resolved.job.output.output_schema)
     schema = decode_schema(parent.plan.input_schema)
-    spec = compile_job(known.job, schema.names)
+    spec = compile_job(resolved.job, schema.names)
     planning.check_against_schema(spec, schema)
     check_targets_of(spec, schema, family.next_key, later=True)
     limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
-    return RetryRequest(family, parent, child, known, selection, going, bool(limited))
+    return RetryRequest(family, parent, child, resolved, selection, going, bool(limited))
 
 
 def planned_targets(

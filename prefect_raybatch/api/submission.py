@@ -67,9 +67,11 @@ def infer_in_place(
 
 
 def submission_of(job: BatchJob, loaded: BatchJob, api: str = "") -> Submission:
-    """Return what is sent of a job; the access to cluster and run directory is `loaded`'s.
+    """Return the job as it is sent to a cluster.
 
-    `api` is the URL of Prefect's API. Raises `ConfigError` like `sendable` and `environment`.
+    `loaded` is the same job with its blocks loaded: it gives the access to cluster and run
+    directory. `api` is the URL of Prefect's API. Raises `ConfigError` like `sendable` and
+    `environment`.
     """
     return Submission(
         name=job.name,

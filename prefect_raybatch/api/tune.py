@@ -40,6 +40,20 @@ from prefect_raybatch.storage import join, open_store
 log = logging.getLogger(__name__)
 
 
+def _check_tunable(job: BatchJob) -> None:
+    """Raise `ConfigError` for a job without an engine of vLLM, or with two."""
+    if job.engine.endpoint.asked:
+        raise ConfigError(
+            "tuning tries settings of vLLM's engines, and engine.endpoint has none. Set its "
+            "max_in_flight and limits as its server allows"
+        )
+    if job.output.escalate.engine is not None:
+        raise ConfigError(
+            "tuning tries one engine, and output.escalate has two. Remove output.escalate to tune "
+            "the first one, or find the threshold with --cascade"
+        )
+
+
 def tune(
     job: BatchJob,
     minutes: float = 5.0,
@@ -58,20 +72,11 @@ def tune(
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import User
 
-    if job.engine.endpoint.asked:
-        raise ConfigError(
-            "tuning tries settings of vLLM's engines, and engine.endpoint has none. Set its "
-            "max_in_flight and limits as its server allows"
-        )
-    if job.output.escalate.engine is not None:
-        raise ConfigError(
-            "tuning tries one engine, and output.escalate has two. Remove output.escalate to tune "
-            "the first one, or find the threshold with --cascade"
-        )
+    _check_tunable(job)
     resolved = resolve(job).pinned()
     rows = dry_run(resolved).rows
     sample, key = _sampled(resolved.job), uuid.uuid4().hex[:12]
-    run = plan_run(Resolved.of(sample, resolved.known), key)
+    run = plan_run(Resolved.of(sample, resolved.pinned_model), key)
     store = open_store(run.uri, job.output.options or None)
     try:
         plan, shards = load_run(Ledger(store), run)

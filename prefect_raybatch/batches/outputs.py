@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT
-from prefect_raybatch.ledger.increments import OF_ROWS, increment_of
+from prefect_raybatch.ledger.increments import is_first_phase
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.result_reader import rows_of_result
@@ -40,8 +40,7 @@ def put_answer_files(
 
     The requests phase of a run that keeps answers has none.
     """
-    increment = increment_of(plan)
-    if read.format == BATCH_FORMAT and (increment is None or increment.ledger == OF_ROWS):
+    if read.format == BATCH_FORMAT and not is_first_phase(plan):
         lines = AnswerLines.of(store, plan, success, finish, asked)
         lines.put(store, OUTPUT_FILE, DATA_KIND)
         lines.put(store, ERROR_FILE, ERROR_KIND)

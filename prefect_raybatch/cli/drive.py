@@ -66,49 +66,49 @@ def run_job(
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
-    known = job
+    loaded = job
     try:
         if run_date is not None or run_words(job):
             key = resolve_run(with_keys(job), key, None, run_date)[1]
             job = with_run_words(job, key, run_date or date_of_key(key))
-        known = with_keys(job)
-        check_places(read_spec(known.source), known.output.uri, known.output.options)
-        resolved = resolve(known)
+        loaded = with_keys(job)
+        check_places(read_spec(loaded.source), loaded.output.uri, loaded.output.options)
+        resolved = resolve(loaded)
         key = key or default_run_key(resolved)
     except Exception as error:
-        record_unplanned(known, key, error)
+        record_unplanned(loaded, key, error)
         raise
     name_typed_run(key)
-    store = run_store(known.output, key)
+    store = run_store(loaded.output, key)
     if Ledger(store).finished() is not None:
         complete = plan_run(resolved, key, accept=accept)
-        return _published(known, finalize_run(known, complete)), False
-    with recorded_attempt(store, known, key, PLANNING, begin=False):
+        return _published(loaded, finalize_run(loaded, complete)), False
+    with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
         if _as_flow(prefect):
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
-            return run_flow("batch_inference", (job, key), show, known, **options), True
+            return run_flow("batch_inference", (job, key), show, loaded, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
-        return _run_here(job, known, plan, show, keep_seconds), True
+        return _run_here(job, loaded, plan, show, keep_seconds), True
 
 
 def _run_here(
     job: BatchJob,
-    known: BatchJob,
+    loaded: BatchJob,
     plan: Callable[[], Run],
     show: TerminalProgress,
     keep_seconds: float = 0.0,
 ) -> RunReport:
     """Plan and drive a run without Prefect; return its report.
 
-    `known` is the job with its credentials. Engines of a local cluster outlast the command if it
-    keeps them.
+    `loaded` is the job with the credentials of its blocks. Engines of a local cluster outlast the
+    command if it keeps them.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
-    spec = cluster_spec(known)
+    spec = cluster_spec(loaded)
     starts_cluster = not (spec.access.remote or cluster.address_of(spec))
     kept = keep_seconds if starts_cluster else 0.0
     with (
@@ -118,18 +118,18 @@ def _run_here(
     ):
         planned = plan()
         show.begin(planned.uri)
-        store = open_store(planned.uri, known.output.options or None)
-        with recorded_attempt(store, known, planned.run_key, INFERENCE, begin=False):
-            progress = infer_in_place(job, known, planned, show)
+        store = open_store(planned.uri, loaded.output.options or None)
+        with recorded_attempt(store, loaded, planned.run_key, INFERENCE, begin=False):
+            progress = infer_in_place(job, loaded, planned, show)
         waiting = outlast and cluster.RAY.is_standing and bool(cluster.SHARED.warm.kinds)
     show.close()
     if waiting:
         show.say(
             f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
         )
-    with recorded_attempt(store, known, planned.run_key, FINALIZING, begin=False):
-        report = finalize_run(known, planned, progress)
-    return _published(known, report)
+    with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
+        report = finalize_run(loaded, planned, progress)
+    return _published(loaded, report)
 
 
 def _as_flow(prefect: bool | None) -> bool:
@@ -142,13 +142,13 @@ def _as_flow(prefect: bool | None) -> bool:
     return prefect_api() is not None if prefect is None else prefect
 
 
-def _published(known: BatchJob, report: RunReport) -> RunReport:
+def _published(loaded: BatchJob, report: RunReport) -> RunReport:
     """Publish the run to the targets of its job, if any; return its report."""
-    if not known.output.publish:
+    if not loaded.output.publish:
         return report
     from prefect_raybatch.api import publish_run
 
-    return publish_run(known, report.run)
+    return publish_run(loaded, report.run)
 
 
 def retry_rows(
@@ -167,14 +167,13 @@ def retry_rows(
 
     with closing(TerminalProgress(quiet)) as show:
         if _as_flow(prefect):
-            report = run_flow("retry_failed", arguments, show, asked.known.job)
+            report = run_flow("retry_failed", arguments, show, asked.resolved.job)
             message = "Other runs have retried all of these rows; none is left that failed"
             return report or Nothing(arguments[0], message)
         child = retry.begin(asked)
         if isinstance(child, Nothing):
             return child
-        known = with_keys(child.job)
-        return _run_here(child.job, known, lambda: child.run, show, keep_seconds)
+        return _run_here(child.job, with_keys(child.job), lambda: child.run, show, keep_seconds)
 
 
 def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:

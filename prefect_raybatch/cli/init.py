@@ -170,6 +170,19 @@ def _write_first_job(
     )
     file.write_text(text, encoding="utf-8")
     err.print(f"wrote {file}: {counted(len(columns), 'column')} in {table}", markup=False)
+    _warn_of_first_job(source, model)
+    words = ["raybatch", "preview", str(file)]
+    if seen.guessed:
+        guess = f"source.csv.encoding: {seen.csv['encoding']}"
+        err.print(f"{table} is not UTF-8, and {guess} is a guess. Check the prompts.", markup=False)
+        words.append("--no-answers")
+    print_next(*words)
+
+
+def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
+    """Print warnings of the demo model, and of a query without an order."""
+    from prefect_raybatch.api import first_job
+
     if model == DEMO:
         warning = f"{first_job.DEMO_WARNING} For anything else set engine.model, or use --model."
         err.print(warning, markup=False)
@@ -180,12 +193,6 @@ def _write_first_job(
             "End it with ORDER BY and a unique key.",
             markup=False,
         )
-    words = ["raybatch", "preview", str(file)]
-    if seen.guessed:
-        guess = f"source.csv.encoding: {seen.csv['encoding']}"
-        err.print(f"{table} is not UTF-8, and {guess} is a guess. Check the prompts.", markup=False)
-        words.append("--no-answers")
-    print_next(*words)
 
 
 @contextmanager

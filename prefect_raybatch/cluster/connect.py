@@ -376,7 +376,10 @@ def needs(spec: SizeSpec, pool: Pool) -> Needs:
 
 
 def check_fit(spec: SizeSpec, have: Capacity, pool: Pool | None = None) -> Needs:
-    """Raise `InsufficientResources` if the cluster can never hold the run."""
+    """Return the run's minimum resources; raise `InsufficientResources` if the cluster lacks them.
+
+    `have` is all that the cluster has, in use or not. `pool` is by default the one chosen for it.
+    """
     pool = pool or pool_for(spec, have)
     want = needs(spec, pool)
     short = []

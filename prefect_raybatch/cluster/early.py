@@ -183,7 +183,10 @@ def _cpus(where: ClusterSpec, have: Capacity) -> float:
 
 
 def spare_cpus(where: ClusterSpec, have: Capacity) -> float:
-    """Return the CPUs left to the copy: one, or a share of the cluster if it works there."""
+    """Return the CPUs that prewarmed engines leave to the copy of the input.
+
+    One for a local cluster, since the driver then copies; else a share of the cluster's.
+    """
     if cluster.address_of(where) is None:
         return 1.0
     return max(1.0, math.floor(COPY_SHARE * have.cpus))
@@ -408,6 +411,10 @@ def begin_early(spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
 
 
 def engines_begun(kind: WarmKind | None, most: int) -> Begun:
-    """Return what was prewarmed for the run that has joined the cluster; see `settle`."""
+    """Hand the prewarmed engines to the run that has joined the cluster.
+
+    `kind` is the kind of engine that the run needs, None for none, and `most` the most engines that
+    it can use; see `EarlyStart.settle`.
+    """
     early = current_early()
     return Begun() if early is None else early.settle(kind, most)

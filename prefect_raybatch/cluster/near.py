@@ -43,7 +43,7 @@ class EngineShape:
         return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
 
     def asked_in(self, spec: SizeSpec) -> SizeSpec:
-        """Return the size spec with this shape for what it leaves open."""
+        """Return the size spec with this shape in the fields that are None."""
         free = {name: to for name, to in asdict(self).items() if getattr(spec, name) is None}
         return replace(spec, **free)
 
@@ -71,9 +71,10 @@ def nearest_up(
     kind_of: Callable[[Sizing], WarmKind | None],
     up: Iterable[WarmKind],
 ) -> tuple[Sizing, WarmKind | None]:
-    """Return the sizes of a run and the kind of its engines.
+    """Return the sizes of a run and the kind of its engines, None for a run without any.
 
-    Prefers running (`up`) engines that are similar enough to its `own`.
+    Prefers running engines (`up`) that are similar enough to those of its `own` sizes; see
+    `near_sizes`, also for `ask`. `kind_of` returns the kind of engine for sizes.
     """
     kind, waiting = kind_of(own), list(up)
     if kind is None or kind in waiting:

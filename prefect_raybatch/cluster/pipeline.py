@@ -42,7 +42,6 @@ from prefect_raybatch.ledger.increments import (
     OF_ASKS,
     OF_FIRST,
     OF_LARGER,
-    OF_ROWS,
     increment_of,
     input_store,
 )
@@ -270,22 +269,12 @@ class Pipeline:
     ) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
         """Return the stages of a block: prepare, the engine's launch, and finish.
 
-        A run with `reuse` looks up its answers instead, without an engine. The larger model of a
-        cascade takes the first one's answers to the rows that it is not asked about.
+        The launch is None where every answer exists already: in the rows phase of a run, and where
+        the first model of a cascade was sure of all rows. `isolated` calls the user's functions in
+        a process of their own.
         """
-        spec, limits = self.spec, self.spec.limits
-        model = dict(self.plan.model)
-        tell = partial(tell_start, self.attempt)
-        launch = engine_launch(spec, model, self.size, self._done, self.attempt, self.task, tell)
-        if self.warm is None:  # else the engine's actor checks, for all its runs
-            launch = replace(launch, leaving=node_is_leaving)
-        increment = self.increment
-        endpoint = spec.engine.model.endpoint
-        looks_up = increment is not None and increment.ledger == OF_ROWS
-        if endpoint is not None and not looks_up:
-            self._limiter = self._limiter or limiter_of(endpoint, self.store, self.others)
-            run = f"{self.plan.fingerprint} {self.plan.run_key}"
-            launch = endpoint_launch(launch, endpoint, self.store, run, self._limiter)
+        spec, limits, increment = self.spec, self.spec.limits, self.increment
+        launch, hosted = self._launch(), spec.engine.model.endpoint is not None
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
             self.task,
@@ -295,20 +284,19 @@ class Pipeline:
             spec.engine.model.context,
             calls=calls,
             images=row_images(
-                *(spec.prompt, launch.arguments, dict(spec.read.options)),
-                hosted=endpoint is not None,
+                spec.prompt, launch.arguments, dict(spec.read.options), hosted=hosted
             ),
             parsing=spec.finish.parsing,
-            hosted=endpoint is not None,
+            hosted=hosted,
         )
         finish = replace(self.finish, calls=calls)
         if increment is None or increment.ledger == OF_FIRST:
             return prepare, launch, finish
         if increment.ledger == OF_LARGER:
-            stages = (prepare, finish, endpoint is not None)
+            stages = (prepare, finish, hosted)
             first, last = escalated(spec.cascade, self.plan, increment, self.store, *stages)
             return first, launch if first.first.escalated else None, last
-        pinned = model.get("adapters") or {}
+        pinned = self.plan.model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, spec.prompt.adapter_column)
         if increment.ledger == OF_ASKS:
             if prepare.images is not None:  # their digests are part of the keys
@@ -316,6 +304,21 @@ class Pipeline:
             return replace(prepare, keying=keying), launch, finish
         pools = spec.engine.model.pools
         return look_up(pools, self.plan, increment, self.store, prepare, keying), None, finish
+
+    def _launch(self) -> EngineLaunch:
+        """Return everything that an engine is started with, or a hosted model's client."""
+        model, tell = dict(self.plan.model), partial(tell_start, self.attempt)
+        launch = engine_launch(
+            self.spec, model, self.size, self._done, self.attempt, self.task, tell
+        )
+        if self.warm is None:  # else the engine's actor checks, for all its runs
+            launch = replace(launch, leaving=node_is_leaving)
+        endpoint = self.spec.engine.model.endpoint
+        if endpoint is None or (self.increment is not None and self.increment.looks_up):
+            return launch
+        self._limiter = self._limiter or limiter_of(endpoint, self.store, self.others)
+        run = f"{self.plan.fingerprint} {self.plan.run_key}"
+        return endpoint_launch(launch, endpoint, self.store, run, self._limiter)
 
     def _dataset(
         self, units: Sequence[Unit], isolated: bool, forwarded: Sequence[object] = ()

@@ -26,7 +26,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """What a comparison found in `rows` sampled of `total` rows.
+    """The outcome of a comparison: `rows` were sampled of `total` rows.
 
     `low` and `high` are the ends of the exact 95 % interval of the share of all rows that change.
     `columns` counts the changed rows by column. `reused` rows were not asked again, because their
@@ -60,7 +60,7 @@ class Diff:
         )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (name, value) of what is to be known beside the share."""
+        """Return (name, value) for each figure and note that is shown beside the share."""
         made = [
             ("compared with", self.run),
             ("reused", f"{self.reused:,} rows were not asked: their requests are the run's"),

@@ -77,7 +77,7 @@ class Planned:
 def compile_job(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> RunSpec:
-    """Return what a run of the job does.
+    """Return the spec of a run of the job.
 
     `columns` are those of the input, None if they are not known yet: the result then keeps all that
     the job does not exclude by name. `planned` is what the run's plan settled; without it the job's
@@ -118,7 +118,7 @@ def compile_job(
 def _compile_cascade(
     job: BatchJob, columns: Sequence[str] | None, planned: Planned | None
 ) -> RunSpec:
-    """Return what the larger model of a cascade does, with what the first one does."""
+    """Return the spec of the larger model of a cascade, with that of the first one in `first`."""
     first, larger = first_of(job), larger_of(job)
     when, output = job.output.escalate.when, job.output
     measure, below, column = None, None, ""
@@ -149,12 +149,12 @@ def _model_name(engine: Engine) -> str:
 
 
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
-    """Return what a planned run does, whatever its job's files and classes say by now."""
+    """Return the spec of a planned run, with the texts of files and classes that its plan keeps."""
     return compile_job(job, decode_schema(plan.input_schema).names, Planned.of(plan))
 
 
 def compile_plan(plan: Plan) -> RunSpec:
-    """Return what a planned run does by its plan alone, in which its job has no keys."""
+    """Return the spec of a planned run by its plan alone; it has no keys of stores."""
     return compile_planned(planned_job(plan), plan)
 
 
@@ -307,7 +307,7 @@ def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
 def finish_spec(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> FinishSpec:
-    """Return what the result holds, for an input with these columns."""
+    """Return the columns of the result, for an input with these columns."""
     output, kept = job.output, _kept(job, columns)
     names = planned.names if planned is not None else free_names(job, columns or ())
     schema = _schema(output, planned)
@@ -469,7 +469,7 @@ FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leav
 
 
 def size_spec(job: BatchJob) -> SizeSpec:
-    """Return what a job says about sizes.
+    """Return the sizes that a job sets.
 
     A context length of `auto` counts as the model's own until it is measured.
     """

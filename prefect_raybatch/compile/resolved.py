@@ -40,13 +40,13 @@ class Resolved:
 
     The texts are those of its chat template and answer schema.
 
-    `known` is the model, or None while only Hugging Face could tell its commit, which is no part of
-    the fingerprint. `checked`: `model.check` has checked the model's files. `first` is the job of
-    the first model of a cascade; the model is then the larger one.
+    `pinned_model` is None while only Hugging Face could tell the model's commit, which is no part
+    of the fingerprint. `checked`: `model.check` has checked the model's files. `first` is the job
+    of the first model of a cascade; the model is then the larger one.
     """
 
     job: BatchJob
-    known: Mapping[str, Any] | None
+    pinned_model: Mapping[str, Any] | None
     identity: Identity
     checked: bool = False
     first: Resolved | None = None
@@ -77,12 +77,12 @@ class Resolved:
     @property
     def model(self) -> dict[str, Any]:
         """Return the model as a plan pins it; raise `ConfigError` before `pinned`."""
-        if self.known is None:
+        if self.pinned_model is None:
             raise ConfigError(
                 f"engine.model: {self.job.engine.model} is not pinned to a commit; call `pinned` "
                 "first"
             )
-        return dict(self.known)
+        return dict(self.pinned_model)
 
     def with_adapters(self) -> dict[str, Any]:
         """Return the model with the job's adapters pinned too, as a new plan keeps them."""
@@ -90,18 +90,19 @@ class Resolved:
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
-        """Return this with the commit that a Hugging Face name refers to now."""
-        if self.known is not None and (self.first is None or self.first.known is not None):
+        """Return the job with its Hugging Face names pinned to the commits that they mean now."""
+        both = (self,) if self.first is None else (self, self.first)
+        if all(one.pinned_model is not None for one in both):
             return self
         first = None if self.first is None else self.first.pinned()
-        return replace(self, known=models.pin(self.request), first=first)
+        return replace(self, pinned_model=models.pin(self.request), first=first)
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
-        """Return this with these failed rows as its input."""
+        """Return the job with the failed rows `retry` as its input."""
         if retry == self.identity.retry:
             return self
         first = None if self.first is None else self.first.retrying(retry)
-        return replace(self, identity=fingerprint(self.job, self.known, retry), first=first)
+        return replace(self, identity=fingerprint(self.job, self.pinned_model, retry), first=first)
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
@@ -120,8 +121,8 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
     """Return the model with its identity if it is in a folder; None for a Hugging Face name."""
     name = request.name
-    known = name == models.DEMO or is_remote(name) or os.path.exists(name)
-    return models.pin(request) if known else None
+    is_here = name == models.DEMO or is_remote(name) or os.path.exists(name)
+    return models.pin(request) if is_here else None
 
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits

@@ -46,7 +46,7 @@ SHM_LEAST = 1 << 30  # bytes; Docker's default is 64 MiB
 # How Ray sizes its object store (resolve_object_store_memory): this share of the
 # memory, at most this share of /dev/shm, but no less than STORE_CAP.
 STORE_SHARE, SHM_SHARE, STORE_CAP = 0.3, 0.95, 10**10
-MEMORY_LIMITS = (  # of this container
+MEMORY_LIMITS = (  # files with the memory limit of this container
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from prefect_raybatch.driver.heartbeat import alive, read_beats
 from prefect_raybatch.errors import CostExceeded
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.increments import ledgers_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.storage import Store
@@ -60,12 +60,7 @@ def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
 
 def spent_on(ledger: Ledger, plan: Plan) -> Spent:
     """Return what all attempts at a run have spent, those at its requests phase too."""
-    places = [(ledger.store, list(ledger.attempts()))]
-    increment = increment_of(plan)
-    if increment is not None and increment.asks is not None:
-        asks = asks_ledger(ledger.store)
-        places.append((asks.store, list(asks.attempts())))
-    return spent_by(places)
+    return spent_by((one.store, list(one.attempts())) for one in ledgers_of(ledger, plan))
 
 
 class CostMeter:

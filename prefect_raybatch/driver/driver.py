@@ -71,8 +71,8 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 
 @dataclass(frozen=True)
-class OtherLedger:
-    """Progress in the other ledger of a run that reuses answers.
+class PhaseProgress:
+    """The rows and shards of the other phase of a run, as the progress of this phase counts them.
 
     `failed` counts the rows of the run that are already known to fail because a request failed.
     """
@@ -105,9 +105,9 @@ class Progress:
     losses: Counter[str] = field(default_factory=Counter)  # why shards were lost
     passes: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-    before: OtherLedger = OtherLedger()
-    later: OtherLedger = OtherLedger()
-    weighed: int = 0  # failed rows, of which a request that failed may stand for several
+    before: PhaseProgress = PhaseProgress()
+    later: PhaseProgress = PhaseProgress()
+    rows_of_failed: int = 0  # failed rows, where a failed request counts each row that waits for it
 
     @property
     def whole(self) -> int:
@@ -135,7 +135,7 @@ class Progress:
     @property
     def failed(self) -> int:
         """Return the failed rows of the run, including rows whose request failed."""
-        return max(self.before.failed, self.weighed, self.tally.failed)
+        return max(self.before.failed, self.rows_of_failed, self.tally.failed)
 
     @property
     def done(self) -> int:
@@ -187,7 +187,6 @@ class Driver:
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
         self.waiting, self.draining = waiting, draining
-        self._failed = 0  # rows, of which one may stand for many
         self._last = time.time()
         self._lost: dict[int, list[tuple[Unit, Loss]]] = {}  # of a shard, in this pass
         self._warned: set[int] = set()
@@ -207,8 +206,7 @@ class Driver:
             )
         for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
             self.progress.add(commit, self._last)
-            self._failed += self._weighed(commit)
-        self.progress.weighed = self._failed
+            self.progress.rows_of_failed += self._rows_of_failed(commit)
         self.progress.recent.clear()
         self.progress.resumed_shards = self.progress.tally.shards
         if not self.done.all():  # else there is nothing to stop, though the limit may be lower now
@@ -234,20 +232,20 @@ class Driver:
             # would only die the same way again.
             few = strikes > 0 or len(units) <= suspects
             isolated = self.progress.passes > 0 and few
-            before, known = self._held(), deaths.total()
+            rows_before, deaths_before = self._rows_received(), deaths.total()
             turn, later = (units[:most_alone], units[most_alone:]) if isolated else (units, [])
             asked = [*self._probes(), *turn] if isolated else turn
             self._pass(run_pass, asked, isolated)
-            units = self._missing(turn)
+            units = self._lacking(turn)
             if units:  # what was given back is no death of a row
                 self._check_draining()
             if isolated:
                 units = self._after_isolation(units, deaths, quarantine)
             if later:
-                units += self._missing(later)
+                units += self._lacking(later)
             # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
-            moved = self._held() > before or (self._answered and deaths.total() > known)
-            if moved:
+            died = self._answered and deaths.total() > deaths_before
+            if died or self._rows_received() > rows_before:
                 strikes, most_alone = 0, ALONE
             elif isolated and most_alone > FEW_ALONE and self._gave_up():
                 # Which of its units were tried is not known. The next pass tries all that it asks.
@@ -343,8 +341,7 @@ class Driver:
         # The first commit's work began with the engines, not with this loop's start.
         since = self._last if self.progress.recent else commit.stats.started or self._last
         self.progress.add(commit, since)
-        self._failed += self._weighed(commit)
-        self.progress.weighed = self._failed
+        self.progress.rows_of_failed += self._rows_of_failed(commit)
         self.folder.add(commit)
         self._last = now
         self.observe(self.progress)
@@ -354,10 +351,10 @@ class Driver:
 
         The shard is not committed, so a run with a higher limit continues there.
         """
-        more = sum(map(self._weighed, receipts))
+        more = sum(map(self._rows_of_failed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
         allowed = self.limits.allowed(rows)
-        failed = self._failed + more
+        failed = self.progress.rows_of_failed + more
         if failed <= allowed:
             return
         tried = None
@@ -383,7 +380,7 @@ class Driver:
             "job again."
         )
 
-    def _weighed(self, record: Receipt | Commit) -> int:
+    def _rows_of_failed(self, record: Receipt | Commit) -> int:
         """Return the failed rows of a receipt or commit.
 
         A failed request counts each row that waits for it.
@@ -431,17 +428,21 @@ class Driver:
         found = (why for lost, why in told if lost.overlaps(unit))
         return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
 
-    def _held(self) -> int:
+    def _rows_received(self) -> int:
         """Return the rows that are committed or held by receipts; every pass must increase it."""
         pending = np.flatnonzero(~self.done).tolist()
         return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
-    def _missing(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the parts of `units` that neither this driver nor another has committed."""
+    def _count_others(self) -> None:
+        """Count the shards that another driver has committed meanwhile."""
         theirs = self.ledger.committed(self.plan) & ~self.done
         for shard in np.flatnonzero(theirs).tolist():
             self.coverage.drop(shard)
             self._count(shard, self.ledger.read_commit(self.plan, shard))
+
+    def _lacking(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return the parts of `units` that no driver has committed and that have no receipt."""
+        self._count_others()
         left = []
         gaps = {u.shard: self.coverage.gaps(u.shard) for u in units if not self.done[u.shard]}
         for unit in units:

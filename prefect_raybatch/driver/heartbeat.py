@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 BEAT_EVERY = 10.0  # seconds between two records of an attempt
 SILENT_AFTER = 60.0  # seconds without one after which an attempt is shown as silent
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
-UNHEARD = "waiting for the Ray job"  # of who follows a run whose driver has not been heard of
+UNHEARD = "waiting for the Ray job"  # phase until the driver in a Ray job has sent a heartbeat
 TEXT_FIELDS = ("phase", "about", "dashboard")  # fields that hold text
 COSTS = ("cost", "cost_run", "cost_end")
 SINCE_COSTS = ("gpu_seconds", *COSTS)  # left out while they say nothing: kept runs have none
 UNKNOWN_AT_FIRST = ("seconds_left", "last_commit", *COSTS)  # numbers that may be None
-MAKING = "waiting for the cluster"  # of who has one made for the run
+MAKING = "waiting for the cluster"  # phase while a cluster is created for the run
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
 JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
 

@@ -48,7 +48,10 @@ NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines 
 
 
 class EngineStates(Protocol):
-    """What Ray knows about the engines of a pipeline."""
+    """Reports how the engines of a pipeline stand; see `Monitor`.
+
+    `server_wait` returns why the run waits for a hosted model's server, "" if it does not.
+    """
 
     def engines(self) -> Mapping[str, int]: ...
     def starts(self) -> Sequence[Marks]: ...

@@ -114,7 +114,7 @@ def interruptible(
     stop: Callable[[], None],
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> RunPass:
-    """Return the pass such that `failure()` and `halted()` can end it.
+    """Return a pass that `failure()` and `halted()` can end.
 
     `failure()` is raised while the pass waits for a receipt, `halted()` at any time. Ray cannot be
     interrupted from outside, so the pass runs in a thread of its own. `stop` is called when the

@@ -29,7 +29,7 @@ KEPT, SAID = 20, 2  # failed rows that a stop keeps, and that are said in a mess
 TEXT, LINE = 500, 160  # characters of a row's message that are kept and said
 MAX_PIECE = 1 << 30  # bytes
 COMMITS_READ = 1000  # commits that are looked through for failed rows: more would take too long
-FROM_A_SHARD = 5  # of one shard, so that others have their say
+FROM_A_SHARD = 5  # sampled rows of one shard at most, so that others are shown too
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_fai
 
 @dataclass(frozen=True)
 class Started:
-    """How the outermost flow run was started.
+    """The start of the outermost flow run.
 
     `deployment` is FLOW/DEPLOYMENT. `given` are the parameters that differ from the deployment's,
     or all of them without one; `takes` are the names of all parameters; `job` is the job parameter,

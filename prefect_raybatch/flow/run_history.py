@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FlowNotes:
-    """What a flow and its tasks tell each other about a run, which no parameter shows.
+    """Notes about a run that a flow and its tasks share, beside their parameters.
 
     `output` is the job's output URI before {run_date} is filled in; `remarks` are what is unusual
     about the completed run, and `seconds` is its whole time, Prefect's own start included.

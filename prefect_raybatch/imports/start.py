@@ -30,7 +30,7 @@ class ImportProcess:
     """The process, until `end`. Actors that it has forked live on."""
 
     def __init__(self, python: str, engine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
-        """Start it with this Python.
+        """Start the process with the interpreter `python`.
 
         Its environment is that of this process, with `defaults` below and the `engine`'s above.
         """

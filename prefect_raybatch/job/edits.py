@@ -105,9 +105,10 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
 
 
 def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
-    """Return the job with the text of its answers' schema, by default what it stands for now.
+    """Return the job with the text of `output.schema_model` in place of a class or file.
 
-    Raises `ConfigError` for one that cannot be loaded, or that no engine accepts.
+    `text` is by default the schema that the class or file holds now. Raises `ConfigError` for one
+    that cannot be loaded, or that no engine accepts.
     """
     if job.output.schema_model is None:
         return job
@@ -122,7 +123,10 @@ def with_template_text(job: BatchJob, text: str) -> BatchJob:
 
 
 def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
-    """Return the job with its trials replaced by the decision; {}: the model as it is stored."""
+    """Return the job with each `try-fp8` replaced by the `decided` engine arguments.
+
+    {}: the model is used in the precision in which it is stored.
+    """
     if not precision_tries(job.engine):
         return job
     engine = job.engine.model_copy()

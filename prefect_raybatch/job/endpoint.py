@@ -32,7 +32,7 @@ TOKENIZER_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
 # Shards in flight per worker with the batch API: a batch may take a day, so most runs send all of
 # their shards at once.
 HOSTED_BATCH_SHARDS = 100
-HOSTED_IMAGE_SHARDS = 10  # with images, of which a shard may have 256 MiB
+HOSTED_IMAGE_SHARDS = 10  # fewer with images: a shard may hold 256 MiB of them
 HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
 
 

@@ -282,9 +282,9 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """Return the settings to try one after the other until one passes.
+    """Return the engine arguments to try, in this order, until one setting passes.
 
-    These are all that the job asks for together, then each alone; [] if there is nothing to try.
+    First every `try-fp8` of the job together, then each alone; [] if the job has none.
     """
     names = [name for name in PRECISION_FIELDS if engine.given.get(name) == TRY_FP8]
     if not names:

@@ -117,7 +117,7 @@ class PublishTarget(Group):
         return self.name or self.format
 
     def place(self, run_key: str) -> str:
-        """Return its location for display and records: nothing secret, no variable filled in."""
+        """Return the target's location for display and records: without secrets, not filled in."""
         where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
         whole = f"{where}#{self.table}" if self.table else where
         return whole.replace("{run_key}", run_key)
@@ -138,7 +138,7 @@ class PublishTarget(Group):
         return self.model_copy(update=changed)
 
     def public(self) -> dict[str, Any]:
-        """Return it as the run directory keeps it: without possible credentials."""
+        """Return the target as the run directory keeps it: without possible credentials."""
         value = self.model_dump(mode="json", exclude_defaults=True)  # hidden, as for others
         value.pop("options", None)
         if "catalog" in value:

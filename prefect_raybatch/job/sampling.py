@@ -20,7 +20,7 @@ UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start"
 
 
 WHOLE_CONTEXT = 1 << 22  # tokens: more than any context, whose end then ends the answer
-ASSUMED_TOKENS = 1024  # of such an answer, for sizes
+ASSUMED_TOKENS = 1024  # length of an answer with WHOLE_CONTEXT that sizes assume
 
 
 class Sampling(Group):

@@ -44,7 +44,7 @@ _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
 @dataclass(frozen=True)
 class Listing:
-    """What a fresh listing of commits/ shows for each shard.
+    """The commits in a fresh listing of commits/, for each shard.
 
     `done`: bool[shards]. `sizes`: int32[shards], bytes of the commit record. `md5`: 16 bytes for
     each shard, or b"" where the store's ETag is no MD5 (local disk, multipart uploads, some
@@ -100,7 +100,7 @@ class Folder:
             self.flush(1)
 
     def flush(self, least: int = LEAST_COMMITS) -> None:
-        """Write what is collected if there are at least `least` records.
+        """Write the collected commits to one file, if there are at least `least`.
 
         A failure is only logged.
         """

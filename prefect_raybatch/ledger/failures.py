@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _LOSS = re.compile(r"([A-Za-z_]\w*): (.*)\Z", re.DOTALL)
 
 COUNTED_BY = 120  # characters of a message by which failed rows are counted
-SURE = 100  # of them that are there whatever the length of the numbers
+SURE = 100  # of these characters, those kept even if numbers in the message grow longer
 ENGINE_DIED = "EngineDied"
 ENGINES_DIED = "EnginesDied"  # no single unit is to blame: engines died until the pass was given up
 STARTED_AND_DIED = "EngineStartDied"  # likewise: an engine died as it started, again and again
@@ -70,7 +70,7 @@ NODE_LOST = Loss("NodeLost", "a cluster node was lost, with the tasks and object
 
 @dataclass(frozen=True)
 class FailureKey:
-    """What failed rows are counted by: stage, error class and message."""
+    """The key by which failed rows are counted: stage, error class and message."""
 
     stage: str
     error: str = ""

@@ -137,6 +137,11 @@ class Increment(StrictRecord):
         return {k: v for k, v in value.items() if k in needed or v != usual[k]}
 
     @property
+    def looks_up(self) -> bool:
+        """Return whether the rows look up their answers, so that none of them needs an engine."""
+        return self.ledger == OF_ROWS
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """Return the names of the tables beside the plan's own."""
         return (*self.places, *([self.weights] if self.weights else []))
@@ -197,7 +202,7 @@ class Answers(StrictRecord):
 
 
 def increment_of(plan: Plan) -> Increment | None:
-    """Return what a plan says of reuse; None for a run that neither reuses nor keeps answers."""
+    """Return the plan's record of reuse; None if its run neither reuses nor keeps answers."""
     if plan.increment is None:
         return None
     increment = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
@@ -206,6 +211,26 @@ def increment_of(plan: Plan) -> Increment | None:
             f"plan.json: increment.ledger is {increment.ledger!r}, not one of {', '.join(LEDGERS)}"
         )
     return increment
+
+
+def looks_up(plan: Plan) -> bool:
+    """Return whether the rows of a run look up their answers, so that none needs an engine."""
+    increment = increment_of(plan)
+    return increment is not None and increment.looks_up
+
+
+def is_first_phase(plan: Plan) -> bool:
+    """Return whether a plan is that of a run's requests phase, or of a cascade's first model."""
+    increment = increment_of(plan)
+    return increment is not None and increment.ledger in (OF_ASKS, OF_FIRST)
+
+
+def ledgers_of(ledger: Ledger, plan: Plan) -> tuple[Ledger, ...]:
+    """Return the ledger of a run and, if it has a first phase, that of this phase."""
+    increment = increment_of(plan)
+    if increment is None or increment.asks is None:
+        return (ledger,)
+    return (ledger, asks_ledger(ledger.store))
 
 
 def read_answers(store: Store) -> Answers | None:

@@ -12,9 +12,9 @@ from typing import Any
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
 
-MOST_URIS = 1_000  # that a plan holds itself
-FIRST_URIS = 10  # of more than that
-URI_PART = "source.uri"  # of what goes into a fingerprint
+MOST_URIS = 1_000  # URIs of an input that plan.json holds; more are in a table
+FIRST_URIS = 10  # URIs that plan.json then still shows
+URI_PART = "source.uri"  # name of the URIs among the parts of a fingerprint
 
 
 def too_many(uris: Any) -> bool:

@@ -30,9 +30,9 @@ from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_jso
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
-PARTIAL_RECORD = "_PARTIAL.json"  # with that _ readers of the folder leave it out
+PARTIAL_RECORD = "_PARTIAL.json"  # readers of the folder skip names with a leading _
 PARTIAL_REPORT, PARTIAL_PAGE = "_report.json", "_report.md"
-RANGES_TOLD = 1000  # of missing rows that a record names
+RANGES_TOLD = 1000  # ranges of missing rows that a record names
 _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\Z")
 
 
@@ -110,7 +110,7 @@ class PartialResult(StrictRecord):
 
     @property
     def line(self) -> str:
-        """Return what it holds, as a sentence without a full stop."""
+        """Return a sentence about the rows of the partial result, without a full stop."""
         held = self.data + self.quarantine + self.skipped
         return f"{held:,} of {counted(self.rows, 'row')}; missing: {self.missing.text()}"
 

@@ -176,7 +176,7 @@ class Unit:
         return self.shard == other.shard and first < last
 
     def without(self, other: Unit) -> list[Unit]:
-        """Return what is left before and after the other unit."""
+        """Return the parts of this unit before and after the other one."""
         if not self.overlaps(other):
             return [self]
         ends = ((self.offset, other.offset), (other.end, self.end))
@@ -190,7 +190,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan(StrictRecord):
-    """What a run is: input, shards and the job's fingerprint. Written once, never changed.
+    """The record of a run: its input, shards and fingerprint. Written once, never changed.
 
     `shards_table` and `files_table` name Parquet files under `_raybatch/` with their hash in the
     name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of the record's

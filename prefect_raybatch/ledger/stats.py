@@ -97,7 +97,7 @@ class ShardStats:
         return {**found, **self.others} if self.others else found
 
     def figures(self) -> dict[str, float]:
-        """Return the means and peaks of the engine and its node, for people."""
+        """Return the known means and peaks of the engine and its node, rounded for display."""
         found = ((name, getattr(self, name)) for name in (*MEANS, *PEAKS))
         return {name: round(value, 4) for name, value in found if value is not None}
 

@@ -27,7 +27,7 @@ ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 MAX_ADAPTER_BYTES = 8 << 30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
 TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
-IN_MEMORY = 32  # and in the node's memory
+IN_MEMORY = 32  # adapters in the node's memory at once
 HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: owner/name
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
@@ -218,7 +218,8 @@ def _check_tensors(field: str, model: str, adapter: PinnedAdapter, config: Model
         wrong = _misfit(name, shape, config)
         if wrong:
             raise ConfigError(
-                f"{field}: {adapter['source']} does not fit the model {model}: {wrong}"
+                f"{field}: {adapter['source']} does not fit the model {model}: {wrong}. Name an "
+                "adapter that was trained for this model"
             )
 
 

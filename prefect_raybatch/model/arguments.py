@@ -33,7 +33,7 @@ class EngineArguments:
         return cls(**{name: arguments[name] for name in named}, more=more)
 
     def vllm(self) -> EngineFields:
-        """Return them as vLLM takes them."""
+        """Return all arguments under the names that vLLM gives them."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
         if self.max_model_len is None:
             del named["max_model_len"]
@@ -46,7 +46,7 @@ class EngineArguments:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Return the KV cache that the job sets for each engine; None if it is what is left."""
+        """Return the bytes of KV cache that the job sets for an engine; None: all that is free."""
         given = self.more.get("kv_cache_memory_bytes")
         return int(given) if given else None
 

@@ -18,7 +18,7 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-ALONE_COUNTS = "model_max_length"  # where it is there, it alone counts
+ALONE_COUNTS = "model_max_length"  # a config with this field is judged by it alone
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 # Kinds of RoPE whose lengths hold their factor already; those of YaRN since vLLM 0.30.
 UNSCALED = ("su", "longrope", "llama3", *YARN)

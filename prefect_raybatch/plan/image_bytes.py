@@ -24,7 +24,7 @@ from prefect_raybatch.storage import Store, is_remote
 
 CHANNELS = 3
 BASE64 = 4 / 3  # characters for a byte; a PNG of noise is no smaller than its pixels
-FRAMES = 2  # that Qwen's models make of one
+FRAMES = 2  # copies of an image that the processor of a Qwen model makes
 MAX_PROCESSOR_BYTES = 1 << 20
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places

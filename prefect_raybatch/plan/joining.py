@@ -205,7 +205,7 @@ class Join:
         return np.asarray(self._kind[start:stop] == ASKED)
 
     def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:
-        """Return the ask numbers (int64) of those of rows [start, stop) that are asked."""
+        """Return the numbers (int64) of the requests that rows [start, stop) ask themselves."""
         return np.array(self._asks[start:stop][self.leaders(start, stop)])
 
     def weights(self) -> np.ndarray:

@@ -184,6 +184,21 @@ class _Seen:
     values: list[Row] = field(default_factory=list)  # of the columns of a template
 
 
+def _check_measured(seen: _Seen) -> None:
+    """Raise `ConfigError` if no row was sampled, `NoPromptMade` if none of them made a prompt."""
+    if not seen.sizes and not seen.failures:
+        raise ConfigError(
+            "no row was found in the part of the input that was sampled, so prompts cannot be "
+            "measured. Set engine.max_model_len"
+        )
+    if not seen.sizes:
+        first = seen.failures[0]
+        raise NoPromptMade(
+            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt: {first.kind}: "
+            f"{first.message}. Correct the prompt, then run `raybatch preview` on the job"
+        )
+
+
 def measure(
     spec: RunSpec,
     model: models.PinnedModel,
@@ -222,17 +237,7 @@ def measure(
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
             break
-    if not seen.sizes and not seen.failures:
-        raise ConfigError(
-            "no row was found in the part of the input that was sampled, so prompts cannot be "
-            "measured. Set engine.max_model_len"
-        )
-    if not seen.sizes:
-        first = seen.failures[0]
-        raise NoPromptMade(
-            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt: {first.kind}: "
-            f"{first.message}. Correct the prompt, then run `raybatch preview` on the job"
-        )
+    _check_measured(seen)
     share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
     lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)
     tokens = sum(seen.sizes) / len(seen.sizes)

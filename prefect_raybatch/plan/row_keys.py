@@ -54,7 +54,7 @@ KEY_TASKS_A_CPU = 2  # the next one is there when one is done
 # Bytes of a result whose writing takes what a row's key does, to tell whether a cluster pays.
 KEYED_ROW, FETCHED_IMAGE = 512, 16 << 10
 NO_KEY = bytes(KEY_BYTES)
-KEY_VERSION = 1  # of what a key is made of
+KEY_VERSION = 1  # raise it when a key is made of something else
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RowKeys:
         keying: Keying,
         ordered: bool = False,
     ) -> RowKeys:
-        """Build it.
+        """Return what computes the keys of all rows of the input `found`.
 
         `model` is the pinned model; `store` holds the files if they are a snapshot. With `ordered`,
         requests are asked in the order of their prompts.

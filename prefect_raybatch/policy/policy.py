@@ -27,7 +27,7 @@ HOST_OR_ADDRESS = re.compile(rf"{HOST}|{ADDRESS}")
 
 @dataclass(frozen=True)
 class KubernetesLimits:
-    """What the clusters that a job has made on Kubernetes may be. Names may end in `*`."""
+    """Limits on clusters that are created for a job on Kubernetes. Names may end in `*`."""
 
     namespaces: tuple[str, ...] = ()
     contexts: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class KubernetesLimits:
 
 @dataclass(frozen=True)
 class JobPolicy:
-    """What a job may reach.
+    """The places, hosts, functions and settings that a job may use.
 
     `read` and `write` hold folders, local or s3://; `hosts` hold names, with a port or without.
     `"*"` stands for any. `limited`: the job comes from elsewhere.

@@ -67,9 +67,9 @@ class Sink(ABC):
     `planned`: it is opened for planning, before there is a result.
     """
 
-    module = "pyarrow"  # what must be importable
+    module = "pyarrow"  # library that the target needs
     never_null: tuple[str, ...] = ()  # columns of the result to which the table takes no null
-    extra = ""  # what brings it
+    extra = ""  # extra of prefect-raybatch that installs the library
 
     def __init__(self, target: PublishTarget, options: StoreOptions, planned: bool = False) -> None:
         self.target, self.options, self.planned = target, options, planned

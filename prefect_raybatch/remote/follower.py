@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from prefect_raybatch import errors
-from prefect_raybatch.driver.driver import OtherLedger, Progress
+from prefect_raybatch.driver.driver import PhaseProgress, Progress
 from prefect_raybatch.driver.heartbeat import Counts, Listener, told_elsewhere, unheard
 from prefect_raybatch.errors import (
     ConfigError,
@@ -317,8 +317,8 @@ class Watch:
         begun = begin_asks(ledger.store, increment) if increment is not None else None
         if begun is not None:
             self.asks = Commits(*begun)
-            self.asks.progress.later = OtherLedger(plan.rows, plan.shards)
-            self.own.progress.before = OtherLedger(begun[1].rows, begun[1].shards)
+            self.asks.progress.later = PhaseProgress(plan.rows, plan.shards)
+            self.own.progress.before = PhaseProgress(begun[1].rows, begun[1].shards)
         self._next = 0.0
 
     @property

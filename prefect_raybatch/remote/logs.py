@@ -36,7 +36,7 @@ class MarkedLines(logging.Formatter):
 
 
 def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield level and message of the marked lines."""
+    """Yield (level, message) of the lines that `MarkedLines` wrote; skip all others."""
     level, text = 0, ""
     for line in lines:
         match = _MARK.match(line)

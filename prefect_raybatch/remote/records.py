@@ -62,7 +62,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended, as it recorded itself; `error` is a class name, None for success."""
+    """The end of a job, as the job recorded it; `error` is a class name, None for success."""
 
     error: str | None = None
     message: str = ""

@@ -12,7 +12,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.words import counted, money
 
-FEW_ROWS = 0.5  # of the usual rows
+FEW_ROWS = 0.5  # share of the usual rows below which a run has few
 SLOW = 2.0  # times the usual seconds
 SLOW_LEAST = 60.0  # seconds more than usual, below which short runs differ anyway
 COMPARED_RUNS = 7  # completed runs that give the usual numbers of rows and seconds

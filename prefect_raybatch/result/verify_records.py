@@ -10,13 +10,13 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
     OF_LARGER,
-    OF_ROWS,
     AnswerPart,
     Answers,
     Increment,
     asks_ledger,
     increment_of,
     input_store,
+    looks_up,
     read_answers,
     read_answers_by_row,
 )
@@ -84,8 +84,7 @@ def decides_precision(plan: Plan) -> bool:
 
     Rows that are looked up have the precision of the run that inferred them.
     """
-    increment = increment_of(plan)
-    return increment is None or increment.ledger != OF_ROWS
+    return not looks_up(plan)
 
 
 def _checked_report(store: Store, success: Success, fault: Fault) -> RunReport | None:
@@ -139,7 +138,7 @@ def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
     store = ledger.store
     if increment is not None and increment.ledger == OF_LARGER:
         _check_asks(store, increment, finished, found)
-    if increment is None or increment.ledger != OF_ROWS:
+    if increment is None or not increment.looks_up:
         return found
     if finished:
         _check_record(store, plan, increment, found)

@@ -243,15 +243,15 @@ def compare_code(store: Store) -> None:
 class AttemptLog:
     """The record of an attempt in the run directory, to which several threads add."""
 
-    def __init__(self, ledger: Ledger, attempt: str, known: dict[str, object]):
-        self.ledger, self.attempt, self.known = ledger, attempt, known
+    def __init__(self, ledger: Ledger, attempt: str, fields: dict[str, object]):
+        self.ledger, self.attempt, self.fields = ledger, attempt, fields
         self._lock = threading.Lock()
 
     def note(self, **more: object) -> None:
         """Add fields to the record and write it."""
         with self._lock:
-            self.known |= more
-            self.ledger.note_attempt(self.attempt, self.known)
+            self.fields |= more
+            self.ledger.note_attempt(self.attempt, self.fields)
 
     def note_stop(self, stop: Stop) -> None:
         """Record why the attempt stopped.

@@ -93,10 +93,32 @@ class ReusePlan:
     differs: tuple[str, ...]
 
 
-def dry_run_resolved(
-    resolved: Resolved, run_key: str | None, what_if: Capacity | None, sample: int
-) -> DryRun:
-    """Return what a run would do; see `api.dry_run`."""
+@dataclass(frozen=True)
+class _Checked:
+    """A job with its model pinned, its spec and its input.
+
+    `copied`: a run copies the input first, so `inventory` comes from its beginning. `publish` has a
+    line for each target.
+    """
+
+    resolved: Resolved
+    spec: RunSpec
+    inventory: Inventory
+    copied: bool
+    publish: tuple[str, ...]
+
+    @property
+    def model(self) -> PinnedModel:
+        return self.resolved.model
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the input, as far as known."""
+        return sum(file.rows for file in self.inventory.files)
+
+
+def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) -> _Checked:
+    """Compile the job and return it with its input; raise for what a run would refuse."""
     from prefect_raybatch import source
 
     job = resolved.job
@@ -110,27 +132,34 @@ def dry_run_resolved(
     planning.check_against_schema(spec, found.schema)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
-    resolved = resolved.pinned()
+    resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input
     check_pinned_model(spec, resolved.model, files=what_if is None)
-    if sample and resolved.model["source"] == ENDPOINT:
+    return _Checked(resolved, spec, found, copied, publish)
+
+
+def dry_run_resolved(
+    resolved: Resolved, run_key: str | None, what_if: Capacity | None, sample: int
+) -> DryRun:
+    """Return what a run would do; see `api.dry_run`."""
+    job = resolved.job
+    checked = _checked(resolved, run_key, what_if)
+    if sample and checked.model["source"] == ENDPOINT:
         raise ConfigError(
             "--tokens needs the model's tokenizer, which engine.endpoint has not; remove --tokens"
         )
-    tokens, auto = None, spec.engine.model.context_auto
+    tokens, auto = None, checked.spec.engine.model.context_auto
     if sample or auto:
-        tokens = _prompt_lengths(spec, resolved.model, found, copied, run_key, sample)
-        spec = spec.decide(context=tokens.max_model_len if auto else None)
-    hosted = _hosted_rows(spec, resolved.model, found, copied)
-    made = [] if tokens or what_if else _function_problem(spec, resolved.model, found, copied)
-    rows, model = sum(file.rows for file in found.files), resolved.model
-    row_bytes = image_bytes.row_bytes(
-        spec.prompt.images, spec.engine.model, read, model, found, samples=not copied
-    )
-    fitted = _fitted(spec, model, rows, row_bytes, what_if)
-    reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
+        tokens = _prompt_lengths(checked, run_key, sample)
+        decided = checked.spec.decide(context=tokens.max_model_len if auto else None)
+        checked = replace(checked, spec=decided)
+    spec, found, rows = checked.spec, checked.inventory, checked.rows
+    hosted = _hosted_rows(checked)
+    made = [] if tokens or what_if else _function_problem(checked)
+    fitted = _fitted(checked, what_if)
+    reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
     first = None
-    if resolved.first is not None:
-        first = dry_run_resolved(resolved.first, run_key, what_if, sample)
+    if checked.resolved.first is not None:
+        first = dry_run_resolved(checked.resolved.first, run_key, what_if, sample)
         first = replace(first, cost=None)  # the estimate is that of both models
     return DryRun(
         job=job.name,
@@ -140,7 +169,7 @@ def dry_run_resolved(
         sizing=fitted.sizing,
         columns=tuple(found.schema.names),
         result=result_columns(spec.finish, spec.sampling, spec.engine.model.task),
-        model=resolved.model,
+        model=checked.model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
         have=asdict(fitted.capacity),
@@ -154,7 +183,7 @@ def dry_run_resolved(
         tokens=tokens,
         hosted=hosted,
         table=found.table,
-        publish=publish,
+        publish=checked.publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
         cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
@@ -176,19 +205,19 @@ def _cost(
     return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
 
 
-def _hosted_rows(
-    spec: RunSpec, model: PinnedModel, found: Inventory, copied: bool
-) -> HostedRows | None:
+def _hosted_rows(checked: _Checked) -> HostedRows | None:
     """Return what a few rows reserve of a hosted model's limits; None without one."""
-    endpoint = spec.engine.model.endpoint
+    spec, endpoint = checked.spec, checked.spec.engine.model.endpoint
     if endpoint is None:
         return None
     rows = hosted_rows.HOSTED_SAMPLE
-    if copied:
+    if checked.copied:
         blocks = counting.blocks_of_heads(spec.read, rows)
     else:
-        blocks = counting.spread_blocks(spec.prompt, spec.read, found, None, rows)
-    return hosted_rows.look_at(endpoint, spec.prompt, spec.sampling, spec.limits, model, blocks)
+        blocks = counting.spread_blocks(spec.prompt, spec.read, checked.inventory, None, rows)
+    return hosted_rows.look_at(
+        endpoint, spec.prompt, spec.sampling, spec.limits, checked.model, blocks
+    )
 
 
 def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
@@ -198,19 +227,17 @@ def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
     return [problem] if problem else []
 
 
-def _function_problem(
-    spec: RunSpec, model: PinnedModel, found: Inventory, copied: bool
-) -> list[str]:
+def _function_problem(checked: _Checked) -> list[str]:
     """Return why the prompt function makes no prompt of any of a few rows.
 
     Empty if it does, and where it cannot be tried: the run says why.
     """
-    place = str(model["source"])
+    place = str(checked.model["source"])
     without = place == ENDPOINT or is_remote(place)  # a tokenizer, which comes with the weights
-    if not spec.prompt.function or not found.files or without:
+    if not checked.spec.prompt.function or not checked.inventory.files or without:
         return []
     try:
-        _prompt_lengths(spec, model, found, copied, None, TRIED_ROWS)
+        _prompt_lengths(checked, None, TRIED_ROWS)
     except counting.NoPromptMade as error:
         return [f"prompt.function: {error}"]
     except ConfigError as error:
@@ -218,23 +245,17 @@ def _function_problem(
     return []
 
 
-def _prompt_lengths(
-    spec: RunSpec,
-    model: PinnedModel,
-    found: Inventory,
-    copied: bool,
-    run_key: str | None,
-    sample: int,
-) -> counting.PromptLengths:
+def _prompt_lengths(checked: _Checked, run_key: str | None, sample: int) -> PromptLengths:
     """Return the lengths of `sample` prompts, and the context length that follows from them.
 
     `sample` 0: as many as a plan samples.
     """
     sample = sample or counting.SAMPLE_ROWS
-    if copied:
+    spec, model = checked.spec, checked.model
+    if checked.copied:
         lengths = counting.of_heads(spec, model, sample)
     else:
-        lengths = counting.of_files(spec, model, found, sample=sample)
+        lengths = counting.of_files(spec, model, checked.inventory, sample=sample)
     return length_of_spec(spec, run_key, lengths)
 
 
@@ -249,26 +270,24 @@ class _Fitted:
     sizing: Sizing
     capacity: Capacity
     needs: JsonObject
-    known: Model | None
+    model: Model | None
     problems: tuple[str, ...]
 
     def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
         """Return all sizes with their reasons."""
         least = spec.limits.min_agreement
-        have, size, model = self.capacity, self.sizing, self.known
+        have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
         return tuple(found)
 
 
-def _fitted(
-    spec: RunSpec,
-    model: PinnedModel,
-    rows: int,
-    row_bytes: float,
-    what_if: Capacity | None,
-) -> _Fitted:
-    """Return the sizes of a run of so many rows, on the job's cluster or on `what_if`."""
-    asked = spec.sizes
+def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
+    """Return the sizes of the run, on the job's cluster or on `what_if`."""
+    spec, model, rows, asked = checked.spec, checked.model, checked.rows, checked.spec.sizes
+    row_bytes = image_bytes.row_bytes(
+        *(spec.prompt.images, spec.engine.model, spec.read, model, checked.inventory),
+        samples=not checked.copied,
+    )
     have, problems = (what_if, []) if what_if else sized.capacity_or_assumed(asked, spec.cluster)
     known, unknown = sized.model_sizes(asked, model, have)
     if what_if:
@@ -291,9 +310,7 @@ def _fitted(
     return _Fitted(size, have, needs, known, tuple(problems))
 
 
-def reuse_plan(
-    resolved: Resolved, spec: RunSpec, found: Inventory, copied: bool, run_key: str | None
-) -> ReusePlan:
+def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:
     """Return what the job would reuse, by all its rows.
 
     Input that must be copied is copied to TMPDIR and removed again.
@@ -303,10 +320,11 @@ def reuse_plan(
     from prefect_raybatch import source
     from prefect_raybatch.runs.increment import worked_out
 
+    spec, found, copied = checked.spec, checked.inventory, checked.copied
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
         store = None
         if copied:
             store = open_store(folder)
             found = source.snapshot(spec.read, store, "plan")
-        with worked_out(resolved, spec, found, store, run_key, alone=copied) as worked:
+        with worked_out(checked.resolved, spec, found, store, run_key, alone=copied) as worked:
             return ReusePlan(worked.counts, worked.earlier.runs, worked.earlier.differs)

@@ -15,7 +15,6 @@ from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.accepted import Accepted, all_accepted
 from prefect_raybatch.ledger.increments import (
-    OF_ROWS,
     Answers,
     Increment,
     answer_files,
@@ -75,7 +74,7 @@ def finalize_spec(
 
     layout, endpoint = spec.output.layout, spec.engine.model.endpoint
     if ledger.finished(plan) is not None:
-        return _end(ledger, plan, layout.compact, endpoint)
+        return _finished_report(ledger, plan, layout.compact, endpoint)
     try:
         result = finalize(
             ledger,
@@ -90,15 +89,17 @@ def finalize_spec(
     except CorruptRun:
         if ledger.finished(plan) is None:
             raise
-        return _end(ledger, plan, True, endpoint)  # another finalizer was done first and tidied up
+        # Another finalizer was done first and tidied up.
+        return _finished_report(ledger, plan, True, endpoint)
     made = completed_report(spec, ledger, plan, result.tally, result.parts, progress)
     if ledger.finished(plan) is not None:
-        return _end(ledger, plan, True, endpoint)  # the report is the other finalizer's too
+        # Another finalizer was done first: the report on disk is its own.
+        return _finished_report(ledger, plan, True, endpoint)
     put_reports(ledger.store, made)
     success = _success(spec, plan, result, made.accepted)
     put_answer_files(spec.read, spec.finish, spec.engine.model, ledger.store, plan, success)
     ledger.succeed(success)
-    return _end(ledger, plan, True, endpoint)
+    return _finished_report(ledger, plan, True, endpoint)
 
 
 def completed_report(
@@ -135,10 +136,10 @@ def completed_report(
     )
     made = replace(made, advice=advise(made, spec))
     increment = increment_of(plan)
-    if increment is not None and increment.ledger == OF_ROWS:
+    if increment is not None and increment.looks_up:
         # Answers that were only asked apart to put rows in order are of no use to later runs.
         days = spec.reuse.keep_days if spec.reuse.keeps else 0.0
-        made = with_reuse(made, ledger, plan, increment, tally, days)
+        made = _with_reuse(made, ledger, plan, increment, tally, days)
     asks = _report_of_asks(store, increment)
     if increment is None or spec.cascade is None:
         return with_cost(made, ledger, plan, spec.cluster.prices, asks)
@@ -192,7 +193,7 @@ def write_parts(
             yield from one_by_one(write, tasks, size)
 
 
-def with_reuse(
+def _with_reuse(
     report: RunReport,
     ledger: Ledger,
     plan: Plan,
@@ -202,45 +203,54 @@ def with_reuse(
 ) -> RunReport:
     """Return the report of a run that reuses answers, with the savings.
 
-    Engine figures are those of its requests phase. First records in the run directory which files
-    hold the raw answers, kept for `days`.
+    Engine figures are those of its requests phase. First records in answers.json which files hold
+    the raw answers, kept for `days` (None: as long as the run).
     """
-    store, counts, stats = ledger.store, increment.counts, tally.stats
-    begun = begin_asks(store, increment)
-    seconds, files = increment.seconds, answer_files(plan, increment, store)
+    begun, seconds = begin_asks(ledger.store, increment), increment.seconds
     if begun is not None:
         asks = load_report(begun[0].store)
-        notes = [begun[0].read_attempt(name) for name in begun[0].attempts()]
-        gpus = max((note.get("gpus") or 0 for note in notes), default=0)
-        if asks.good:
-            seconds = round(asks.seconds * max(gpus, asks.engines, 1) / asks.good, 6)
-        cached = asks.tokens.get("cached_tokens", 0.0)
-        report = replace(
-            report,
-            **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
-            other_engines=asks.other_engines,
-            engine_deaths=report.engine_deaths + asks.engine_deaths,
-            starts=asks.starts,
-            seconds=round(report.seconds + asks.seconds, 1),
-            tokens={**report.tokens, "cached_tokens": cached},
-        )
-        if report.seconds:
-            report = replace(report, rows_per_s=round(report.rows / report.seconds, 1))
+        seconds = _seconds_an_answer(begun[0], asks) if asks.good else seconds
+        report = _with_engine_figures(report, asks)
     Answers(
         run_key=plan.run_key,
         plan=plan.hash,
         context=increment.context,
         parts=increment.parts,
-        files=files,
+        files=answer_files(plan, increment, ledger.store),
         until=None if days is None else time.time() + days * DAY,
         seconds=seconds,
         rejected=rejected_answers(ledger, plan, increment) if tally.failed else {},
-    ).put(store)
+    ).put(ledger.store)
+    counts = increment.counts
     saved = {"reused": counts.reused, "merged": counts.merged, "asked": counts.asked}
-    saved["saved_tokens"] = int(stats.saved_tokens or 0)
+    saved["saved_tokens"] = int(tally.stats.saved_tokens or 0)
     rows = counts.reused + counts.merged
     more = {} if seconds is None else {"saved_seconds": round(rows * seconds, 1)}
     return replace(report, reuse={**saved, **more})
+
+
+def _seconds_an_answer(ledger: Ledger, asks: RunReport) -> float:
+    """Return the GPU-seconds of an answer in the requests phase, whose report is `asks`."""
+    notes = [ledger.read_attempt(name) for name in ledger.attempts()]
+    gpus = max((note.get("gpus") or 0 for note in notes), default=0)
+    return round(asks.seconds * max(gpus, asks.engines, 1) / asks.good, 6)
+
+
+def _with_engine_figures(report: RunReport, asks: RunReport) -> RunReport:
+    """Return the report of a run with the engine figures of its requests phase, `asks`."""
+    cached = asks.tokens.get("cached_tokens", 0.0)
+    report = replace(
+        report,
+        **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
+        other_engines=asks.other_engines,
+        engine_deaths=report.engine_deaths + asks.engine_deaths,
+        starts=asks.starts,
+        seconds=round(report.seconds + asks.seconds, 1),
+        tokens={**report.tokens, "cached_tokens": cached},
+    )
+    if report.seconds:
+        report = replace(report, rows_per_s=round(report.rows / report.seconds, 1))
+    return report
 
 
 def _success(spec: RunSpec, plan: Plan, result: Result, accepted: tuple[Accepted, ...]) -> Success:
@@ -281,8 +291,10 @@ def of_whom(plan: Plan) -> list[str]:
     return [f"a retry of failed rows of run {plan.parent}, with the row numbers of that run"]
 
 
-def _end(ledger: Ledger, plan: Plan, tidy: bool, endpoint: EndpointSpec | None) -> RunReport:
-    """Return the report of a finished run; `tidy` removes the pieces that its result does not need.
+def _finished_report(
+    ledger: Ledger, plan: Plan, tidy: bool, endpoint: EndpointSpec | None
+) -> RunReport:
+    """Return the report of a finished run; `tidy` first removes files that are no longer needed.
 
     `orphans` checks again whose `_SUCCESS` it is and whether the parts exist.
     """

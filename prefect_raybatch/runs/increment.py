@@ -98,7 +98,11 @@ def _skip(error: DamagedAnswers, skipped: set[str]) -> None:
 
 @dataclass
 class Worked:
-    """What a run would reuse and ask; `join` gives it row by row."""
+    """The rows of a run, joined with the answers of `earlier` runs.
+
+    `join` says for each row whether its answer is reused, shared or asked; `rows` are the rows'
+    keys, made by `keying`, and `parts` is its context.
+    """
 
     keying: Keying
     parts: JsonObject
@@ -382,7 +386,7 @@ def plan_first_model(resolved: Resolved, spec: RunSpec, taken: RunInput) -> Json
 
 
 def asks_of(spec: RunSpec) -> RunSpec:
-    """Return what the requests phase of a run does: it asks the distinct requests of `spec`.
+    """Return the spec of the requests phase of a run, which asks the distinct requests of `spec`.
 
     Its answers are raw; finishing them is left to the rows phase.
     """

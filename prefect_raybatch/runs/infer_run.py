@@ -22,7 +22,6 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import (
-    OF_ROWS,
     Increment,
     begin_asks,
     increment_of,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.cluster.sharing import User
     from prefect_raybatch.cluster.warm import WarmKind
-    from prefect_raybatch.driver.driver import OtherLedger, Progress, RunPass
+    from prefect_raybatch.driver.driver import PhaseProgress, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
     from prefect_raybatch.sizing.sizes import Capacity, Sizing
 
@@ -121,8 +120,8 @@ def infer_phase(
     observe: Callable[[Progress], None],
     engine: type | None = None,
     joined: JoinedCluster | None = None,
-    before: OtherLedger | None = None,
-    later: OtherLedger | None = None,
+    before: PhaseProgress | None = None,
+    later: PhaseProgress | None = None,
 ) -> Progress:
     """Make one attempt at the pending shards of a phase; return the progress at the end.
 
@@ -171,11 +170,11 @@ class Phase:
     @property
     def looks_up(self) -> bool:
         """Return whether every answer of this phase exists already, so that it needs no engine."""
-        return self.increment is not None and self.increment.ledger == OF_ROWS
+        return self.increment is not None and self.increment.looks_up
 
     @property
     def sizes(self) -> SizeSpec:
-        """Return what the phase's sizes follow from: without engines where it only looks up."""
+        """Return the size spec of the phase: without engines if it asks no row."""
         return self.spec.sizes.without_engine() if self.needs_no_engine else self.spec.sizes
 
     @property
@@ -184,11 +183,11 @@ class Phase:
         return self.ledger.finished(self.plan) is not None
 
     @property
-    def extent(self) -> OtherLedger:
+    def extent(self) -> PhaseProgress:
         """Return the size of this phase, as the progress of the run's other phase shows it."""
-        from prefect_raybatch.driver.driver import OtherLedger
+        from prefect_raybatch.driver.driver import PhaseProgress
 
-        return OtherLedger(self.plan.rows, self.plan.shards)
+        return PhaseProgress(self.plan.rows, self.plan.shards)
 
 
 def begin_phases(
@@ -257,7 +256,7 @@ class Attempt:
         )
         self.spent = Spent()
 
-    def resume(self, before: OtherLedger | None, later: OtherLedger | None) -> bool:
+    def resume(self, before: PhaseProgress | None, later: PhaseProgress | None) -> bool:
         """Count what is committed; return whether anything is pending.
 
         `before` and `later` are the run's other phase, which the progress counts.
@@ -308,7 +307,7 @@ class Attempt:
         return joined
 
     def decide(self, joined: JoinedCluster) -> None:
-        """Settle what must be known before the first row: its answer's place, or the precision."""
+        """Record where each row's answer is if the phase looks up, else decide on the precision."""
         if self.phase.looks_up:
             self._place_answers(joined.user)
         elif self.phase.spec.engine.tries:

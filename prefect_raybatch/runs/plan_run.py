@@ -91,7 +91,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     if plan is not None:
         _check_same(plan, resolved, store.uri, accept)
         return resolved
-    if resolved.known is not None:
+    if resolved.pinned_model is not None:
         resolved = _checked(resolved)
     read = read_spec(job.source)
     if source.needs_snapshot(read):
@@ -296,9 +296,9 @@ def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
         return
     from prefect_raybatch.cluster import connect as cluster
 
-    increment = increments.increment_of(plan)
-    looks_up = increment is not None and increment.ledger == increments.OF_ROWS
-    rows = increment.counts.asked if increment is not None and looks_up else plan.rows
+    increment, rows = increments.increment_of(plan), plan.rows
+    if increment is not None and increment.looks_up:
+        rows = increment.counts.asked
     have = cluster.glance(spec.cluster) or assumed(spec.sizes)
     found = estimate(spec.cluster, spec.sizes, spec.output, spec.limits.max_cost, have, rows)
     if found is not None and found.warning:

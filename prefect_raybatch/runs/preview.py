@@ -25,6 +25,7 @@ from prefect_raybatch.stages.block import Row, Tokenizer
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
+    from prefect_raybatch.cluster.pipeline import Pipeline
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.plan_tables import Shards
     from prefect_raybatch.ledger.records import Plan
@@ -37,7 +38,10 @@ START_PHASE, ANSWERS_PHASE = "engine's start", "answers"  # in the seconds of a 
 
 @dataclass(frozen=True)
 class PreviewedPrompt:
-    """What one row asks: the prompt as the model gets it and its tokens; or why it asks nothing."""
+    """The prompt of one row: the text that the model gets, and its number of tokens.
+
+    `trouble` says why the row makes no prompt, "" if it makes one.
+    """
 
     row: int
     text: str
@@ -80,21 +84,14 @@ def preview_spec(
     """
     from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
     from prefect_raybatch.ledger.plan_tables import decode_schema
-    from prefect_raybatch.ledger.records import Unit
-    from prefect_raybatch.stages.block import is_lost, losses
 
     schema = decode_schema(plan.input_schema)
     attempt, stage = uuid.uuid4().hex, engine or stage_of(spec, batch=False)
     pipeline = Pipeline(spec, plan, shards, ledger.store, attempt, size, engine=stage)
     clock.took("plan")
-    units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]
-    read = [t for task in pipeline.read_tasks(units, False) for t in pipeline.reader.read(task)]
+    read = _read(pipeline, plan, shards)
     prepare, launch, finish = pipeline.stages(False)
-    prepared = []
-    for table in read:
-        if is_lost(table):
-            raise SourceError(losses(table)[0].message)
-        prepared.append(prepare(table))
+    prepared = [prepare(table) for table in read]
     clock.took("prompts")
     preview = Preview(
         job=spec.name,
@@ -113,6 +110,19 @@ def preview_spec(
         for kind, finished in _finished(ledger, plan, shards, finish(table)):
             rows[kind] += finished
     return replace(preview, answers=tuple(rows["data"]), failed=tuple(rows["quarantine"]))
+
+
+def _read(pipeline: Pipeline, plan: Plan, shards: Shards) -> list[pa.Table]:
+    """Return all shards of the plan as blocks; raise `SourceError` if one cannot be read."""
+    from prefect_raybatch.ledger.records import Unit
+    from prefect_raybatch.stages.block import is_lost, losses
+
+    units = [Unit(shard, 0, shards[shard].rows) for shard in range(plan.shards)]
+    read = [t for task in pipeline.read_tasks(units, False) for t in pipeline.reader.read(task)]
+    for table in read:
+        if is_lost(table):
+            raise SourceError(losses(table)[0].message)
+    return read
 
 
 def _answered(

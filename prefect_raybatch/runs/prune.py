@@ -96,12 +96,18 @@ def prune_runs(
     firsts = {line.run_key for line in lines if line.parent is None}
     order = sorted(found.removed, key=lambda key: (key in firsts, key))
     found.removed = {key: found.removed[key] for key in order}
-    for key in found.removed if not dry_run else ():
-        if found.lines[key].is_attempt:
+    if not dry_run:
+        _remove_all(root, found)
+    return found
+
+
+def _remove_all(root: Store, pruned: Pruned) -> None:
+    """Remove the runs and attempts of `pruned.removed`, in its order."""
+    for key in pruned.removed:
+        if pruned.lines[key].is_attempt:
             root.delete([f"{key}/{LAST_ATTEMPT}"])
         else:
             _remove(root, key)
-    return found
 
 
 def _note(root: Store, found: Pruned, members: list[RunLine], reason: str | None) -> None:

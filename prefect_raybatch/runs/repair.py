@@ -22,7 +22,6 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.ledger.family import Member, check_named, place
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
 from prefect_raybatch.ledger.increments import (
-    OF_ROWS,
     Increment,
     asks_ledger,
     begin_asks,
@@ -53,7 +52,7 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-MOST_SAID = 20  # of what is wrong
+MOST_SAID = 20  # faults that a message names
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
         named = increment_of(asks.plan)
         for name in {*asks.plan.tables, *(named.tables if named is not None else ())}:
             put_table(ledger.store, name, _table(asks.ledger, name))
-        own_input = increment.ledger == OF_ROWS  # the models of a cascade share one
+        own_input = increment.looks_up  # the models of a cascade share one
         for file in asks.ledger.files(asks.plan) if own_input else ():
             _copy(asks.ledger, ledger, file.uri)
         if (decided := _decision(asks.ledger.store)) is not None:

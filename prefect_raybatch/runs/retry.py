@@ -23,7 +23,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.family import Family, Member, load_family
-from prefect_raybatch.ledger.increments import OF_ASKS, OF_FIRST, increment_of
+from prefect_raybatch.ledger.increments import is_first_phase
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.published import all_published
@@ -59,8 +59,7 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
         raise CorruptRun("\n".join(family.strays))
     parent = family.members[key]
     where = parent.ledger.store.uri
-    increment = increment_of(parent.plan)
-    if increment is not None and increment.ledger in (OF_ASKS, OF_FIRST):
+    if is_first_phase(parent.plan):
         raise ConfigError(
             f"{where} holds the requests of a run, not its rows. Retry the failed rows "
             "of the run itself"
@@ -134,7 +133,7 @@ def check_classes(parent: Member, errors: Sequence[str]) -> None:
 
 
 def new_child(
-    family: Family, parent: Member, known: Resolved, selection: JsonObject
+    family: Family, parent: Member, resolved: Resolved, selection: JsonObject
 ) -> tuple[Ledger, Plan] | Nothing:
     """Create a child run, with the next key, from failed rows that no other child has taken.
 
@@ -153,7 +152,7 @@ def new_child(
     if not len(numbers):
         return all_taken(family, parent, rows.takers())
     taken = RunInput(found, ledger.store, attempt, copied=True)
-    resolved = _as_parent(known, parent.plan)
+    resolved = _as_parent(resolved, parent.plan)
     spec = compile_job(resolved.job, found.schema.names)
     context = None
     if spec.engine.model.context_auto:  # these are other rows, often the long ones
@@ -288,8 +287,8 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
     before = planned_job(parent).engine
     now = resolved.job.engine
     same = (now.model, now.revision) == (before.model, before.revision)
-    if resolved.known is None and same:
-        return replace(resolved, known=parent.model)
+    if resolved.pinned_model is None and same:
+        return replace(resolved, pinned_model=parent.model)
     return resolved.pinned()
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from prefect_raybatch.driver.heartbeat import BEAT_EVERY, read_beats
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.ledger.increments import asks_ledger, increment_of
+from prefect_raybatch.ledger.increments import ledgers_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.report.records import StartTimes
@@ -48,11 +48,8 @@ def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
     From the begin of an attempt to its last heartbeat, with the start of engines and all waiting.
     Concurrent attempts count once; anything missing in a record or heartbeat counts as nothing.
     """
-    ledgers, increment = [ledger], increment_of(plan)
-    if increment is not None and increment.asks is not None:
-        ledgers.append(asks_ledger(ledger.store))
     spans = []
-    for one in ledgers:
+    for one in ledgers_of(ledger, plan):
         began = {str(note["attempt"]): _instant(note.get("started")) for note in _notes(one)}
         for name, beat in read_beats(one.store, began).items():
             if (start := began[name]) is not None:

@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.drains import Drain, read_drain
 from prefect_raybatch.ledger.failures import alike, failure_texts
 from prefect_raybatch.ledger.family import load_family, place
 from prefect_raybatch.ledger.forks import follow_forks
-from prefect_raybatch.ledger.increments import OF_ASKS, OF_FIRST, asks_ledger, increment_of
+from prefect_raybatch.ledger.increments import asks_ledger, increment_of, is_first_phase
 from prefect_raybatch.ledger.last_attempt import ATTEMPT_FAILED, last_attempt_of
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -158,8 +158,7 @@ def _retries(uri: str, plan: Plan, options: StoreOptions | None) -> tuple[tuple[
     """Return `retried_by` and `retry_options` of a finished run with failed rows."""
     from prefect_raybatch.runs.retry import options_of_retry
 
-    increment = increment_of(plan)
-    if increment is not None and increment.ledger in (OF_ASKS, OF_FIRST):
+    if is_first_phase(plan):
         return (), ()  # its rows are retried in the run itself
     needed = tuple(options_of_retry(plan))
     try:

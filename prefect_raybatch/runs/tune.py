@@ -155,7 +155,11 @@ def altered(
 
 
 def said_of_altered(trials: Sequence[Trial], options: Sequence[Changes], least: float) -> list[str]:
-    """Return what each option brought and what it changes, and which there was no time for."""
+    """Return a sentence for each option that may alter answers.
+
+    It gives the factor of speed and the share of sampled answers that stay; `least` is
+    `limits.min_agreement`. A last sentence names the options that were not tried.
+    """
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
     said = []

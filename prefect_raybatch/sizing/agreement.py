@@ -50,12 +50,16 @@ def confidence_of_each(tries: int) -> float:
 
 
 def least_sample(least: float, confidence: float) -> int:
-    """Return the smallest sample that can show the share: the one in which every row agrees."""
+    """Return how many rows show the share `least` if the answers to all of them agree."""
     return math.ceil(math.log(1 - confidence) / math.log(least) - 1e-9)
 
 
 def sample_size(least: float, confidence: float) -> int:
-    """Return the sample that shows `least` with half of the allowed disagreements."""
+    """Return how many rows to compare, so that at least `least` of all answers are shown to agree.
+
+    Enough if half as many rows differ as `least` allows: at least `LEAST_SAMPLE`, and at most
+    `MOST_SAMPLE` unless even a sample without differences needs more.
+    """
     must = least_sample(least, confidence)
     for differ in range(1, 100):
         rows = math.ceil(2 * differ / (1 - least))

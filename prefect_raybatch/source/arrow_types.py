@@ -149,7 +149,7 @@ def is_empty_struct(kind: pa.DataType) -> bool:
 
 
 def holds_empty_struct(kind: pa.DataType) -> bool:
-    """Return whether `kind` contains one, at any depth."""
+    """Return whether `kind` contains a struct without fields, at any depth."""
     found = []
 
     def look(inner: pa.DataType) -> pa.DataType:

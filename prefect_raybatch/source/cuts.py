@@ -21,11 +21,11 @@ from prefect_raybatch.source.encodings import UTF8_MARK
 from prefect_raybatch.source.find import Cut, File, ending
 from prefect_raybatch.source.json_arrays import is_array
 
-CUT_BYTES = 32 << 20  # of a file a part, in whole blocks: a multiple of streams.BLOCK_BYTES
+CUT_BYTES = 32 << 20  # of a part of a file: whole blocks, so a multiple of streams.BLOCK_BYTES
 SCAN_BYTES = 4 << 20  # looked at for quotes at a time
 NEWLINE = 10
 LINE_WINDOW = 1 << 16  # looked through for a line's end
-HEADER_BYTES = 1 << 20  # a longer header line is no reason to cut behind it
+HEADER_BYTES = 1 << 20  # looked through for the header line; with a longer one, no cut is made
 
 Everywhere = Callable[
     [Callable[[Any], Any], Iterable[Any], int], Generator[tuple[int, Any], None, None]
@@ -48,7 +48,7 @@ class Stretch:
     head: bytes = b""
 
     def opened(self) -> File:
-        """Return it as a file of its own. Raises SourceError if the file is shorter by now."""
+        """Return the stretch as a file. Raises SourceError if the whole file is shorter by now."""
         if self.stop is None:
             return self.file
         data = _bytes_of(self.file, self.start, self.stop)
@@ -168,9 +168,10 @@ class _Scan:
 
 
 def beginning(file: File) -> File:
-    """Return the first lines of a text file as a file, for a guess.
+    """Return the whole lines in the first `HEADER_BYTES` of a text file, as a file.
 
-    Text in quotes may be truncated. Returns the whole file if it is compressed or an array.
+    Columns and row counts are estimated from it. A quoted value that spans lines may be cut off.
+    A compressed file and a JSON array are returned whole.
     """
     if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
         return file

@@ -60,7 +60,7 @@ SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a run reads.
+    """The input of a run.
 
     `files` in reading order; `schema` of the columns read, with dictionary types decoded;
     `row_bytes`, the largest mean of uncompressed bytes per row over the files; `format`: parquet,

@@ -32,7 +32,7 @@ from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
 BATCH_BYTES = 32 << 20
 FOOTER_THREADS = 16
-FOOTERS_AHEAD = 64  # with a limit, so many footers more than needed are read
+FOOTERS_AHEAD = 64  # footers read at once, though a limit may need fewer
 
 
 def batch_rows(row_bytes: float) -> int:

@@ -86,7 +86,7 @@ def saved_dataset(store: Store) -> bool:
 
 
 class Places:
-    """What folders are, by their URI: from listings, or looked up once."""
+    """Remembers which folders are tables or runs: from listings, or looked up once each."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

@@ -15,7 +15,7 @@ EngineFields = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """Which model answers, and how it is loaded.
+    """The model that answers, and the arguments to load it with.
 
     `name` is a Hugging Face name, a folder, an s3:// folder or `demo`. `context` is the context
     length in tokens, None for the model's own; with `context_auto` it is still to be measured so
@@ -47,7 +47,7 @@ EarlyStop = Literal["decided", "first_token", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Which model answers, and how its engines are driven.
+    """The model that answers, and the ways in which its engines get requests.
 
     `sort`: rows of a shard enter the engine in the order that suits it. `merge`: equal requests of
     a shard are asked once. `early_stop` says when an answer out of several choices is complete:

@@ -12,7 +12,7 @@ from prefect_raybatch.spec.options import HiddenOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSpec:
-    """What to read.
+    """The input of a run: where it is, and which part of it is read.
 
     `format` is as the job names it, `auto` to infer it from the files; `table_format` is the kind
     of table that format or scheme tell, None if only a look at the files can. `stored`: the URIs

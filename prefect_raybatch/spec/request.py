@@ -43,13 +43,13 @@ class ImageSpec:
         return size[0] * size[1]
 
     def limits(self) -> dict[str, int]:
-        """Return vLLM's limit_mm_per_prompt."""
+        """Return vLLM's limit_mm_per_prompt: the images of a row, and none of other media."""
         return {"image": self.most, **dict.fromkeys(OTHER_MODALITIES, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec:
-    """How a row becomes a request; exactly one of `template`, `function` and `messages` is set.
+    """The parts of a prompt; exactly one of `template`, `function` and `messages` is set.
 
     `chat_template` is the text of a template, None for the model's own. `columns` are the input
     columns that the job names, each with the field that names it; a function may read any column.
@@ -76,7 +76,7 @@ class PromptSpec:
 
     @property
     def alike(self) -> bool:
-        """Whether all rows ask the same: a template into which nothing of a row goes."""
+        """True if all rows make the same prompt, from a template that uses no column."""
         return self.template is not None and not self.columns and self.images is None
 
     @property
@@ -91,7 +91,7 @@ class PromptSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """How the answers to a row are sampled.
+    """The sampling of the answers to a row.
 
     `fields` go to vLLM with each request; `pooling` are those of a pooling task, except the task
     itself, which its model decides. `max_tokens` is the most tokens of an answer, 1 if the task
@@ -117,7 +117,10 @@ class SamplingSpec:
 
     @property
     def fills_context(self) -> bool:
-        """Return whether the context alone limits the answers; `max_tokens` is then assumed."""
+        """Return whether answers may fill the context (`sampling.max_tokens: null`).
+
+        `max_tokens` is then an assumption, for sizes.
+        """
         return self.fields.get("max_tokens") == WHOLE_CONTEXT
 
     @property

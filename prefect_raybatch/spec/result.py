@@ -38,7 +38,7 @@ class ParsingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishSpec:
-    """What a row of the result holds.
+    """The columns of a result, and which answers are valid.
 
     `column` is the name of the answer's column, `row_number` that of the column with the row's
     number in the input. `columns` are the input columns that the result keeps, None for all.
@@ -69,7 +69,7 @@ class FinishSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the files of a result are laid out.
+    """The layout of a result's files.
 
     `compact`: in input order, in files of about `file_bytes`; otherwise the pieces stay, with a
     manifest. `read_back`: each file is read completely after it was written.
@@ -82,9 +82,9 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSpec:
-    """Where the result goes: a folder with a run directory for each run, and `targets`.
+    """The folder that holds a directory for each run, and the targets of the result.
 
-    The result is published to the targets. `options` are s3fs options.
+    `options` are those of the folder's store, as in output.options.
     """
 
     uri: str

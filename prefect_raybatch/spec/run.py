@@ -34,7 +34,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseSpec:
-    """Which answers of earlier runs a run reuses, and whether it keeps its own for later ones.
+    """The answers of earlier runs that a run reuses, and whether it keeps its own for later ones.
 
     `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
     the job, `all` for each complete one, None for none. `keep_days` is how many days raw answers
@@ -49,13 +49,13 @@ class ReuseSpec:
 
     @property
     def asks_apart(self) -> bool:
-        """Whether requests are asked in a ledger of their own, where rows look answers up."""
+        """True if a phase with its own ledger asks the requests, and rows then look answers up."""
         return self.keeps or self.ordered
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a run does, compiled from its job.
+    """Everything that a run does, compiled from its job, with one part for each concern.
 
     What a job leaves to the rows or to a trial is settled by `decide`, which returns another spec.
     Only two other places copy a spec with changes: the requests that a run asks first

@@ -12,7 +12,7 @@ Grammar = Literal["", "xgrammar", "guidance"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """What the tokens of a row depend on, besides the bytes of its columns.
+    """The factors of a row's number of tokens, besides the bytes of its columns.
 
     `shared_characters` begin every prompt (the system prompt, and the template up to its first
     column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
@@ -34,7 +34,7 @@ class RowSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSpec:
-    """What a job says about sizes; None for a size to be chosen.
+    """The sizes that a job sets; None for one that is chosen.
 
     `replicas` is the fewest and the most copies of the model. `tensor` and `pipeline` are the
     numbers of GPUs that share each layer, and the layers. `context` is the context length in

@@ -77,9 +77,10 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
 
 
 class Spelling:
-    """Checks answers of a block, both as decoded and as spelled by their tokens.
+    """Checks whether the answers of a block have the required form.
 
-    Tokenizers drop leading blanks, and special tokens may be part of a grammar.
+    An answer that does not fit as decoded text is checked again as its tokens spell it: decoding
+    drops leading blanks, and special tokens that may be part of a grammar.
     """
 
     def __init__(

@@ -32,7 +32,10 @@ def logprobs_type(most: int, answers: int) -> pa.DataType:
 
 
 def steps_of(answers: Sequence[Sequence[Step]]) -> list[list[TokenLogprobs]]:
-    """Return a row of `STEPS_TYPE`."""
+    """Return, for each answer, its tokens with their log probabilities, as `STEPS_TYPE` holds them.
+
+    The tokens of a step: the chosen one, then all from the most to the least probable.
+    """
     return [[_ordered(step) for step in steps] for steps in answers]
 
 

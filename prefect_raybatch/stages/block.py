@@ -107,7 +107,7 @@ def failures_of(table: pa.Table) -> list[Failure | None]:
 
 
 def with_failures(table: pa.Table, failures: Iterable[Failure | None]) -> pa.Table:
-    """Return the block with why each row has failed, in place of what it said before."""
+    """Return the block with these as the failures of its rows; None for a valid row."""
     if ERROR in table.column_names:
         table = table.drop_columns([ERROR])
     return ERROR.add_to(table, [failure and failure.to_dict() for failure in failures])

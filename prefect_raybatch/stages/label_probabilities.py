@@ -97,7 +97,7 @@ class LabelTokens:
 
     @property
     def later(self) -> tuple[Fork, ...]:
-        """Return those after the first token, each of which takes a request of its own."""
+        """Return the forks after the first token, each of which takes a request of its own."""
         return tuple(fork for fork in self.forks if fork.before)
 
     def asked(self, sampling: SamplingFields) -> SamplingFields:

@@ -183,8 +183,10 @@ class LookUp:
         lacking = np.flatnonzero((index < 0) & (kinds != NO_REQUEST))
         failures: dict[int, Failure] = {}
         there, why = self.failed.take(at[lacking])
-        if not there.all() or (kinds[lacking] == REUSED).any():
-            raise CorruptRun("answers listed in plan.json are missing")
+        gone = ~there | (kinds[lacking] == REUSED)
+        if gone.any():
+            row = numbers[lacking[gone]][0]
+            raise CorruptRun(f"the answer to row {row} is missing, though plan.json lists its file")
         for i, row in zip(lacking.tolist(), why.to_pylist() if why else (), strict=True):
             failures[i] = Failure(*(str(row[name]) for name in WHY))
         every = pa.concat_tables([*tables, _no_answer(self._schema)])

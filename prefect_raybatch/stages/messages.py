@@ -38,14 +38,14 @@ class ChatRequest:
     job_text: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     def under(self, system: str) -> ChatRequest:
-        """Return it with a system message prepended, unless it brings its own."""
+        """Return the request with a system message prepended, unless it brings its own."""
         if self.messages[0]["role"] == "system":
             return self
         messages = [{"role": "system", "content": system}, *self.messages]
         return replace(self, messages=messages, job_messages=1)
 
     def with_content(self, index: int, start: int, stop: int) -> ChatRequest:
-        """Return it with only the part from `start` to `stop` of the text of a message."""
+        """Return the request with only characters [start, stop) of message `index`."""
         messages = list(self.messages)
         content = messages[index]["content"][start:stop]
         messages[index] = {**messages[index], "content": content}
@@ -56,7 +56,7 @@ class ChatRequest:
         return replace(self, messages=messages, job_text=spans)
 
     def continued(self) -> ChatRequest:
-        """Return it; raise ValueError if no answer can continue its last message."""
+        """Return the request; raise ValueError if no answer can continue its last message."""
         role = self.messages[-1]["role"]
         if role != "assistant":
             raise ValueError(
@@ -66,7 +66,7 @@ class ChatRequest:
         return self
 
     def answer(self, most: int) -> int:
-        """Return the most output tokens: its own max_tokens, or the job's."""
+        """Return the most output tokens: the request's own max_tokens, else `most`, the job's."""
         own = (self.sampling or {}).get("max_tokens")
         return own if isinstance(own, int) else most
 

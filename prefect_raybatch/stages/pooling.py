@@ -27,7 +27,7 @@ RowAnswer = tuple[int, Sequence[int], "Completion"]  # the row asked about, thos
 
 
 class Texts(Enum):
-    """What a row's prompt is made of: one text, a pair in one prompt, or two prompts."""
+    """The texts of a row: one prompt, a pair in one prompt, or two prompts."""
 
     ONE = "one"
     PAIR = "pair"
@@ -36,7 +36,7 @@ class Texts(Enum):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a task asks its model.
+    """A pooling task, such as embed or score: its request fields and the limits of its model.
 
     `fields` go to vLLM with each row; an encoder (`encodes`) processes a prompt in one step, which
     must have room for `longest` tokens; `labels` are the model's, if it classifies.

@@ -330,7 +330,7 @@ def with_images(
 
 
 def messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
-    """Return the messages of a request into which its images go."""
+    """Return the messages of a request with images, or why it cannot have any."""
     if isinstance(request, ChatRequest) and (request.documents or request.raw):
         what = "a raw prompt" if request.raw else "prompt.documents"
         reason = f"{what} and prompt.images cannot be combined. Remove one"

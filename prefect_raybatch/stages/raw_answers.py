@@ -35,7 +35,7 @@ from prefect_raybatch.stages.columns import (
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.storage.checked import BlockSums, block_sums, open_checked
 
-NUMBER = "_row"  # of the request among the asks
+NUMBER = "_row"  # column with the number of the request among all that were asked
 KEY_COLUMN, VECTOR_COLUMN, ORIGIN = "key", "vector", "origin"
 # A column of a block, and what it is called in a file of raw answers.
 RAW_COLUMNS = {

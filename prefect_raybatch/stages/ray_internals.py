@@ -505,10 +505,10 @@ def log_deaths() -> None:
 
 
 def title_forked_worker() -> None:
-    """Give a Ray worker that is a fork its titles by setproctitle.
+    """Let Ray set the process title of a forked worker, as `ps` shows it, through setproctitle.
 
-    Ray's own functions look for the place of a title beside the variables with which the process
-    was started, and setproctitle has moved those.
+    Ray's own functions look for the title's memory beside the initial environment variables, and
+    setproctitle has moved those.
     """
     import setproctitle
     from ray import _raylet

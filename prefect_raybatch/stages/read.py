@@ -59,7 +59,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class Task:
-    """What one read task reads: units in input order, the parts of each, and their files."""
+    """The work of one read task: units in input order, the parts of each, and their files."""
 
     units: tuple[Unit, ...]
     parts: tuple[tuple[FileRows, ...], ...]

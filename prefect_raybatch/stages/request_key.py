@@ -68,7 +68,7 @@ class Keying:
         sampling: SamplingFields | None = None,
         merge: bool = True,
     ) -> Keying:
-        """Return it with the adapters that a plan has `pinned`."""
+        """Return the keying of a context, with the adapters that a plan has `pinned`."""
         named = {name: str(adapter["identity"]) for name, adapter in pinned.items()}
         return cls(context, named, column, sampling or {}, merge)
 
@@ -115,7 +115,11 @@ class Keying:
 
 
 def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
-    """Return the key of one request; `secret` is the hash of its context."""
+    """Return the key of one request, of `KEY_BYTES` bytes.
+
+    `secret` is the hash of the request's context (`context_of`), as bytes; `adapter` is the
+    identity of its adapter.
+    """
     parts: dict[str, object] = {"messages": request.messages}
     if request.images is not None:  # by what they show, wherever that lies
         parts = {"messages": _without_places(request.messages), "images": request.images}
@@ -131,7 +135,7 @@ def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None)
 
 
 def context_of(parts: Mapping[str, object]) -> str:
-    """Return the hash of a context, in hex, for `Keying.context`."""
+    """Return 32 bytes in hex that identify the `parts` of a job and model which shape answers."""
     return hashlib.blake2b(canonical(parts), digest_size=32).hexdigest()
 
 

@@ -154,7 +154,10 @@ class RowText:
         )  # a template trims what stood before the token
 
     def neutral(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with digits instead of the row's own text in each message."""
+        """Return the request with digits in place of the row's text.
+
+        All control tokens in its prompt come from the chat template; see `made_of`.
+        """
         messages: Messages = []
         for i, message in enumerate(request.messages):
             content = message["content"]

@@ -81,7 +81,7 @@ class Encoded:
 
 
 class Truncation(TypedDict, total=False):
-    """How a tokenizer shortens texts; empty for whole texts."""
+    """Arguments of a tokenizer that cut texts at `max_length` tokens; empty for whole texts."""
 
     truncation: bool
     max_length: int

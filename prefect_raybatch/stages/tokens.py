@@ -45,7 +45,7 @@ BORDER = 64  # tokens that the beginning of a text may have more than the same p
 
 @dataclass(frozen=True)
 class Chat:
-    """What makes a prompt in addition to messages.
+    """The settings that turn messages into a prompt.
 
     `template` replaces the tokenizer's own and gets `arguments` and `tools`; the answer continues
     the text `prefill`, or the last message (`continued`). `fields` are those of the job that need a

@@ -27,8 +27,8 @@ from prefect_raybatch.storage import Store, open_store
 
 READING = 8  # shards read at once
 BLOCKS_ASKED = 64  # blocks in an engine at once
-COSINE = 0.99  # of two vectors from which on they are taken for the same
-SCORES_NEAR = 0.1  # of the standard deviation of all scores: nearer ones are taken for the same
+COSINE = 0.99  # cosine similarity from which on two vectors count as the same
+SCORES_NEAR = 0.1  # standard deviations of all scores within which two count as the same
 
 SampledRow = tuple[int, int]  # shard and position
 # "failed" and the error's class; "good" and the columns, of a task that pools the vector (float32),
@@ -169,7 +169,11 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
-    """Yield what is compared of the rows of a pooling task, finished or raw."""
+    """Yield the answer of each row of a pooling task, as two precisions are compared by it.
+
+    A vector to embed, the label of a classification, or the score. `table` is a finished block with
+    the answers in `column`, or one with raw vectors.
+    """
     raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
     for value in table[VECTOR_COLUMN if raw else column].combine_chunks():
         if task == "embed" or raw:

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 KEEPER_FOLDER = "raybatch-engines"  # prefix of the folder with the keeper's socket
 KEEPER_SOCKET, KEEPER_LOCK = "keeper.socket", "keeper.lock"
 KEEPER = "prefect_raybatch.standby.keeper"
-KEEPER_ANSWER = 15.0  # of a keeper whose cluster is up
-KEEPER_START = 180.0  # of one that starts its cluster
-KEEPER_END = 120.0  # in which a keeper ends its engines and its cluster
+KEEPER_ANSWER = 15.0  # seconds for an answer of a keeper whose cluster is up
+KEEPER_START = 180.0  # seconds for an answer of one that starts its cluster
+KEEPER_END = 120.0  # seconds in which a keeper ends its engines and its cluster
 KEEPER_MESSAGE = 1 << 20
 # Variables that differ between two terminals, and that nothing in a cluster reads.
 OF_TERMINALS = {

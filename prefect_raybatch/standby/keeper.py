@@ -28,9 +28,9 @@ from prefect_raybatch.standby.claim import KeeperConnection, StandingCluster, St
 from prefect_raybatch.storage.private import open_lock
 from prefect_raybatch.words import error_text
 
-REQUEST_WAIT = 5.0  # in which a connected command sends its request
+REQUEST_WAIT = 5.0  # seconds in which a connected command sends its request
 KEEPER_CLUSTER = "keeper.cluster"  # file beside the socket that a keeper with a cluster locks
-FIRST_SECONDS = 60.0  # in which the command that started the keeper connects
+FIRST_SECONDS = 60.0  # time in which the command that started the keeper connects
 
 
 class KeptCluster(Protocol):

@@ -21,7 +21,7 @@ from prefect_raybatch.bounded import within
 from prefect_raybatch.job.secrets import hide_users
 
 PORTS = {"http": 80, "https": 443}
-AGAIN = {408, 425, 429}  # and all from 500 on
+AGAIN = {408, 425, 429}  # statuses worth a retry, like all from 500 on
 MOVED = {301, 302, 303, 307, 308}
 # What a machine of a cloud asks for its own keys; allowed to nobody.
 METADATA = {

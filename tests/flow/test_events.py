@@ -30,7 +30,7 @@ from prefect.states import Cancelled, Cancelling, Failed, Running, Scheduled
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.compile.job import cluster_spec, size_spec
-from prefect_raybatch.driver.driver import OtherLedger, Progress
+from prefect_raybatch.driver.driver import PhaseProgress, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
@@ -692,7 +692,7 @@ def test_requests_that_this_attempt_answered_are_not_told_as_done_before(capsys)
     """When the rows begin to look answers up, the last beat is that of the ended requests."""
     show = TerminalProgress(quiet=False)
     show.hear(Beat(0.0, phase=ENDED))
-    show(Progress(40, 1, before=OtherLedger(40)))
+    show(Progress(40, 1, before=PhaseProgress(40)))
     assert capsys.readouterr().err == "40 of 80 steps done\n"
 
 

@@ -47,7 +47,7 @@ def generating_models() -> frozenset[str] | None:
 
 @cache
 def text_models() -> frozenset[str] | None:
-    """Return those that generate text from text alone; None if vLLM is not installed."""
+    """Return architectures that generate text from text alone; None if vLLM is not installed."""
     text = _listed(REGISTRY, "_TEXT_GENERATION_MODELS")
     return None if text is None else text - (_listed(REGISTRY, "_MULTIMODAL_MODELS") or frozenset())
 
@@ -75,7 +75,7 @@ def classifying_models() -> frozenset[str] | None:
 
 @cache
 def late_models() -> frozenset[str] | None:
-    """Return those that vLLM lists as giving a vector per token; None if vLLM is not installed."""
+    """Return architectures that give a vector per token; None if vLLM is not installed."""
     return _listed(REGISTRY, "_LATE_INTERACTION_MODELS")
 
 

@@ -190,7 +190,7 @@ class Child:
         return self._close.alive and self.process.poll() is None
 
     def close(self) -> str:
-        """End it, and return how it had ended by itself."""
+        """Kill the process if it still runs; return in words how it ended, for an error."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             # Its end of the wire closes a little earlier than it ends.
             self.process.wait(CHILD_LOOK)
@@ -215,7 +215,10 @@ class Child:
             raise _Ended from None
 
     def hear(self, seconds: float | None) -> tuple[int, *tuple[object, ...]]:
-        """Return its answer within `seconds` (None: any time). Raises _Ended, _Late."""
+        """Return the next answer of the process within `seconds` (None: any time).
+
+        Raises _Ended or _Late.
+        """
         waited = _Waited(seconds)
         (size,) = HEADER.unpack(self._read(HEADER.size, waited))
         message: tuple[int, *tuple[object, ...]] = pickle.loads(self._read(size, waited))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MOST_ANSWER_BYTES = 64 << 20  # of an answer
 QUOTED_TEXT = 300  # characters of a server's message that are quoted
-ROW_TRIES = 6  # of a request that fails while others are answered
-ROW_TRIES_ALONE = 12  # of one that fails while the server answers nothing but its list of models
+ROW_TRIES = 6  # tries of a request that fails while others are answered
+ROW_TRIES_ALONE = 12  # tries while the server answers nothing but its list of models
 MODEL_LIST_TRIES = 3
 SERVER_CONNECT = 10.0  # to a server
 MODEL_LIST_SECONDS = 60.0  # for its list of models

@@ -18,7 +18,7 @@ from typing import Literal
 from prefect_raybatch.words import counted
 
 LIMIT_WINDOW = 60.0  # seconds
-BURST = 1.0  # seconds' worth that may leave at once
+BURST = 1.0  # seconds of a limit per minute that may be used at once
 TRAVEL = 2.0  # seconds that a request may take to the server
 CLOCK_ROUNDING = 1e-6  # seconds
 OUTAGE_TOLD = 10.0  # seconds without any answer that are an outage of the server

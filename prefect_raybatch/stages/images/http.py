@@ -43,7 +43,7 @@ class ImageUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Http:
-    """How images are fetched.
+    """The limits of a fetch of images over http(s).
 
     `seconds` bounds one attempt from the name lookup to the last byte; `allow_private` lets a row
     name addresses of this network, and any port.

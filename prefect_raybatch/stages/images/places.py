@@ -27,7 +27,7 @@ SHOWN = 200  # characters of a path or URL in a message
 
 @dataclass(frozen=True)
 class ImagePlaces:
-    """What rows may refer to.
+    """The places from which images that rows name are read.
 
     `media_root` is the folder of local files, None to allow none; `options` are the input store's,
     for images in a store of that kind;

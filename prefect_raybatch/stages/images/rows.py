@@ -49,7 +49,7 @@ class TooManyAway(Exception):
 
 @dataclass(frozen=True)
 class RowImages:
-    """What a run does with images, and where they may come from.
+    """Fetches, checks and resizes the images of rows.
 
     `arguments` are the engine's, which affect how its model gets them. `empty`: a null is no image,
     and no failure. `digests`: digests of the fetched images are wanted. Unless `decode`, images are

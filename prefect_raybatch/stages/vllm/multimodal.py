@@ -186,7 +186,7 @@ def _tensor(data: np.ndarray, kind: str, shape: tuple[int, ...]) -> torch.Tensor
 
 
 def other_version(column: pa.ChunkedArray) -> Loss | None:
-    """Return why an engine here cannot take features (`MM_TYPE`) made by another vLLM."""
+    """Return the loss of a block whose features another version of vLLM made; None if none were."""
     # `flatten` and not `field`: what is under a null is then null as well.
     made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
     if not made or made <= {here := internals.version()}:

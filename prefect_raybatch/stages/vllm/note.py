@@ -46,7 +46,7 @@ FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Left:
-    """What a process left: what it was `doing` and the `cause` of its end.
+    """The note that an ended process left: what it was `doing`, and the `cause` of its end.
 
     `times`: for how many processes in a row; `before`: the cause before, empty if there was none.
     """
@@ -58,7 +58,7 @@ class Left:
 
 
 class Note:
-    """What an engine's actor writes down for its replacement; see the module.
+    """The file in which an engine's actor notes its work for its replacement; see the module.
 
     Actors of the same `attempt` find each other's notes. With "" nothing is written or found.
     """

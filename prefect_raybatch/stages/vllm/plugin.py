@@ -19,7 +19,10 @@ ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without
 
 
 def register() -> None:
-    """Set up this process; vLLM calls it, perhaps several times."""
+    """Request AMX, and record the process's last words and phases of its start.
+
+    vLLM calls it in each of its processes, perhaps several times.
+    """
     ask_for_amx()
     last_words.listen()
     phases.listen_for_phases()
