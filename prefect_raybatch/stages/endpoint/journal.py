@@ -30,6 +30,7 @@ class Journal:
     def __init__(self, store: Store):
         self.store = store
         self._lock, self._wake = threading.Lock(), threading.Event()
+        self._writing = threading.Lock()
         self._lines: dict[int, list[str]] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._main, name="raybatch-journal", daemon=True)
@@ -57,15 +58,16 @@ class Journal:
             self.write()
 
     def write(self) -> None:
-        """Write the answers that came since the last write."""
-        with self._lock:
-            lines, self._lines = self._lines, {}
-        for shard, some in lines.items():
-            path = f"{JOURNAL}/{shard:08d}/{uuid.uuid4().hex}.jsonl"
-            try:
-                self.store.put(path, "\n".join(some).encode())
-            except StoreError as error:  # it only saves money: the run goes on
-                log.warning("cannot write %s: %s", path, error)
+        """Write the answers that came since the last write; all have been written on return."""
+        with self._writing:
+            with self._lock:
+                lines, self._lines = self._lines, {}
+            for shard, some in lines.items():
+                path = f"{JOURNAL}/{shard:08d}/{uuid.uuid4().hex}.jsonl"
+                try:
+                    self.store.put(path, "\n".join(some).encode())
+                except StoreError as error:  # it only saves money: the run goes on
+                    log.warning("cannot write %s: %s", path, error)
 
 
 def read_journal(store: Store, shards: Iterable[int]) -> dict[str, dict[str, Any]]:

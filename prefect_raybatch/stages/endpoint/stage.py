@@ -131,6 +131,8 @@ class EndpointStage(EngineStage):
         answers.update(
             zip(requests, self._ask_server(hosted, shards, list(requests.values())), strict=True)
         )
+        if self._journal is not None:
+            self._journal.write()  # not after the commit, when the journals are removed
         pools = self.spec.endpoint.path == "embeddings"
         complete = _vector if pools else _completion
         made: list[RowAnswer] = [

@@ -1,0 +1,66 @@
+"""The journal of a hosted model's answers."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from helpers.hosted import finished_run, hosted_job
+from helpers.openai_server import openai_server
+
+from prefect_raybatch.stages.endpoint.journal import Journal, read_journal
+from prefect_raybatch.stages.endpoint.stage import EndpointStage
+from prefect_raybatch.storage import LocalStore
+
+ENTRY = {"key": "k", "content": "c", "finish": "stop", "prompt": 1, "output": 1}
+
+
+class Slow(LocalStore):
+    """Holds each put until it may go on."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def put(self, path: str, data: bytes) -> None:
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+        super().put(path, data)
+
+
+def test_a_write_waits_for_the_one_that_has_the_answers(tmp_path: Path) -> None:
+    store = Slow(str(tmp_path))
+    made = Journal(store)
+    made.add(3, ENTRY)
+    assert store.begun.wait(60)  # the journal's own thread has taken the answer
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(made.write)
+        assert not asked.done()
+        store.may_go_on.set()
+        asked.result(60)
+        assert read_journal(store, [3]) == {"k": ENTRY}
+    made.close()
+
+
+def test_a_block_is_given_on_when_its_answers_are_written(
+    tmp_path: Path, monkeypatch: Any, without_ray: None
+) -> None:
+    """The journals are removed once all is committed: a later write would stay for ever."""
+    monkeypatch.setattr(Journal, "_main", lambda self: None)  # as if it came too late
+    seen: list[int] = []
+    call = EndpointStage.__call__
+
+    def noted(stage: EndpointStage, table: Any) -> Any:
+        answered = call(stage, table)
+        files = (tmp_path / "out").rglob("journal/*/*.jsonl")
+        seen.append(sum(len(file.read_text().splitlines()) for file in files))
+        return answered
+
+    monkeypatch.setattr(EndpointStage, "__call__", noted)
+    with openai_server() as server:
+        job = hosted_job(server.url, tmp_path, {"Name": [f"item {n}" for n in range(6)]})
+        _, folder = finished_run(job, "key")
+    assert max(seen) == 6, seen
+    assert not list(folder.rglob("*.jsonl"))
