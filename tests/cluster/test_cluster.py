@@ -169,6 +169,7 @@ def passed_on(
     return started, passed
 
 
+@pytest.mark.whole
 def test_engines_are_passed_on_from_run_to_run_and_give_their_gpus_back(
     gpu_cluster: None, tmp_path: Path
 ) -> None:

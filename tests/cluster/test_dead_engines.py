@@ -95,6 +95,7 @@ def test_a_run_goes_on_with_another_engine_once_ray_restarts_one_no_more(
     assert finalize_run(job, run, progress).rows == ROWS and verify(open_store(run.uri)).ok
 
 
+@pytest.mark.whole
 def test_a_run_ends_with_engine_failure_where_engines_die_for_ever(
     tmp_path: Path, local_ray: Any
 ) -> None:

@@ -71,6 +71,7 @@ def test_engines_that_die_as_they_start_are_told_as_that(
     assert set(re.findall(r"process (\d+) on node ", " ".join(told))) <= died
 
 
+@pytest.mark.whole
 def test_one_that_dies_as_it_starts_beside_others_costs_a_pass(
     tmp_path: Path, local_ray: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -529,6 +529,7 @@ def test_a_cluster_that_is_late_is_started_again(
     assert len(starts) == 3
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(1500)
 def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -578,6 +578,7 @@ def test_the_examples_run(
     assert example(BatchInferenceJob)["report"].good == 20
 
 
+@pytest.mark.whole
 def test_the_same_in_async_code(prefect_api: None, finished: BatchJob) -> None:
     block = BatchInferenceJob(job=finished)
 

@@ -792,6 +792,7 @@ def beats_of(run: UUID, *tags: str) -> None:
     )
 
 
+@pytest.mark.whole
 def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     script = automations_script()
     script.RINGS_ONCE = timedelta(hours=1)

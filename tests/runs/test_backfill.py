@@ -83,6 +83,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Beside:
     return found
 
 
+@pytest.mark.whole
 def test_every_night_is_run_failed_ones_stop_no_other_and_done_ones_are_left(
     local_ray, tmp_path, capsys, beside
 ):

@@ -179,6 +179,7 @@ def count(folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
+@pytest.mark.whole
 def test_a_run_is_drained_and_resumed_as_a_flow_that_is_neither_failed_nor_complete(
     prefect_api, local_ray, tmp_path, monkeypatch
 ):

@@ -105,6 +105,7 @@ def of_keeper() -> list[psutil.Process]:
     return [keeper, *keeper.children(recursive=True)]
 
 
+@pytest.mark.whole
 def test_the_next_command_uses_the_engine_until_it_is_stopped(commands: Commands) -> None:
     commands.run("first")
     commands.run("second")
