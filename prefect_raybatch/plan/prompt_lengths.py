@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.ledger.records import JsonObject, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import CACHE_BLOCK
@@ -229,9 +230,14 @@ def measure(
         )
     if not seen.sizes:
         first = seen.failures[0]
+        is_of_file = spec.prompt.function in REQUEST_FUNCTIONS
+        field, wrong = (
+            ("source.uri: ", "the lines of the file") if is_of_file else ("", "the prompt")
+        )
         raise NoPromptMade(
-            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt: {first.kind}: "
-            f"{first.message}. Correct the prompt, then run `raybatch preview` on the job"
+            f"{field}none of {counted(len(seen.failures), 'sampled row')} made a prompt: "
+            f"{first.kind}: {first.message}. Correct {wrong}, then run `raybatch preview` on the "
+            "job"
         )
     share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
     lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)

@@ -474,7 +474,8 @@ def test_a_job_names_the_block_of_its_cluster(prefect_api: None) -> None:
     assert triggered.batch_job().cluster.block is None  # the block's own cluster is in its place
     assert triggered.environment()["RAY_AUTH_TOKEN"] == HUSH[4]
     assert with_blocks(here).cluster.access.address == "h:1"
-    with pytest.raises(ConfigError, match=r"cluster\.block: 'ray-cluster/none' cannot be loaded"):
+    missing = r"^cluster\.block: Prefect has no block ray-cluster/none\. Save it in Prefect \(http"
+    with pytest.raises(ConfigError, match=missing):
         with_blocks(job(cluster={"block": "ray-cluster/none"}))
     for wrong, why in (
         ({"block": "named"}, "write ray-cluster/NAME"),

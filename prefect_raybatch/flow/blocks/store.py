@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
@@ -251,6 +253,16 @@ def load_block(field: str, name: str) -> Any:
     try:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
+        if isinstance(error.__cause__, ObjectNotFound):
+            raise ConfigError(
+                f"{field}: Prefect has no block {name}. Save it in Prefect "
+                f"({PREFECT_API_URL.value()}), or correct the name"
+            ) from None
+        if "/" not in name:
+            raise ConfigError(
+                f"{field}: {name!r} is not the name of a block; write its type and name, such as "
+                "hosted-model/large"
+            ) from None
         raise ConfigError(
             f"{field}: {name!r} cannot be loaded ({_brief(error)}); save the block, and install "
             "the package that defines it"
