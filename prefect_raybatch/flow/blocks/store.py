@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.form import FormBlock
 from prefect_raybatch.job.group import field
 from prefect_raybatch.schemes import store_scheme
 from prefect_raybatch.storage import Store, open_store
@@ -27,7 +28,7 @@ KEYS = {
 }
 
 
-class ObjectStore(CredentialsBlock):
+class ObjectStore(FormBlock, CredentialsBlock):
     """Keys and endpoint of S3 or an S3-compatible store, for the input and output of jobs.
 
     Name the block in a job as `credentials_block: object-store/NAME`. It contains the keys itself,
