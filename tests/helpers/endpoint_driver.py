@@ -51,6 +51,7 @@ def import_what_a_run_imports() -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder) / "modules"
         if (process := os.fork()) == 0:
+            os.dup2(2, 1)
             before = set(sys.modules)
             with openai_server() as server:
                 finished_run(hosted_job(server.url, Path(folder), {"Company": ["A", "B"]}))
