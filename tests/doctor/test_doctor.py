@@ -649,10 +649,11 @@ def test_a_block_that_cannot_be_loaded_is_one_finding() -> None:
 def test_the_checks_of_a_hosted_model_take_the_fields_of_its_block() -> None:
     away = {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "large"}
     job = make_job(engine={"endpoint": {"block": "hosted-model/x"}})
-    checks = {name: doctor.CHECKS[name] for name in ("blocks", "cluster", "model")}
+    checks = {name: doctor.CHECKS[name] for name in ("blocks", "cluster", "GPUs", "model")}
     context = CheckContext(job, lambda job: with_endpoint_fields(job, away))
     got = {finding.check: finding for finding in doctor.examine(context, checks)}
     assert got["cluster"].mark == "pass", got["cluster"]
+    assert "by raybatch run" not in str(got)
     assert "cannot be reached" in got["model"].found, got["model"]
 
 

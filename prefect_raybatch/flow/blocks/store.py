@@ -255,9 +255,10 @@ def load_block(field: str, name: str) -> Any:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
         if isinstance(error.__cause__, ObjectNotFound):
+            url = PREFECT_API_URL.value()
+            remedy = f"Save it in Prefect ({url})" if url else "Set PREFECT_API_URL to its server"
             raise ConfigError(
-                f"{field}: Prefect has no block {name}. Save it in Prefect "
-                f"({PREFECT_API_URL.value()}), or correct the name"
+                f"{field}: Prefect has no block {name}. {remedy}, or correct the name"
             ) from None
         if "/" not in name:
             raise ConfigError(
