@@ -23,11 +23,11 @@ from prefect_raybatch.doctor.machine import (
     check_workers,
 )
 from prefect_raybatch.doctor.places import (
-    check_blocks,
     check_disk,
     check_functions,
     check_model,
     check_policy,
+    check_saved_blocks,
     check_source,
 )
 from prefect_raybatch.doctor.services import (
@@ -52,7 +52,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "workers": (check_workers, 60, "set RAYBATCH_WORKER_PYTHON to a Python with this package"),
     "packages": (check_packages, 30, "reinstall this package"),
     "policy": (check_policy, 30, "correct the job, or the policy file (RAYBATCH_POLICY)"),
-    BLOCKS: (check_blocks, 75, "correct the block, or its name in the job"),
+    BLOCKS: (check_saved_blocks, 75, "correct the block, or its name in the job"),
     "Prefect API": (check_prefect, 75, "correct PREFECT_API_URL (see prefect config view)"),
     "cluster": (check_cluster, 75, "use a larger cluster, or request less in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),

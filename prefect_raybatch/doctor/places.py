@@ -118,7 +118,7 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
 
-def check_blocks(context: CheckContext) -> Iterator[Finding]:
+def check_saved_blocks(context: CheckContext) -> Iterator[Finding]:
     """Check that the Prefect blocks of the job can be loaded. Raises `ConfigError` if not."""
     context.keyed()
     yield from ()
