@@ -11,11 +11,13 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import kubernetes_validate
+import pyarrow.dataset as ds
 import pytest
 import yaml
 from helpers.pager import automations_script
 from helpers.prefect_server import ROOT, Prefect
 from helpers.small import make_job
+from helpers.vllm_server import vllm_server
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.utilities.callables import parameter_schema
@@ -34,8 +36,11 @@ from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.kuberay.api import VERBS
 from prefect_raybatch.policy.in_force import under
 from prefect_raybatch.policy.policy_file import read_policy
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.storage import open_store
 
 FOLDER = ROOT / "deployments"
+TERMINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     item["name"]: item
     for item in yaml.safe_load((FOLDER / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
@@ -45,7 +50,7 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
 # --- the files ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dev", "nightly"])
+@pytest.mark.parametrize("name", ["dev", "cascade", "nightly"])
 def test_parameters_are_a_job_and_hold_no_keys(name: str) -> None:
     item = DEPLOYMENTS[name]
     job = BatchJob.from_dict(item["parameters"]["job"])
@@ -289,7 +294,7 @@ def test_a_deployment_can_be_told_to_make_its_cluster() -> None:
 def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
     """Its runs, by a worker, are in test_browser.py."""
     found = deployed.deployments
-    assert set(found) == {"dev", "nightly"}
+    assert set(found) == {"dev", "cascade", "nightly"}
     for item in found.values():
         form_is_whole(item["parameter_openapi_schema"])
         assert item["work_pool_name"] == "raybatch"
@@ -316,3 +321,32 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
         assert start > datetime.now(UTC)
         made, by = FlowRun.model_validate(run), DeploymentResponse.model_validate(found["nightly"])
         assert zone_of(made, by) == ZoneInfo("Europe/Berlin")
+
+
+@pytest.mark.e2e
+@pytest.mark.whole
+def test_the_deployed_cascade_asks_a_real_server_about_the_hard_rows(
+    deployed: Prefect, tmp_path: Path
+) -> None:
+    """A real engine answers all rows, and a real vllm serve those of which it is unsure."""
+    rows = 60
+    with vllm_server(tmp_path, served="large") as url:
+        overrides = {
+            "source.limit": rows,
+            "output.uri": str(tmp_path / "out"),
+            "output.escalate.to.endpoint": {"url": url, "model": "large"},
+            "output.escalate.when.probability_below": 0.9999,
+        }
+        cascade = deployed.deployments["cascade"]["id"]
+        given = {"parameters": {"overrides": overrides, "run_key": "hard"}}
+        run = deployed.ask(f"deployments/{cascade}/create_flow_run", given)["id"]
+        ended = deployed.until(
+            lambda: (state := deployed.state(run))["type"] in TERMINAL and state, 600, "its end"
+        )
+    assert ended["type"] == "COMPLETED", ended
+    folder = tmp_path / "out" / "hard"
+    assert verify(open_store(str(folder))).ok
+    result = ds.dataset(folder / "data").to_table().to_pylist()
+    by_larger = [row for row in result if row["answered_by"] == "large"]
+    assert len(result) == rows and 0 < len(by_larger) <= 0.3 * rows
+    assert {row["industry"] for row in result} <= set(LABELS)

@@ -84,7 +84,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import of_today, with_dated_targets, with_run_words
 from prefect_raybatch.job.expansion import anchored, expanded
-from prefect_raybatch.job.job_file import read_job_file
+from prefect_raybatch.job.job_file import read_job_file, with_line
 from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_dated_publish
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.proxies import bypass_for_local_addresses
@@ -665,7 +665,7 @@ def main(argv: list[str] | None = None) -> None:
             app(args=argv, prog_name="raybatch", standalone_mode=True)
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
-        err.print(error.plain or str(error), markup=False)
+        err.print(_with_line(error, arguments), markup=False)
         sys.exit(exit_status(error))
     except (KeyboardInterrupt, SystemExit) as ended:
         # Typer turns the one into the other.
@@ -677,6 +677,17 @@ def main(argv: list[str] | None = None) -> None:
     except Exception:
         show_tracebacks_visibly()
         raise
+
+
+def _with_line(error: RayBatchError, arguments: list[str]) -> str:
+    """Return an error's text; that of a field of the command's job file names its line."""
+    text = error.plain or str(error)
+    paths = [one for one in arguments[1:] if one.endswith((".yaml", ".yml"))]
+    field = text.partition(":")[0]
+    is_set = any(one.removeprefix("--set=").startswith(f"{field}=") for one in arguments)
+    if not isinstance(error, ConfigError) or len(paths) != 1 or is_set:
+        return text
+    return with_line(text, paths[0])
 
 
 def exit_status(error: RayBatchError) -> int:

@@ -28,6 +28,7 @@ from prefect_raybatch.doctor.places import (
     check_functions,
     check_model,
     check_policy,
+    check_saved_blocks,
     check_source,
 )
 from prefect_raybatch.doctor.services import (
@@ -41,6 +42,7 @@ from prefect_raybatch.errors import RayBatchError
 
 __all__ = ["ANY_JOB", "CHECKS", "STORE_CHECKS", "CheckContext", "Finding", "examine"]
 
+BLOCKS = "blocks"
 Check = Callable[[CheckContext], Iterable[Finding]]
 
 # In the order shown: the check, its time limit in seconds, and the advice for an exception that it
@@ -51,6 +53,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "workers": (check_workers, 60, "set RAYBATCH_WORKER_PYTHON to a Python with this package"),
     "packages": (check_packages, 30, "reinstall this package"),
     "policy": (check_policy, 30, "correct the job, or the policy file (RAYBATCH_POLICY)"),
+    BLOCKS: (check_saved_blocks, 75, "correct the block, or its name in the job"),
     "Prefect API": (check_prefect, 75, "correct PREFECT_API_URL (see prefect config view)"),
     "cluster": (check_cluster, 75, "use a larger cluster, or request less in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
@@ -116,6 +119,9 @@ def _run(
     try:
         answer.put(list(check(context)))
     except RayBatchError as error:
+        if error is context.block_fault and name != BLOCKS:
+            answer.put([])  # the check of the blocks says it
+            return
         answer.put([failed(name, str(error), remedy)])
     except Exception as error:
         answer.put([failed(name, f"{type(error).__name__}: {error}"[:500], remedy)])

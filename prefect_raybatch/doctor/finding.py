@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect_raybatch.compile.job import cluster_spec
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.spec.cluster import ClusterSpec
 
@@ -56,6 +57,7 @@ class CheckContext:
         self.job = job
         self._with_keys, self._lock = with_keys, threading.Lock()
         self._loaded: BatchJob | None = None
+        self.block_fault: RayBatchError | None = None  # why a block cannot be loaded
 
     def keyed(self) -> BatchJob | None:
         """Return the job with the credentials of its blocks, loaded once for all checks.
@@ -65,8 +67,13 @@ class CheckContext:
         if self.job is None:
             return None
         with self._lock:
-            if self._loaded is None:
-                self._loaded = self._with_keys(self.job)
+            if self.block_fault is not None:
+                raise self.block_fault
+            try:
+                self._loaded = self._loaded or self._with_keys(self.job)
+            except RayBatchError as error:
+                self.block_fault = error
+                raise
             return self._loaded
 
     def cluster(self) -> ClusterSpec:

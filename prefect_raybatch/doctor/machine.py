@@ -166,7 +166,8 @@ def _version(
 
 def check_gpus(context: CheckContext) -> Iterator[Finding]:
     """Report the GPUs that the driver lists; if none, whether the CPU can run the engine."""
-    engine = context.job.engine if context.job else None
+    job = context.keyed()
+    engine = job.engine if job else None
     device = engine.device if engine else "auto"
     cards, trouble = nvml.gpus_here()
     if cards and device != "cpu":
@@ -182,7 +183,7 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
             else:
                 yield passed(f"GPU {gpu.index}", text)
         return
-    if device == "gpu" and not (context.job and context.job.cluster.elsewhere):
+    if device == "gpu" and not (job and job.cluster.elsewhere):
         yield failed(
             "GPUs",
             trouble or "none",
@@ -372,7 +373,8 @@ def check_engine(context: CheckContext) -> Iterator[Finding]:
     It runs in its own process, which a fault in native code may end. Skipped if the job would use
     GPUs, or if vLLM for CPUs is not installed.
     """
-    engine = context.job.engine if context.job else None
+    job = context.keyed()
+    engine = job.engine if job else None
     if (engine and engine.device == "gpu") or not _on_cpu(engine.device if engine else "auto"):
         return
     arguments = {**ARGUMENTS, "model": demo.demo_model_path()}

@@ -118,12 +118,19 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
 
+def check_saved_blocks(context: CheckContext) -> Iterator[Finding]:
+    """Check that the Prefect blocks of the job can be loaded. Raises `ConfigError` if not."""
+    context.keyed()
+    yield from ()
+
+
 def check_model(context: CheckContext) -> Iterator[Finding]:
     """Check that the model exists and is complete, or can be downloaded; both of a cascade."""
-    if context.job is None:
+    job = context.keyed()
+    if job is None:
         return
-    yield from _model_findings(model_request(context.job.engine))
-    if (larger := context.job.output.escalate.engine) is not None:
+    yield from _model_findings(model_request(job.engine))
+    if (larger := job.output.escalate.engine) is not None:
         yield from _model_findings(model_request(larger))
 
 

@@ -165,7 +165,8 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         return
     address = cluster.address_of(spec)
     if address is None:
-        yield _local(size_spec(context.job) if context.job else None)
+        job = context.keyed()
+        yield _local(size_spec(job) if job else None)
         return
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
     if trouble := silent(address):
@@ -187,8 +188,8 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
     kinds = ((have.nodes, "node"), (have.cpus, "CPU"), (have.gpus, "GPU"))
     text = f"{address}: {', '.join(counted(number, kind) for number, kind in kinds)}"
     yield passed("cluster", f"{text}; Ray {metadata.version('ray')} and Python as here")
-    if context.job:
-        cluster.check_fit(size_spec(context.job), have)
+    if (job := context.keyed()) is not None:
+        cluster.check_fit(size_spec(job), have)
 
 
 def _local(sizes: SizeSpec | None) -> Finding:

@@ -253,7 +253,7 @@ class Monitor:
         counts = self._now(latest)
         self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
         self._look_at_start()
-        if self._held or self._server_wait:
+        if self._held or self._server_wait or self.limited():
             self._watch = StallWatch(self.limits, now)
         elif counts is not None and latest is not None and not self._ended:
             found = self._watch.look(now, latest, counts.passes, self._longest)

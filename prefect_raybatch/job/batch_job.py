@@ -22,6 +22,7 @@ from prefect_raybatch.job.endpoint import (
     HOSTED_SAMPLING,
     TOKENIZER_OUTPUT,
     TOKENIZER_PROMPT,
+    models_beside_endpoints,
 )
 from prefect_raybatch.job.engine import TRY_FP8, Engine, precision_tries
 from prefect_raybatch.job.escalate import ANSWERED_BY, first_changes, larger_changes
@@ -146,6 +147,7 @@ class BatchJob(Group):
         """
         content = read_job_file(path)
         value, faults = expanded(content.value)
+        faults = {**models_beside_endpoints(value), **faults}
         return cls._validated(anchored(value, Path(path).parent), str(path), content, faults)
 
     @classmethod

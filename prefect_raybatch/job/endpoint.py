@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
 from prefect_raybatch.job.checks import without_user
+from prefect_raybatch.job.faults import FieldPlace
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.job.variables import VARIABLE
@@ -34,6 +36,8 @@ TOKENIZER_OUTPUT = ("probabilities", "reasoning_parser", "tool_parser")
 HOSTED_BATCH_SHARDS = 100
 HOSTED_IMAGE_SHARDS = 10  # fewer with images: a shard may hold 256 MiB of them
 HEADER_TEXT = re.compile(r"[\x21-\x7e]+")  # what an HTTP header takes
+# Names of environment variables without ${}, which no key looks like.
+BARE_VARIABLE = re.compile(r"\$?RAYBATCH_SECRET_\w+|\$?[A-Z][A-Z0-9_]*_(KEY|TOKEN|SECRET)|\$\w+")
 
 
 class ModelEndpoint(Group):
@@ -138,6 +142,25 @@ class ModelEndpoint(Group):
         return MASK if name == "key" and value and not VARIABLE.fullmatch(value) else value
 
 
+def models_beside_endpoints(value: Mapping[str, Any]) -> dict[FieldPlace, str]:
+    """Return a fault for each `model` beside an `endpoint` that a job file names, by place.
+
+    The validated job does not tell a default that was written from one that was not.
+    """
+    faults: dict[FieldPlace, str] = {}
+    for place in (("engine",), ("output", "escalate", "to")):
+        engine: Any = value
+        for name in place:
+            engine = engine.get(name) if isinstance(engine, Mapping) else None
+        if isinstance(engine, Mapping) and engine.get("endpoint") and "model" in engine:
+            group = ".".join(place)
+            faults[(*place, "model")] = (
+                f"does not apply to {group}.endpoint, whose model is {group}.endpoint.model; "
+                "remove it, or remove endpoint"
+            )
+    return faults
+
+
 def check_endpoint_url(url: str) -> str:
     """Return the URL without a slash at its end; raise ValueError if it is no base URL."""
     without_user(url)
@@ -160,4 +183,6 @@ def check_key(key: str) -> str:
             "is empty or contains spaces or control characters; write ${NAME} of an environment "
             "variable that holds the key"
         )
+    if BARE_VARIABLE.fullmatch(key):
+        raise ValueError("looks like the name of an environment variable; write ${NAME}")
     return key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,27 @@ def read_job_file(path: str | Path) -> YamlText:
             f"{path}: is not a mapping; write the fields name, source, prompt and output{space}"
         )
     return found
+
+
+def with_line(message: str, path: str) -> str:
+    """Return a message that begins with a field, with the job file and the line of that field.
+
+    Unchanged if it begins with no field of the file, and if the file cannot be read.
+    """
+    named = re.match(r"(\w+(?:\.\w+)+): ", message)
+    if named is None:
+        return message
+    try:
+        content = read_job_file(path)
+    except ConfigError:
+        return message
+    *groups, last = named[1].split(".")
+    group: Any = content.value
+    for name in groups:
+        group = group.get(name) if isinstance(group, Mapping) else None
+    if not isinstance(group, Mapping) or last not in group:
+        return message
+    return f"{path}: line {content.line((*groups, last))}: {message}"
 
 
 def with_fields(value: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.ledger.records import JsonObject, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.memory import CACHE_BLOCK
@@ -184,8 +185,11 @@ class _Seen:
     values: list[Row] = field(default_factory=list)  # of the columns of a template
 
 
-def _check_measured(seen: _Seen) -> None:
-    """Raise `ConfigError` if no row was sampled, `NoPromptMade` if none of them made a prompt."""
+def _check_measured(seen: _Seen, of_file: bool) -> None:
+    """Raise `ConfigError` if no row was sampled, `NoPromptMade` if none of them made a prompt.
+
+    `of_file`: the lines of a batch file are the prompts.
+    """
     if not seen.sizes and not seen.failures:
         raise ConfigError(
             "no row was found in the part of the input that was sampled, so prompts cannot be "
@@ -193,9 +197,11 @@ def _check_measured(seen: _Seen) -> None:
         )
     if not seen.sizes:
         first = seen.failures[0]
+        field, wrong = ("source.uri: ", "the lines of the file") if of_file else ("", "the prompt")
         raise NoPromptMade(
-            f"none of {counted(len(seen.failures), 'sampled row')} made a prompt: {first.kind}: "
-            f"{first.message}. Correct the prompt, then run `raybatch preview` on the job"
+            f"{field}none of {counted(len(seen.failures), 'sampled row')} made a prompt: "
+            f"{first.kind}: {first.message}. Correct {wrong}, then run `raybatch preview` on the "
+            "job"
         )
 
 
@@ -237,7 +243,7 @@ def measure(
         looked = time.monotonic() if looked is None else looked
         if len(seen.sizes) + len(seen.failures) >= sample or time.monotonic() - looked >= seconds:
             break
-    _check_measured(seen)
+    _check_measured(seen, of_file=spec.prompt.function in REQUEST_FUNCTIONS)
     share, quarantines = spec.engine.model.context_share, spec.prompt.on_too_long == "quarantine"
     lengths = _summary(share, quarantines, pinned, seen, time.monotonic() - began)
     tokens = sum(seen.sizes) / len(seen.sizes)

@@ -10,6 +10,7 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import compile_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
@@ -239,7 +240,8 @@ def _function_problem(checked: _Checked) -> list[str]:
     try:
         _prompt_lengths(checked, None, TRIED_ROWS)
     except counting.NoPromptMade as error:
-        return [f"prompt.function: {error}"]
+        is_of_file = spec.prompt.function in REQUEST_FUNCTIONS
+        return [str(error) if is_of_file else f"prompt.function: {error}"]
     except ConfigError as error:
         log.debug("could not try prompt.function: %s", error)
     return []

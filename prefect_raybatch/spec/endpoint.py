@@ -44,5 +44,4 @@ class EndpointSpec:
 
         Raises `ConfigError` if that variable is not set.
         """
-        where = f"engine.endpoint.key of {self.model}"
-        return str(fill_variables(self.secret.get("key", ""), where))
+        return str(fill_variables(self.secret.get("key", ""), "engine.endpoint.key"))

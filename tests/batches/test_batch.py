@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
+from helpers.command_line import called
 from helpers.engines import FakeEngine
 from helpers.openai_server import failing, openai_server
 from openai.types import Completion
@@ -258,6 +261,29 @@ def test_a_local_model_gets_the_text_of_a_completion_as_it_is(
     assert completion.choices[0].text == "answer 1" and second["custom_id"] == "raw"
     missing, echo = lines_of(folder / "error.jsonl")
     assert "body.prompt" in missing["error"]["message"] and "echo" in echo["error"]["message"]
+
+
+@pytest.mark.parametrize("length", [256, "auto"])
+def test_lines_of_which_none_can_be_asked_are_a_fault_of_the_file(
+    tmp_path: Path, length: int | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps(request(f"id {i}")).replace('"demo"', '"dmo"') for i in range(2)]
+    source = tmp_path / "requests.jsonl"
+    source.write_text("\n".join(lines), encoding="utf-8")
+    fields = {
+        "name": "asked",
+        "source": {"uri": str(source), "format": "openai_batch", "served_as": ["demo"]},
+        "prompt": {},
+        "output": {"uri": str(tmp_path / "runs")},
+        "engine": {"model": "demo", "max_model_len": length},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    _, out, err = called(capsys, "plan", path)
+    said = " ".join((out + err).split())
+    assert re.search(r"source\.uri: none of \d sampled rows? made a prompt", said), said
+    assert "line 1: model 'dmo' is not served, only demo" in said
+    assert "Correct the lines of the file" in said and "prompt.function" not in said
 
 
 def test_a_hosted_chat_gets_no_completion(without_ray: None, tmp_path: Path) -> None:

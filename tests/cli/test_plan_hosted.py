@@ -54,6 +54,31 @@ def plan(
     return partial(run)
 
 
+def test_a_key_whose_variable_is_not_set_is_named_with_file_and_line(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAYBATCH_SECRET_LARGE", raising=False)
+    code, out, err = plan(endpoint={"key": "${RAYBATCH_SECRET_LARGE}"})
+    lines = (tmp_path / "job.yaml").read_text(encoding="utf-8").splitlines()
+    (number,) = [n for n, line in enumerate(lines, 1) if "key:" in line]
+    assert code == 2 and out == ""
+    assert f"{tmp_path}/job.yaml: line {number}: engine.endpoint.key: environment" in err
+    # The value is not that of the file.
+    code, _, err = plan("--set", "engine.endpoint.key=${RAYBATCH_SECRET_LARGE}")
+    assert code == 2 and "ConfigError: engine.endpoint.key: environment" in err
+
+
+@pytest.mark.parametrize("group", ["engine", "output.escalate.to"])
+def test_a_model_beside_an_endpoint_is_refused_even_if_it_is_the_default(
+    plan: Any, group: str
+) -> None:
+    both = {"model": "demo", "endpoint": ENDPOINT}
+    larger = {"output": {"uri": "out", "escalate": {"to": both, "when": {"logprob_below": -1.0}}}}
+    groups = {"engine": both} if group == "engine" else {"engine": {"model": "demo"}, **larger}
+    code, _, err = plan(**groups)
+    assert code == 2 and f"{group}.model: does not apply to {group}.endpoint" in err, err
+
+
 def test_limits_prices_and_sizes_of_a_hosted_model_are_shown(plan: Any) -> None:
     code, out, err = plan()
     assert code == 0, err

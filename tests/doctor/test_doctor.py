@@ -40,6 +40,7 @@ from prefect_raybatch.doctor import CheckContext, Finding, machine, places, serv
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.edits import with_endpoint_fields
 
 
 def free_port() -> int:
@@ -660,14 +661,26 @@ def test_a_check_that_hangs_or_raises_stops_no_other() -> None:
     assert got["fine"].mark == "pass"
 
 
-def test_a_credentials_block_that_cannot_be_loaded(tmp_path: Path) -> None:
+def test_a_block_that_cannot_be_loaded_is_one_finding() -> None:
     def with_keys(job: BatchJob) -> BatchJob:
         raise ConfigError("credentials_block: 'x/y' cannot be loaded")
 
-    checks = {name: doctor.CHECKS[name] for name in ("output", "source", "open files")}
-    got = {f.check: f for f in doctor.examine(CheckContext(make_job(), with_keys), checks)}
-    assert got["output"].mark == got["source"].mark == "fail" and "x/y" in got["output"].found
-    assert "credentials_block" in got["output"].remedy
+    checks = {
+        name: doctor.CHECKS[name] for name in ("blocks", "output", "source", "model", "clock")
+    }
+    (got,) = doctor.examine(CheckContext(make_job(), with_keys), checks)
+    assert (got.check, got.mark) == ("blocks", "fail") and "x/y" in got.found
+
+
+def test_the_checks_of_a_hosted_model_take_the_fields_of_its_block() -> None:
+    away = {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "large"}
+    job = make_job(engine={"endpoint": {"block": "hosted-model/x"}})
+    checks = {name: doctor.CHECKS[name] for name in ("blocks", "cluster", "GPUs", "model")}
+    context = CheckContext(job, lambda job: with_endpoint_fields(job, away))
+    got = {finding.check: finding for finding in doctor.examine(context, checks)}
+    assert got["cluster"].mark == "pass", got["cluster"]
+    assert "by raybatch run" not in str(got)
+    assert "cannot be reached" in got["model"].found, got["model"]
 
 
 PLANTED = {

@@ -20,7 +20,7 @@ from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.driver import monitor, stall
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import WAITING
+from prefect_raybatch.driver.heartbeat import INFERRING, WAITING
 from prefect_raybatch.driver.monitor import Monitor, probe
 from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible
 from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreUnavailable
@@ -167,6 +167,20 @@ def test_a_run_that_waits_for_its_server_says_so_and_does_not_stall(tmp_path, wh
         assert (heard.beats[-1].phase, heard.beats[-1].alarms) == (WAITING, 0)
         assert heard.beats[-1].about == batches[0] and made.failure is None
     batches[0] = ""
+    for clock.now in (3_611.0, 3_650.0):
+        made.look()
+    assert heard.beats[-1].alarms == 1 and made.failure is not None
+
+
+def test_a_wait_that_the_limits_of_a_hosted_model_impose_is_no_stall(tmp_path):
+    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
+    waits = ["waiting 3600 s: 429"]
+    made.limited = lambda: waits[0]
+    for clock.now in (20.0, 3_600.0):
+        made.look()
+        assert (heard.beats[-1].phase, heard.beats[-1].alarms) == (INFERRING, 0)
+        assert heard.beats[-1].about == waits[0] and made.failure is None
+    waits[0] = ""
     for clock.now in (3_611.0, 3_650.0):
         made.look()
     assert heard.beats[-1].alarms == 1 and made.failure is not None

@@ -1,12 +1,9 @@
-"""Flows with a hosted model: an outage, a block, the example flow, and a real vllm serve."""
+"""Flows with a hosted model: an outage, a block, and a real vllm serve."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +11,33 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from helpers.nights import Nights
+from helpers.browser import browser_page, expect, picture
 from helpers.openai_server import failing, openai_server
-from helpers.prefect_server import ROOT
+from helpers.prefect_server import Prefect
 from helpers.vllm_server import MODEL, vllm_server
 from openai.types import Completion
 from pydantic import SecretStr
 
 from prefect_raybatch import BatchJob, batch_inference
-from prefect_raybatch.api import infer_run
 from prefect_raybatch.blocks import HostedModel
-from prefect_raybatch.demo import LABELS
-from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.flow import tasks
-from prefect_raybatch.runs.run import Run
 from prefect_raybatch.stages.endpoint import client
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "without_ray")
 ROWS = 12
 KEY = "sk-of-a-block-0123456789"
-
-
-class HostedToo(Nights):
-    """Answers Other to every fifth prompt; a job with an endpoint asks its server."""
-
-    def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
-        if job.engine.endpoint.asked:
-            return infer_run(job, run)
-        return super().infer(job, run, observe)
-
-    def answer(self, prompt: str) -> str:
-        digest = hashlib.sha256(prompt.encode()).digest()
-        return "Other" if digest[0] % 5 == 0 else "Retail"
+BLOCK_FORM = [
+    "Block Name",
+    "URL",
+    "Model",
+    "API key (Optional)",
+    "Requests per minute (Optional)",
+    "Tokens per minute (Optional)",
+    "Requests in flight (Optional)",
+    "Request timeout (Optional)",
+    "Price of prompt tokens (Optional)",
+    "Price of answer tokens (Optional)",
+]
 
 
 def job_of(folder: Path, **endpoint: Any) -> BatchJob:
@@ -99,49 +91,33 @@ def test_a_flow_takes_key_and_limits_from_a_block(tmp_path: Path) -> None:
     assert written and not any(KEY.encode() in file.read_bytes() for file in written)
 
 
-def check_hard_rows(folder: Path, url: str, model: str, hosted_answers: set[str]) -> list[str]:
-    """Run the flow with a hosted model at that URL; return its answers to the hard rows."""
-    from hosted_for_hard_rows import hosted_for_hard_rows
-
-    day = date(2026, 1, 2)
-    result = hosted_for_hard_rows(str(folder), url, model, 40, day)
-    rows = pq.read_table(result).to_pylist()
-    names = pq.read_table(folder / "companies.parquet")["Company"].to_pylist()
-    assert [row["Company"] for row in rows] == names and len(names) == 40
-    hard = [row["industry"] for row in rows if row["industry"] != "Retail"]
-    assert 0 < len(hard) < 40 and set(hard) <= hosted_answers
-    assert pq.read_table(hosted_for_hard_rows(str(folder), url, model, 40, day)).equals(
-        pq.read_table(result)
-    )
-    return hard
-
-
-@pytest.fixture
-def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A local engine in this process, and real HTTP to a hosted model."""
-    infer = HostedToo(tmp_path).infer
-    monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer)
-    monkeypatch.syspath_prepend(str(ROOT / "flows"))
-    yield
-    sys.modules.pop("hosted_for_hard_rows", None)
-
-
-def test_a_hosted_model_answers_what_the_local_one_left_open(both: None, tmp_path: Path) -> None:
-    with openai_server() as server:
-        first, *_ = LABELS  # which the server answers whenever it is given labels
-        hard = check_hard_rows(tmp_path, server.url, "large", {first})
-    assert len(server.bodies) == len(hard)
+@pytest.mark.whole
+def test_a_block_that_was_filled_in_in_the_browser_gives_a_flow_its_server(
+    prefect_process: Prefect, tmp_path: Path
+) -> None:
+    prefect_process.call("block", "register", "-m", "prefect_raybatch.blocks")
+    site = prefect_process.url.removesuffix("/api")
+    with openai_server() as server, browser_page() as page:
+        page.goto(f"{site}/blocks/catalog/hosted-model/create")
+        labels = page.locator("form label")
+        expect(labels).to_have_text(BLOCK_FORM)
+        given = ["from-the-page", server.url, "large", KEY, "6000"]
+        for title, value in zip(BLOCK_FORM, given, strict=False):
+            label = page.get_by_text(title, exact=True)
+            page.locator(".p-label", has=label).locator("input, textarea").fill(value)
+        picture(page, "block", tmp_path)
+        page.get_by_role("button", name="Create").click()
+        page.wait_for_url("**/blocks/block/*")
+        expect(page.get_by_text(server.url).first).to_be_visible()
+        assert KEY not in page.content()
+        report = batch_inference(job_of(tmp_path, block="hosted-model/from-the-page"), "page")
+    assert server.authorizations == {f"Bearer {KEY}"} and report.good == ROWS
 
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with vllm_server(tmp_path_factory.mktemp("vllm")) as url:
         yield url
-
-
-@pytest.mark.whole
-def test_the_hosted_model_is_a_real_vllm_serve(vllm: str, both: None, tmp_path: Path) -> None:
-    check_hard_rows(tmp_path, vllm, MODEL, {*LABELS})
 
 
 @pytest.mark.whole

@@ -22,10 +22,13 @@ WHITESPACE = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 
 
 @contextmanager
-def vllm_server(folder: Path, model: str | None = None, **options: str) -> Iterator[str]:
+def vllm_server(
+    folder: Path, model: str | None = None, served: str = MODEL, **options: str
+) -> Iterator[str]:
     """Yield the base URL of the server of a model, the bundled one by default.
 
-    Its log is in `folder`; `options` are further ones of `vllm serve`.
+    It serves the model as `served`. Its log is in `folder`; `options` are further ones of `vllm
+    serve`.
     """
     (port,) = free_ports(1)
     log = folder / "vllm.log"
@@ -35,7 +38,7 @@ def vllm_server(folder: Path, model: str | None = None, **options: str) -> Itera
             "--model",
             model or demo_model_path(),
             "--served-model-name",
-            MODEL,
+            served,
             "--host",
             "127.0.0.1",
         ),

@@ -25,11 +25,19 @@ from helpers.openai_server import OpenAIServer, openai_server
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
-ROWS, ROWS_A_SHARD, KILLS, IN_FLIGHT = 2000, 250, 100, 4
+KILLS, IN_FLIGHT = 200, 4
 ANSWER_SECONDS = 0.05  # of the model
 # Answers of the last second, which the journal may not have, and requests in flight at a kill.
 LOST = int(IN_FLIGHT / ANSWER_SECONDS) + IN_FLIGHT
-LONGEST_LIFE = 60  # requests: about three quarters of a second
+CHANCE = random.Random(45)
+# Requests of each driver until it is killed. Most are killed before the journal is written first,
+# each 16th after it has answered more than may be lost.
+LIVES = [
+    CHANCE.randint(0, 24) if number % 16 else CHANCE.randint(LOST + 10, 2 * LOST)
+    for number in range(KILLS)
+]
+ROWS, ROWS_A_SHARD = sum(LIVES) + 10 * KILLS, 250  # more than the killed drivers can answer
+START_SECONDS = 0.5  # of a driver, until its first request
 WAIT = 120.0
 
 
@@ -47,8 +55,9 @@ def lived(
     starter: subprocess.Popen[str],
     requests: int,
     news: threading.Condition,
+    later: float = 0.0,
 ) -> bool:
-    """Run a driver until it has sent that many requests, and kill it; whether it ended itself."""
+    """Kill a driver `later` seconds after so many requests; return whether it ended itself."""
     assert starter.stdin is not None and starter.stdout is not None
     until = len(server.bodies) + requests
     starter.stdin.write("\n")
@@ -59,6 +68,7 @@ def lived(
             while len(server.bodies) < until:
                 os.kill(driver, 0)  # until it has ended itself
                 news.wait(0.2)
+        time.sleep(later)
         os.killpg(driver, signal.SIGKILL)
     code = int(starter.stdout.readline())
     assert code in (0, -signal.SIGKILL)
@@ -112,7 +122,7 @@ def test_two_workers_on_ray_keep_the_limit_in_every_minute(tmp_path: Path) -> No
 @pytest.mark.whole
 @pytest.mark.timeout(900)
 def test_kills_lose_no_row_and_pay_for_little_twice(tmp_path: Path) -> None:
-    chance, news = random.Random(45), threading.Condition()
+    news = threading.Condition()
 
     def works(number: int, body: object) -> None:
         with news:
@@ -126,8 +136,12 @@ def test_kills_lose_no_row_and_pay_for_little_twice(tmp_path: Path) -> None:
         with drivers(path, "night") as starter:
             while True:
                 before, paid = len(server.answered), set(server.answered)
-                life = chance.randint(1, LONGEST_LIFE) if kills < KILLS else 10 * ROWS
-                if lived(server, starter, life, news):
+                life, later = 10 * ROWS, 0.0
+                if kills < KILLS:
+                    life = LIVES[kills]
+                    # Between two requests, or before the first one.
+                    later = CHANCE.uniform(0, ANSWER_SECONDS if life else START_SECONDS)
+                if lived(server, starter, life, news, later):
                     break
                 kills += 1
                 again = sum(key in paid for key in server.answered[before:])

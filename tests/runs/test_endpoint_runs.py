@@ -262,6 +262,8 @@ def test_a_key_whose_variable_is_not_set_is_named(server, tmp_path, monkeypatch)
         ({"endpoint": {"url": "https://user:pw@a/v1"}}, "url"),
         ({"endpoint": {"url": "https://a/v1/chat/completions"}}, "url"),
         ({"endpoint": {"key": "two words"}}, "key"),
+        ({"endpoint": {"key": "RAYBATCH_SECRET_LARGE"}}, r"key: .*write \$\{NAME\}"),
+        ({"endpoint": {"key": "$OPENAI_API_KEY"}}, r"key: .*write \$\{NAME\}"),
         ({"sampling": {"top_k": 5}}, "top_k"),
         ({"sampling": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
         ({"prompt": {"template": "{Company}", "prefill": "A"}}, "prefill"),

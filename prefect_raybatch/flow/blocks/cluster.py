@@ -9,6 +9,7 @@ from prefect.types import SecretDict
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.form import FormBlock
 from prefect_raybatch.flow.blocks.store import load_block
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
@@ -23,7 +24,7 @@ CLIENT_REFUSED = (
 )
 
 
-class RayCluster(CredentialsBlock):
+class RayCluster(FormBlock, CredentialsBlock):
     """A Ray cluster: a running one, or one that KubeRay creates on Kubernetes for each run.
 
     If no cluster is named, a local one is started for the run and stopped afterwards.

@@ -8,6 +8,7 @@ from prefect.blocks.abstract import CredentialsBlock
 from pydantic import ConfigDict, HttpUrl, SecretStr, ValidationError, model_validator
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.form import FormBlock
 from prefect_raybatch.flow.blocks.store import load_block
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.group import field
@@ -18,7 +19,7 @@ def _text_of(name: str) -> str:
     return ModelEndpoint.model_fields[name].description or ""
 
 
-class HostedModel(CredentialsBlock):
+class HostedModel(FormBlock, CredentialsBlock):
     """A server with the OpenAI API that answers rows, its key and its limits.
 
     Name the block in a job as `engine: {endpoint: {block: hosted-model/NAME}}`. Fields that the job

@@ -9,9 +9,12 @@ from urllib.parse import urlsplit
 
 from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.flow.blocks.form import FormBlock
 from prefect_raybatch.job.group import field
 from prefect_raybatch.schemes import store_scheme
 from prefect_raybatch.storage import Store, open_store
@@ -25,7 +28,7 @@ KEYS = {
 }
 
 
-class ObjectStore(CredentialsBlock):
+class ObjectStore(FormBlock, CredentialsBlock):
     """Keys and endpoint of S3 or an S3-compatible store, for the input and output of jobs.
 
     Name the block in a job as `credentials_block: object-store/NAME`. It contains the keys itself,
@@ -251,6 +254,17 @@ def load_block(field: str, name: str) -> Any:
     try:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
+        if isinstance(error.__cause__, ObjectNotFound):
+            url = PREFECT_API_URL.value()
+            remedy = f"Save it in Prefect ({url})" if url else "Set PREFECT_API_URL to its server"
+            raise ConfigError(
+                f"{field}: Prefect has no block {name}. {remedy}, or correct the name"
+            ) from None
+        if "/" not in name:
+            raise ConfigError(
+                f"{field}: {name!r} is not the name of a block; write its type and name, such as "
+                "hosted-model/large"
+            ) from None
         raise ConfigError(
             f"{field}: {name!r} cannot be loaded ({_brief(error)}); save the block, and install "
             "the package that defines it"
