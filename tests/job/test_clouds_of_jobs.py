@@ -16,7 +16,7 @@ from prefect_raybatch.job.secrets import MASK, hide_options, hide_users
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.runs.plan_run import check_places
-from prefect_raybatch.source.tables.delta import open_delta
+from prefect_raybatch.source.tables.lance_sets import open_lance
 from prefect_raybatch.storage import join, open_store, table_settings
 from prefect_raybatch.storage.clouds import connection
 
@@ -165,9 +165,9 @@ def test_an_option_of_another_store_is_refused_without_its_value() -> None:
     assert "planted" not in str(error.value)
 
 
-def test_tables_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"gs://b/t: tables of Delta.*not on gs://"):
-        open_delta(read_spec(make_job(source={"uri": "gs://b/t", "format": "delta"}).source))
+def test_lance_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"gs://b/t: Lance datasets.*not on gs://"):
+        open_lance(read_spec(make_job(source={"uri": "gs://b/t", "format": "lance"}).source))
     with pytest.raises(ConfigError, match="not on az://"):
         table_settings("az://c/t", {})
 
