@@ -70,6 +70,8 @@ def test_uris_of_one_store_are_one_place() -> None:
         ("gcs://b/x", r"gs://bucket.*prefect-raybatch\[gcs\].*prefect-raybatch\[azure\]"),
         ("abfss://c@acct.example.com/x", r"write az://container/path.*account_name and endpoint"),
         ("gs://", r"names no bucket; write gs://"),
+        ("az://Box/out", r"capitals in the name of its bucket or container.*small letters"),
+        ("abfss://acct@my-box.dfs.core.windows.net/x", r"CONTAINER@ACCOUNT.* in this order"),
     ],
 )
 def test_a_wrong_uri_is_answered_with_the_right_one(uri: str, said: str) -> None:
@@ -132,7 +134,9 @@ def test_azure_without_an_account_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     for name in list(os.environ):
         if name.startswith("AZURE_"):
             monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=r"az://c names no storage account\. Set AZURE_"):
+    with pytest.raises(
+        ConfigError, match=r"az://c names no storage account\. Set AZURE_.*options beside"
+    ):
         open_store("az://c/x", {})
     with pytest.raises(ConfigError, match="names no storage account"):
         check_places(read_spec(make_job().source), "az://c/x", {})
