@@ -22,7 +22,7 @@ from prefect_raybatch.schemes import EXTRAS, STORES, options_for
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 
-OPTIONS = "raybatch.options"  # names an entry of `_known`: properties must hold no secrets
+OPTIONS_KEY = "raybatch.options"  # names an entry of `_known`: properties must hold no secrets
 COPY_BYTES = 16 * 2**20
 _known: dict[str, StoreOptions] = {}
 
@@ -39,7 +39,7 @@ def cloud_properties(options: StoreOptions) -> dict[str, str]:
     text = json.dumps(dict(options), sort_keys=True, default=repr)
     key = hashlib.sha256(text.encode()).hexdigest()
     _known[key] = dict(options)
-    return {OPTIONS: key}
+    return {OPTIONS_KEY: key}
 
 
 class CloudFiles(FileIO):
@@ -47,7 +47,7 @@ class CloudFiles(FileIO):
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         super().__init__(dict(properties))
-        self._options = _known.get(str(properties.get(OPTIONS)), {})
+        self._options = _known.get(str(properties.get(OPTIONS_KEY)), {})
 
     def new_input(self, location: str) -> InputFile:
         return _File(location, *self._place(location))
