@@ -184,6 +184,8 @@ class Served(Protocol):
 class S3Proxy(ThreadingHTTPServer):
     """Forwards to a server and does to each request what `decide(method, path, headers)` says.
 
+    Names of headers are given as in If-None-Match, however the client writes them.
+
     "pass" forwards; "lose" forwards, then drops the connection instead of answering; "reset"
     drops it without forwarding; the names in `_REFUSALS` answer that without forwarding;
     "strip" forwards without If-None-Match, signed anew; "flip" and "truncate" likewise with a body
@@ -252,7 +254,8 @@ class _ProxyHandler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
         with self.server.lock:
-            decision = self.server.decide(self.command, self.path, dict(self.headers))
+            headers = {name.title(): value for name, value in self.headers.items()}
+            decision = self.server.decide(self.command, self.path, headers)
             self.server.seen.append((self.command, self.path, decision))
         body = self.rfile.read(size // 2 if decision == "cut-up" else size)
         if decision in ("reset", "cut-up"):

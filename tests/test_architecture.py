@@ -84,7 +84,7 @@ AT_MODULE_LEVEL = {
     "pynvml": set(),
     "s3fs": {"storage"},
     "deltalake": set(),
-    "pyiceberg": set(),
+    "pyiceberg": {"source.tables.cloud_files"},
     "lance": set(),
     "kubernetes": set(),
     "prefect": PREFECT_SIDE,

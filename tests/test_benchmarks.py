@@ -32,6 +32,7 @@ SMALLEST = {
     "order_at_size.py": "--rows 2000",
     "pooling.py": "--sizes tiny --gpus 0 --rows 32 --works short --peers ours --limit 1200 "
     "--models {tmp} --out {tmp}/out.jsonl",
+    "s3_clients.py": "--mib 8 --commits 100 --rounds 1 --out {tmp}/out.jsonl",
     "size.py": "--rows 500 --data {tmp}",
     "snapshot.py": "--rows 2000 --files 20 --trials 1 --data {tmp}",
     "start.py": "--rows 16 --runs 1 --kinds new waiting preview",

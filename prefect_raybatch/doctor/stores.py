@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
-from prefect_raybatch.errors import AccessDenied, RayBatchError, StoreError, UnsafeStore
+from prefect_raybatch.errors import (
+    AccessDenied,
+    CredentialsUnusable,
+    RayBatchError,
+    StoreError,
+    UnsafeStore,
+)
 from prefect_raybatch.schemes import EXTRAS, store_scheme
 from prefect_raybatch.storage import CloudStore, Store, open_store
 from prefect_raybatch.storage.permissions import PERMISSIONS, Operation
@@ -18,6 +25,14 @@ from prefect_raybatch.storage.permissions import PERMISSIONS, Operation
 STORE_PATIENCE = 10.0  # seconds to wait for a store's answer
 LISTED = "use a store that docs/exactly-once.md lists"
 OTHER = "fix the endpoint, bucket, keys, permissions or free space that it names"
+NO_KEYS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or name a credentials "
+    "block in output.credentials_block, or use a machine with a role",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account, or name a "
+    "credentials block in output.credentials_block, or use a machine with a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY, or name a credentials block in "
+    "output.credentials_block, or use a machine with a managed identity",
+}
 UNREPLACED = "none for runs: only a damaged file of a finished result cannot be replaced there"
 
 
@@ -56,6 +71,11 @@ def check_steps(store: Store) -> Iterator[Finding]:
     folder = f"_probe-{uuid.uuid4()}"
     names = [f"{folder}/file", f"{folder}/race"]
     denied: set[str] = set()
+
+    def told(error: Exception) -> str:
+        """Return a message that names the place, and not the names of this check in it."""
+        return re.sub(rf"/{folder}(/file|/race)?", "", str(error))
+
     try:
         for step, (operation, act, success) in STORE_STEPS.items():
             if step in ("create", "replace") and "write" in denied:
@@ -65,14 +85,17 @@ def check_steps(store: Store) -> Iterator[Finding]:
             except AccessDenied as error:
                 denied.add(step)
                 left = f"{store.uri}/{folder}" if step == "delete" and "write" not in denied else ""
-                yield failed(step, str(error), _grant(store, operation, left))
+                yield failed(step, told(error), _grant(store, operation, left))
                 continue
             except UnsafeStore as error:
                 make, remedy = (failed, LISTED) if step != "replace" else (warned, UNREPLACED)
-                yield make(step, str(error), remedy)
+                yield make(step, told(error), remedy)
                 continue
+            except CredentialsUnusable as error:
+                yield failed(step, told(error), NO_KEYS[store_scheme(store.uri)])
+                return
             except StoreError as error:
-                yield failed(step, str(error), OTHER)
+                yield failed(step, told(error), OTHER)
                 return
             except FileNotFoundError:
                 if "write" not in denied:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.secrets import USERINFO
 from prefect_raybatch.schemes import (
+    EXTRAS,
     INSTALL,
     STORES,
     SUPPORTED,
@@ -91,8 +92,9 @@ def without_user(uri: str) -> str:
     bucket = uri.partition("://")[2].partition("/")[0]
     if store_scheme(uri) == "az" and "@" in bucket and ":" not in bucket:
         raise ValueError(
-            "names an account elsewhere than at core.windows.net; write az://container/path, and "
-            "put account_name and endpoint into options"
+            "names no account of core.windows.net, whose names are 3 to 24 small letters and "
+            "digits; write abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/path in this order, or "
+            "write az://container/path, and put account_name and endpoint into options"
         )
     if USERINFO.search(uri):
         raise ValueError(
@@ -122,6 +124,12 @@ def check_uri(uri: str) -> str:
         )
     if scheme in STORES and not uri.split("://", 1)[1].split("/", 1)[0]:
         raise ValueError(f"{uri!r} names no bucket; write {STORES[scheme]}://bucket/key")
+    bucket = uri.partition("://")[2].partition("/")[0].partition("@")[0]
+    if STORES.get(scheme) in EXTRAS and bucket != bucket.lower():
+        raise ValueError(
+            f"{uri!r} has capitals in the name of its bucket or container, which are not allowed "
+            "there; write it in small letters"
+        )
     return uri
 
 

@@ -19,6 +19,7 @@ from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.storage.delta_access import delta_access
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -131,7 +132,8 @@ class DeltaSink(FolderSink):
         from deltalake.exceptions import TableNotFoundError
 
         try:
-            return DeltaTable(self.uri, storage_options=self.keys)
+            place, keys, _ = delta_access(self.uri, self.options, write=True)
+            return DeltaTable(place, storage_options=keys)
         except TableNotFoundError:
             return None
 
@@ -140,13 +142,14 @@ class DeltaSink(FolderSink):
         from deltalake import DeltaTable, Schema
         from deltalake.exceptions import DeltaError
 
+        place, keys, _ = delta_access(self.uri, self.options, write=True)
         try:
             return DeltaTable.create(
-                self.uri,
+                place,
                 schema=Schema.from_arrow(converted_schema(rows.schema, self.target)),
                 mode="error",
                 partition_by=self.target.partition_by or None,
-                storage_options=self.keys,
+                storage_options=keys,
             )
         except DeltaError:
             if self._open() is None:

@@ -24,8 +24,9 @@ import pyarrow.compute as pc
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
-from prefect_raybatch.source.tables.iceberg import open_catalog
-from prefect_raybatch.storage import iceberg_options, refuse_cloud_table, s3_settings
+from prefect_raybatch.schemes import options_for
+from prefect_raybatch.source.tables.iceberg import file_properties, open_catalog
+from prefect_raybatch.storage import s3_settings
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
@@ -185,18 +186,17 @@ class IcebergSink(Sink):
 
     def _catalog(self) -> Catalog:
         # Files are written with the keys of the store, but for those that the catalog gives.
-        keys = s3_settings(self.options) if self.options else None
-        return open_catalog({**iceberg_options(keys), **self.target.catalog})
+        given = options_for("s3://", self.options)
+        files = file_properties(self.options, s3_settings(given) if given else None)
+        return open_catalog({**files, **self.target.catalog})
 
     def _load(self, catalog: Catalog) -> Table | None:
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
         try:
-            table = catalog.load_table(str(self.target.table))
+            return catalog.load_table(str(self.target.table))
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
-        refuse_cloud_table(table.location())
-        return table
 
     def _need_namespace(self, catalog: Catalog) -> None:
         """Raise `ConfigError` if the namespace of a new table is missing.

@@ -51,7 +51,8 @@ def open_sink(
     Raises `ConfigError` for a missing library or variable.
     """
     filled = target.filled(run_key)
-    given = filled.options or options_for(filled.uri or "", options)
+    # A catalog alone knows where the files of its tables are.
+    given = filled.options or (options_for(filled.uri, options) if filled.uri else dict(options))
     sink = SINKS[target.format](filled, given, planned)
     sink.need_library()
     return sink

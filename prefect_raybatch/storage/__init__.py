@@ -32,7 +32,6 @@ from prefect_raybatch.storage.s3_settings import (
     S3Settings,
     iceberg_options,
     object_store_options,
-    refuse_cloud_table,
     s3_settings,
     table_settings,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "put_proved",
     "put_same_proved",
     "read_ahead",
-    "refuse_cloud_table",
     "s3_settings",
     "split_glob",
     "table_settings",

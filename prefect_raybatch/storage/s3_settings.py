@@ -64,20 +64,15 @@ def s3_settings(options: StoreOptions) -> S3Settings:
 def table_settings(uri: str, options: StoreOptions) -> S3Settings | None:
     """Return the settings for a table in a folder on S3; None for a local one.
 
-    Raises ConfigError for a folder on another object store.
+    Raises ConfigError for a folder on a store of Google or Azure.
     """
-    refuse_cloud_table(uri)
-    return s3_settings(options) if store_scheme(uri) else None
-
-
-def refuse_cloud_table(uri: str) -> None:
-    """Raise ConfigError for the place of a table on a store of Google or Azure."""
     scheme = store_scheme(uri)
     if scheme in EXTRAS:
         raise ConfigError(
-            f"{uri}: tables of Delta, Iceberg and Lance are read and written on s3:// and local "
-            f"disks only, not on {scheme}://. Use Parquet files there, or another place"
+            f"{uri}: Lance datasets are read and written on s3:// and local disks only, not on "
+            f"{scheme}://. Use Parquet files or an Iceberg table there, or another place"
         )
+    return s3_settings(options) if scheme else None
 
 
 def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:

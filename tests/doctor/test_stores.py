@@ -91,6 +91,19 @@ def test_all_that_is_missing_is_named_at_once(gcs: GcsServer) -> None:
     assert "read" in got and "then delete" not in got["delete"].remedy
 
 
+def test_credentials_that_are_missing_are_the_remedy_and_not_all_that_may_be_wrong(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    (finding,) = checked("s3://bucket/out", {"endpoint_url": s3.endpoint, "region": "r"}).values()
+    assert finding.remedy.startswith("set AWS_ACCESS_KEY_ID"), finding
+    assert "s3://bucket/out" in finding.found and "_probe" not in finding.found
+
+
 @pytest.fixture(scope="module")
 def s3_bucket(s3: S3Server) -> S3Server:
     s3.create_bucket(BUCKET)

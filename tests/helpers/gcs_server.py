@@ -8,27 +8,43 @@ It keeps what these pages promise of objects, preconditions, ranges, listings an
 - https://cloud.google.com/storage/docs/xml-api/reference-status (codes of errors)
 - https://cloud.google.com/storage/docs/multipart-uploads
 - https://cloud.google.com/storage/docs/hashes-etags (the ETag of a simple upload is its MD5)
+- https://developers.google.com/identity/protocols/oauth2/service-account#jwt-auth (requests that a
+  service account's key has signed)
 
-`python -m helpers.gcs_server PORT TOKEN BUCKET ...` serves until it is ended.
+`python -m helpers.gcs_server PORT TOKEN BUCKET ...` serves until it is ended, with the key of the
+service account in GCS_SERVER_KEY, if that is set. Libraries that call it without releasing Python's
+lock need it in a process of its own: `serving_apart`.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
+import os
 import re
+import socket
+import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+
+from helpers.processes import until
 
 PAGE = 1000  # objects in one answer to a listing, as at Google
 
@@ -44,7 +60,10 @@ class Stored:
 
 
 class GcsServer(ThreadingHTTPServer):
-    """Serves `buckets` to those who send `token`; one lock makes each request atomic."""
+    """Serves `buckets` to those who send `token` or sign with `account_key`.
+
+    One lock makes each request atomic.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -66,6 +85,41 @@ class GcsServer(ThreadingHTTPServer):
     def options(self) -> dict[str, Any]:
         """What `open_store` takes."""
         return {"base_url": self.endpoint, "bearer_token": self.token}
+
+    @cached_property
+    def account_key(self) -> rsa.RSAPrivateKey:
+        """The key of the one service account, made up at its first use."""
+        if given := os.environ.get("GCS_SERVER_KEY"):
+            found = serialization.load_pem_private_key(given.encode(), None)
+            assert isinstance(found, rsa.RSAPrivateKey)
+            return found
+        return rsa.generate_private_key(65537, 2048)
+
+    @cached_property
+    def account_pem(self) -> str:
+        form, bare = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        return self.account_key.private_bytes(serialization.Encoding.PEM, form, bare).decode()
+
+    @property
+    def account_options(self) -> dict[str, Any]:
+        """What `open_store` and libraries of tables take: the key of the service account."""
+        key = {"type": "service_account", "client_email": "me@p.iam.gserviceaccount.com"}
+        key |= {"private_key_id": "1", "private_key": self.account_pem}
+        return {"base_url": self.endpoint, "service_account_key": json.dumps(key)}
+
+    def admits(self, authorization: str | None) -> bool:
+        """Whether a request may pass: by its token, or by one that the account's key signed."""
+        token = (authorization or "").removeprefix("Bearer ")
+        if token == self.token:
+            return True
+        signed, _, signature = token.rpartition(".")
+        try:
+            told = json.loads(_decoded(signed.partition(".")[2]))
+            public = self.account_key.public_key()
+            public.verify(_decoded(signature), signed.encode(), padding.PKCS1v15(), hashes.SHA256())
+        except (InvalidSignature, ValueError):
+            return False
+        return bool(told["exp"] > time.time())
 
     @property
     def env(self) -> dict[str, str]:
@@ -98,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         bucket, _, name = unquote(address.path.lstrip("/")).partition("/")
         query = {k: v[0] for k, v in parse_qs(address.query, keep_blank_values=True).items()}
         try:
-            if self.headers.get("Authorization") != f"Bearer {self.server.token}":
+            if not self.server.admits(self.headers.get("Authorization")):
                 raise Refusal(401, "AuthenticationRequired")
             with self.server.lock:
                 if bucket not in self.server.buckets:
@@ -227,6 +281,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+def _decoded(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
 def _headers(found: Stored) -> dict[str, str]:
     return {
         "ETag": found.etag,
@@ -258,6 +316,32 @@ def serving(server: GcsServer) -> Iterator[GcsServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serving_apart(*buckets: str) -> Iterator[GcsServer]:
+    """Run a server in a process of its own; what is given only knows where and its keys."""
+    known = GcsServer("secret-token", *buckets)
+    known.server_close()  # its port is free for the process
+    port = str(known.server_address[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "helpers.gcs_server", port, known.token, *buckets],
+        env={**os.environ, "GCS_SERVER_KEY": known.account_pem},
+        stderr=subprocess.DEVNULL,
+    )
+
+    def answers() -> bool:
+        with suppress(OSError):
+            socket.create_connection(known.server_address[:2], timeout=60).close()
+            return True
+        return False
+
+    try:
+        until(lambda: answers() or process.poll() is not None, 60, "the GCS server")
+        yield known
+    finally:
+        process.terminate()
+        process.wait()
 
 
 if __name__ == "__main__":

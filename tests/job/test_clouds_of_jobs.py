@@ -16,7 +16,7 @@ from prefect_raybatch.job.secrets import MASK, hide_options, hide_users
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.runs.plan_run import check_places
-from prefect_raybatch.source.tables.delta import open_delta
+from prefect_raybatch.source.tables.lance_sets import open_lance
 from prefect_raybatch.storage import join, open_store, table_settings
 from prefect_raybatch.storage.clouds import connection
 
@@ -70,6 +70,8 @@ def test_uris_of_one_store_are_one_place() -> None:
         ("gcs://b/x", r"gs://bucket.*prefect-raybatch\[gcs\].*prefect-raybatch\[azure\]"),
         ("abfss://c@acct.example.com/x", r"write az://container/path.*account_name and endpoint"),
         ("gs://", r"names no bucket; write gs://"),
+        ("az://Box/out", r"capitals in the name of its bucket or container.*small letters"),
+        ("abfss://acct@my-box.dfs.core.windows.net/x", r"CONTAINER@ACCOUNT.* in this order"),
     ],
 )
 def test_a_wrong_uri_is_answered_with_the_right_one(uri: str, said: str) -> None:
@@ -132,7 +134,9 @@ def test_azure_without_an_account_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     for name in list(os.environ):
         if name.startswith("AZURE_"):
             monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=r"az://c names no storage account\. Set AZURE_"):
+    with pytest.raises(
+        ConfigError, match=r"az://c names no storage account\. Set AZURE_.*options beside"
+    ):
         open_store("az://c/x", {})
     with pytest.raises(ConfigError, match="names no storage account"):
         check_places(read_spec(make_job().source), "az://c/x", {})
@@ -165,9 +169,9 @@ def test_an_option_of_another_store_is_refused_without_its_value() -> None:
     assert "planted" not in str(error.value)
 
 
-def test_tables_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"gs://b/t: tables of Delta.*not on gs://"):
-        open_delta(read_spec(make_job(source={"uri": "gs://b/t", "format": "delta"}).source))
+def test_lance_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"gs://b/t: Lance datasets.*not on gs://"):
+        open_lance(read_spec(make_job(source={"uri": "gs://b/t", "format": "lance"}).source))
     with pytest.raises(ConfigError, match="not on az://"):
         table_settings("az://c/t", {})
 

@@ -28,10 +28,14 @@ from s3server import S3Server
 
 from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.cli.show import show_plan
-from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
+from prefect_raybatch.errors import (
+    ConfigError,
+    CredentialsUnusable,
+    SourceError,
+    StoreUnavailable,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.source import detect_format, needs_snapshot
-from prefect_raybatch.source.tables.iceberg import open_catalog
 from prefect_raybatch.storage import open_store
 
 
@@ -191,18 +195,25 @@ def test_what_is_wrong_with_a_table_or_a_catalog_is_told(tmp_path, catalog, monk
 
 @pytest.mark.timeout(100)  # Arrow's client tries for ten minutes and more
 @pytest.mark.parametrize("place", ["gs://lake/t", "abfss://box@acct.dfs.core.windows.net/t"])
-def test_a_table_of_a_catalog_on_google_or_azure_is_refused_by_name(tmp_path, catalog, place):
+def test_a_table_on_google_or_azure_without_credentials_says_so_soon(
+    tmp_path, catalog, place, monkeypatch
+):
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"):
+        monkeypatch.setenv(name, "127.0.0.1:9")
     table_of(catalog, "orders", companies(0, 3))
     with closing(sqlite3.connect(tmp_path / "catalog.db")) as database:
         metadata = f"{place}/metadata/00000-x.metadata.json"
         database.execute("UPDATE iceberg_tables SET metadata_location = ?", (metadata,))
         database.commit()
-    words = place.partition("@")[0], "not on"
-    refused("sales.orders", *words, error=ConfigError, catalog=properties(tmp_path))
-    lake = open_catalog({**properties(tmp_path), "warehouse": place})
-    with pytest.raises(ConfigError, match="not on"):
-        lake.create_table("sales.new", schema=companies(0, 1).schema)
-    assert not catalog.table_exists("sales.new")
+    options = {"msi_endpoint": "http://127.0.0.1:9/token"} if "abfss" in place else {}
+    refused(
+        "sales.orders",
+        "there are no",
+        "credentials",
+        error=CredentialsUnusable,
+        catalog=properties(tmp_path),
+        options=options,
+    )
 
 
 @pytest.mark.parametrize(

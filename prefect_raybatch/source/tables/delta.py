@@ -21,7 +21,8 @@ from prefect_raybatch.source.tables.base import (
     said_plainly,
 )
 from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.storage import join, object_store_options, table_settings
+from prefect_raybatch.storage import join
+from prefect_raybatch.storage.delta_access import delta_access
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -32,17 +33,16 @@ _SESSION = {"datafusion.execution.target_partitions": "1"}
 
 
 def open_delta(source: ReadSpec) -> TableSource:
-    """Open a Delta table in a folder, local or on S3."""
+    """Open a Delta table in a folder, local or on an object store."""
     from deltalake import DeltaTable
     from deltalake.exceptions import TableNotFoundError
 
     uri = join(source.uris[0])
-    keys = table_settings(uri, source.options)
-    scrub = keys.scrub if keys else str
+    place, keys, scrub = delta_access(uri, source.options)
     what = f"source.uri: the Delta table {uri}"
     with said_plainly(what, scrub):
         try:
-            newest = DeltaTable(uri, storage_options=object_store_options(keys))
+            newest = DeltaTable(place, storage_options=keys)
         except TableNotFoundError:
             raise SourceError(
                 f"source.uri: no Delta table in {uri} (no readable _delta_log). Set it to the "
@@ -50,7 +50,7 @@ def open_delta(source: ReadSpec) -> TableSource:
             ) from None
         if source.version is None:
             return DeltaSource(newest, uri, _made(newest, newest.version()), scrub)
-        table = DeltaTable(uri, storage_options=object_store_options(keys))
+        table = DeltaTable(place, storage_options=keys)
     try:
         with said_plainly(what, scrub):
             _go_to(table, source.version)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -23,7 +23,7 @@ from prefect_raybatch.job.filter_text import (
 )
 from prefect_raybatch.job.secrets import catalog_secrets
 from prefect_raybatch.job.variables import fill_variables
-from prefect_raybatch.schemes import EXTRAS, STORES
+from prefect_raybatch.schemes import options_for, store_scheme
 from prefect_raybatch.source.filters import Filter, typed
 from prefect_raybatch.source.tables.base import (
     Scrub,
@@ -33,6 +33,7 @@ from prefect_raybatch.source.tables.base import (
     moment_of,
     said_plainly,
 )
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import (
     S3Settings,
@@ -40,9 +41,7 @@ from prefect_raybatch.storage import (
     is_remote,
     join,
     open_store,
-    refuse_cloud_table,
     s3_settings,
-    table_settings,
 )
 from prefect_raybatch.storage.redirects import redirect_problem
 
@@ -60,18 +59,20 @@ SHORTEST_KEY = 3  # characters; a shorter value is part of other words
 
 
 def open_iceberg(source: ReadSpec) -> TableSource:
-    """Open an Iceberg table of a catalog (`namespace.table`), or in a folder, local or on S3."""
+    """Open an Iceberg table of a catalog (`namespace.table`), or in a folder."""
     given = source.uris[0]
     place = given if source.catalog else join(given)
-    keys = s3_settings(source.options) if source.catalog else table_settings(place, source.options)
+    on_s3 = source.catalog or store_scheme(place) == "s3"
+    keys = s3_settings(options_for("s3://", source.options)) if on_s3 else None
+    files = file_properties(source.options, keys)
     properties = fill_variables(source.catalog, "source.catalog")
     scrub = _scrub(keys, properties)
     name = f"source.uri: the Iceberg table {place}"
     with said_plainly(name, scrub):
         if source.catalog:
-            table = _from_catalog(place, {**iceberg_options(keys), **properties})
+            table = _from_catalog(place, {**files, **properties})
         else:
-            table = _from_folder(place, source.options, iceberg_options(keys))
+            table = _from_folder(place, source.options, files)
         snapshot = _snapshot(table, source.version, place)
         return IcebergSource(table, snapshot, place, bool(source.catalog), scrub)
 
@@ -95,7 +96,6 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     another host.
     """
     from pyiceberg.catalog import load_catalog, rest
-    from pyiceberg.io import SCHEMA_TO_FILE_IO
     from requests import Response, Session
 
     class NoRedirects(Session):
@@ -107,28 +107,15 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
 
     # pyiceberg has no other place to say so.
     rest.Session = NoRedirects  # type: ignore[attr-defined]
-    refused = f"{RefusedFiles.__module__}.{RefusedFiles.__name__}"
-    SCHEMA_TO_FILE_IO.update(
-        {scheme: [refused] for scheme, store in STORES.items() if store in EXTRAS}
-    )
     given = dict(properties)
     return load_catalog(given.pop("name", None), **given)
 
 
-class RefusedFiles:
-    """Files on a store of Google or Azure, to pyiceberg: refused by name before Arrow opens them.
+def file_properties(options: StoreOptions, keys: S3Settings | None) -> dict[str, str]:
+    """Return the properties by which pyiceberg reaches a table's files on any store."""
+    from prefect_raybatch.source.tables.cloud_files import cloud_properties
 
-    Without credentials, Arrow's client tries for more than ten minutes.
-    """
-
-    def __init__(self, properties: Mapping[str, Any]) -> None:
-        self.properties = properties
-
-    def new_input(self, location: str) -> NoReturn:
-        refuse_cloud_table(location)
-        raise ConfigError(f"{location} cannot be read by pyiceberg. Use another place")
-
-    new_output = delete = new_input
+    return {**iceberg_options(keys), **cloud_properties(options)}
 
 
 def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
@@ -149,7 +136,6 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
             f"source.uri: the catalog {catalog.name} has no table {name!r}. Write it as "
             "namespace.table"
         ) from None
-    refuse_cloud_table(table.location())  # a REST catalog reads the metadata itself
     return table
 
 

@@ -123,7 +123,7 @@ class CloudConnection:
         if not account:
             raise ConfigError(
                 f"az://{self.bucket} names no storage account. Set AZURE_STORAGE_ACCOUNT_NAME, or "
-                "account_name in source.options and output.options, or write "
+                "account_name in the options beside this URI, or write "
                 f"abfss://{self.bucket}@ACCOUNT.dfs.core.windows.net/PATH"
             )
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
