@@ -240,7 +240,7 @@ def _function_problem(checked: _Checked) -> list[str]:
     try:
         _prompt_lengths(checked, None, TRIED_ROWS)
     except counting.NoPromptMade as error:
-        is_of_file = spec.prompt.function in REQUEST_FUNCTIONS
+        is_of_file = checked.spec.prompt.function in REQUEST_FUNCTIONS
         return [str(error) if is_of_file else f"prompt.function: {error}"]
     except ConfigError as error:
         log.debug("could not try prompt.function: %s", error)
