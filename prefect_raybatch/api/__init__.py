@@ -40,7 +40,7 @@ from prefect_raybatch.job.run_words import date_of_key, fill_words, today
 from prefect_raybatch.job.secrets import is_masked
 from prefect_raybatch.job.trust import check_reach, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
-from prefect_raybatch.ledger.family import without_link
+from prefect_raybatch.ledger.family import Member, without_link
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.policy.in_force import policy_in_force
@@ -250,14 +250,27 @@ def infer_run(
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
     """Write the result and _SUCCESS; return the report. A finished run returns its report again.
 
-    Measures the accuracy on the job's golden rows, if it names any. Raises `IncompleteRun` while
-    shards are missing, `CorruptRun` if the coverage is wrong.
+    Measures the accuracy on the job's golden rows, and asks its judge, if it names any. Raises
+    `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong, and what the
+    judge's own run raises.
     """
     report = _finalized(job, run, progress)
-    if job.quality.golden is None:
+    if job.quality.golden is None and not job.quality.judge.asked:
         return report
     member = finished_member(open_store(run.uri, job.output.options or None))
-    return measured(report, member, job.quality, job.output)
+    return _with_quality(report, member, job)
+
+
+def _with_quality(
+    report: RunReport, member: Member, job: BatchJob, again: bool = False
+) -> RunReport:
+    """Return the report of a finished run with its accuracy, by golden rows and by a judge."""
+    report = measured(report, member, job.quality, job.output, again)
+    if not job.quality.judge.asked:
+        return report
+    from prefect_raybatch.api.judge import judged
+
+    return judged(report, member, job, again)
 
 
 def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -324,8 +337,8 @@ def publish_run(
     place of their own. So `job` None is rejected if the run's plan names targets, unless
     `targets_from_plan` says that these were reviewed. `run_date` is the value of {run_date} in a
     target, by default the date in the run key. Raises `IncompleteRun` while the run is not
-    finished, `QualityTooLow` if the golden rows do not show `quality.at_least`, `ConfigError` for
-    what cannot be published, `PublishFailed` (worth a retry).
+    finished, `QualityTooLow` if neither golden rows nor judge show `quality.at_least`,
+    `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
@@ -345,10 +358,11 @@ def publish_run(
             )
     job = with_dated_targets(job, member.key, run_date)
     check_trust(job)
-    if job.quality.golden is not None:
+    if job.quality.golden is not None or job.quality.judge.asked:
         report = load_report(member.ledger.store)
-        if given:  # a run directory does not decide which file is read as golden rows
-            report = measured(report, member, job.quality, job.output, again=True)
+        # A run directory decides neither which file is read as golden rows, nor who judges.
+        if given:
+            report = _with_quality(report, member, job, again=True)
         check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 

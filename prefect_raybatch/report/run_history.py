@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.quality.accuracy import Accuracy
+from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
@@ -50,6 +51,7 @@ class HistoryLine:
     is_late: bool = False  # missed its deadline
     currency: str = ""  # of the cost
     accuracy: Accuracy | None = None  # on golden rows
+    judgement: Judgement | None = None
     prompt_tokens: float | None = None  # mean of a prompt
 
     @property
@@ -85,10 +87,13 @@ def history_rows(page: HistoryPage) -> list[dict[str, str]]:
     """Return one row for each run."""
     costs = any(line.cost is not None for line in page.runs)
     accuracies = any(line.accuracy is not None for line in page.runs)
-    return [_row(line, costs, accuracies) for line in page.runs]
+    judged = any(line.judgement is not None for line in page.runs)
+    return [_row(line, costs, accuracies, judged) for line in page.runs]
 
 
-def _row(run: HistoryLine, with_cost: bool, with_accuracy: bool) -> dict[str, str]:
+def _row(
+    run: HistoryLine, with_cost: bool, with_accuracy: bool, with_judgement: bool
+) -> dict[str, str]:
     began = DASH
     if run.began is not None:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
@@ -110,6 +115,7 @@ def _row(run: HistoryLine, with_cost: bool, with_accuracy: bool) -> dict[str, st
         "work": duration(run.seconds),
         **cost,
         **accuracy,
+        **({"judged": run.judgement.short() if run.judgement else DASH} if with_judgement else {}),
         "answers": _shift_text(run),
     }
 

@@ -8,6 +8,7 @@ from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.golden import Golden, accuracy_on, read_golden
+from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 
@@ -47,11 +48,13 @@ def measured(
 
 
 def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
-    """Raise `QualityTooLow` unless the golden rows show the accuracy that publishing needs.
+    """Raise `QualityTooLow` unless the run has the accuracy that publishing needs.
 
-    A retry of failed rows is published with its run, so it needs none of its own.
+    The golden rows must show it or, in a job without them, the judge. A retry of failed rows is
+    published with its run, so it needs none of its own.
     """
-    accuracy, least = report.accuracy, quality.at_least
+    least = quality.at_least
+    accuracy = report.accuracy if quality.golden is not None else report.judgement
     if least is None or member.plan.parent is not None:
         return
     if accuracy is None:
@@ -68,7 +71,11 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
     )
 
 
-def _remedy(accuracy: Accuracy, least: float) -> str:
+def _remedy(accuracy: Accuracy | Judgement, least: float) -> str:
+    if isinstance(accuracy, Judgement):
+        if accuracy.rows and accuracy.share >= least:
+            return f"Raise quality.judge.sample: {accuracy.rows:,} are too few. Or lower at_least"
+        return "Look at the answers that the judge called wrong in the report, or lower at_least"
     if accuracy.rows and accuracy.share >= least:
         return f"Add golden rows: {accuracy.rows:,} are too few to show it. Or lower at_least"
     return "Look at the wrong answers in the report. Correct the golden file, or lower at_least"

@@ -208,6 +208,7 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         cost=report.cost.get("total"),
         currency=report.currency,
         accuracy=report.accuracy,
+        judgement=report.judgement,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
         prompt_tokens=_prompt_tokens(report),
     )

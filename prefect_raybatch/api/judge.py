@@ -1,0 +1,161 @@
+"""Judges a sample of a finished run's answers: an ordinary run inside the run directory.
+
+That run has a plan, shards and commits of its own, so a killed judgement resumes, and no committed
+shard is asked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefect_raybatch.api import plan_run
+from prefect_raybatch.api.submission import infer_in_place
+from prefect_raybatch.compile.job import compile_plan, compile_planned
+from prefect_raybatch.errors import CostExceeded
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.edits import judging_job
+from prefect_raybatch.job.judge import RIGHT, VERDICT, Judge
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.layout import JUDGE
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.quality.golden import Golden, golden_numbers
+from prefect_raybatch.quality.judged_rows import (
+    IN_SAMPLE,
+    OWN_COLUMNS,
+    from_parquet,
+    judged_rows,
+    to_parquet,
+)
+from prefect_raybatch.quality.judgement import (
+    RejectedAnswer,
+    judgement_of,
+    put_judgement,
+    read_judgement,
+)
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.finalize_run import finalize_spec, load_report, put_pages
+from prefect_raybatch.runs.quality import golden_of
+from prefect_raybatch.runs.run import load_run
+from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.words import counted, money
+
+log = logging.getLogger(__name__)
+
+ROWS_FILE = "rows.parquet"
+RUNS, RUN_KEY = "runs", "verdicts"
+MOST_ROWS_BYTES = 1 << 30
+REJECTED_SHOWN = 10
+LONGEST_TEXT = 300  # characters of a shown row
+
+
+def judged(report: RunReport, member: Member, job: BatchJob, again: bool = False) -> RunReport:
+    """Return the report of a finished run with the judgement of the job's judge.
+
+    A run that was judged is judged `again`, by another judge or prompt, only if asked for. A retry
+    of failed rows is no sample of the input, so it is not judged. Raises what the judge's own run
+    raises; the next call resumes it.
+    """
+    store, plan, judge = member.ledger.store, member.plan, job.quality.judge
+    if not judge.asked or plan.parent is not None:
+        return report
+    golden = golden_of(job.quality, job.output)
+    key = _key(judge, golden)
+    before = read_judgement(store)
+    if before is not None and before.plan == plan.hash and (before.key == key or not again):
+        return report
+    place = store.sub(f"{JUDGE}/{key}")
+    rows = _rows(place, report, member, job, golden)
+    verdicts: list[bool | None] = []
+    cost: Mapping[str, float] = {}
+    currency = ""
+    if rows.num_rows:
+        own = judging_job(
+            *(job, join(place.uri, ROWS_FILE), join(place.uri, RUNS), _left(report, job))
+        )
+        log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
+        verdicts, ended = _verdicts(own, rows.num_rows)
+        cost, currency = ended.cost, ended.currency
+    flags = zip(rows[IN_SAMPLE].to_pylist(), verdicts, strict=True)
+    put_judgement(
+        store,
+        judgement_of(
+            plan=plan.hash,
+            judge=judge.name,
+            key=key,
+            verdicts=[verdict for in_sample, verdict in flags if in_sample],
+            rejected=_rejected(rows.drop_columns(list(OWN_COLUMNS)).to_pylist(), verdicts),
+            cost=cost,
+            currency=currency,
+        ),
+    )
+    report = load_report(store)
+    put_pages(store, report)
+    return report
+
+
+def _key(judge: Judge, golden: Golden | None) -> str:
+    """Return what identifies the judge, its prompt, its sample and the golden rows."""
+    answers = {} if golden is None else {"\n".join(k): v for k, v in golden.answers.items()}
+    parts = {"judge": judge.model_dump(mode="json"), "golden": answers}
+    return hashlib.sha256(dump(parts)).hexdigest()[:16]
+
+
+def _rows(
+    place: Store, report: RunReport, member: Member, job: BatchJob, golden: Golden | None
+) -> Any:
+    """Return the table of the rows to judge; write it first unless an earlier attempt has."""
+    judge, finish = job.quality.judge, compile_plan(member.plan).finish
+    result = report.dataset(job.output.options or None)
+    if not place.holds(ROWS_FILE):
+        known = {} if golden is None else golden_numbers(golden, result, finish.row_number)
+        columns = template_fields(judge.prompt or "")
+        made = judged_rows(
+            *(result, finish.row_number, columns, judge.sample, member.plan.run_key, known)
+        )
+        place.put_if_absent(ROWS_FILE, to_parquet(made))
+    return from_parquet(place.read(ROWS_FILE, MOST_ROWS_BYTES))
+
+
+def _left(report: RunReport, job: BatchJob) -> float | None:
+    """Return what the judge may cost: limits.max_cost without what the rows cost."""
+    most = job.limits.max_cost
+    if most is None:
+        return None
+    spent = report.cost.get("total", 0.0)
+    if spent >= most:
+        raise CostExceeded(
+            f"{report.run} is complete, but was not judged: it cost "
+            f"{money(spent, report.currency)}, so nothing of limits.max_cost {most:g} is left for "
+            "quality.judge. Raise limits.max_cost, or remove quality.judge, and run the same "
+            "command again"
+        )
+    return most - spent
+
+
+def _verdicts(job: BatchJob, rows: int) -> tuple[list[bool | None], RunReport]:
+    """Run the judge, or finish its run; return its verdicts by row, and the report of its run."""
+    run = plan_run(job, RUN_KEY)
+    options = job.output.options or None
+    progress = infer_in_place(job, job, run)
+    ledger = Ledger(open_store(run.uri, options))
+    plan, shards = load_run(ledger, run)
+    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
+    table = report.to_arrow(options)
+    name = compile_plan(plan).finish.row_number
+    found = dict(zip(table[name].to_pylist(), table[VERDICT].to_pylist(), strict=True))
+    said = [found.get(row) for row in range(rows)]
+    return [None if verdict is None else verdict == RIGHT for verdict in said], report
+
+
+def _rejected(
+    rows: Sequence[Mapping[str, Any]], verdicts: Sequence[bool | None]
+) -> list[RejectedAnswer]:
+    """Return some rows whose answers the judge called wrong, in words."""
+    wrong = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict is False]
+    texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong[:REJECTED_SHOWN])
+    return [RejectedAnswer(text[:LONGEST_TEXT]) for text in texts]

@@ -1,0 +1,263 @@
+"""The judge: its sample, its run inside the run directory, what pages show, and resuming."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import FakeEngine
+from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
+from helpers.small import make_job
+
+from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
+from prefect_raybatch.api import judge
+from prefect_raybatch.compile.job import public_job
+from prefect_raybatch.errors import (
+    ConfigError,
+    CostExceeded,
+    EndpointRefused,
+    QualityTooLow,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited, judging_job, shown_job
+from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.report.html import html
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import markdown
+from prefect_raybatch.report.run_history import history_rows
+from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.stages.endpoint import client
+
+ROWS = 60
+GOOD = ROWS - 1  # FakeEngine refuses one row
+PROMPT = "Is <{answer}> right for <{Company}>?"
+ASKED = re.compile(r"Is <answer (\d+)> right for <Company (\d+)>\?")
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIServer]:
+    with openai_server() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def prompt_retries(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
+    monkeypatch.setattr(client, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(client, "MOST_BACKOFF", 0.01)
+
+
+def verdict_of(server: OpenAIServer, is_right: Callable[[int], bool]) -> None:
+    """Have the server judge rows by their number."""
+
+    def answer(_: int, body: dict[str, Any]) -> Answer:
+        label = "right" if is_right(row_of(body)) else "wrong"
+        return 200, {}, completion(json.dumps({"label": label}))
+
+    server.fault = answer
+
+
+def row_of(body: dict[str, Any]) -> int:
+    found = ASKED.search(body["messages"][-1]["content"])
+    assert found is not None and found[1] == found[2], body
+    return int(found[1])
+
+
+def rows_asked(server: OpenAIServer) -> list[int]:
+    return sorted(map(row_of, server.bodies))
+
+
+def job_of(
+    folder: Path, server: OpenAIServer, judge: dict[str, Any] | None = None, **groups: Any
+) -> BatchJob:
+    path = folder / "in.parquet"
+    if not path.exists():
+        table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+        pq.write_table(table, path)
+    endpoint = {"url": server.url, "model": "large", "price_in": 1000.0, "price_out": 0.0}
+    asked = {"endpoint": endpoint, "prompt": PROMPT, "sample": 20, **(judge or {})}
+    quality = {"judge": asked, **groups.pop("quality", {})}
+    output = {"uri": str(folder / "out"), "column": "answer", **groups.pop("output", {})}
+    return make_job(
+        source={"uri": str(path)},
+        engine={"model": "demo"},
+        output=output,
+        quality=quality,
+        **groups,
+    )
+
+
+def completed(job: BatchJob, key: str) -> RunReport:
+    run = plan_run(job, key)
+    return finalize_run(job, run, infer_run(job, run, engine=FakeEngine))
+
+
+def in_small_shards(patch: pytest.MonkeyPatch) -> None:
+    """Have the judge's run commit every four rows."""
+
+    def small(*arguments: Any) -> BatchJob:
+        return edited(judging_job(*arguments), {"source.rows_per_shard": 4}, "the judge")
+
+    patch.setattr(judge, "judging_job", small)
+
+
+def test_a_sample_is_judged_and_shown_with_its_exact_interval(tmp_path, server):
+    verdict_of(server, lambda row: row % 5 != 0)
+    report = completed(job_of(tmp_path, server), "night")
+    asked = rows_asked(server)
+    assert len(set(asked)) == len(asked) == 20 and FakeEngine.FAILS not in asked
+    right = sum(row % 5 != 0 for row in asked)
+    judgement = report.judgement
+    assert judgement is not None and 0 < right < 20
+    assert (judgement.right, judgement.rows, judgement.not_judged) == (right, 20, 0)
+    assert (judgement.low, judgement.high) == pytest.approx(interval(right, 20), abs=1e-6)
+    assert len(judgement.rejected) == 20 - right
+    assert all(ASKED.sub("", one.asked) for one in judgement.rejected)
+    for page in (markdown(report), html(report)):
+        assert f"large called {right} of 20 answers right" in page
+        assert "Answers that the judge called wrong" in page
+    (history,) = history_of(str(tmp_path / "out"), job="nightly")
+    assert [row["judged"] for row in history_rows(history)] == [judgement.short()]
+    assert report.cost["judge"] == pytest.approx(20 * 11 * 1000 / 1e6) == report.cost["total"]
+
+
+def test_a_repeat_judges_nothing_again_and_another_night_has_other_rows(tmp_path, server):
+    verdict_of(server, lambda row: True)
+    job = job_of(tmp_path, server)
+    first = completed(job, "monday")
+    monday = rows_asked(server)
+    assert finalize_run(job, plan_run(job, "monday")).judgement == first.judgement
+    assert rows_asked(server) == monday
+    server.bodies.clear()
+    completed(job, "tuesday")
+    assert rows_asked(server) != monday
+
+
+def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
+    tmp_path, server, monkeypatch
+):
+    in_small_shards(monkeypatch)
+    job = job_of(tmp_path, server, {"sample": GOOD})
+    run = plan_run(job, "night")
+    progress = infer_run(job, run, engine=FakeEngine)
+
+    def revoked(number: int, body: dict[str, Any]) -> Answer:
+        if number >= GOOD // 2:
+            return failing(401, "no such key")
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = revoked
+    with pytest.raises(EndpointRefused, match="401"):
+        finalize_run(job, run, progress)
+    (place,) = (tmp_path / "out/night/_raybatch/judge").iterdir()
+    commits = len(list((place / "runs/verdicts/_raybatch/commits").iterdir()))
+    assert (
+        0 < commits < GOOD // 4 and not (tmp_path / "out/night/_raybatch/judgement.json").exists()
+    )
+    before = [row_of(body) for body in server.bodies[: 4 * commits]]
+    server.bodies.clear()
+    verdict_of(server, lambda row: row not in before)
+    report = finalize_run(job, plan_run(job, "night"))
+    assert report.judgement is not None and report.judgement.right == GOOD
+    assert not set(before) & set(rows_asked(server))
+    assert len(server.bodies) <= GOOD - 4 * commits
+    assert report.cost["judge"] >= GOOD * 11 * 1000 / 1e6 * 0.99
+
+
+def test_rows_that_the_judge_fails_on_are_not_judged_and_counted(tmp_path, server):
+    def some(_: int, body: dict[str, Any]) -> Answer:
+        if row_of(body) % 2:
+            return failing(400, "no")
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = some
+    report = completed(job_of(tmp_path, server), "night")
+    assert report.judgement is not None
+    odd = sum(row % 2 for row in set(rows_asked(server)))
+    assert (report.judgement.rows, report.judgement.not_judged) == (20 - odd, odd)
+    assert f"; {odd} not judged" in markdown(report)
+
+
+def test_a_run_without_answers_has_nothing_to_judge(tmp_path, server):
+    class Refuses(FakeEngine):
+        def refused(self, number: int) -> bool:
+            return True
+
+    job = job_of(tmp_path, server, limits={"max_failed_fraction": 1.0})
+    run = plan_run(job, "night")
+    report = finalize_run(job, run, infer_run(job, run, engine=Refuses))
+    assert report.judgement is not None and report.judgement.rows == 0 and not server.bodies
+    assert "judged no answer" in markdown(report)
+
+
+def test_what_the_judge_calls_wrong_withholds_publishing(tmp_path, server):
+    verdict_of(server, lambda row: row % 4 != 0)
+    published = {"publish": [{"format": "jsonl", "uri": str(tmp_path / "published")}]}
+    job = job_of(tmp_path, server, quality={"at_least": 0.9}, output=published)
+    report = completed(job, "night")
+    for known in (job, None):  # also where only the plan knows the job
+        with pytest.raises(QualityTooLow, match=r"answers right.*at_least 0\.9"):
+            publish_run(known, report.run, targets_from_plan=True)
+    verdict_of(server, lambda row: True)
+    other = job_of(tmp_path, server, {"sample": 50}, quality={"at_least": 0.9}, output=published)
+    assert publish_run(other, report.run).published  # judged again, by a larger sample
+
+
+def test_the_cost_limit_covers_the_judge(tmp_path, server, monkeypatch):
+    in_small_shards(monkeypatch)
+    verdict_of(server, lambda row: True)
+    limits = {"max_cost": 0.1}
+    prices = {"cluster": {"price_per_gpu_hour": 1.0}}
+    job = job_of(tmp_path, server, limits=limits, **prices)
+    with pytest.raises(CostExceeded, match="max_cost"):
+        completed(job, "night")
+    assert 0 < len(server.bodies) < 20
+    raised = job_of(tmp_path, server, limits={"max_cost": 10}, **prices)
+    report = finalize_run(raised, plan_run(raised, "night"))
+    assert report.judgement is not None and report.judgement.rows == 20
+
+
+@pytest.mark.parametrize(
+    ("judge_fields", "groups", "fault"),
+    [
+        ({"sample": 0}, {}, r"quality\.judge\.sample"),
+        ({"prompt": None}, {}, "prompt is required"),
+        ({"model": "demo"}, {}, "set either model or endpoint"),
+        ({"engine": {"max_model_len": "auto"}}, {}, "max_model_len"),
+        (
+            {"engine": {"tensor_parallel_size": 2}},
+            {},
+            r"quality\.judge\.engine\.tensor_parallel_size",
+        ),
+        ({"endpoint": {"url": "https://x/v1"}}, {}, r"model"),
+        (
+            {"endpoint": {"url": "https://x/v1", "model": "m"}},
+            {"limits": {"max_cost": 5}, "cluster": {"price_per_gpu_hour": 1}},
+            r"limits\.max_cost needs the prices .* quality\.judge\.endpoint\.price_in",
+        ),
+        ({}, {"output": {"compact": False}}, r"output\.compact"),
+    ],
+)
+def test_fields_that_do_not_go_together(tmp_path, server, judge_fields, groups, fault):
+    with pytest.raises(ConfigError, match=fault):
+        job_of(tmp_path, server, judge_fields, **groups)
+
+
+def test_a_key_of_the_judge_is_in_no_record(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge-0123456789")
+    endpoint = {"url": server.url, "model": "large", "key": "${JUDGE_KEY}"}
+    verdict_of(server, lambda row: True)
+    job = job_of(tmp_path, server, {"endpoint": endpoint})
+    completed(job, "night")
+    assert server.authorizations == {"Bearer sk-judge-0123456789"}
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"sk-judge-0123456789" not in path.read_bytes(), path
+    local = {"endpoint": {}, "model": "demo", "engine": {"env": {"HF_TOKEN": "hf-secret-0123"}}}
+    made = job_of(tmp_path, server, local)
+    assert "hf-secret-0123" not in json.dumps([public_job(made), shown_job(made), repr(made)])
+    assert BatchJob.from_dict(public_job(made)).quality.judge.model == "demo"
