@@ -247,9 +247,12 @@ def infer_run(
         return infer_spec(compile_planned(job, plan), run, ledger, plan, shards, observe, engine)
 
 
-def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
+def finalize_run(
+    job: BatchJob, run: Run, progress: Progress | None = None, written: str | None = None
+) -> RunReport:
     """Write the result and _SUCCESS; return the report. A finished run returns its report again.
 
+    `written` is output.uri as written in the job, if it contained {run_date} or {run_key}.
     Measures the accuracy on the job's golden rows, and asks its judge, if it names any. Raises
     `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong, and what the
     judge's own run raises.
@@ -258,19 +261,20 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     if job.quality.golden is None and not job.quality.judge.asked:
         return report
     member = finished_member(open_store(run.uri, job.output.options or None))
-    return _with_quality(report, member, job)
+    return _with_quality(report, member, job, written)
 
 
 def _with_quality(
-    report: RunReport, member: Member, job: BatchJob, again: bool = False
+    report: RunReport, member: Member, job: BatchJob, written: str | None, again: bool = False
 ) -> RunReport:
     """Return the report of a finished run with its accuracy, by golden rows and by a judge."""
-    report = measured(report, member, job.quality, job.output, again)
+    written = written or job.output.uri
+    report = measured(report, member, job.quality, job.output, written, again)
     if not job.quality.judge.asked:
         return report
     from prefect_raybatch.api.judge import judged
 
-    return judged(report, member, job, again)
+    return judged(report, member, job, written, again)
 
 
 def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -362,7 +366,7 @@ def publish_run(
         report = load_report(member.ledger.store)
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
-            report = _with_quality(report, member, job, again=True)
+            report = _with_quality(report, member, job, None, again=True)
         check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 

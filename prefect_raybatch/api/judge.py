@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.api.submission import infer_in_place
@@ -23,15 +24,18 @@ from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import JUDGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, golden_numbers
 from prefect_raybatch.quality.judged_rows import (
     IN_SAMPLE,
+    KNOWN_RIGHT,
     OWN_COLUMNS,
     from_parquet,
     judged_rows,
     to_parquet,
 )
 from prefect_raybatch.quality.judgement import (
+    JudgedRow,
     RejectedAnswer,
     judgement_of,
     put_judgement,
@@ -41,8 +45,12 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import finalize_spec, load_report, put_pages
 from prefect_raybatch.runs.quality import golden_of
 from prefect_raybatch.runs.run import load_run
+from prefect_raybatch.runs.run_history import series_before
 from prefect_raybatch.storage import Store, join, open_store
 from prefect_raybatch.words import counted, money
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +61,14 @@ REJECTED_SHOWN = 10
 LONGEST_TEXT = 300  # characters of a shown row
 
 
-def judged(report: RunReport, member: Member, job: BatchJob, again: bool = False) -> RunReport:
+def judged(
+    report: RunReport, member: Member, job: BatchJob, written: str, again: bool = False
+) -> RunReport:
     """Return the report of a finished run with the judgement of the job's judge.
 
     A run that was judged is judged `again`, by another judge or prompt, only if asked for. A retry
     of failed rows is no sample of the input, so it is not judged. Raises what the judge's own run
-    raises; the next call resumes it.
+    raises; the next call resumes it. `written` is output.uri as written in the job.
     """
     store, plan, judge = member.ledger.store, member.plan, job.quality.judge
     if not judge.asked or plan.parent is not None:
@@ -80,19 +90,22 @@ def judged(report: RunReport, member: Member, job: BatchJob, again: bool = False
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
         verdicts, ended = _verdicts(own, rows.num_rows)
         cost, currency = ended.cost, ended.currency
-    flags = zip(rows[IN_SAMPLE].to_pylist(), verdicts, strict=True)
-    put_judgement(
-        store,
-        judgement_of(
-            plan=plan.hash,
-            judge=judge.name,
-            key=key,
-            verdicts=[verdict for in_sample, verdict in flags if in_sample],
-            rejected=_rejected(rows.drop_columns(list(OWN_COLUMNS)).to_pylist(), verdicts),
-            cost=cost,
-            currency=currency,
-        ),
+    flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
+    judgement = judgement_of(
+        plan=plan.hash,
+        judge=judge.name,
+        key=key,
+        judged=list(map(JudgedRow, *flags)),
+        has_golden=golden is not None,
+        rejected=_rejected(rows, verdicts),
+        cost=cost,
+        currency=currency,
     )
+    if judgement.rows:
+        earlier = series_before(written, job.output.options or None, plan, read_judgement)
+        series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
+        judgement = replace(judgement, series=series)
+    put_judgement(store, judgement)
     report = load_report(store)
     put_pages(store, report)
     return report
@@ -100,15 +113,22 @@ def judged(report: RunReport, member: Member, job: BatchJob, again: bool = False
 
 def _key(judge: Judge, golden: Golden | None) -> str:
     """Return what identifies the judge, its prompt, its sample and the golden rows."""
-    answers = {} if golden is None else {"\n".join(k): v for k, v in golden.answers.items()}
-    parts = {"judge": judge.model_dump(mode="json"), "golden": answers}
+    golden_rows = None if golden is None else golden.digest
+    parts = {"judge": judge.model_dump(mode="json"), "golden": golden_rows}
+    return hashlib.sha256(dump(parts)).hexdigest()[:16]
+
+
+def _series_key(judge: Judge) -> str:
+    """Return what identifies the judge and its prompt, by which runs can be compared."""
+    model = {name: value for name, value in judge.endpoint.items() if name in ("url", "model")}
+    parts = {"model": judge.model or model, "prompt": judge.prompt}
     return hashlib.sha256(dump(parts)).hexdigest()[:16]
 
 
 def _rows(
     place: Store, report: RunReport, member: Member, job: BatchJob, golden: Golden | None
-) -> Any:
-    """Return the table of the rows to judge; write it first unless an earlier attempt has."""
+) -> pa.Table:
+    """Return the rows to judge; write it first unless an earlier attempt has."""
     judge, finish = job.quality.judge, compile_plan(member.plan).finish
     result = report.dataset(job.output.options or None)
     if not place.holds(ROWS_FILE):
@@ -152,10 +172,10 @@ def _verdicts(job: BatchJob, rows: int) -> tuple[list[bool | None], RunReport]:
     return [None if verdict is None else verdict == RIGHT for verdict in said], report
 
 
-def _rejected(
-    rows: Sequence[Mapping[str, Any]], verdicts: Sequence[bool | None]
-) -> list[RejectedAnswer]:
-    """Return some rows whose answers the judge called wrong, in words."""
-    wrong = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict is False]
-    texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong[:REJECTED_SHOWN])
+def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedAnswer]:
+    """Return some rows of the sample whose answers the judge called wrong, in words."""
+    flags = zip(rows[IN_SAMPLE].to_pylist(), verdicts, strict=True)
+    at = [in_sample and verdict is False for in_sample, verdict in flags]
+    wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(at).slice(0, REJECTED_SHOWN).to_pylist()
+    texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong)
     return [RejectedAnswer(text[:LONGEST_TEXT]) for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,13 @@ class Golden:
     columns: tuple[str, ...]
     answer: str
     answers: Mapping[GoldenKey, str]
+
+    @property
+    def digest(self) -> str:
+        """Return what identifies the rows and their answers."""
+        rows = sorted([*key, text] for key, text in self.answers.items())
+        found = json.dumps([self.columns, self.answer, rows])
+        return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
 def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:

@@ -126,6 +126,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         *remaining,
         *([("Accuracy", report.accuracy.text())] if report.accuracy else []),
         *([("Judged accuracy", report.judgement.text())] if report.judgement else []),
+        *[(f"Accuracy over time, {name}", series.text()) for name, series in report.series.items()],
         ("Working time", duration(report.seconds)),
         *(_work_rows(report) if done else ()),
         *reuse_rows(report.reuse),

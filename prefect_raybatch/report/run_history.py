@@ -8,11 +8,19 @@ from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.quality.accuracy import Accuracy
+from prefect_raybatch.quality.alarm import Series
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
+from prefect_raybatch.report.verdict import (
+    DRIFT_REMARK,
+    FALLEN_REMARK,
+    LATE_REMARK,
+    few_rows,
+    outcome_text,
+    slow,
+)
 from prefect_raybatch.words import counted, money
 
 STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
@@ -59,6 +67,17 @@ class HistoryLine:
         """Return the distributions of answers, and that of answered and failed rows."""
         failed = {"answered": float(self.good or 0), "failed": float(self.quarantined or 0)}
         return {**self.answers, FAILED_ROWS: failed}
+
+    @property
+    def series(self) -> tuple[Series, ...]:
+        """Return what compares the accuracy with earlier runs: of golden rows, of the judge."""
+        found = (self.accuracy, self.judgement)
+        return tuple(one.series for one in found if one is not None and one.series is not None)
+
+    @property
+    def has_fallen(self) -> bool:
+        """Return whether the accuracy is below that of the job's first runs."""
+        return any(series.rings for series in self.series)
 
     @property
     def drift(self) -> tuple[Shift, ...]:
@@ -116,8 +135,14 @@ def _row(
         **cost,
         **accuracy,
         **({"judged": run.judgement.short() if run.judgement else DASH} if with_judgement else {}),
+        **({"e-value": _e_values(run)} if with_accuracy or with_judgement else {}),
         "answers": _shift_text(run),
     }
+
+
+def _e_values(run: HistoryLine) -> str:
+    """Return the e-values of the accuracy: by golden rows, then by the judge."""
+    return " / ".join(series.short() for series in run.series) or DASH
 
 
 def _shift_text(run: HistoryLine) -> str:
@@ -213,6 +238,7 @@ def headlines(page: HistoryPage) -> list[str]:
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if run.drift else []
+    about += [FALLEN_REMARK] if run.has_fallen else []
     counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
     return [f"Last run: {outcome}", *shifted, *unstarted]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prefect_raybatch.errors import QualityTooLow
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
+from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, accuracy_on, read_golden
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
+from prefect_raybatch.runs.run_history import series_before
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
@@ -21,12 +25,18 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
 
 
 def measured(
-    report: RunReport, member: Member, quality: Quality, output: Output, again: bool = False
+    report: RunReport,
+    member: Member,
+    quality: Quality,
+    output: Output,
+    written: str,
+    again: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with its accuracy on the job's golden rows.
 
     A run that was measured is measured `again` only if asked for. A retry of failed rows is no
-    sample of the input, so it is not measured.
+    sample of the input, so it is not measured. `written` is output.uri as written in the job, which
+    has the earlier runs that it is compared with.
     """
     store, plan = member.ledger.store, member.plan
     if quality.golden is None or plan.parent is not None:
@@ -40,6 +50,10 @@ def measured(
     options = output.options or None
     failed = report.quarantine(options) if report.failed else None
     accuracy = accuracy_on(golden, report.dataset(options), failed, plan.hash)
+    if accuracy.rows:
+        earlier = series_before(written, options, plan, read_accuracy)
+        series = continued(earlier, golden.digest, accuracy.right, accuracy.rows)
+        accuracy = replace(accuracy, series=series)
     if accuracy != before:
         put_accuracy(store, accuracy)
         report = load_report(store)

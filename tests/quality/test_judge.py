@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from helpers.engines import FakeEngine
 from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
 from helpers.small import make_job
 
-from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
-from prefect_raybatch.api import judge
+from prefect_raybatch.api import finalize_run, infer_run, judge, plan_run, publish_run
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.errors import (
     ConfigError,
@@ -31,8 +31,10 @@ from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import history_rows
+from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.storage import open_store
 
 ROWS = 60
 GOOD = ROWS - 1  # FakeEngine refuses one row
@@ -210,16 +212,37 @@ def test_what_the_judge_calls_wrong_withholds_publishing(tmp_path, server):
 
 def test_the_cost_limit_covers_the_judge(tmp_path, server, monkeypatch):
     in_small_shards(monkeypatch)
+    priced = {"cluster": {"price_per_gpu_hour": 1.0}}
+    job = job_of(tmp_path, server, limits={"max_cost": 0.1}, **priced)
+    run = plan_run(job, "night")
+    progress = infer_run(job, run, engine=FakeEngine)
+
+    def revoked(number: int, body: dict[str, Any]) -> Answer:
+        if number >= 12:
+            return failing(401, "no such key")
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = revoked
+    with pytest.raises(EndpointRefused):
+        finalize_run(job, run, progress)
+    asked = len(server.bodies)
     verdict_of(server, lambda row: True)
-    limits = {"max_cost": 0.1}
-    prices = {"cluster": {"price_per_gpu_hour": 1.0}}
-    job = job_of(tmp_path, server, limits=limits, **prices)
-    with pytest.raises(CostExceeded, match="max_cost"):
-        completed(job, "night")
-    assert 0 < len(server.bodies) < 20
-    raised = job_of(tmp_path, server, limits={"max_cost": 10}, **prices)
+    with pytest.raises(CostExceeded, match=r"limits\.max_cost"):
+        finalize_run(job, run)
+    assert len(server.bodies) == asked, "the limit was reached before"
+    raised = job_of(tmp_path, server, limits={"max_cost": 10}, **priced)
     report = finalize_run(raised, plan_run(raised, "night"))
     assert report.judgement is not None and report.judgement.rows == 20
+
+
+def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
+    priced = {"limits": {"max_cost": 5}, "cluster": {"price_per_gpu_hour": 1.0}}
+    plain = edited(job_of(tmp_path, server, **priced), {"quality": {}}, "the job")
+    report = replace(completed(plain, "night"), cost={"total": 5.0})
+    member = finished_member(open_store(report.run))
+    with pytest.raises(CostExceeded, match=r"complete, but was not judged.*Raise limits\.max_cost"):
+        judge.judged(report, member, job_of(tmp_path, server, **priced))
+    assert not server.bodies
 
 
 @pytest.mark.parametrize(
@@ -261,3 +284,60 @@ def test_a_key_of_the_judge_is_in_no_record(tmp_path, server, monkeypatch):
     made = job_of(tmp_path, server, local)
     assert "hf-secret-0123" not in json.dumps([public_job(made), shown_job(made), repr(made)])
     assert BatchJob.from_dict(public_job(made)).quality.judge.model == "demo"
+
+
+# --- with golden rows ---------------------------------------------------------------------------
+
+
+def golden_file(folder: Path, rows: range, wrong: Callable[[int], bool]) -> dict[str, Any]:
+    """Write golden rows; those that are `wrong` have another answer than FakeEngine gives."""
+    lines = [
+        json.dumps({"id": row, "answer": "other" if wrong(row) else f"answer {row}"})
+        for row in rows
+        if row != FakeEngine.FAILS
+    ]
+    path = folder / "golden.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return {"golden": str(path), "key": ["id"]}
+
+
+def test_golden_rows_beside_the_sample_correct_the_judge_by_its_confusion(tmp_path, server):
+    # Of 29 golden rows 6 are answered wrong. The judge calls 2 of these right, and 1 right one not.
+    quality = golden_file(tmp_path, range(30), lambda row: row % 5 == 0)
+    verdict_of(server, lambda row: row in (0, 5) or (row % 5 != 0 and row != 7))
+    report = completed(job_of(tmp_path, server, {"sample": 10}, quality=quality), "night")
+    assert report.accuracy is not None and report.accuracy.right == 23
+    judgement = report.judgement
+    assert judgement is not None and judgement.corrected is not None
+    corrected = judgement.corrected
+    assert (corrected.right, corrected.right_called_right) == (23, 22)
+    assert (corrected.wrong, corrected.wrong_called_right) == (6, 2)
+    hits, misses = 22 / 23, 2 / 6
+    by_hand = (judgement.right / 10 - misses) / (hits - misses)
+    assert corrected.share == pytest.approx(min(1.0, max(0.0, by_hand)), abs=1e-6)
+    assert corrected.low <= corrected.share <= corrected.high
+    asked = rows_asked(server)
+    assert len(set(asked)) == len(asked) < 29 + 10, "rows in both are asked once"
+    text = "corrected by golden rows (Rogan-Gladen), of which it called 22 of 23 right ones right"
+    assert (
+        text in markdown(report).replace("\\", "") and "4 of 6 wrong ones wrong" in judgement.text()
+    )
+
+
+def test_golden_rows_within_the_sample_correct_the_judge_by_their_labels(tmp_path, server):
+    quality = golden_file(tmp_path, range(45), lambda row: row % 5 == 0)
+    verdict_of(server, lambda row: True)  # a judge that sees no error
+    report = completed(job_of(tmp_path, server, {"sample": ROWS}, quality=quality), "night")
+    judgement = report.judgement
+    assert judgement is not None and judgement.right == judgement.rows == GOOD
+    assert judgement.corrected is not None and judgement.corrected.method == "PPI++"
+    assert judgement.share == pytest.approx(35 / 44, abs=0.01)
+    assert judgement.corrected.low < 35 / 44 < judgement.corrected.high < judgement.low
+
+
+def test_without_a_wrong_golden_row_the_line_says_that_nothing_is_corrected(tmp_path, server):
+    quality = golden_file(tmp_path, range(10), lambda row: False)
+    verdict_of(server, lambda row: row % 3 != 0)
+    report = completed(job_of(tmp_path, server, quality=quality), "night")
+    assert report.judgement is not None and report.judgement.corrected is None
+    assert "no golden row that was answered wrong was judged" in report.judgement.text()
