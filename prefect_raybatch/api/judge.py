@@ -175,7 +175,11 @@ def _verdicts(job: BatchJob, rows: int) -> tuple[list[bool | None], RunReport]:
 def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedAnswer]:
     """Return some rows of the sample whose answers the judge called wrong, in words."""
     flags = zip(rows[IN_SAMPLE].to_pylist(), verdicts, strict=True)
-    at = [in_sample and verdict is False for in_sample, verdict in flags]
-    wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(at).slice(0, REJECTED_SHOWN).to_pylist()
+    is_wrong = [in_sample and verdict is False for in_sample, verdict in flags]
+    if not any(is_wrong):
+        return []
+    wrong = (
+        rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN).to_pylist()
+    )
     texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong)
     return [RejectedAnswer(text[:LONGEST_TEXT]) for text in texts]

@@ -21,6 +21,7 @@ from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.runs.quality import check_quality
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, ask_for_model
 from prefect_raybatch.stages.hosted_batches.api import BatchEngine
@@ -113,18 +114,22 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
         found = source.peek(read)
     else:  # the first file with rows is enough here; the plan reads every footer
         found = source.inventory(replace(read, limit=1))
-    planning.check_against_schema(compile_job(job, found.schema.names), found.schema)
+    spec = compile_job(job, found.schema.names)
+    planning.check_against_schema(spec, found.schema)
+    check_quality(job.quality, job.output, spec, found.schema.names)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
 
 def check_model(context: CheckContext) -> Iterator[Finding]:
-    """Check that the model exists and is complete, or can be downloaded; both of a cascade."""
+    """Check that each model of the job exists and is complete, or can be downloaded."""
     if context.job is None:
         return
     yield from _model_findings(model_request(context.job.engine))
     if (larger := context.job.output.escalate.engine) is not None:
         yield from _model_findings(model_request(larger))
+    if (judge := context.job.quality.judge).asked:
+        yield from _model_findings(model_request(judge.whole_engine))
 
 
 def _model_findings(request: ModelRequest) -> Iterator[Finding]:

@@ -174,8 +174,8 @@ def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
         share, low, high = by_confusion(sum(sample), len(sample), confusion)
     if math.isnan(share):
         return None, _why_unknown(confusion)
-    rounded = (round(value, 6) for value in (share, low, high))
-    return Corrected(method, *rounded, **asdict(confusion)), ""
+    share, low, high = round(share, 6), round(low, 6), round(high, 6)
+    return Corrected(method, share, low, high, **asdict(confusion)), ""
 
 
 def _why_unknown(confusion: Confusion) -> str:

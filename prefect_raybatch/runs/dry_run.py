@@ -28,6 +28,7 @@ from prefect_raybatch.runs.plan_run import (
     check_schema_names,
     length_of_spec,
 )
+from prefect_raybatch.runs.quality import check_quality, judge_plan, judge_warning
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -77,6 +78,7 @@ class DryRun:
     cost: CostEstimate | None = None  # of a job with prices
     rows_guessed: bool = False  # from a part of the input
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
+    judged: str = ""  # how many rows a judge would be asked about
     at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
 
 
@@ -108,6 +110,7 @@ def dry_run_resolved(
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
+    check_quality(job.quality, job.output, spec, found.schema.names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()
@@ -127,6 +130,9 @@ def dry_run_resolved(
         spec.prompt.images, spec.engine.model, read, model, found, samples=not copied
     )
     fitted = _fitted(spec, model, rows, row_bytes, what_if)
+    if warning := judge_warning(job):
+        sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, warning))
+        fitted = replace(fitted, sizing=sizing)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
     first = None
     if resolved.first is not None:
@@ -160,6 +166,7 @@ def dry_run_resolved(
         cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
         rows_guessed=found.guessed,
         first=first,
+        judged=judge_plan(job, rows),
         at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
 

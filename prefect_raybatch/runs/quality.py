@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from prefect_raybatch.errors import QualityTooLow
+from prefect_raybatch.errors import ConfigError, QualityTooLow
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
-from prefect_raybatch.quality.golden import Golden, accuracy_on, read_golden
+from prefect_raybatch.quality.golden import Golden, accuracy_on, check_columns, read_golden
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.run_history import series_before
+from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.stages.result_columns import result_columns
+from prefect_raybatch.words import counted
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
@@ -22,6 +29,59 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
     if quality.golden is None:
         return None
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
+
+
+def check_quality(quality: Quality, output: Output, spec: RunSpec, names: Sequence[str]) -> None:
+    """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
+
+    `names` are the columns of the input that `spec` is compiled for. What an output.postprocess
+    without output.schema returns is unknown before a run.
+    """
+    golden, finish = golden_of(quality, output), spec.finish
+    if finish.postprocess is not None and not finish.types:
+        return
+    added = result_columns(finish, spec.sampling, spec.engine.model.task)
+    there = [*finish.kept(list(names)), *(name for name, _ in added)]
+    if golden is not None:
+        check_columns(golden, there)
+    for name in template_fields(quality.judge.prompt or ""):
+        if name not in there:
+            raise ConfigError(
+                f"quality.judge.prompt: the result has no column {name!r} (it has: "
+                f"{', '.join(there)}). Add it to output.columns, or correct the prompt"
+            )
+
+
+def judge_plan(job: BatchJob, rows: int) -> str:
+    """Return how many of so many rows the judge would be asked about; "" without a judge."""
+    quality = job.quality
+    if not quality.judge.asked:
+        return ""
+    golden = ", and the golden rows" if quality.golden is not None else ""
+    sample = min(quality.judge.sample, rows)
+    return f"{sample:,} of {counted(rows, 'row')}{golden}, by {quality.judge.name}"
+
+
+def judge_warning(job: BatchJob) -> str:
+    """Return a warning about a judge that judges its own answers; "" for any other."""
+    judge = job.quality.judge
+    if not judge.asked:
+        return ""
+    own = _model_of(judge.whole_engine)
+    larger = job.output.escalate.engine
+    if own not in (_model_of(job.engine), larger and _model_of(larger)):
+        return ""
+    return (
+        f"quality.judge: {judge.name} judges its own answers, and models prefer these. Name "
+        "another model"
+    )
+
+
+def _model_of(engine: Engine) -> tuple[str | None, str | None]:
+    """Return the server and the name of a model."""
+    if engine.endpoint.asked is not None:
+        return engine.endpoint.url, engine.endpoint.model
+    return None, engine.model
 
 
 def measured(

@@ -462,6 +462,35 @@ def _engines() -> Iterator[GoldenJob]:
         quality={"golden": "golden.csv", "key": ["id"], "answer": "right", "at_least": 0.9},
     )
     yield made(
+        "quality-judge",
+        "A sample of the answers is judged by another model.",
+        quality={
+            "judge": {
+                "model": "models/llama-8b",
+                "engine": {"gpu_memory_utilization": 0.8},
+                "prompt": "Is {response} what {Company} does?",
+                "sample": 300,
+            }
+        },
+    )
+    yield made(
+        "quality-hosted-judge",
+        "A hosted model judges, and the judge decides about publishing.",
+        quality={
+            "at_least": 0.8,
+            "judge": {
+                "endpoint": {"url": "https://models.example/v1", "model": "large"},
+                "prompt": "Is {response} what {Company} does?",
+            },
+        },
+    )
+    yield made(
+        "quality-judge-column",
+        "The judge's prompt names a column that the result lacks.",
+        output={"columns": ["Company"]},
+        quality={"judge": {"model": "demo", "prompt": "Is {answer} right?"}},
+    )
+    yield made(
         "engine-input-order",
         "Rows are asked as they stand, each of them; another tokenizer.",
         engine={"order": "input", "deduplicate": False, "tokenizer": "models/llama-8b"},

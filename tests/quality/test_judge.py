@@ -16,7 +16,7 @@ from helpers.engines import FakeEngine
 from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
 from helpers.small import make_job
 
-from prefect_raybatch.api import finalize_run, infer_run, judge, plan_run, publish_run
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, judge, plan_run, publish_run
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.errors import (
     ConfigError,
@@ -25,12 +25,17 @@ from prefect_raybatch.errors import (
     QualityTooLow,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited, judging_job, shown_job
+from prefect_raybatch.job.edits import edited, judging_job, shown_job, with_run_words
+from prefect_raybatch.job.trust import check_reach
+from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.quality import alarm
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
-from prefect_raybatch.report.run_history import history_rows
+from prefect_raybatch.report.run_history import headlines, history_rows
+from prefect_raybatch.report.verdict import FALLEN_REMARK
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.endpoint import client
@@ -241,7 +246,7 @@ def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
     report = replace(completed(plain, "night"), cost={"total": 5.0})
     member = finished_member(open_store(report.run))
     with pytest.raises(CostExceeded, match=r"complete, but was not judged.*Raise limits\.max_cost"):
-        judge.judged(report, member, job_of(tmp_path, server, **priced))
+        judge.judged(report, member, job_of(tmp_path, server, **priced), str(tmp_path / "out"))
     assert not server.bodies
 
 
@@ -341,3 +346,80 @@ def test_without_a_wrong_golden_row_the_line_says_that_nothing_is_corrected(tmp_
     report = completed(job_of(tmp_path, server, quality=quality), "night")
     assert report.judgement is not None and report.judgement.corrected is None
     assert "no golden row that was answered wrong was judged" in report.judgement.text()
+
+
+# --- before an engine starts --------------------------------------------------------------------
+
+
+def test_a_prompt_that_names_a_column_the_result_lacks_is_refused_before_a_plan(tmp_path, server):
+    job = job_of(tmp_path, server, {"prompt": "Is {reply} right?"})
+    for plan in (lambda: plan_run(job, "never"), lambda: dry_run(job)):
+        with pytest.raises(ConfigError, match=r"quality\.judge\.prompt: .*'reply' .*answer"):
+            plan()
+    dropped = job_of(tmp_path, server, output={"columns": ["id"]})
+    with pytest.raises(ConfigError, match=r"'Company' .*Add it to output\.columns"):
+        plan_run(dropped, "never")
+    assert not list((tmp_path / "out").rglob("plan.json"))
+
+
+def test_a_key_of_golden_rows_that_the_result_lacks_is_refused_before_a_plan(tmp_path, server):
+    quality = golden_file(tmp_path, range(5), lambda row: False)
+    groups = {"quality": quality, "output": {"columns": ["Company"]}}
+    with pytest.raises(ConfigError, match=r"no column 'id'"):
+        job_of(tmp_path, server, **groups)
+    quality["key"] = []  # then the file's own columns are the key
+    with pytest.raises(ConfigError, match=r"no column 'id'.*output\.columns"):
+        plan_run(job_of(tmp_path, server, **groups), "never")
+
+
+def test_plan_says_how_many_rows_are_judged_and_warns_of_a_model_that_judges_itself(
+    tmp_path, server, caplog
+):
+    plan = dry_run(job_of(tmp_path, server))
+    assert plan.judged == "20 of 60 rows, by large"
+    assert not any("judge" in warning for warning in plan.sizing.warnings)
+    own = job_of(tmp_path, server, {"endpoint": {}, "model": "demo"})
+    assert any("judges its own answers" in warning for warning in dry_run(own).sizing.warnings)
+    plan_run(own, "night")
+    assert "judges its own answers" in caplog.text
+
+
+def test_the_policy_in_force_limits_the_judge_as_the_model(tmp_path, server):
+    job = job_of(tmp_path, server)
+    policy = JobPolicy("a test", write=(str(tmp_path),))
+    with pytest.raises(ConfigError, match=r"quality\.judge\.endpoint\.url"):
+        check_reach(job, policy)
+
+
+# --- over several nights ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dated", [False, True])
+def test_each_night_continues_the_series_of_the_night_before(tmp_path, server, dated, monkeypatch):
+    monkeypatch.setattr(alarm, "BASELINE_RUNS", 2)
+    output = {"uri": str(tmp_path / ("out/{run_date}" if dated else "out"))}
+    quality = golden_file(tmp_path, range(60), lambda row: row % 10 == 0)
+    verdict_of(server, lambda row: row % 10 != 0)
+    reports = []
+    for day in (1, 2, 3, 4):
+        if day == 4:  # the answers get worse
+            verdict_of(server, lambda row: row % 5 == 0)
+            golden_file(tmp_path, range(60), lambda row: row % 10 == 0)
+        job = job_of(tmp_path, server, {"sample": GOOD}, quality=quality, output=output)
+        key = f"nightly-2026110{day}T000000Z"
+        filled = with_run_words(job, key)
+        run = plan_run(filled, key)
+        progress = infer_run(filled, run, engine=FakeEngine)
+        reports.append(finalize_run(filled, run, progress, job.output.uri))
+    judged = [report.judgement.series for report in reports]
+    assert [(one.baseline, one.later) for one in judged] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert [one.rings for one in judged] == [False, False, False, True]
+    assert reports[-1].accuracy.series.later == 2 and not reports[-1].accuracy.series.rings
+    assert "the accuracy fell" in markdown(reports[-1])
+    (page,) = history_of(output["uri"], job="nightly")
+    values = [row["e-value"].split(" / ")[1] for row in history_rows(page)]
+    assert values[1:] == [judged[2].short(), "baseline 2 of 2", "baseline 1 of 2"]
+    assert FALLEN_REMARK in headlines(page)[0]
+    first = reports[0].judgement
+    assert finalize_run(filled, run, None, job.output.uri).judgement.series == judged[-1]
+    assert first == load_report(open_store(reports[0].run)).judgement
