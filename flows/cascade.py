@@ -40,11 +40,8 @@ def planted(rows: int) -> list[tuple[str, str]]:
 
 def cascade_job(folder: str, url: str, model: str, judge: str = "") -> BatchJob:
     key = f"${{{KEY}}}" if KEY in os.environ else None
-    asked = {
-        "endpoint": {"url": url, "model": judge, "key": key},
-        "prompt": ASK_JUDGE,
-        "sample": 100,
-    }
+    judged_by = {"url": url, "model": judge, "key": key}
+    asked = {"endpoint": judged_by, "prompt": ASK_JUDGE, "sample": 100}
     quality = {"judge": asked} if judge else {}
     return BatchJob(
         name="industries",

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.compile.job import compile_plan, compile_planned
-from prefect_raybatch.errors import CostExceeded
+from prefect_raybatch.errors import CostExceeded, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.edits import judging_job
-from prefect_raybatch.job.judge import RIGHT, VERDICT, Judge
+from prefect_raybatch.job.judge import RIGHT, VERDICT, Judge, judge_fields
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import JUDGE
 from prefect_raybatch.ledger.ledger import Ledger
@@ -88,7 +88,11 @@ def judged(
             *(job, join(place.uri, ROWS_FILE), join(place.uri, RUNS), _left(report, job))
         )
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
-        verdicts, ended = _verdicts(own, rows.num_rows)
+        try:
+            verdicts, ended = _verdicts(own, rows.num_rows)
+        except RayBatchError as error:  # it names fields of the judge's own job
+            error.args = (f"quality.judge: {judge_fields(str(error))}",)
+            raise
         cost, currency = ended.cost, ended.currency
     flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
     judgement = judgement_of(
@@ -178,8 +182,6 @@ def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedA
     is_wrong = [in_sample and verdict is False for in_sample, verdict in flags]
     if not any(is_wrong):
         return []
-    wrong = (
-        rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN).to_pylist()
-    )
-    texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong)
+    wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
+    texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
     return [RejectedAnswer(text[:LONGEST_TEXT]) for text in texts]

@@ -106,7 +106,7 @@ def test_the_judge_finds_the_planted_rows_that_the_larger_model_answers_wrong(
             label = "right" if f"given as {right[name]}. Is" in text else "wrong"
         return 200, {}, completion(json.dumps({"label": label}))
 
-    with openai_server() as server:
+    with openai_server(models=("large", "judge")) as server:
         server.fault = answer
         arguments = (str(tmp_path), server.url, "large", "judge", ROWS, date(2026, 1, 3))
         report = cascade(*arguments)

@@ -459,6 +459,7 @@ def _engines() -> Iterator[GoldenJob]:
     yield made(
         "quality",
         "Golden rows, and the accuracy that publishing needs.",
+        output={"column": "right"},
         quality={"golden": "golden.csv", "key": ["id"], "answer": "right", "at_least": 0.9},
     )
     yield made(

@@ -35,6 +35,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import FALLEN_REMARK
+from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
@@ -131,6 +132,8 @@ def test_a_sample_is_judged_and_shown_with_its_exact_interval(tmp_path, server):
     (history,) = history_of(str(tmp_path / "out"), job="nightly")
     assert [row["judged"] for row in history_rows(history)] == [judgement.short()]
     assert report.cost["judge"] == pytest.approx(20 * 11 * 1000 / 1e6) == report.cost["total"]
+    checked = verify(open_store(report.run))
+    assert checked.finished and not checked.faults
 
 
 def test_a_repeat_judges_nothing_again_and_another_night_has_other_rows(tmp_path, server):
@@ -159,7 +162,7 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
         return 200, {}, completion('{"label": "right"}')
 
     server.fault = revoked
-    with pytest.raises(EndpointRefused, match="401"):
+    with pytest.raises(EndpointRefused, match=r"quality\.judge.*401"):
         finalize_run(job, run, progress)
     (place,) = (tmp_path / "out/night/_raybatch/judge").iterdir()
     commits = len(list((place / "runs/verdicts/_raybatch/commits").iterdir()))
