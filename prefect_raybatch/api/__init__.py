@@ -28,6 +28,7 @@ from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.edits import (
     edited,
     first_of,
+    judging_job,
     larger_of,
     places_are_dated,
     run_words,
@@ -50,6 +51,7 @@ from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
 from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
 from prefect_raybatch.runs.finalize_run import finalize_spec, load_report
 from prefect_raybatch.runs.infer_run import infer_spec
+from prefect_raybatch.runs.judge import judged
 from prefect_raybatch.runs.plan_run import (
     adopt_plan,
     begin_run,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.runs.preview import Preview
 
+JUDGE_KEY = "verdicts"  # of the run in which a judge is asked
 SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 
@@ -272,9 +275,15 @@ def _with_quality(
     report = measured(report, member, job.quality, job.output, written, again)
     if not job.quality.judge.asked:
         return report
-    from prefect_raybatch.api.judge import judged
 
-    return judged(report, member, job, written, again)
+    def ask(rows: str, runs: str, max_cost: float | None) -> RunReport:
+        own = judging_job(job, rows, runs, max_cost)
+        run = plan_run(own, JUDGE_KEY)
+        return _finalized(own, run, infer_run(own, run))
+
+    return judged(
+        *(report, member, job.quality, job.output, job.limits.max_cost, written, ask, again)
+    )
 
 
 def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:

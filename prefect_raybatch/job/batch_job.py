@@ -350,6 +350,11 @@ def _check_judge(job: BatchJob) -> None:
         )
     if not job.output.compact:
         raise ValueError("quality.judge needs output.compact: true; set it, or remove judge")
+    if job.quality.judge.model and (job.cluster.job_server or job.cluster.kubernetes.asked):
+        raise ValueError(
+            "quality.judge.model is not supported with cluster.job_server or cluster.kubernetes; "
+            "use quality.judge.endpoint"
+        )
     made = judge_job(job.to_dict(), job.quality.judge, max_cost=job.limits.max_cost)
     try:
         BatchJob.from_dict(made, "job")

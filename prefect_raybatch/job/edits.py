@@ -11,7 +11,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
-from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.cluster import LOCAL, ClusterAccess
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.escalate import first_changes, larger_changes
@@ -56,9 +56,16 @@ def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = No
     It reaches the cluster as `job` does, and may cost at most `max_cost`.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
-    made = BatchJob.from_dict(value, "quality.judge")
     access = job.cluster.access_if_loaded
-    return made if access is None else with_access(made, access)
+    if access is None or not access.remote:
+        made = BatchJob.from_dict(value, "quality.judge")
+        return made if access is None else with_access(made, access)
+    if job.quality.judge.model:
+        raise ConfigError(
+            f"quality.judge.model is not supported with cluster.block {job.cluster.block}, which "
+            "takes Ray jobs. Use quality.judge.endpoint"
+        )
+    return BatchJob.from_dict({**value, "cluster": {"address": LOCAL}}, "quality.judge")
 
 
 def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 
 from pydantic import model_validator
 
+from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.escalate import check_engine
 from prefect_raybatch.job.group import Group, field
 
 RIGHT, WRONG = "right", "wrong"  # the labels among which a judge chooses
-VERDICT = "verdict"  # the column with the label
+VERDICT, ROW = "verdict", "row"  # the columns with the label, and with the row's number
 WHO = "the judge"
 
 
@@ -119,14 +120,23 @@ def judge_job(
         "prompt": {"template": judge.prompt, "on_null": "empty"},
         "sampling": {"choice": [RIGHT, WRONG]},
         "engine": judge.engine_fields,
-        "output": {"uri": runs, "column": VERDICT, "columns": [], **reached},
+        "output": {"uri": runs, "column": VERDICT, "row_number": ROW, "columns": [], **reached},
         "limits": {
             **{name: limits[name] for name in kept if name in limits},
             "max_failed_fraction": 1.0,  # rows that fail count as not judged
             "max_cost": max_cost,
         },
-        "cluster": dict(job.get("cluster", {})),
+        "cluster": _cluster(job.get("cluster", {})),
     }
+
+
+def _cluster(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cluster of the judge: that of the job, or this machine if that takes Ray jobs."""
+    remote = ("job_server", "kubernetes")
+    if not any(cluster.get(name) for name in remote):
+        return dict(cluster)
+    priced = ("price_per_gpu_hour", "price_by_card", "currency")
+    return {"address": LOCAL, **{name: cluster[name] for name in priced if name in cluster}}
 
 
 def judge_fields(error: str) -> str:

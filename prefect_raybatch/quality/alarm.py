@@ -30,10 +30,10 @@ from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 
 BASELINE_RUNS = 14
 ALARM = 100.0  # the e-value that rings: at most one false alarm in so many series
-MOST_RUNS = 400  # newest runs after the baseline with which betting may begin
+MOST_LATER = 400  # newest runs after the baseline with which betting may begin
 BETS = np.geomspace(0.01, 1.0, 12)  # shares of the stake; at most 1, so that wealth stays positive
 GRID = 600  # accuracies at which the product is computed
-FAR = 30.0  # log of the baseline's evidence, beyond which an accuracy need not be looked at
+RULED_OUT = 30.0  # log of the baseline's evidence, beyond which an accuracy need not be looked at
 LARGEST = 1e9  # e-value that is written
 Floats = NDArray[np.float64]
 
@@ -81,7 +81,7 @@ def continued(before: Series | None, key: str, right: int, rows: int) -> Series:
         before = Series(key, 0, 0, 0)
     if before.baseline < BASELINE_RUNS:
         return Series(key, before.baseline + 1, before.right + right, before.rows + rows)
-    later, after = before.later + 1, (*before.after, (right, rows))[-MOST_RUNS:]
+    later, after = before.later + 1, (*before.after, (right, rows))[-MOST_LATER:]
     found = e_value(before.right, before.rows, later, after)
     return Series(
         *(key, before.baseline, before.right, before.rows, later, after),
@@ -120,7 +120,7 @@ def _far_below(right: int, rows: int) -> float:
     low, high = 0.0, right / rows
     for _ in range(60):  # below the baseline's share, the evidence falls with the accuracy
         middle = (low + high) / 2
-        if middle == 0.0 or _log_against(np.array(middle), right, rows) > FAR:
+        if middle == 0.0 or _log_against(np.array(middle), right, rows) > RULED_OUT:
             low = middle
         else:
             high = middle

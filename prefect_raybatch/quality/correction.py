@@ -20,12 +20,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.quality.alarm import Floats
 
 Z = 1.959963984540054  # of the standard normal distribution at 97.5 %
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Labelled:
 
 
 LEAST_LABELLED = 30  # below which the interval covers less than 94 % of simulated nights
-CELL = 0.5  # added to each cell of the table, as Jeffreys' prior does: no variance is then 0
+ADDED = 0.5  # added to each cell of the table, as Jeffreys' prior does: no variance is then 0
 
 
 def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats, Floats, Floats]:
@@ -129,17 +128,17 @@ def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats,
     `labelled` are the four counts of `Labelled`; the judge called `called` of `others` rows
     without a label right. The weight of the judge is the one with the least variance.
     """
-    right_hit, right_missed, wrong_hit, wrong_missed = labelled + CELL
+    right_hit, right_missed, wrong_hit, wrong_missed = labelled + ADDED
     rows = right_hit + right_missed + wrong_hit + wrong_missed
-    judged = (called + 2 * CELL) / (others + 4 * CELL)
+    judged = (called + 2 * ADDED) / (others + 4 * ADDED)
     right, hit = (right_hit + right_missed) / rows, (right_hit + wrong_hit) / rows
     shared = right_hit / rows - right * hit  # covariance of label and verdict
     spread = hit * (1 - hit)
     weight = np.clip(shared / spread * others / (others + rows), 0.0, 1.0)
     of_labels = (right * (1 - right) - 2 * weight * shared + weight**2 * spread) / rows
-    of_others = weight**2 * judged * (1 - judged) / (others + 4 * CELL)
+    of_others = weight**2 * judged * (1 - judged) / (others + 4 * ADDED)
     count = labelled.sum(axis=0)
-    margin = _student(count - 1) * np.sqrt(np.maximum(of_labels, 0) + of_others)
+    margin = student_quantile(count - 1) * np.sqrt(np.maximum(of_labels, 0) + of_others)
     middle = right + weight * (judged - hit)
     # The estimate itself is without the added cells.
     gained = called / np.maximum(others, 1) - (labelled[0] + labelled[2]) / count
@@ -151,7 +150,7 @@ def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats,
     )
 
 
-def _student(freedom: Floats) -> Floats:
+def student_quantile(freedom: Floats) -> Floats:
     """Return the 97.5 % quantile of Student's t (Abramowitz and Stegun, 26.7.5), from 29 on."""
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96

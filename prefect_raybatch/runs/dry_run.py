@@ -110,7 +110,8 @@ def dry_run_resolved(
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    check_quality(job.quality, job.output, spec, found.schema.names)
+    answered = (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality(job.quality, job.output, *answered, found.schema.names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()
@@ -130,7 +131,7 @@ def dry_run_resolved(
         spec.prompt.images, spec.engine.model, read, model, found, samples=not copied
     )
     fitted = _fitted(spec, model, rows, row_bytes, what_if)
-    if warning := judge_warning(job):
+    if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
         sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, warning))
         fitted = replace(fitted, sizing=sizing)
     reuse = reuse_plan(resolved, spec, found, copied, run_key) if spec.reuse.keeps else None
@@ -166,7 +167,7 @@ def dry_run_resolved(
         cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
         rows_guessed=found.guessed,
         first=first,
-        judged=judge_plan(job, rows),
+        judged=judge_plan(job.quality, rows),
         at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
 

@@ -101,7 +101,8 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
         schema = source.inventory(replace(read, limit=1)).schema
     spec = compile_job(job, schema.names)
     planning.check_against_schema(spec, schema)
-    check_quality(job.quality, job.output, spec, schema.names)
+    answered = (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality(job.quality, job.output, *answered, schema.names)
     check_targets_of(spec, schema, later=True)
     return resolved
 
@@ -233,8 +234,9 @@ def _write_plan(
     found = taken.found
     spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    check_quality(resolved.job.quality, resolved.job.output, spec, found.schema.names)
-    if warning := judge_warning(resolved.job):
+    job, answered = resolved.job, (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality(job.quality, job.output, *answered, found.schema.names)
+    if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
         log.warning("%s", warning)
     _check_rows(spec.limits.min_rows, spec.read.most_rows, taken.rows)
     trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from prefect_raybatch.errors import ConfigError, QualityTooLow
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
+from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
@@ -19,7 +19,8 @@ from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.run_history import series_before
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.words import counted
 
@@ -31,16 +32,23 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
 
 
-def check_quality(quality: Quality, output: Output, spec: RunSpec, names: Sequence[str]) -> None:
+def check_quality(
+    quality: Quality,
+    output: Output,
+    finish: FinishSpec,
+    sampling: SamplingSpec,
+    task: TaskName,
+    names: Sequence[str],
+) -> None:
     """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
 
-    `names` are the columns of the input that `spec` is compiled for. What an output.postprocess
+    `names` are the columns of the input. What an output.postprocess
     without output.schema returns is unknown before a run.
     """
-    golden, finish = golden_of(quality, output), spec.finish
+    golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
         return
-    added = result_columns(finish, spec.sampling, spec.engine.model.task)
+    added = result_columns(finish, sampling, task)
     there = [*finish.kept(list(names)), *(name for name, _ in added)]
     if golden is not None:
         check_columns(golden, there)
@@ -52,9 +60,8 @@ def check_quality(quality: Quality, output: Output, spec: RunSpec, names: Sequen
             )
 
 
-def judge_plan(job: BatchJob, rows: int) -> str:
+def judge_plan(quality: Quality, rows: int) -> str:
     """Return how many of so many rows the judge would be asked about; "" without a judge."""
-    quality = job.quality
     if not quality.judge.asked:
         return ""
     golden = ", and the golden rows" if quality.golden is not None else ""
@@ -62,14 +69,16 @@ def judge_plan(job: BatchJob, rows: int) -> str:
     return f"{sample:,} of {counted(rows, 'row')}{golden}, by {quality.judge.name}"
 
 
-def judge_warning(job: BatchJob) -> str:
-    """Return a warning about a judge that judges its own answers; "" for any other."""
-    judge = job.quality.judge
+def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> str:
+    """Return a warning about a judge that judges its own answers; "" for any other.
+
+    `larger` is the larger model of a cascade.
+    """
+    judge = quality.judge
     if not judge.asked:
         return ""
     own = _model_of(judge.whole_engine)
-    larger = job.output.escalate.engine
-    if own not in (_model_of(job.engine), larger and _model_of(larger)):
+    if own not in (_model_of(engine), larger and _model_of(larger)):
         return ""
     return (
         f"quality.judge: {judge.name} judges its own answers, and models prefer these. Name "

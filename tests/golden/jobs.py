@@ -486,12 +486,6 @@ def _engines() -> Iterator[GoldenJob]:
         },
     )
     yield made(
-        "quality-judge-column",
-        "The judge's prompt names a column that the result lacks.",
-        output={"columns": ["Company"]},
-        quality={"judge": {"model": "demo", "prompt": "Is {answer} right?"}},
-    )
-    yield made(
         "engine-input-order",
         "Rows are asked as they stand, each of them; another tokenizer.",
         engine={"order": "input", "deduplicate": False, "tokenizer": "models/llama-8b"},
@@ -782,6 +776,12 @@ def _runs() -> Iterator[GoldenJob]:
 
 
 def _refused() -> Iterator[GoldenJob]:
+    yield made(
+        "refused-judge-column",
+        "The judge's prompt names a column that the result lacks.",
+        output={"columns": ["Company"]},
+        quality={"judge": {"model": "demo", "prompt": "Is {answer} right?"}},
+    )
     yield made(
         "refused-alike",
         "All rows ask the same.",

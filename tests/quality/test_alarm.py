@@ -12,7 +12,7 @@ from prefect_raybatch.quality.alarm import (
     ALARM,
     BASELINE_RUNS,
     BETS,
-    MOST_RUNS,
+    MOST_LATER,
     Series,
     continued,
     e_value,
@@ -115,6 +115,6 @@ def test_a_baseline_without_a_right_or_a_wrong_row(right: int) -> None:
 
 
 def test_a_record_stays_small() -> None:
-    long = Series("k", BASELINE_RUNS, 126, 140, MOST_RUNS, ((9, 10),) * MOST_RUNS)
+    long = Series("k", BASELINE_RUNS, 126, 140, MOST_LATER, ((9, 10),) * MOST_LATER)
     made = continued(long, "k", 9, 10)
-    assert made.later == MOST_RUNS + 1 and len(made.after) == MOST_RUNS
+    assert made.later == MOST_LATER + 1 and len(made.after) == MOST_LATER

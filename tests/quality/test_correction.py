@@ -41,7 +41,7 @@ def test_the_limits_of_one_share_are_those_of_scipy(hits: int, rows: int) -> Non
 
 @pytest.mark.parametrize("freedom", [LEAST_LABELLED - 1, 100, 1000])
 def test_the_quantile_of_student_is_that_of_scipy(freedom: int) -> None:
-    found = correction._student(np.float64(freedom))
+    found = correction.student_quantile(np.float64(freedom))
     assert found == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-3)
 
 

@@ -16,7 +16,8 @@ from helpers.engines import FakeEngine
 from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
 from helpers.small import make_job
 
-from prefect_raybatch.api import dry_run, finalize_run, infer_run, judge, plan_run, publish_run
+from prefect_raybatch import api
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, publish_run
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.errors import (
     ConfigError,
@@ -37,6 +38,7 @@ from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import FALLEN_REMARK
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.judge import judged
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.endpoint import client
@@ -111,7 +113,7 @@ def in_small_shards(patch: pytest.MonkeyPatch) -> None:
     def small(*arguments: Any) -> BatchJob:
         return edited(judging_job(*arguments), {"source.rows_per_shard": 4}, "the judge")
 
-    patch.setattr(judge, "judging_job", small)
+    patch.setattr(api, "judging_job", small)
 
 
 def test_a_sample_is_judged_and_shown_with_its_exact_interval(tmp_path, server):
@@ -245,11 +247,13 @@ def test_the_cost_limit_covers_the_judge(tmp_path, server, monkeypatch):
 
 def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
     priced = {"limits": {"max_cost": 5}, "cluster": {"price_per_gpu_hour": 1.0}}
-    plain = edited(job_of(tmp_path, server, **priced), {"quality": {}}, "the job")
+    job = job_of(tmp_path, server, **priced)
+    plain = edited(job, {"quality": {}}, "the job")
     report = replace(completed(plain, "night"), cost={"total": 5.0})
     member = finished_member(open_store(report.run))
+    given = (job.quality, job.output, job.limits.max_cost, job.output.uri)
     with pytest.raises(CostExceeded, match=r"complete, but was not judged.*Raise limits\.max_cost"):
-        judge.judged(report, member, job_of(tmp_path, server, **priced), str(tmp_path / "out"))
+        judged(report, member, *given, lambda *_: report)
     assert not server.bodies
 
 
@@ -272,6 +276,11 @@ def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
             r"limits\.max_cost needs the prices .* quality\.judge\.endpoint\.price_in",
         ),
         ({}, {"output": {"compact": False}}, r"output\.compact"),
+        (
+            {"endpoint": {}, "model": "demo"},
+            {"cluster": {"job_server": "http://ray:8265"}},
+            r"quality\.judge\.model is not supported with cluster\.job_server",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together(tmp_path, server, judge_fields, groups, fault):
@@ -414,15 +423,15 @@ def test_each_night_continues_the_series_of_the_night_before(tmp_path, server, d
         run = plan_run(filled, key)
         progress = infer_run(filled, run, engine=FakeEngine)
         reports.append(finalize_run(filled, run, progress, job.output.uri))
-    judged = [report.judgement.series for report in reports]
-    assert [(one.baseline, one.later) for one in judged] == [(1, 0), (2, 0), (2, 1), (2, 2)]
-    assert [one.rings for one in judged] == [False, False, False, True]
+    nights = [report.judgement.series for report in reports]
+    assert [(one.baseline, one.later) for one in nights] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert [one.rings for one in nights] == [False, False, False, True]
     assert reports[-1].accuracy.series.later == 2 and not reports[-1].accuracy.series.rings
     assert "the accuracy fell" in markdown(reports[-1])
     (page,) = history_of(output["uri"], job="nightly")
     values = [row["e-value"].split(" / ")[1] for row in history_rows(page)]
-    assert values[1:] == [judged[2].short(), "baseline 2 of 2", "baseline 1 of 2"]
+    assert values[1:] == [nights[2].short(), "baseline 2 of 2", "baseline 1 of 2"]
     assert FALLEN_REMARK in headlines(page)[0]
     first = reports[0].judgement
-    assert finalize_run(filled, run, None, job.output.uri).judgement.series == judged[-1]
+    assert finalize_run(filled, run, None, job.output.uri).judgement.series == nights[-1]
     assert first == load_report(open_store(reports[0].run)).judgement

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.api import plan_run
-from prefect_raybatch.api.submission import infer_in_place
-from prefect_raybatch.compile.job import compile_plan, compile_planned
+from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CostExceeded, RayBatchError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
-from prefect_raybatch.job.edits import judging_job
-from prefect_raybatch.job.judge import RIGHT, VERDICT, Judge, judge_fields
+from prefect_raybatch.job.judge import RIGHT, ROW, VERDICT, Judge, judge_fields
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import JUDGE
-from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, golden_numbers
@@ -42,11 +39,10 @@ from prefect_raybatch.quality.judgement import (
     read_judgement,
 )
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.runs.finalize_run import finalize_spec, load_report, put_pages
+from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.quality import golden_of
-from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.run_history import series_before
-from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.storage import Store, join
 from prefect_raybatch.words import counted, money
 
 if TYPE_CHECKING:
@@ -54,45 +50,56 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROWS_FILE = "rows.parquet"
-RUNS, RUN_KEY = "runs", "verdicts"
+JUDGED_FILE = "rows.parquet"
+JUDGE_RUNS = "runs"
 MOST_ROWS_BYTES = 1 << 30
 REJECTED_SHOWN = 10
-LONGEST_TEXT = 300  # characters of a shown row
+LONGEST_ASKED = 300  # characters of a shown row
+
+
+# Runs the judge over the rows of a file, in a run below a folder, for at most that cost.
+AskJudge = Callable[[str, str, float | None], RunReport]
 
 
 def judged(
-    report: RunReport, member: Member, job: BatchJob, written: str, again: bool = False
+    report: RunReport,
+    member: Member,
+    quality: Quality,
+    output: Output,
+    most_cost: float | None,
+    written: str,
+    ask: AskJudge,
+    again: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with the judgement of the job's judge.
 
     A run that was judged is judged `again`, by another judge or prompt, only if asked for. A retry
-    of failed rows is no sample of the input, so it is not judged. Raises what the judge's own run
-    raises; the next call resumes it. `written` is output.uri as written in the job.
+    of failed rows is no sample of the input, so it is not judged. Rows and judge together may cost
+    `most_cost`. `written` is output.uri as written in the job. Raises what `ask` raises; the next
+    call resumes it.
     """
-    store, plan, judge = member.ledger.store, member.plan, job.quality.judge
+    store, plan, judge = member.ledger.store, member.plan, quality.judge
     if not judge.asked or plan.parent is not None:
         return report
-    golden = golden_of(job.quality, job.output)
+    golden = golden_of(quality, output)
     key = _key(judge, golden)
     before = read_judgement(store)
     if before is not None and before.plan == plan.hash and (before.key == key or not again):
         return report
     place = store.sub(f"{JUDGE}/{key}")
-    rows = _rows(place, report, member, job, golden)
+    rows = _rows(place, report, member, judge, output, golden)
     verdicts: list[bool | None] = []
     cost: Mapping[str, float] = {}
     currency = ""
     if rows.num_rows:
-        own = judging_job(
-            *(job, join(place.uri, ROWS_FILE), join(place.uri, RUNS), _left(report, job))
-        )
+        left = _left(report, most_cost)
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
         try:
-            verdicts, ended = _verdicts(own, rows.num_rows)
+            ended = ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
         except RayBatchError as error:  # it names fields of the judge's own job
             error.args = (f"quality.judge: {judge_fields(str(error))}",)
             raise
+        verdicts = _verdicts(ended, output, rows.num_rows)
         cost, currency = ended.cost, ended.currency
     flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
     judgement = judgement_of(
@@ -106,7 +113,7 @@ def judged(
         currency=currency,
     )
     if judgement.rows:
-        earlier = series_before(written, job.output.options or None, plan, read_judgement)
+        earlier = series_before(written, output.options or None, plan, read_judgement)
         series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
         judgement = replace(judgement, series=series)
     put_judgement(store, judgement)
@@ -130,24 +137,27 @@ def _series_key(judge: Judge) -> str:
 
 
 def _rows(
-    place: Store, report: RunReport, member: Member, job: BatchJob, golden: Golden | None
+    place: Store,
+    report: RunReport,
+    member: Member,
+    judge: Judge,
+    output: Output,
+    golden: Golden | None,
 ) -> pa.Table:
     """Return the rows to judge; write it first unless an earlier attempt has."""
-    judge, finish = job.quality.judge, compile_plan(member.plan).finish
-    result = report.dataset(job.output.options or None)
-    if not place.holds(ROWS_FILE):
+    finish, result = compile_plan(member.plan).finish, report.dataset(output.options or None)
+    if not place.holds(JUDGED_FILE):
         known = {} if golden is None else golden_numbers(golden, result, finish.row_number)
         columns = template_fields(judge.prompt or "")
         made = judged_rows(
             *(result, finish.row_number, columns, judge.sample, member.plan.run_key, known)
         )
-        place.put_if_absent(ROWS_FILE, to_parquet(made))
-    return from_parquet(place.read(ROWS_FILE, MOST_ROWS_BYTES))
+        place.put_if_absent(JUDGED_FILE, to_parquet(made))
+    return from_parquet(place.read(JUDGED_FILE, MOST_ROWS_BYTES))
 
 
-def _left(report: RunReport, job: BatchJob) -> float | None:
+def _left(report: RunReport, most: float | None) -> float | None:
     """Return what the judge may cost: limits.max_cost without what the rows cost."""
-    most = job.limits.max_cost
     if most is None:
         return None
     spent = report.cost.get("total", 0.0)
@@ -161,19 +171,14 @@ def _left(report: RunReport, job: BatchJob) -> float | None:
     return most - spent
 
 
-def _verdicts(job: BatchJob, rows: int) -> tuple[list[bool | None], RunReport]:
-    """Run the judge, or finish its run; return its verdicts by row, and the report of its run."""
-    run = plan_run(job, RUN_KEY)
-    options = job.output.options or None
-    progress = infer_in_place(job, job, run)
-    ledger = Ledger(open_store(run.uri, options))
-    plan, shards = load_run(ledger, run)
-    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
-    table = report.to_arrow(options)
-    name = compile_plan(plan).finish.row_number
-    found = dict(zip(table[name].to_pylist(), table[VERDICT].to_pylist(), strict=True))
+def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
+    """Return the verdicts of the judge's run by row; None for a row that failed."""
+    table = ended.to_arrow(output.options or None)
+    found: dict[int, str] = {}
+    if table.num_rows:  # else it has no verdicts either
+        found = dict(zip(table[ROW].to_pylist(), table[VERDICT].to_pylist(), strict=True))
     said = [found.get(row) for row in range(rows)]
-    return [None if verdict is None else verdict == RIGHT for verdict in said], report
+    return [None if verdict is None else verdict == RIGHT for verdict in said]
 
 
 def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedAnswer]:
@@ -184,4 +189,4 @@ def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedA
         return []
     wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
     texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
-    return [RejectedAnswer(text[:LONGEST_TEXT]) for text in texts]
+    return [RejectedAnswer(text[:LONGEST_ASKED]) for text in texts]
