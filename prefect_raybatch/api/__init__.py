@@ -51,7 +51,7 @@ from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
 from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
 from prefect_raybatch.runs.finalize_run import finalize_spec, load_report
 from prefect_raybatch.runs.infer_run import infer_spec
-from prefect_raybatch.runs.judge import judged
+from prefect_raybatch.runs.judge import with_verdicts
 from prefect_raybatch.runs.plan_run import (
     adopt_plan,
     begin_run,
@@ -281,7 +281,7 @@ def _with_quality(
         run = plan_run(own, JUDGE_KEY)
         return _finalized(own, run, infer_run(own, run))
 
-    return judged(
+    return with_verdicts(
         *(report, member, job.quality, job.output, job.limits.max_cost, written, ask, again)
     )
 

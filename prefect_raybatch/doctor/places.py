@@ -21,7 +21,7 @@ from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
-from prefect_raybatch.runs.quality import check_quality
+from prefect_raybatch.runs.quality import check_quality_columns
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, ask_for_model
 from prefect_raybatch.stages.hosted_batches.api import BatchEngine
@@ -117,7 +117,7 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
     answered = (spec.finish, spec.sampling, spec.engine.model.task)
-    check_quality(job.quality, job.output, *answered, found.schema.names)
+    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 

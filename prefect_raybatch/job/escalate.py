@@ -67,7 +67,7 @@ class Escalate(Group):
         allow_inf_nan=False,
     )
 
-    _to = field_check("to", by=lambda value: check_engine(value, LARGER) if value else None)
+    _to = field_check("to", by=lambda value: check_second_engine(value, LARGER) if value else None)
 
     @model_validator(mode="after")
     def _complete(self) -> Escalate:
@@ -97,7 +97,7 @@ class Escalate(Group):
         return {key: shown[key] for key in value if key in shown}
 
 
-def check_engine(value: Mapping[str, Any], who: str) -> None:
+def check_second_engine(value: Mapping[str, Any], who: str) -> None:
     """Raise ValueError if a mapping is no engine of a second model; `who` names that model."""
     try:
         engine = Engine.model_validate(value)

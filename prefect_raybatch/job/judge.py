@@ -11,10 +11,10 @@ from pydantic import model_validator
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.job.escalate import check_engine
+from prefect_raybatch.job.escalate import check_second_engine
 from prefect_raybatch.job.group import Group, field
 
-RIGHT, WRONG = "right", "wrong"  # the labels among which a judge chooses
+SAYS_RIGHT, SAYS_WRONG = "right", "wrong"  # the labels among which a judge chooses
 VERDICT, ROW = "verdict", "row"  # the columns with the label, and with the row's number
 WHO = "the judge"
 
@@ -67,7 +67,7 @@ class Judge(Group):
         for name in ("model", "endpoint"):
             if name in self.engine:
                 raise ValueError(f"engine.{name}: set {name} of the judge itself; remove it here")
-        check_engine(self.engine_fields, WHO)
+        check_second_engine(self.engine_fields, WHO)
         return self
 
     @property
@@ -118,7 +118,7 @@ def judge_job(
         "name": job["name"],
         "source": {"uri": rows, **reached},
         "prompt": {"template": judge.prompt, "on_null": "empty"},
-        "sampling": {"choice": [RIGHT, WRONG]},
+        "sampling": {"choice": [SAYS_RIGHT, SAYS_WRONG]},
         "engine": judge.engine_fields,
         "output": {"uri": runs, "column": VERDICT, "row_number": ROW, "columns": [], **reached},
         "limits": {

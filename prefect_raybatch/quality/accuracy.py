@@ -11,7 +11,7 @@ from prefect_raybatch.ledger.layout import QUALITY
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
-from prefect_raybatch.quality.alarm import Series
+from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.sizing.agreement import lower_bound
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -44,7 +44,7 @@ class Accuracy(StrictRecord):
     low: Number
     high: Number
     wrong: tuple[WrongAnswer, ...] = ()
-    series: Series | None = None
+    series: AccuracySeries | None = None
 
     @property
     def share(self) -> float:

@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Series(StrictRecord):
+class AccuracySeries(StrictRecord):
     """The measured runs of a job up to one of them.
 
     `key` identifies what they were measured by: another golden file or judge begins a new series.
@@ -75,15 +75,15 @@ class Series(StrictRecord):
         return f"{finding} (e-value {self.e_value:,.3g}, alarm at {ALARM:g}; {base})"
 
 
-def continued(before: Series | None, key: str, right: int, rows: int) -> Series:
+def continued(before: AccuracySeries | None, key: str, right: int, rows: int) -> AccuracySeries:
     """Return the series with one more run, of which `right` of `rows` rows were right."""
     if before is None or before.key != key:
-        before = Series(key, 0, 0, 0)
+        before = AccuracySeries(key, 0, 0, 0)
     if before.baseline < BASELINE_RUNS:
-        return Series(key, before.baseline + 1, before.right + right, before.rows + rows)
+        return AccuracySeries(key, before.baseline + 1, before.right + right, before.rows + rows)
     later, after = before.later + 1, (*before.after, (right, rows))[-MOST_LATER:]
     found = e_value(before.right, before.rows, later, after)
-    return Series(
+    return AccuracySeries(
         *(key, before.baseline, before.right, before.rows, later, after),
         e_value=float(f"{found:.6g}"),
     )

@@ -126,7 +126,7 @@ def golden_numbers(
     return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
 
 
-def check_columns(golden: Golden, there: Sequence[str]) -> None:
+def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
     """Raise `ConfigError` if a result with the columns `there` lacks one of the golden rows."""
     for name in (*golden.columns, golden.answer):
         if name not in there:
@@ -145,7 +145,7 @@ def _answers(
     """
     if not result.count_rows():  # it has no columns either
         return {}
-    check_columns(golden, result.schema.names)
+    check_golden_columns(golden, result.schema.names)
     answers: dict[GoldenKey, tuple[int, str]] = {}
     first = {key[0] for key in golden.answers}
     columns = dict.fromkeys([*golden.columns, golden.answer, *([row_number] if row_number else [])])

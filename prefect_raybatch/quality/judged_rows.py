@@ -52,7 +52,7 @@ def judged_rows(
     return table.append_column(IN_SAMPLE, in_sample).append_column(KNOWN_RIGHT, right)
 
 
-def to_parquet(table: pa.Table) -> bytes:
+def judged_to_parquet(table: pa.Table) -> bytes:
     """Return rows as a Parquet file."""
     import pyarrow.parquet as pq
 
@@ -61,7 +61,7 @@ def to_parquet(table: pa.Table) -> bytes:
     return out.getvalue()
 
 
-def from_parquet(data: bytes) -> pa.Table:
+def judged_from_parquet(data: bytes) -> pa.Table:
     """Return the rows of a Parquet file in memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -14,7 +14,7 @@ from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.quality.accuracy import interval
-from prefect_raybatch.quality.alarm import Series
+from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.correction import LEAST_LABELLED, Confusion, Labelled, by_confusion
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -91,7 +91,7 @@ class Judgement(StrictRecord):
     corrected: Corrected | None = None
     uncorrected: str = ""
     rejected: tuple[RejectedAnswer, ...] = ()
-    series: Series | None = None
+    series: AccuracySeries | None = None
     cost: Mapping[str, Number] = field(default_factory=dict)
     currency: str = ""
 

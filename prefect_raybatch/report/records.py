@@ -17,7 +17,7 @@ from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 from prefect_raybatch.quality.accuracy import Accuracy
-from prefect_raybatch.quality.alarm import Series
+from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
@@ -182,7 +182,7 @@ class RunReport(FinishedRows, StrictRecord):
     accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
 
     @property
-    def series(self) -> dict[str, Series]:
+    def series(self) -> dict[str, AccuracySeries]:
         """Return what compares the accuracy with that of earlier runs, by how it was measured."""
         found = {"golden rows": self.accuracy, "judge": self.judgement}
         return {name: one.series for name, one in found.items() if one and one.series}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.quality.accuracy import Accuracy
-from prefect_raybatch.quality.alarm import Series
+from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
@@ -69,7 +69,7 @@ class HistoryLine:
         return {**self.answers, FAILED_ROWS: failed}
 
     @property
-    def series(self) -> tuple[Series, ...]:
+    def series(self) -> tuple[AccuracySeries, ...]:
         """Return what compares the accuracy with earlier runs: of golden rows, of the judge."""
         found = (self.accuracy, self.judgement)
         return tuple(one.series for one in found if one is not None and one.series is not None)

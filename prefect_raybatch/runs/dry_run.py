@@ -28,7 +28,7 @@ from prefect_raybatch.runs.plan_run import (
     check_schema_names,
     length_of_spec,
 )
-from prefect_raybatch.runs.quality import check_quality, judge_plan, judge_warning
+from prefect_raybatch.runs.quality import check_quality_columns, judge_plan, judge_warning
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -111,7 +111,7 @@ def dry_run_resolved(
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
     answered = (spec.finish, spec.sampling, spec.engine.model.task)
-    check_quality(job.quality, job.output, *answered, found.schema.names)
+    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CostExceeded, RayBatchError
 from prefect_raybatch.job.checks import template_fields
-from prefect_raybatch.job.judge import RIGHT, ROW, VERDICT, Judge, judge_fields
+from prefect_raybatch.job.judge import ROW, SAYS_RIGHT, VERDICT, Judge, judge_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
@@ -27,9 +27,9 @@ from prefect_raybatch.quality.judged_rows import (
     IN_SAMPLE,
     KNOWN_RIGHT,
     OWN_COLUMNS,
-    from_parquet,
+    judged_from_parquet,
     judged_rows,
-    to_parquet,
+    judged_to_parquet,
 )
 from prefect_raybatch.quality.judgement import (
     JudgedRow,
@@ -61,7 +61,7 @@ LONGEST_ASKED = 300  # characters of a shown row
 AskJudge = Callable[[str, str, float | None], RunReport]
 
 
-def judged(
+def with_verdicts(
     report: RunReport,
     member: Member,
     quality: Quality,
@@ -152,8 +152,8 @@ def _rows(
         made = judged_rows(
             *(result, finish.row_number, columns, judge.sample, member.plan.run_key, known)
         )
-        place.put_if_absent(JUDGED_FILE, to_parquet(made))
-    return from_parquet(place.read(JUDGED_FILE, MOST_ROWS_BYTES))
+        place.put_if_absent(JUDGED_FILE, judged_to_parquet(made))
+    return judged_from_parquet(place.read(JUDGED_FILE, MOST_ROWS_BYTES))
 
 
 def _left(report: RunReport, most: float | None) -> float | None:
@@ -178,7 +178,7 @@ def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
     if table.num_rows:  # else it has no verdicts either
         found = dict(zip(table[ROW].to_pylist(), table[VERDICT].to_pylist(), strict=True))
     said = [found.get(row) for row in range(rows)]
-    return [None if verdict is None else verdict == RIGHT for verdict in said]
+    return [None if verdict is None else verdict == SAYS_RIGHT for verdict in said]
 
 
 def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedAnswer]:

@@ -14,7 +14,7 @@ from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
-from prefect_raybatch.quality.golden import Golden, accuracy_on, check_columns, read_golden
+from prefect_raybatch.quality.golden import Golden, accuracy_on, check_golden_columns, read_golden
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
@@ -32,7 +32,7 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
 
 
-def check_quality(
+def check_quality_columns(
     quality: Quality,
     output: Output,
     finish: FinishSpec,
@@ -51,7 +51,7 @@ def check_quality(
     added = result_columns(finish, sampling, task)
     there = [*finish.kept(list(names)), *(name for name, _ in added)]
     if golden is not None:
-        check_columns(golden, there)
+        check_golden_columns(golden, there)
     for name in template_fields(quality.judge.prompt or ""):
         if name not in there:
             raise ConfigError(

@@ -13,7 +13,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.quality.accuracy import Accuracy
-from prefect_raybatch.quality.alarm import Series
+from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import Shift, comparable, shifts
 from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
@@ -69,7 +69,7 @@ def series_before(
     options: StoreOptions | None,
     plan: Plan,
     read: Callable[[Store], Accuracy | Judgement | None],
-) -> Series | None:
+) -> AccuracySeries | None:
     """Return the series of the newest measured run of a job before the run with this `plan`.
 
     `output` is as for `history_of`, and `read` reads the record of a run. Runs that cannot be read

@@ -13,7 +13,7 @@ from prefect_raybatch.quality.alarm import (
     BASELINE_RUNS,
     BETS,
     MOST_LATER,
-    Series,
+    AccuracySeries,
     continued,
     e_value,
 )
@@ -21,8 +21,8 @@ from prefect_raybatch.quality.alarm import (
 Counts = list[tuple[int, int]]
 
 
-def series_of(counts: Counts, key: str = "k") -> list[Series]:
-    made: list[Series] = []
+def series_of(counts: Counts, key: str = "k") -> list[AccuracySeries]:
+    made: list[AccuracySeries] = []
     for right, rows in counts:
         made.append(continued(made[-1] if made else None, key, right, rows))
     return made
@@ -115,6 +115,6 @@ def test_a_baseline_without_a_right_or_a_wrong_row(right: int) -> None:
 
 
 def test_a_record_stays_small() -> None:
-    long = Series("k", BASELINE_RUNS, 126, 140, MOST_LATER, ((9, 10),) * MOST_LATER)
+    long = AccuracySeries("k", BASELINE_RUNS, 126, 140, MOST_LATER, ((9, 10),) * MOST_LATER)
     made = continued(long, "k", 9, 10)
     assert made.later == MOST_LATER + 1 and len(made.after) == MOST_LATER

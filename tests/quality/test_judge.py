@@ -38,7 +38,7 @@ from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import FALLEN_REMARK
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.judge import judged
+from prefect_raybatch.runs.judge import with_verdicts
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.endpoint import client
@@ -253,7 +253,7 @@ def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
     member = finished_member(open_store(report.run))
     given = (job.quality, job.output, job.limits.max_cost, job.output.uri)
     with pytest.raises(CostExceeded, match=r"complete, but was not judged.*Raise limits\.max_cost"):
-        judged(report, member, *given, lambda *_: report)
+        with_verdicts(report, member, *given, lambda *_: report)
     assert not server.bodies
 
 
