@@ -67,7 +67,11 @@ class Judge(Group):
         for name in ("model", "endpoint"):
             if name in self.engine:
                 raise ValueError(f"engine.{name}: set {name} of the judge itself; remove it here")
-        check_second_engine(self.engine_fields, WHO)
+        try:
+            check_second_engine(self.engine_fields, WHO)
+        except ValueError as error:
+            own = str(error).startswith(("model", "endpoint"))
+            raise ValueError(f"{'' if own else 'engine: '}{error}") from None
         return self
 
     @property
