@@ -1,11 +1,12 @@
 """Ask a small local model about all rows, and a hosted one about those of which it is unsure.
 
-    python flows/cascade.py FOLDER URL MODEL
+    python flows/cascade.py FOLDER URL MODEL [JUDGE]
 
 URL is a server with the OpenAI API, such as https://api.openai.com/v1. Its key is taken from
 RAYBATCH_SECRET_HOSTED if that is set. Every tenth company is a planted error: its name says nothing
 about its industry. Golden rows with the right answers show what that costs: the report has the
-accuracy of the whole, and the rows, tokens and cost of each model. Run it again to resume.
+accuracy of the whole, and the rows, tokens and cost of each model. If JUDGE names another model of
+the server, it judges a sample of the answers. Run it again to resume.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from prefect_raybatch.demo.customers import companies
 
 KEY = "RAYBATCH_SECRET_HOSTED"
 PLANTED = 10  # every tenth row
+ASK_JUDGE = "The industry of the company {Company} was given as {industry}. Is that right or wrong?"
 
 
 def planted(rows: int) -> list[tuple[str, str]]:
@@ -36,8 +38,11 @@ def planted(rows: int) -> list[tuple[str, str]]:
     ]
 
 
-def cascade_job(folder: str, url: str, model: str) -> BatchJob:
+def cascade_job(folder: str, url: str, model: str, judge: str = "") -> BatchJob:
     key = f"${{{KEY}}}" if KEY in os.environ else None
+    judged_by = {"url": url, "model": judge, "key": key}
+    asked = {"endpoint": judged_by, "prompt": ASK_JUDGE, "sample": 100}
+    quality = {"judge": asked} if judge else {}
     return BatchJob(
         name="industries",
         source={"uri": f"{folder}/companies.parquet"},
@@ -53,13 +58,18 @@ def cascade_job(folder: str, url: str, model: str) -> BatchJob:
                 "at_most": 0.3,
             },
         },
-        quality={"golden": f"{folder}/golden.parquet"},
+        quality={"golden": f"{folder}/golden.parquet", **quality},
     )
 
 
 @flow
 def cascade(
-    folder: str, url: str, model: str, rows: int = 200, day: date | None = None
+    folder: str,
+    url: str,
+    model: str,
+    judge: str = "",
+    rows: int = 200,
+    day: date | None = None,
 ) -> RunReport:
     """Answer all rows with two models in one run; return its report."""
     names, labels = zip(*planted(rows), strict=True)
@@ -69,9 +79,10 @@ def cascade(
     if not source.exists():
         pq.write_table(table, Path(folder) / "golden.parquet")
         pq.write_table(table.select(["Company"]), source)
-    job = cascade_job(folder, url, model)
+    job = cascade_job(folder, url, model, judge)
     return batch_inference(job, f"industries-{day or date.today():%Y%m%d}")
 
 
 if __name__ == "__main__":
-    print(cascade(*sys.argv[1:4]).cascade)
+    report = cascade(*sys.argv[1:5])
+    print(report.cascade, report.judgement and report.judgement.text())

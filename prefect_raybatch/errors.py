@@ -212,7 +212,7 @@ class PublishFailed(RayBatchError):
 
 
 class QualityTooLow(RayBatchError):
-    """The golden rows do not show the accuracy that `quality.at_least` asks for before publishing.
+    """The run does not show the accuracy that `quality.at_least` asks for before publishing.
 
     The result in data/ is complete.
     """

@@ -29,6 +29,7 @@ from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.edits import (
     edited,
     first_of,
+    judging_job,
     larger_of,
     places_are_dated,
     run_words,
@@ -41,7 +42,7 @@ from prefect_raybatch.job.run_words import date_of_key, fill_words, today
 from prefect_raybatch.job.secrets import is_masked
 from prefect_raybatch.job.trust import check_reach, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
-from prefect_raybatch.ledger.family import without_link
+from prefect_raybatch.ledger.family import Member, without_link
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.policy.in_force import policy_in_force
@@ -51,6 +52,7 @@ from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
 from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
 from prefect_raybatch.runs.finalize_run import finalize_spec, load_report
 from prefect_raybatch.runs.infer_run import infer_spec
+from prefect_raybatch.runs.judge import with_verdicts
 from prefect_raybatch.runs.plan_run import (
     adopt_plan,
     begin_run,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.preview import Preview
     from prefect_raybatch.runs.warm_caches import WarmedCaches
 
+JUDGE_KEY = "verdicts"  # of the run in which a judge is asked
 SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 
@@ -249,17 +252,40 @@ def infer_run(
         return infer_spec(compile_planned(job, plan), run, ledger, plan, shards, observe, engine)
 
 
-def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
+def finalize_run(
+    job: BatchJob, run: Run, progress: Progress | None = None, written: str | None = None
+) -> RunReport:
     """Write the result and _SUCCESS; return the report. A finished run returns its report again.
 
-    Measures the accuracy on the job's golden rows, if it names any. Raises `IncompleteRun` while
-    shards are missing, `CorruptRun` if the coverage is wrong.
+    `written` is output.uri as written in the job, if it contained {run_date} or {run_key}.
+    Measures the accuracy on the job's golden rows, and asks its judge, if it names any. Raises
+    `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong, and what the
+    judge's own run raises.
     """
     report = _finalized(job, run, progress)
-    if job.quality.golden is None:
+    if job.quality.golden is None and not job.quality.judge.asked:
         return report
     member = finished_member(open_store(run.uri, job.output.options or None))
-    return measured(report, member, job.quality, job.output)
+    return _with_quality(report, member, job, written)
+
+
+def _with_quality(
+    report: RunReport, member: Member, job: BatchJob, written: str | None, again: bool = False
+) -> RunReport:
+    """Return the report of a finished run with its accuracy, by golden rows and by a judge."""
+    written = written or job.output.uri
+    report = measured(report, member, job.quality, job.output, written, again)
+    if not job.quality.judge.asked:
+        return report
+
+    def ask(rows: str, runs: str, max_cost: float | None) -> RunReport:
+        own = judging_job(job, rows, runs, max_cost)
+        run = plan_run(own, JUDGE_KEY)
+        return _finalized(own, run, infer_run(own, run))
+
+    return with_verdicts(
+        *(report, member, job.quality, job.output, job.limits.max_cost, written, ask, again)
+    )
 
 
 def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -326,8 +352,8 @@ def publish_run(
     place of their own. So `job` None is rejected if the run's plan names targets, unless
     `targets_from_plan` says that these were reviewed. `run_date` is the value of {run_date} in a
     target, by default the date in the run key. Raises `IncompleteRun` while the run is not
-    finished, `QualityTooLow` if the golden rows do not show `quality.at_least`, `ConfigError` for
-    what cannot be published, `PublishFailed` (worth a retry).
+    finished, `QualityTooLow` if neither golden rows nor judge show `quality.at_least`,
+    `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
@@ -347,10 +373,11 @@ def publish_run(
             )
     job = with_dated_targets(job, member.key, run_date)
     check_trust(job)
-    if job.quality.golden is not None:
+    if job.quality.golden is not None or job.quality.judge.asked:
         report = load_report(member.ledger.store)
-        if given:  # a run directory does not decide which file is read as golden rows
-            report = measured(report, member, job.quality, job.output, again=True)
+        # A run directory decides neither which file is read as golden rows, nor who judges.
+        if given:
+            report = _with_quality(report, member, job, None, again=True)
         check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 

@@ -66,7 +66,7 @@ def run_job(
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
-    loaded = job
+    loaded, written = job, job.output.uri
     try:
         if run_date is not None or run_words(job):
             key = resolve_run(with_keys(job), key, None, run_date)[1]
@@ -82,7 +82,8 @@ def run_job(
     store = run_store(loaded.output, key)
     if Ledger(store).finished() is not None:
         complete = plan_run(resolved, key, accept=accept)
-        return _published(loaded, finalize_run(loaded, complete)), False
+        report = finalize_run(loaded, complete, written=written)
+        return _published(loaded, report), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
@@ -91,7 +92,7 @@ def run_job(
             options = {"accept": list(accept)} if accept else {}
             return run_flow("batch_inference", (job, key), show, loaded, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
-        return _run_here(job, loaded, plan, show, keep_seconds), True
+        return _run_here(job, loaded, plan, show, keep_seconds, written), True
 
 
 def _run_here(
@@ -100,11 +101,12 @@ def _run_here(
     plan: Callable[[], Run],
     show: TerminalProgress,
     keep_seconds: float = 0.0,
+    written: str | None = None,
 ) -> RunReport:
     """Plan and drive a run without Prefect; return its report.
 
-    `loaded` is the job with the credentials of its blocks. Engines of a local cluster outlast the
-    command if it keeps them.
+    `loaded` is the job with the credentials of its blocks, and `written` output.uri before
+    {run_date} is filled in. Engines of a local cluster outlast the command if it keeps them.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
@@ -128,7 +130,7 @@ def _run_here(
             f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
-        report = finalize_run(loaded, planned, progress)
+        report = finalize_run(loaded, planned, progress, written)
     return _published(loaded, report)
 
 

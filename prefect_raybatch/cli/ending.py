@@ -28,7 +28,7 @@ def show_ending(
     retry: Sequence[str] | None = (),
     is_readable: bool = True,
 ) -> None:
-    """Print at most six lines about a complete run.
+    """Print at most nine lines about a complete run.
 
     `fresh`: this call did some of its work. `retry`: the options that `raybatch retry-failed` needs
     for this run; None if it would need credentials, which are not printed. `is_readable`: `raybatch
@@ -43,6 +43,11 @@ def show_ending(
         lines["models"] = cascade_text(report)
     if report.accuracy:
         lines["right"] = report.accuracy.text()
+    if report.judgement:
+        lines["judged"] = report.judgement.text()
+    fell = [f"{name}: {one.text()}" for name, one in report.series.items() if one.rings]
+    if fell:
+        lines["alarm"] = "; ".join(fell)
     if fresh:
         lines["time"] = _time(report)
     lines["result"] = _result(report)

@@ -209,6 +209,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("cluster", [_cluster(plan.have)]),
         ("run directory", [plan.run]),
         ("reuse", reuse_lines(plan)),
+        ("judged", [plan.judged] if plan.judged else []),
         ("tokens per row", [plan.hosted.line()] if plan.hosted and plan.hosted.tokens else []),
         (
             "cost" if plan.first is None else cost_of,

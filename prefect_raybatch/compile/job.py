@@ -440,6 +440,9 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
     _without_secrets(value.get("engine", {}), job.engine)
     if (larger := job.output.escalate.engine) is not None:
         _without_secrets(value["output"]["escalate"]["to"], larger)
+    if (judge := value.get("quality", {}).get("judge")) is not None:
+        judge.get("endpoint", {}).pop("key", None)
+        _without_secrets(judge.get("engine", {}), Engine.model_validate(judge.get("engine", {})))
     return value
 
 

@@ -21,6 +21,7 @@ from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
 from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.runs.quality import check_quality_columns
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, ask_for_model
 from prefect_raybatch.stages.hosted_batches.api import BatchEngine
@@ -113,7 +114,10 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
         found = source.peek(read)
     else:  # the first file with rows is enough here; the plan reads every footer
         found = source.inventory(replace(read, limit=1))
-    planning.check_against_schema(compile_job(job, found.schema.names), found.schema)
+    spec = compile_job(job, found.schema.names)
+    planning.check_against_schema(spec, found.schema)
+    answered = (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
@@ -125,13 +129,15 @@ def check_saved_blocks(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_model(context: CheckContext) -> Iterator[Finding]:
-    """Check that the model exists and is complete, or can be downloaded; both of a cascade."""
+    """Check that each model of the job exists and is complete, or can be downloaded."""
     job = context.keyed()
     if job is None:
         return
     yield from _model_findings(model_request(job.engine))
     if (larger := job.output.escalate.engine) is not None:
         yield from _model_findings(model_request(larger))
+    if (judge := job.quality.judge).asked:
+        yield from _model_findings(model_request(judge.whole_engine))
 
 
 def _model_findings(request: ModelRequest) -> Iterator[Finding]:

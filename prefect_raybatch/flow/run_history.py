@@ -21,7 +21,7 @@ from prefect_raybatch.report.run_history import (
     history_markdown,
     remarks,
 )
-from prefect_raybatch.report.verdict import DRIFT_REMARK
+from prefect_raybatch.report.verdict import DRIFT_REMARK, FALLEN_REMARK
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 from prefect_raybatch.spec.options import StoreOptions
 
@@ -116,9 +116,13 @@ def show_history(
         return
     unusual = [] if limited else remarks(page, line)
     if (notes := _notes.get()) is not None:
-        notes.remarks = [*unusual, *([DRIFT_REMARK] if line.drift else [])]
+        about = {DRIFT_REMARK: bool(line.drift), FALLEN_REMARK: line.has_fallen}
+        notes.remarks = [*unusual, *(text for text, applies in about.items() if applies)]
         notes.seconds = line.elapsed or 0.0
     if tell:
+        for series in line.series:
+            if series.rings:
+                log.warning("run %s: %s", run_key, series.text())
         _tell_few_rows(line, name, unusual)
         _tell_drift(line, name, changed_fields(page, line, output.options))
 

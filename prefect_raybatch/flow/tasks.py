@@ -208,7 +208,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     with logs_in_page(), _failures_shown("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
         with _recorded(loaded, run, FINALIZING):
-            report = finalize(loaded, run, progress)
+            report = finalize(loaded, run, progress, written_uri(job.output.uri))
         with watched() as api, api.within():
             _show_report(job.name, report)
         written = written_uri(job.output.uri)

@@ -31,6 +31,7 @@ from prefect_raybatch.job.faults import FieldPlace, explain
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file, with_fields
+from prefect_raybatch.job.judge import judge_fields, judge_job
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT, check_batch_file, with_batch_fields
 from prefect_raybatch.job.output import Output
@@ -319,8 +320,14 @@ def check_quality(job: BatchJob) -> None:
     """Raise ValueError for golden rows that cannot be compared with the result."""
     quality, output = job.quality, job.output
     if quality.golden is None:
+        needed = "quality.golden or quality.judge" if quality.at_least else "quality.golden"
         for name in _set(quality):
-            raise ValueError(f"quality.{name} needs quality.golden; set it, or remove {name}")
+            if name == "judge" or (name == "at_least" and quality.judge.asked):
+                continue
+            raise ValueError(f"quality.{name} needs {needed}; set it, or remove {name}")
+    if quality.judge.asked:
+        _check_judge(job)
+    if quality.golden is None:
         return
     if job.engine.task in ("embed", "score"):
         raise ValueError(
@@ -335,6 +342,26 @@ def check_quality(job: BatchJob) -> None:
             raise ValueError(
                 f"quality.key: the result has no column {name!r}; add it to output.columns"
             )
+
+
+def _check_judge(job: BatchJob) -> None:
+    """Raise ValueError if no judge can be asked about this job's answers."""
+    if pools(job.engine.task):
+        raise ValueError(
+            f"quality.judge: engine.task {job.engine.task} gives no answers in words; remove judge"
+        )
+    if not job.output.compact:
+        raise ValueError("quality.judge needs output.compact: true; set it, or remove judge")
+    if job.quality.judge.model and (job.cluster.job_server or job.cluster.kubernetes.asked):
+        raise ValueError(
+            "quality.judge.model is not supported with cluster.job_server or cluster.kubernetes; "
+            "use quality.judge.endpoint"
+        )
+    made = judge_job(job.to_dict(), job.quality.judge, max_cost=job.limits.max_cost)
+    try:
+        BatchJob.from_dict(made, "job")
+    except ConfigError as error:
+        raise ValueError(judge_fields(str(error).replace("job: ", ""))) from None
 
 
 def check_price(job: BatchJob) -> None:

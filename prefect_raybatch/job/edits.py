@@ -11,11 +11,12 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
-from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.cluster import LOCAL, ClusterAccess
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.escalate import first_changes, larger_changes
 from prefect_raybatch.job.job_file import with_fields
+from prefect_raybatch.job.judge import judge_job
 from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
@@ -47,6 +48,24 @@ def larger_of(job: BatchJob) -> BatchJob:
     if job.output.escalate.engine is None:
         return job
     return edited(job, larger_changes(job.to_dict()["output"]), "output.escalate.to")
+
+
+def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = None) -> BatchJob:
+    """Return the job that judges the rows of the file `rows`; its runs are written below `runs`.
+
+    It reaches the cluster as `job` does, and may cost at most `max_cost`.
+    """
+    value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
+    access = job.cluster.access_if_loaded
+    if access is None or not access.remote:
+        made = BatchJob.from_dict(value, "quality.judge")
+        return made if access is None else with_access(made, access)
+    if job.quality.judge.model:
+        raise ConfigError(
+            f"quality.judge.model is not supported with cluster.block {job.cluster.block}, which "
+            "takes Ray jobs. Use quality.judge.endpoint"
+        )
+    return BatchJob.from_dict({**value, "cluster": {"address": LOCAL}}, "quality.judge")
 
 
 def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

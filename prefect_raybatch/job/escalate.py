@@ -11,6 +11,7 @@ from prefect_raybatch.job.engine import Engine, precision_tries
 from prefect_raybatch.job.group import Group, field, field_check
 
 ANSWERED_BY = "answered_by"  # the column with the model that answered a row
+LARGER = "the larger model"
 
 
 class EscalateWhen(Group):
@@ -66,7 +67,7 @@ class Escalate(Group):
         allow_inf_nan=False,
     )
 
-    _to = field_check("to", by=lambda value: engine_of(value) if value else None)
+    _to = field_check("to", by=lambda value: check_second_engine(value, LARGER) if value else None)
 
     @model_validator(mode="after")
     def _complete(self) -> Escalate:
@@ -96,8 +97,8 @@ class Escalate(Group):
         return {key: shown[key] for key in value if key in shown}
 
 
-def engine_of(value: Mapping[str, Any]) -> None:
-    """Raise ValueError if a mapping is no engine of a larger model."""
+def check_second_engine(value: Mapping[str, Any], who: str) -> None:
+    """Raise ValueError if a mapping is no engine of a second model; `who` names that model."""
     try:
         engine = Engine.model_validate(value)
     except ValidationError as error:
@@ -118,11 +119,11 @@ def engine_of(value: Mapping[str, Any]) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"{name}: {_short(engine, name)} is not supported for the larger model; remove it"
+                f"{name}: {_short(engine, name)} is not supported for {who}; remove it"
             )
     for tried in precision_tries(engine)[:1]:
         name = next(iter(tried))
-        raise ValueError(f"{name}: try-fp8 is not supported for the larger model; write fp8")
+        raise ValueError(f"{name}: try-fp8 is not supported for {who}; write fp8")
 
 
 def _short(engine: Engine, name: str) -> str:

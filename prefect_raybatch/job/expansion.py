@@ -31,6 +31,7 @@ EXPANDED_FIELDS = (
     "output.uri",
     "reuse",
     "quality.golden",
+    "quality.judge.model",
     "cluster.kubernetes.manifest_file",
     *FUNCTION_FIELDS,
 )

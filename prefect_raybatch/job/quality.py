@@ -5,12 +5,13 @@ from __future__ import annotations
 from pydantic import field_validator
 
 from prefect_raybatch.job.group import Group, field
+from prefect_raybatch.job.judge import Judge
 
 GOLDEN_FORMATS = (".parquet", ".csv", ".jsonl", ".ndjson")
 
 
 class Quality(Group):
-    """Rows with right answers, and the accuracy without which a result is not published."""
+    """How the accuracy is measured, and below which accuracy a result is not published."""
 
     golden: str | None = field(
         None,
@@ -36,9 +37,14 @@ class Quality(Group):
         None,
         title="Least accuracy",
         text="Accuracy, as a fraction, that the golden rows must show at 97.5 % confidence for "
-        "the result to be published.",
+        "the result to be published. Without golden rows, what the judge must show.",
         gt=0,
         lt=1,
+    )
+    judge: Judge = field(
+        Judge(),
+        title="Judge",
+        text="A model that judges a sample of the answers after each run. Default: none.",
     )
 
     @field_validator("golden")

@@ -49,6 +49,8 @@ def check_trust(job: BatchJob) -> None:
     check_engine_trust(job.engine, policy)
     if (larger := job.output.escalate.engine) is not None:
         check_engine_trust(larger, policy)
+    if job.quality.judge.asked:
+        check_engine_trust(job.quality.judge.whole_engine, policy)
     check_reach(job, policy)
     check_made_pods(job.cluster, policy)
 
@@ -77,6 +79,8 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     _check_model(reach, "engine", engine)
     if (larger := output.escalate.engine) is not None:
         _check_model(reach, "output.escalate.to", larger)
+    if job.quality.judge.asked:
+        _check_model(reach, "quality.judge", job.quality.judge.whole_engine)
     for name, adapter in {"": engine.adapter, **engine.adapters}.items():
         if adapter is not None:
             reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)

@@ -11,6 +11,7 @@ from prefect_raybatch.ledger.layout import QUALITY
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
+from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.sizing.agreement import lower_bound
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -33,7 +34,7 @@ class Accuracy(StrictRecord):
 
     `right` of the `rows` golden rows that the run has were; `low` and `high` are the ends of the
     95 % interval (0 to 1). `unanswered` golden rows are not in the run. `wrong` are some of those
-    that were not right.
+    that were not right. `series` compares the run with earlier ones.
     """
 
     plan: str
@@ -43,6 +44,7 @@ class Accuracy(StrictRecord):
     low: Number
     high: Number
     wrong: tuple[WrongAnswer, ...] = ()
+    series: AccuracySeries | None = None
 
     @property
     def share(self) -> float:

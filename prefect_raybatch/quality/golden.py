@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,13 @@ class Golden:
     columns: tuple[str, ...]
     answer: str
     answers: Mapping[GoldenKey, str]
+
+    @property
+    def digest(self) -> str:
+        """Return what identifies the rows and their answers."""
+        rows = sorted([*key, text] for key, text in self.answers.items())
+        found = json.dumps([self.columns, self.answer, rows])
+        return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
 def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:
@@ -98,9 +106,7 @@ def accuracy_on(
     rows are no independent evidence. `quarantine` holds the failed rows, None if there are none.
     Raises `ConfigError` if the result lacks a column.
     """
-    answers: dict[GoldenKey, str] = {}
-    if result.count_rows():  # else it has no columns either
-        answers = _answers(golden, result)
+    answers = {key: text for key, (_, text) in _answers(golden, result).items()}
     for key in _failed(golden, quarantine):
         answers.setdefault(key, FAILED_ANSWER)
     wrong = [
@@ -112,22 +118,43 @@ def accuracy_on(
     return accuracy_of(plan, right, len(answers), unanswered, wrong[:WRONG_SHOWN])
 
 
-def _answers(golden: Golden, result: pyarrow.dataset.Dataset) -> dict[GoldenKey, str]:
-    """Return the answers of the golden rows in a result. Raises as `accuracy_on`."""
+def golden_numbers(
+    golden: Golden, result: pyarrow.dataset.Dataset, row_number: str
+) -> dict[int, bool]:
+    """Return the numbers of the golden rows in a result, and whether each was answered right."""
+    answers = _answers(golden, result, row_number)
+    return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
+
+
+def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
+    """Raise `ConfigError` if a result with the columns `there` lacks one of the golden rows."""
     for name in (*golden.columns, golden.answer):
-        if name not in result.schema.names:
+        if name not in there:
             raise ConfigError(
-                f"quality: the result has no column {name!r} (it has: "
-                f"{', '.join(result.schema.names)}). Add it to output.columns, or set quality.key "
-                "and quality.answer to columns of the result"
+                f"quality: the result has no column {name!r} (it has: {', '.join(there)}). Add it "
+                "to output.columns, or set quality.key and quality.answer to columns of the result"
             )
-    answers: dict[GoldenKey, str] = {}
+
+
+def _answers(
+    golden: Golden, result: pyarrow.dataset.Dataset, row_number: str | None = None
+) -> dict[GoldenKey, tuple[int, str]]:
+    """Return (row number, answer) of the golden rows in a result; 0 without a column of numbers.
+
+    Raises as `accuracy_on`.
+    """
+    if not result.count_rows():  # it has no columns either
+        return {}
+    check_golden_columns(golden, result.schema.names)
+    answers: dict[GoldenKey, tuple[int, str]] = {}
     first = {key[0] for key in golden.answers}
-    for batch in result.to_batches(columns=[*golden.columns, golden.answer]):
+    columns = dict.fromkeys([*golden.columns, golden.answer, *([row_number] if row_number else [])])
+    for batch in result.to_batches(columns=list(columns)):
         for row in _candidates(batch, golden.columns[0], first).to_pylist():
             key = tuple(as_text(row[name]) for name in golden.columns)
             if key in golden.answers:
-                answers.setdefault(key, as_text(row[golden.answer]))
+                number = int(row[row_number]) if row_number else 0
+                answers.setdefault(key, (number, as_text(row[golden.answer])))
     return answers
 
 

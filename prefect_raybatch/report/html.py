@@ -48,6 +48,7 @@ def _parts(report: RunReport) -> dict[str, object]:
         "precision": reports.precision_text(report),
         "tries": reports.precision_table(report),
         "wrong": reports.wrong_table(report),
+        "rejected": reports.rejected_table(report),
         "models": reports.cascade_table(report),
         "disagreements": reports.disagreement_table(report),
         "engines": [tuple(row.values()) for row in reports.engine_table(report)],
@@ -124,6 +125,7 @@ def _tiles(report: RunReport) -> dict[str, str]:
         "rows answered": f"{report.good:,}",
         "in quarantine": f"{report.failed:,}",
         **({"accuracy": f"{report.accuracy.share:.1%}"} if report.accuracy else {}),
+        **({"judged accuracy": f"{report.judgement.share:.1%}"} if report.judgement else {}),
         "working time": reports.duration(report.seconds),
         "rows/s": reports.number(report.rows_per_s or None, 0),
         "tokens/s": reports.number(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -17,6 +17,8 @@ from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 from prefect_raybatch.quality.accuracy import Accuracy
+from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
 
@@ -160,6 +162,7 @@ class RunReport(FinishedRows, StrictRecord):
     # Kept in their own records, since the report is written before a run is published.
     published: tuple[Published, ...] = ()
     accuracy: Accuracy | None = None
+    judgement: Judgement | None = None
     # rows reused, merged and asked, tokens and seconds saved; only with `reuse`
     reuse: Mapping[str, Number] = field(default_factory=dict)
     starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
@@ -177,6 +180,12 @@ class RunReport(FinishedRows, StrictRecord):
     currency: str = ""  # of the costs, if the job names it
     cascade: tuple[ModelShare, ...] = ()  # the models of a cascade, the smaller one first
     accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
+
+    @property
+    def series(self) -> dict[str, AccuracySeries]:
+        """Return what compares the accuracy with that of earlier runs, by how it was measured."""
+        found = {"golden rows": self.accuracy, "judge": self.judgement}
+        return {name: one.series for name, one in found.items() if one and one.series}
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -198,6 +207,7 @@ class RunReport(FinishedRows, StrictRecord):
         optional = (
             "published",
             "accuracy",
+            "judgement",
             "reuse",
             "cost",
             "currency",
@@ -224,6 +234,23 @@ class RunReport(FinishedRows, StrictRecord):
 
 
 _REPORT = TypeAdapter(RunReport)
+
+
+def with_judgement(report: RunReport, judgement: Judgement | None) -> RunReport:
+    """Return a report as it was written with the judgement, and with its cost in that of the run.
+
+    `cost` then has the judge's part as `judge`.
+    """
+    if judgement is None:
+        return report
+    cost, judged = dict(report.cost), judgement.cost
+    for name in ("gpu_hours", "total"):
+        if name in judged:
+            cost[name] = cost.get(name, 0.0) + judged[name]
+    if "total" in judged:
+        cost["judge"] = judged["total"]
+    currency = report.currency or judgement.currency
+    return replace(report, judgement=judgement, cost=cost, currency=currency)
 
 
 def put_report(store: Store, report: RunReport) -> None:

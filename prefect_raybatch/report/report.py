@@ -97,6 +97,7 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *_section("Start-up", _table_lines(start_table(report))),
         *_section("Nodes", _table_lines(node_table(report))),
         *_section("Golden rows answered wrong", _table_lines(wrong_table(report))),
+        *_section("Answers that the judge called wrong", _table_lines(rejected_table(report))),
         *_section("Precision", precision_lines(report)),
         *_section("Advice", _table_lines(advice_table(report))),
         *_section("Most common failures", _table_lines(failure_table(report.failures))),
@@ -124,6 +125,8 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         *left_out,
         *remaining,
         *([("Accuracy", report.accuracy.text())] if report.accuracy else []),
+        *([("Judged accuracy", report.judgement.text())] if report.judgement else []),
+        *[(f"Accuracy over time, {name}", series.text()) for name, series in report.series.items()],
         ("Working time", duration(report.seconds)),
         *(_work_rows(report) if done else ()),
         *reuse_rows(report.reuse),
@@ -209,6 +212,7 @@ def cost_rows(cost: Mapping[str, float], currency: str = "") -> list[tuple[str, 
     """
     names = {
         "total": "Cost",
+        "judge": "Of this, the judge",
         "per_million_tokens": "Cost per million tokens",
         "per_answered_row": "Cost per answered row",
         "saved_by_resume": "Saved by resuming (estimate)",
@@ -292,6 +296,12 @@ def wrong_table(report: RunReport) -> list[dict[str, str]]:
         {"golden row": one.row, "right answer": one.expected, "answer": one.answer}
         for one in (report.accuracy.wrong if report.accuracy else ())
     ]
+
+
+def rejected_table(report: RunReport) -> list[dict[str, str]]:
+    """Return some rows whose answers the judge called wrong."""
+    rejected = report.judgement.rejected if report.judgement else ()
+    return [{"judged row": one.asked} for one in rejected]
 
 
 def cascade_table(report: RunReport) -> list[dict[str, str]]:

@@ -8,10 +8,19 @@ from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.quality.accuracy import Accuracy
+from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
-from prefect_raybatch.report.verdict import DRIFT_REMARK, LATE_REMARK, few_rows, outcome_text, slow
+from prefect_raybatch.report.verdict import (
+    DRIFT_REMARK,
+    FALLEN_REMARK,
+    LATE_REMARK,
+    few_rows,
+    outcome_text,
+    slow,
+)
 from prefect_raybatch.words import counted, money
 
 STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
@@ -50,6 +59,7 @@ class HistoryLine:
     is_late: bool = False  # missed its deadline
     currency: str = ""  # of the cost
     accuracy: Accuracy | None = None  # on golden rows
+    judgement: Judgement | None = None
     prompt_tokens: float | None = None  # mean of a prompt
 
     @property
@@ -57,6 +67,17 @@ class HistoryLine:
         """Return the distributions of answers, and that of answered and failed rows."""
         failed = {"answered": float(self.good or 0), "failed": float(self.quarantined or 0)}
         return {**self.answers, FAILED_ROWS: failed}
+
+    @property
+    def series(self) -> tuple[AccuracySeries, ...]:
+        """Return what compares the accuracy with earlier runs: of golden rows, of the judge."""
+        found = (self.accuracy, self.judgement)
+        return tuple(one.series for one in found if one is not None and one.series is not None)
+
+    @property
+    def has_fallen(self) -> bool:
+        """Return whether the accuracy is below that of the job's first runs."""
+        return any(series.rings for series in self.series)
 
     @property
     def drift(self) -> tuple[Shift, ...]:
@@ -85,10 +106,13 @@ def history_rows(page: HistoryPage) -> list[dict[str, str]]:
     """Return one row for each run."""
     costs = any(line.cost is not None for line in page.runs)
     accuracies = any(line.accuracy is not None for line in page.runs)
-    return [_row(line, costs, accuracies) for line in page.runs]
+    judged = any(line.judgement is not None for line in page.runs)
+    return [_row(line, costs, accuracies, judged) for line in page.runs]
 
 
-def _row(run: HistoryLine, with_cost: bool, with_accuracy: bool) -> dict[str, str]:
+def _row(
+    run: HistoryLine, with_cost: bool, with_accuracy: bool, with_judgement: bool
+) -> dict[str, str]:
     began = DASH
     if run.began is not None:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
@@ -110,8 +134,15 @@ def _row(run: HistoryLine, with_cost: bool, with_accuracy: bool) -> dict[str, st
         "work": duration(run.seconds),
         **cost,
         **accuracy,
+        **({"judged": run.judgement.short() if run.judgement else DASH} if with_judgement else {}),
+        **({"e-value": _e_values(run)} if with_accuracy or with_judgement else {}),
         "answers": _shift_text(run),
     }
+
+
+def _e_values(run: HistoryLine) -> str:
+    """Return the e-values of the accuracy: by golden rows, then by the judge."""
+    return " / ".join(series.short() for series in run.series) or DASH
 
 
 def _shift_text(run: HistoryLine) -> str:
@@ -207,6 +238,7 @@ def headlines(page: HistoryPage) -> list[str]:
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if run.drift else []
+    about += [FALLEN_REMARK] if run.has_fallen else []
     counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
     return [f"Last run: {outcome}", *shifted, *unstarted]

@@ -18,6 +18,7 @@ SLOW_LEAST = 60.0  # seconds more than usual, below which short runs differ anyw
 COMPARED_RUNS = 7  # completed runs that give the usual numbers of rows and seconds
 NOTHING_TO_DO = "Nothing to do."
 DRIFT_REMARK = "The run has drifted from those before it."
+FALLEN_REMARK = "The accuracy fell below that of the first runs: see the report."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
 
 

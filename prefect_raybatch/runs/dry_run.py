@@ -29,6 +29,7 @@ from prefect_raybatch.runs.plan_run import (
     check_schema_names,
     length_of_spec,
 )
+from prefect_raybatch.runs.quality import check_quality_columns, judge_plan, judge_warning
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -78,6 +79,7 @@ class DryRun:
     cost: CostEstimate | None = None  # of a job with prices
     rows_guessed: bool = False  # from a part of the input
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
+    judged: str = ""  # how many rows a judge would be asked about
     at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
 
 
@@ -131,11 +133,23 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
+    answered = (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input
     check_pinned_model(spec, resolved.model, files=what_if is None)
     return _Checked(resolved, spec, found, copied, publish)
+
+
+def _with_warning(fitted: _Fitted, checked: _Checked) -> _Fitted:
+    """Return the sizes with a warning about a judge that judges its own answers."""
+    job = checked.resolved.job
+    warning = judge_warning(job.quality, job.engine, job.output.escalate.engine)
+    if not warning:
+        return fitted
+    sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, warning))
+    return replace(fitted, sizing=sizing)
 
 
 def dry_run_resolved(
@@ -156,7 +170,7 @@ def dry_run_resolved(
     spec, found, rows = checked.spec, checked.inventory, checked.rows
     hosted = _hosted_rows(checked)
     made = [] if tokens or what_if else _function_problem(checked)
-    fitted = _fitted(checked, what_if)
+    fitted = _with_warning(_fitted(checked, what_if), checked)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
     first = None
     if checked.resolved.first is not None:
@@ -190,6 +204,7 @@ def dry_run_resolved(
         cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
         rows_guessed=found.guessed,
         first=first,
+        judged=judge_plan(job.quality, rows),
         at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
 

@@ -28,9 +28,10 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model.pinned import ENDPOINT
 from prefect_raybatch.quality.accuracy import read_accuracy
+from prefect_raybatch.quality.judgement import read_judgement
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
-from prefect_raybatch.report.records import RunReport, put_report, read_report
+from prefect_raybatch.report.records import RunReport, put_report, read_report, with_judgement
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.cascade import with_shares, with_tokens_of
 from prefect_raybatch.runs.costs import with_cost
@@ -321,7 +322,8 @@ def load_report(store: Store) -> RunReport:
         raise CorruptRun(
             f"{store.uri} is finished but has no {REPORT}. Run: raybatch repair {store.uri}"
         ) from None
-    return replace(found, published=all_published(store), accuracy=read_accuracy(store))
+    found = replace(found, published=all_published(store), accuracy=read_accuracy(store))
+    return with_judgement(found, read_judgement(store))
 
 
 def html_page(report: RunReport) -> str:

@@ -32,6 +32,7 @@ from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.quality import check_quality_columns, judge_warning
 from prefect_raybatch.runs.run import Run, run_of, who
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.agreement import trial_rows
@@ -100,6 +101,8 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
         schema = source.inventory(replace(read, limit=1)).schema
     spec = compile_job(job, schema.names)
     planning.check_against_schema(spec, schema)
+    answered = (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality_columns(job.quality, job.output, *answered, schema.names)
     check_targets_of(spec, schema, later=True)
     return resolved
 
@@ -231,6 +234,10 @@ def _write_plan(
     found = taken.found
     spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
+    job, answered = resolved.job, (spec.finish, spec.sampling, spec.engine.model.task)
+    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
+    if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
+        log.warning("%s", warning)
     _check_rows(spec.limits.min_rows, spec.read.most_rows, taken.rows)
     trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)
     if note := planning.alike_note(spec):

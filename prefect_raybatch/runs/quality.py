@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from prefect_raybatch.errors import QualityTooLow
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prefect_raybatch.errors import ConfigError, QualityTooLow
+from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
+from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
-from prefect_raybatch.quality.golden import Golden, accuracy_on, read_golden
+from prefect_raybatch.quality.alarm import continued
+from prefect_raybatch.quality.golden import Golden, accuracy_on, check_golden_columns, read_golden
+from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
+from prefect_raybatch.runs.run_history import series_before
+from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec
+from prefect_raybatch.stages.result_columns import result_columns
+from prefect_raybatch.words import counted
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
@@ -19,13 +32,80 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
 
 
+def check_quality_columns(
+    quality: Quality,
+    output: Output,
+    finish: FinishSpec,
+    sampling: SamplingSpec,
+    task: TaskName,
+    names: Sequence[str],
+) -> None:
+    """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
+
+    `names` are the columns of the input. What an output.postprocess
+    without output.schema returns is unknown before a run.
+    """
+    golden = golden_of(quality, output)
+    if finish.postprocess is not None and not finish.types:
+        return
+    added = result_columns(finish, sampling, task)
+    there = [*finish.kept(list(names)), *(name for name, _ in added)]
+    if golden is not None:
+        check_golden_columns(golden, there)
+    for name in template_fields(quality.judge.prompt or ""):
+        if name not in there:
+            raise ConfigError(
+                f"quality.judge.prompt: the result has no column {name!r} (it has: "
+                f"{', '.join(there)}). Add it to output.columns, or correct the prompt"
+            )
+
+
+def judge_plan(quality: Quality, rows: int) -> str:
+    """Return how many of so many rows the judge would be asked about; "" without a judge."""
+    if not quality.judge.asked:
+        return ""
+    golden = ", and the golden rows" if quality.golden is not None else ""
+    sample = min(quality.judge.sample, rows)
+    return f"{sample:,} of {counted(rows, 'row')}{golden}, by {quality.judge.name}"
+
+
+def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> str:
+    """Return a warning about a judge that judges its own answers; "" for any other.
+
+    `larger` is the larger model of a cascade.
+    """
+    judge = quality.judge
+    if not judge.asked:
+        return ""
+    own = _model_of(judge.whole_engine)
+    if own not in (_model_of(engine), larger and _model_of(larger)):
+        return ""
+    return (
+        f"quality.judge: {judge.name} judges its own answers, and models prefer these. Name "
+        "another model"
+    )
+
+
+def _model_of(engine: Engine) -> tuple[str | None, str | None]:
+    """Return the server and the name of a model."""
+    if engine.endpoint.asked is not None:
+        return engine.endpoint.url, engine.endpoint.model
+    return None, engine.model
+
+
 def measured(
-    report: RunReport, member: Member, quality: Quality, output: Output, again: bool = False
+    report: RunReport,
+    member: Member,
+    quality: Quality,
+    output: Output,
+    written: str,
+    again: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with its accuracy on the job's golden rows.
 
     A run that was measured is measured `again` only if asked for. A retry of failed rows is no
-    sample of the input, so it is not measured.
+    sample of the input, so it is not measured. `written` is output.uri as written in the job, which
+    has the earlier runs that it is compared with.
     """
     store, plan = member.ledger.store, member.plan
     if quality.golden is None or plan.parent is not None:
@@ -39,6 +119,10 @@ def measured(
     options = output.options or None
     failed = report.quarantine(options) if report.failed else None
     accuracy = accuracy_on(golden, report.dataset(options), failed, plan.hash)
+    if accuracy.rows:
+        earlier = series_before(written, options, plan, read_accuracy)
+        series = continued(earlier, golden.digest, accuracy.right, accuracy.rows)
+        accuracy = replace(accuracy, series=series)
     if accuracy != before:
         put_accuracy(store, accuracy)
         report = load_report(store)
@@ -47,11 +131,13 @@ def measured(
 
 
 def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
-    """Raise `QualityTooLow` unless the golden rows show the accuracy that publishing needs.
+    """Raise `QualityTooLow` unless the run has the accuracy that publishing needs.
 
-    A retry of failed rows is published with its run, so it needs none of its own.
+    The golden rows must show it or, in a job without them, the judge. A retry of failed rows is
+    published with its run, so it needs none of its own.
     """
-    accuracy, least = report.accuracy, quality.at_least
+    least = quality.at_least
+    accuracy = report.accuracy if quality.golden is not None else report.judgement
     if least is None or member.plan.parent is not None:
         return
     if accuracy is None:
@@ -68,7 +154,11 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
     )
 
 
-def _remedy(accuracy: Accuracy, least: float) -> str:
+def _remedy(accuracy: Accuracy | Judgement, least: float) -> str:
+    if isinstance(accuracy, Judgement):
+        if accuracy.rows and accuracy.share >= least:
+            return f"Raise quality.judge.sample: {accuracy.rows:,} are too few. Or lower at_least"
+        return "Look at the answers that the judge called wrong in the report, or lower at_least"
     if accuracy.rows and accuracy.share >= least:
         return f"Add golden rows: {accuracy.rows:,} are too few to show it. Or lower at_least"
     return "Look at the wrong answers in the report. Correct the golden file, or lower at_least"

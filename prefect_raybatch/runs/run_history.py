@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.run_words import dated_parts
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import differing
+from prefect_raybatch.quality.accuracy import Accuracy
+from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import Shift, comparable, shifts
 from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
 from prefect_raybatch.report.records import RunReport
@@ -17,7 +24,9 @@ from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
 from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.spec.options import StoreOptions
-from prefect_raybatch.storage import join, open_store
+from prefect_raybatch.storage import Store, join, open_store
+
+log = logging.getLogger(__name__)
 
 RUNS_SHOWN = 14
 COMPARED_PARTS = ("prompt", "sampling", "engine", "model")  # of a plan's fingerprint
@@ -53,6 +62,34 @@ def history_of(
         )
         for name, found in by_job.items()
     ]
+
+
+def series_before(
+    output: str,
+    options: StoreOptions | None,
+    plan: Plan,
+    read: Callable[[Store], Accuracy | Judgement | None],
+) -> AccuracySeries | None:
+    """Return the series of the newest measured run of a job before the run with this `plan`.
+
+    `output` is as for `history_of`, and `read` reads the record of a run. Runs that cannot be read
+    are skipped.
+    """
+    began = datetime.fromisoformat(plan.created).timestamp()
+    for line in _lines(output, options):
+        own = line.run_key == plan.run_key or (line.created or 0.0) > began
+        if own or line.state != COMPLETED or line.job != plan.job_name or line.parent is not None:
+            continue
+        try:
+            found = read(open_store(line.run, dict(options) if options else None))
+        except STORE_AWAY:
+            raise
+        except RayBatchError as error:
+            log.warning("run %s is left out of the accuracy of earlier runs: %s", line.run, error)
+            continue
+        if found is not None and found.series is not None:
+            return found.series
+    return None
 
 
 def usual_time(page: HistoryPage, run_key: str) -> float | None:
@@ -208,6 +245,7 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         cost=report.cost.get("total"),
         currency=report.currency,
         accuracy=report.accuracy,
+        judgement=report.judgement,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
         prompt_tokens=_prompt_tokens(report),
     )

@@ -6,6 +6,7 @@ larger sample with the same seed includes a smaller one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -45,13 +46,27 @@ class RowSample:
         ]
         return np.concatenate(parts).astype(np.int64)
 
+    def among(self, parts: Iterable[SampledNumbers]) -> SampledNumbers:
+        """Return the chosen ones among the row numbers of all parts, in increasing order."""
+        best = np.empty(0, np.int64)
+        for part in parts:
+            best = np.concatenate([best, part.astype(np.int64)])
+            if len(best) > self.rows:
+                hashes = _mixed(best.astype(np.uint64) ^ self._salt)
+                best = best[np.argpartition(hashes, self.rows - 1)[: self.rows]]
+        return np.sort(best)
+
     def _hashes(self, start: int, end: int) -> Hashes:
         """Return the hash of each number: splitmix64, which maps distinct numbers to distinct ones.
 
         The seed is hashed too: with seeds added to the numbers, samples would be shifted copies.
         """
-        seed = _mixed(np.array([self.seed], np.uint64))[0]
-        return _mixed(np.arange(start, end, dtype=np.uint64) ^ seed)
+        return _mixed(np.arange(start, end, dtype=np.uint64) ^ self._salt)
+
+    @property
+    def _salt(self) -> np.uint64:
+        salt: np.uint64 = _mixed(np.array([self.seed], np.uint64))[0]
+        return salt
 
 
 def sample_of(source: ReadSpec) -> RowSample | None:

@@ -76,9 +76,9 @@ def test_the_larger_model_answers_the_planted_rows(local: None, tmp_path: Path) 
 
     with openai_server() as server:
         server.fault = answer
-        report = cascade(str(tmp_path), server.url, "large", ROWS, date(2026, 1, 2))
+        report = cascade(str(tmp_path), server.url, "large", "", ROWS, date(2026, 1, 2))
         asked = len(server.bodies)
-        again = cascade(str(tmp_path), server.url, "large", ROWS, date(2026, 1, 2))
+        again = cascade(str(tmp_path), server.url, "large", "", ROWS, date(2026, 1, 2))
         assert len(server.bodies) == asked and again.run == report.run
     hard = [name for name in right if name not in TRUTH]
     assert 0 < asked == len(hard) <= -(-ROWS // PLANTED)
@@ -86,3 +86,33 @@ def test_the_larger_model_answers_the_planted_rows(local: None, tmp_path: Path) 
     assert report.accuracy is not None and report.accuracy.share == 1.0
     rows = pq.read_table(f"{report.run}/data").to_pylist()
     assert {row["Company"] for row in rows if row["answered_by"] == "large"} == set(hard)
+
+
+def test_the_judge_finds_the_planted_rows_that_the_larger_model_answers_wrong(
+    local: None, tmp_path: Path
+) -> None:
+    from cascade import cascade, planted
+
+    right = dict(planted(ROWS))
+    hard = [name for name in right if name not in TRUTH]
+
+    def answer(number: int, body: dict[str, Any]) -> Any:
+        text = body["messages"][-1]["content"]
+        if body["model"] == "large":  # knows nothing either
+            (name,) = [name for name in hard if name in text.split("\n")[0]]
+            label = next(label for label in LABELS if label != right[name])
+        else:
+            (name,) = [name for name in right if f"company {name} was" in text]
+            label = "right" if f"given as {right[name]}. Is" in text else "wrong"
+        return 200, {}, completion(json.dumps({"label": label}))
+
+    with openai_server(models=("large", "judge")) as server:
+        server.fault = answer
+        arguments = (str(tmp_path), server.url, "large", "judge", ROWS, date(2026, 1, 3))
+        report = cascade(*arguments)
+        asked = len(server.bodies)
+        assert cascade(*arguments).judgement == report.judgement and len(server.bodies) == asked
+    judgement, accuracy = report.judgement, report.accuracy
+    assert judgement is not None and accuracy is not None
+    assert judgement.rows - judgement.right == len(hard) == accuracy.rows - accuracy.right
+    assert judgement.corrected is not None and judgement.corrected.share == accuracy.share

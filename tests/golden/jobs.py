@@ -459,7 +459,31 @@ def _engines() -> Iterator[GoldenJob]:
     yield made(
         "quality",
         "Golden rows, and the accuracy that publishing needs.",
+        output={"column": "right"},
         quality={"golden": "golden.csv", "key": ["id"], "answer": "right", "at_least": 0.9},
+    )
+    yield made(
+        "quality-judge",
+        "A sample of the answers is judged by another model.",
+        quality={
+            "judge": {
+                "model": "models/llama-8b",
+                "engine": {"gpu_memory_utilization": 0.8},
+                "prompt": "Is {response} what {Company} does?",
+                "sample": 300,
+            }
+        },
+    )
+    yield made(
+        "quality-hosted-judge",
+        "A hosted model judges, and the judge decides about publishing.",
+        quality={
+            "at_least": 0.8,
+            "judge": {
+                "endpoint": {"url": "https://models.example/v1", "model": "large"},
+                "prompt": "Is {response} what {Company} does?",
+            },
+        },
     )
     yield made(
         "engine-input-order",
@@ -752,6 +776,12 @@ def _runs() -> Iterator[GoldenJob]:
 
 
 def _refused() -> Iterator[GoldenJob]:
+    yield made(
+        "refused-judge-column",
+        "The judge's prompt names a column that the result lacks.",
+        output={"columns": ["Company"]},
+        quality={"judge": {"model": "demo", "prompt": "Is {answer} right?"}},
+    )
     yield made(
         "refused-alike",
         "All rows ask the same.",

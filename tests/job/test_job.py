@@ -469,7 +469,7 @@ def test_the_json_schema_carries_title_description_and_position():
     """This schema is the form in the Prefect page."""
     schema = BatchJob.model_json_schema()
     objects = [schema, *schema["$defs"].values()]
-    assert len(objects) == 18
+    assert len(objects) == 19
     for item in objects:
         assert item["description"], item["title"]
         for name, field in item["properties"].items():

@@ -229,6 +229,20 @@ ATTACKS = (
         )
     ),
     *(
+        Attack(f"quality.judge {own}", words, {"quality": {"judge": {"prompt": "right?", **own}}})
+        for own, words in (
+            ({"model": "/etc"}, r"quality\.judge\.model: .* may not read /etc"),
+            (
+                {"endpoint": {"url": "http://evil/v1", "model": "m"}},
+                r"quality\.judge\.endpoint\.url: .* name the host evil",
+            ),
+            (
+                {"model": "demo", "engine": {"env": {"LD_PRELOAD": "/tmp/x"}}},
+                r"env: a job may not set LD_PRELOAD",
+            ),
+        )
+    ),
+    *(
         Attack(
             f"output.escalate.to {to}",
             words,

@@ -126,6 +126,7 @@ SENDS = {
 NO_SECRET = {
     "a part of the request, which decides the answers and is shown on purpose": [
         *("prompt.template", "prompt.second", "prompt.system", "prompt.messages"),
+        "quality.judge.prompt",
         *("prompt.chat_template", "prompt.chat_template_kwargs", "prompt.prefill"),
         *("prompt.tools", "prompt.documents", "sampling.choice", "output.schema_model"),
         *("source.filter", "source.query"),
@@ -209,6 +210,9 @@ def set_in(path: str, value: Any) -> dict[str, Any]:
         job["cluster"]["kubernetes"] = {"image": "an-image"}
     if path.startswith("engine.endpoint."):
         job["engine"]["endpoint"] = {"url": "https://host/v1", "model": "m"}
+    if path.startswith("quality.judge."):
+        own = {} if names[-1] == "endpoint" else {"model": "demo"}
+        job["quality"] = {"judge": {"prompt": "Is {response} right?", **own}}
     if path == "source.catalog":
         job["source"] = {"uri": "sales.orders", "format": "iceberg"}
     place = job
@@ -236,9 +240,11 @@ def test_fields_without_secrets_exist_and_all_others_are_planted():
     listed = [field for fields in NO_SECRET.values() for field in fields]
     assert set(listed) <= set(FIELDS) and len(set(listed)) == len(listed)
     mappings = {p for p, f in FIELDS.items() if dict in kinds_in(f.annotation)} - set(listed)
-    # Its values are those of an engine, which hides them.
+    # The values of a second model are those of an engine, which hides them.
     refused = {
         "output.escalate.to",
+        "quality.judge.endpoint",
+        "quality.judge.engine",
         "engine.adapters",
         "cluster.kubernetes.env",
         "cluster.kubernetes.manifest",

@@ -1,0 +1,157 @@
+"""Corrects the accuracy that a judge found by its errors on golden rows. Pure.
+
+Two estimates, each with a 95 % interval that accounts for both samples:
+
+- `by_confusion`: the judge's rates on golden rows correct its share of "right" (W. J. Rogan and B.
+  Gladen, "Estimating prevalence from the results of a screening test", American Journal of
+  Epidemiology 107, 1978). The interval joins the exact limits of the three shares by their squared
+  effects (MOVER: G. Y. Zou and A. Donner, "Construction of confidence limits about effect measures:
+  a general approach", Statistics in Medicine 27, 2008). The closed interval of Z. Lang and J.
+  Reiczigel (Preventive Veterinary Medicine 113, 2014) covered 90 % instead of 95 % of simulated
+  nights with an accuracy of 99 % and 200 golden rows, of which only two are answered wrong.
+- `by_labels`: where some rows of the sample are golden themselves, the judge's errors on these
+  correct its share on the others (A. N. Angelopoulos, J. C. Duchi and T. Zrnic, "PPI++: Efficient
+  Prediction-Powered Inference", 2023, for a mean).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.quality.alarm import Floats
+
+Z = 1.959963984540054  # of the standard normal distribution at 97.5 %
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """A judge on golden rows: how many of the rows that are `right` (`wrong`) it called right."""
+
+    right: int
+    right_called_right: int
+    wrong: int
+    wrong_called_right: int
+
+
+def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float, float, float]:
+    """Return (share, low, high): the accuracy if the judge called so many of `rows` right.
+
+    Without a golden row of both kinds, or by a judge that calls wrong answers right as often as
+    right ones, nothing is known: the interval is (0, 1).
+    """
+    if not (rows and judge.right and judge.wrong):
+        return math.nan, 0.0, 1.0
+    shares = [
+        np.array([k / n, *interval(k, n)])
+        for k, n in (
+            (called_right, rows),
+            (judge.right_called_right, judge.right),
+            (judge.wrong_called_right, judge.wrong),
+        )
+    ]
+    share, low, high = (float(value) for value in corrected(*shares))
+    return share, low, high
+
+
+def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return (share, low, high) from three shares, each given as [estimate, low, high].
+
+    `called`: the rows that the judge called right; `hits`: of the right golden rows; `misses`: of
+    the wrong ones. Further dimensions hold further nights.
+    """
+    c, c_low, c_high = called
+    h, h_low, h_high = hits
+    m, m_low, m_high = misses
+    known = h > m
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = (c - m) / (h - m)
+        down = [
+            share - (c_low - m) / (h - m),
+            share - (c - m) / (h_high - m),
+            np.where(m_high < h, share - (c - m_high) / (h - m_high), math.inf),
+        ]
+        up = [
+            (c_high - m) / (h - m) - share,
+            np.where(h_low > m, (c - m) / (h_low - m) - share, math.inf),
+            (c - m_low) / (h - m_low) - share,
+        ]
+        low = share - np.sqrt(sum(np.maximum(effect, 0.0) ** 2 for effect in down))
+        high = share + np.sqrt(sum(np.maximum(effect, 0.0) ** 2 for effect in up))
+    return (
+        np.where(known, np.clip(share, 0.0, 1.0), math.nan),
+        np.where(known, np.clip(low, 0.0, 1.0), 0.0),
+        np.where(known, np.clip(high, 0.0, 1.0), 1.0),
+    )
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows of a sample whose right answer is known, by (is right, judge called it right)."""
+
+    right_called_right: int
+    right_called_wrong: int
+    wrong_called_right: int
+    wrong_called_wrong: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self._counts)
+
+    @property
+    def _counts(self) -> tuple[int, int, int, int]:
+        return (
+            self.right_called_right,
+            self.right_called_wrong,
+            self.wrong_called_right,
+            self.wrong_called_wrong,
+        )
+
+    def estimate(self, called_right: int, others: int) -> tuple[float, float, float]:
+        """Return (share, low, high): the judge called so many of `others` further rows right."""
+        cells = np.array(self._counts, np.float64)
+        found = by_labels(cells, np.array(float(called_right)), np.array(float(others)))
+        share, low, high = (float(value) for value in found)
+        return share, low, high
+
+
+LEAST_LABELLED = 30  # below which the interval covers less than 94 % of simulated nights
+ADDED = 0.5  # added to each cell of the table, as Jeffreys' prior does: no variance is then 0
+
+
+def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return (share, low, high): PPI++ for the share of right answers.
+
+    `labelled` are the four counts of `Labelled`; the judge called `called` of `others` rows
+    without a label right. The weight of the judge is the one with the least variance.
+    """
+    right_hit, right_missed, wrong_hit, wrong_missed = labelled + ADDED
+    rows = right_hit + right_missed + wrong_hit + wrong_missed
+    judged = (called + 2 * ADDED) / (others + 4 * ADDED)
+    right, hit = (right_hit + right_missed) / rows, (right_hit + wrong_hit) / rows
+    shared = right_hit / rows - right * hit  # covariance of label and verdict
+    spread = hit * (1 - hit)
+    weight = np.clip(shared / spread * others / (others + rows), 0.0, 1.0)
+    of_labels = (right * (1 - right) - 2 * weight * shared + weight**2 * spread) / rows
+    of_others = weight**2 * judged * (1 - judged) / (others + 4 * ADDED)
+    count = labelled.sum(axis=0)
+    margin = student_quantile(count - 1) * np.sqrt(np.maximum(of_labels, 0) + of_others)
+    middle = right + weight * (judged - hit)
+    # The estimate itself is without the added cells.
+    gained = called / np.maximum(others, 1) - (labelled[0] + labelled[2]) / count
+    share = np.clip((labelled[0] + labelled[1]) / count + weight * gained, 0.0, 1.0)
+    return (
+        share,
+        np.clip(np.minimum(middle - margin, share), 0.0, 1.0),
+        np.clip(np.maximum(middle + margin, share), 0.0, 1.0),
+    )
+
+
+def student_quantile(freedom: Floats) -> Floats:
+    """Return the 97.5 % quantile of Student's t (Abramowitz and Stegun, 26.7.5), from 29 on."""
+    first = (Z**3 + Z) / 4
+    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    return Z + first / freedom + second / freedom**2

@@ -1,0 +1,202 @@
+"""What a judge said about a sample of a run's answers, as a record and as text."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.ledger.layout import JUDGEMENT
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
+from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.correction import LEAST_LABELLED, Confusion, Labelled, by_confusion
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
+
+
+@dataclass(frozen=True)
+class RejectedAnswer(StrictRecord):
+    """An answer that the judge called wrong: what it was asked, cut to a length."""
+
+    asked: str
+
+
+@dataclass(frozen=True)
+class JudgedRow:
+    """A row that the judge was asked about.
+
+    `verdict`: the judge called it right (None: not judged). `right`: it is right (None: unknown,
+    the row is not golden).
+    """
+
+    in_sample: bool
+    verdict: bool | None
+    right: bool | None = None
+
+
+@dataclass(frozen=True)
+class Corrected(StrictRecord):
+    """The accuracy without the judge's error, with the ends of its 95 % interval.
+
+    `method` names the estimate. The judge called `right_called_right` of the golden rows that are
+    `right` right, and `wrong_called_right` of those that are `wrong`.
+    """
+
+    method: str
+    share: Number
+    low: Number
+    high: Number
+    right: Count
+    right_called_right: Count
+    wrong: Count
+    wrong_called_right: Count
+
+    def text(self) -> str:
+        """Return what the correction rests on."""
+        parts = []
+        for name, said, rows in (
+            ("right", self.right_called_right, self.right),
+            ("wrong", self.wrong - self.wrong_called_right, self.wrong),
+        ):
+            parts.append(f"{said:,} of {rows:,} {name} ones {name}")
+        return f"corrected by golden rows ({self.method}), of which it called {' and '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class Judgement(StrictRecord):
+    """How many answers of the run with this `plan` its judge called right.
+
+    `judge` is the judge's model, and `key` identifies the judge with its prompt and its golden
+    rows. The judge called `right` of `rows` sampled answers right; `not_judged` further ones have
+    no verdict, because the judge failed. `low` and `high` are the ends of the exact 95 % interval.
+    `corrected` is the accuracy without the judge's error; `uncorrected` says why it is unknown, for
+    a job with golden rows. `series` compares the run with earlier ones by what the judge said, not
+    corrected. `cost` is that of the judge's run (gpu_hours, total).
+    """
+
+    plan: str
+    judge: str
+    key: str
+    right: Count
+    rows: Count
+    not_judged: Count
+    low: Number
+    high: Number
+    corrected: Corrected | None = None
+    uncorrected: str = ""
+    rejected: tuple[RejectedAnswer, ...] = ()
+    series: AccuracySeries | None = None
+    cost: Mapping[str, Number] = field(default_factory=dict)
+    currency: str = ""
+
+    @property
+    def share(self) -> float:
+        """Return the accuracy: corrected if that is known, else as the judge said it."""
+        if self.corrected is not None:
+            return self.corrected.share
+        return self.right / self.rows if self.rows else 0.0
+
+    def short(self) -> str:
+        """Return e.g. `93.0% (88.5% to 96.1%)`."""
+        if not self.rows:
+            return "no judged answer"
+        found = self.corrected or self
+        return f"{self.share:.1%} ({found.low:.1%} to {found.high:.1%})"
+
+    def text(self) -> str:
+        """Return the judged accuracy in one line, with what it was measured on."""
+        failed = f"; {self.not_judged:,} not judged" if self.not_judged else ""
+        if not self.rows:
+            return f"unknown: {self.judge} judged no answer{failed}"
+        counts = f"{self.judge} called {self.right:,} of {counted(self.rows, 'answer')} right"
+        about = self.corrected.text() if self.corrected else self.uncorrected
+        return f"{self.short()}, {counts}{failed}{f'; {about}' if about else ''}"
+
+
+_RECORD = TypeAdapter(Judgement)
+
+
+def judgement_of(
+    *,
+    plan: str,
+    judge: str,
+    key: str,
+    judged: Sequence[JudgedRow],
+    has_golden: bool = False,
+    rejected: Sequence[RejectedAnswer] = (),
+    cost: Mapping[str, float] | None = None,
+    currency: str = "",
+) -> Judgement:
+    """Return the judgement of a sample, corrected if the job has golden rows that allow it."""
+    verdicts = [row.verdict for row in judged if row.in_sample]
+    corrected, why = _corrected(judged) if has_golden else (None, "")
+    right, rows = verdicts.count(True), len(verdicts) - verdicts.count(None)
+    low, high = interval(right, rows)
+    return Judgement(
+        plan=plan,
+        judge=judge,
+        key=key,
+        right=right,
+        rows=rows,
+        not_judged=len(verdicts) - rows,
+        low=round(low, 6),
+        high=round(high, 6),
+        corrected=corrected,
+        uncorrected=why,
+        rejected=tuple(rejected),
+        cost={name: cost[name] for name in ("gpu_hours", "total") if name in cost} if cost else {},
+        currency=currency,
+    )
+
+
+def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
+    """Return the corrected accuracy, or None and why it is unknown."""
+    golden = [row for row in judged if row.right is not None and row.verdict is not None]
+    counts = Counter((row.right, row.verdict) for row in golden)
+    hits, misses = counts[True, True], counts[False, True]
+    confusion = Confusion(hits + counts[True, False], hits, misses + counts[False, False], misses)
+    inside = Counter((row.right, row.verdict) for row in golden if row.in_sample)
+    cells = ((True, True), (True, False), (False, True), (False, False))
+    labelled = Labelled(*(inside[cell] for cell in cells))
+    sample = [row.verdict for row in judged if row.in_sample and row.verdict is not None]
+    if labelled.rows >= LEAST_LABELLED:
+        method = "PPI++"
+        called = sum(sample) - inside[True, True] - inside[False, True]
+        share, low, high = labelled.estimate(called, len(sample) - labelled.rows)
+    else:
+        method = "Rogan-Gladen"
+        share, low, high = by_confusion(sum(sample), len(sample), confusion)
+    if math.isnan(share):
+        return None, _why_unknown(confusion)
+    share, low, high = round(share, 6), round(low, 6), round(high, 6)
+    return Corrected(method, share, low, high, **asdict(confusion)), ""
+
+
+def _why_unknown(confusion: Confusion) -> str:
+    for name in ("right", "wrong"):
+        if not getattr(confusion, name):
+            return (
+                f"not corrected, because no golden row that was answered {name} was judged: add "
+                "golden rows"
+            )
+    return "not corrected, because the judge called wrong golden rows right as often as right ones"
+
+
+def put_judgement(store: Store, judgement: Judgement) -> None:
+    """Write judgement.json of a run."""
+    put_record(store, JUDGEMENT, with_checksum(dump(asdict(judgement))))
+
+
+def read_judgement(store: Store) -> Judgement | None:
+    """Return the judgement of a run, or None; raise `CorruptRun` for a malformed record."""
+    try:
+        data = read_record(store, JUDGEMENT)
+    except FileNotFoundError:
+        return None
+    return read_json(_RECORD, without_checksum(data, f"{store.uri}/{JUDGEMENT}"), JUDGEMENT)

@@ -1,0 +1,192 @@
+"""Judges a sample of a finished run's answers: an ordinary run inside the run directory.
+
+That run has a plan, shards and commits of its own, so a killed judgement resumes, and no committed
+shard is asked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.compile.job import compile_plan
+from prefect_raybatch.errors import CostExceeded, RayBatchError
+from prefect_raybatch.job.checks import template_fields
+from prefect_raybatch.job.judge import ROW, SAYS_RIGHT, VERDICT, Judge, judge_fields
+from prefect_raybatch.job.output import Output
+from prefect_raybatch.job.quality import Quality
+from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.layout import JUDGE
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.quality.alarm import continued
+from prefect_raybatch.quality.golden import Golden, golden_numbers
+from prefect_raybatch.quality.judged_rows import (
+    IN_SAMPLE,
+    KNOWN_RIGHT,
+    OWN_COLUMNS,
+    judged_from_parquet,
+    judged_rows,
+    judged_to_parquet,
+)
+from prefect_raybatch.quality.judgement import (
+    JudgedRow,
+    RejectedAnswer,
+    judgement_of,
+    put_judgement,
+    read_judgement,
+)
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.finalize_run import load_report, put_pages
+from prefect_raybatch.runs.quality import golden_of
+from prefect_raybatch.runs.run_history import series_before
+from prefect_raybatch.storage import Store, join
+from prefect_raybatch.words import counted, money
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+log = logging.getLogger(__name__)
+
+JUDGED_FILE = "rows.parquet"
+JUDGE_RUNS = "runs"
+MOST_ROWS_BYTES = 1 << 30
+REJECTED_SHOWN = 10
+LONGEST_ASKED = 300  # characters of a shown row
+
+
+# Runs the judge over the rows of a file, in a run below a folder, for at most that cost.
+AskJudge = Callable[[str, str, float | None], RunReport]
+
+
+def with_verdicts(
+    report: RunReport,
+    member: Member,
+    quality: Quality,
+    output: Output,
+    most_cost: float | None,
+    written: str,
+    ask: AskJudge,
+    again: bool = False,
+) -> RunReport:
+    """Return the report of a finished run with the judgement of the job's judge.
+
+    A run that was judged is judged `again`, by another judge or prompt, only if asked for. A retry
+    of failed rows is no sample of the input, so it is not judged. Rows and judge together may cost
+    `most_cost`. `written` is output.uri as written in the job. Raises what `ask` raises; the next
+    call resumes it.
+    """
+    store, plan, judge = member.ledger.store, member.plan, quality.judge
+    if not judge.asked or plan.parent is not None:
+        return report
+    golden = golden_of(quality, output)
+    key = _key(judge, golden)
+    before = read_judgement(store)
+    if before is not None and before.plan == plan.hash and (before.key == key or not again):
+        return report
+    place = store.sub(f"{JUDGE}/{key}")
+    rows = _rows(place, report, member, judge, output, golden)
+    verdicts: list[bool | None] = []
+    cost: Mapping[str, float] = {}
+    currency = ""
+    if rows.num_rows:
+        left = _left(report, most_cost)
+        log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
+        try:
+            ended = ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
+        except RayBatchError as error:  # it names fields of the judge's own job
+            error.args = (f"quality.judge: {judge_fields(str(error))}",)
+            raise
+        verdicts = _verdicts(ended, output, rows.num_rows)
+        cost, currency = ended.cost, ended.currency
+    flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
+    judgement = judgement_of(
+        plan=plan.hash,
+        judge=judge.name,
+        key=key,
+        judged=list(map(JudgedRow, *flags)),
+        has_golden=golden is not None,
+        rejected=_rejected(rows, verdicts),
+        cost=cost,
+        currency=currency,
+    )
+    if judgement.rows:
+        earlier = series_before(written, output.options or None, plan, read_judgement)
+        series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
+        judgement = replace(judgement, series=series)
+    put_judgement(store, judgement)
+    report = load_report(store)
+    put_pages(store, report)
+    return report
+
+
+def _key(judge: Judge, golden: Golden | None) -> str:
+    """Return what identifies the judge, its prompt, its sample and the golden rows."""
+    golden_rows = None if golden is None else golden.digest
+    parts = {"judge": judge.model_dump(mode="json"), "golden": golden_rows}
+    return hashlib.sha256(dump(parts)).hexdigest()[:16]
+
+
+def _series_key(judge: Judge) -> str:
+    """Return what identifies the judge and its prompt, by which runs can be compared."""
+    model = {name: value for name, value in judge.endpoint.items() if name in ("url", "model")}
+    parts = {"model": judge.model or model, "prompt": judge.prompt}
+    return hashlib.sha256(dump(parts)).hexdigest()[:16]
+
+
+def _rows(
+    place: Store,
+    report: RunReport,
+    member: Member,
+    judge: Judge,
+    output: Output,
+    golden: Golden | None,
+) -> pa.Table:
+    """Return the rows to judge; write it first unless an earlier attempt has."""
+    finish, result = compile_plan(member.plan).finish, report.dataset(output.options or None)
+    if not place.holds(JUDGED_FILE):
+        known = {} if golden is None else golden_numbers(golden, result, finish.row_number)
+        columns = template_fields(judge.prompt or "")
+        made = judged_rows(
+            *(result, finish.row_number, columns, judge.sample, member.plan.run_key, known)
+        )
+        place.put_if_absent(JUDGED_FILE, judged_to_parquet(made))
+    return judged_from_parquet(place.read(JUDGED_FILE, MOST_ROWS_BYTES))
+
+
+def _left(report: RunReport, most: float | None) -> float | None:
+    """Return what the judge may cost: limits.max_cost without what the rows cost."""
+    if most is None:
+        return None
+    spent = report.cost.get("total", 0.0)
+    if spent >= most:
+        raise CostExceeded(
+            f"{report.run} is complete, but was not judged: it cost "
+            f"{money(spent, report.currency)}, so nothing of limits.max_cost {most:g} is left for "
+            "quality.judge. Raise limits.max_cost, or remove quality.judge, and run the same "
+            "command again"
+        )
+    return most - spent
+
+
+def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
+    """Return the verdicts of the judge's run by row; None for a row that failed."""
+    table = ended.to_arrow(output.options or None)
+    found: dict[int, str] = {}
+    if table.num_rows:  # else it has no verdicts either
+        found = dict(zip(table[ROW].to_pylist(), table[VERDICT].to_pylist(), strict=True))
+    said = [found.get(row) for row in range(rows)]
+    return [None if verdict is None else verdict == SAYS_RIGHT for verdict in said]
+
+
+def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedAnswer]:
+    """Return some rows of the sample whose answers the judge called wrong, in words."""
+    flags = zip(rows[IN_SAMPLE].to_pylist(), verdicts, strict=True)
+    is_wrong = [in_sample and verdict is False for in_sample, verdict in flags]
+    if not any(is_wrong):
+        return []
+    wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
+    texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
+    return [RejectedAnswer(text[:LONGEST_ASKED]) for text in texts]

@@ -1,0 +1,437 @@
+"""The judge: its sample, its run inside the run directory, what pages show, and resuming."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.engines import FakeEngine
+from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
+from helpers.small import make_job
+
+from prefect_raybatch import api
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, publish_run
+from prefect_raybatch.compile.job import public_job
+from prefect_raybatch.errors import (
+    ConfigError,
+    CostExceeded,
+    EndpointRefused,
+    QualityTooLow,
+)
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited, judging_job, shown_job, with_run_words
+from prefect_raybatch.job.trust import check_reach
+from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.quality import alarm
+from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.report.html import html
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import markdown
+from prefect_raybatch.report.run_history import headlines, history_rows
+from prefect_raybatch.report.verdict import FALLEN_REMARK
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.judge import with_verdicts
+from prefect_raybatch.runs.publish_run import finished_member
+from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.storage import open_store
+
+ROWS = 60
+GOOD = ROWS - 1  # FakeEngine refuses one row
+PROMPT = "Is <{answer}> right for <{Company}>?"
+ASKED = re.compile(r"Is <answer (\d+)> right for <Company (\d+)>\?")
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIServer]:
+    with openai_server() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def prompt_retries(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
+    monkeypatch.setattr(client, "FIRST_BACKOFF", 0.001)
+    monkeypatch.setattr(client, "MOST_BACKOFF", 0.01)
+
+
+def verdict_of(server: OpenAIServer, is_right: Callable[[int], bool]) -> None:
+    """Have the server judge rows by their number."""
+
+    def answer(_: int, body: dict[str, Any]) -> Answer:
+        label = "right" if is_right(row_of(body)) else "wrong"
+        return 200, {}, completion(json.dumps({"label": label}))
+
+    server.fault = answer
+
+
+def row_of(body: dict[str, Any]) -> int:
+    found = ASKED.search(body["messages"][-1]["content"])
+    assert found is not None and found[1] == found[2], body
+    return int(found[1])
+
+
+def rows_asked(server: OpenAIServer) -> list[int]:
+    return sorted(map(row_of, server.bodies))
+
+
+def job_of(
+    folder: Path, server: OpenAIServer, judge: dict[str, Any] | None = None, **groups: Any
+) -> BatchJob:
+    path = folder / "in.parquet"
+    if not path.exists():
+        table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+        pq.write_table(table, path)
+    endpoint = {"url": server.url, "model": "large", "price_in": 1000.0, "price_out": 0.0}
+    asked = {"endpoint": endpoint, "prompt": PROMPT, "sample": 20, **(judge or {})}
+    quality = {"judge": asked, **groups.pop("quality", {})}
+    output = {"uri": str(folder / "out"), "column": "answer", **groups.pop("output", {})}
+    return make_job(
+        source={"uri": str(path)},
+        engine={"model": "demo"},
+        output=output,
+        quality=quality,
+        **groups,
+    )
+
+
+def completed(job: BatchJob, key: str) -> RunReport:
+    run = plan_run(job, key)
+    return finalize_run(job, run, infer_run(job, run, engine=FakeEngine))
+
+
+def in_small_shards(patch: pytest.MonkeyPatch) -> None:
+    """Have the judge's run commit every four rows."""
+
+    def small(*arguments: Any) -> BatchJob:
+        return edited(judging_job(*arguments), {"source.rows_per_shard": 4}, "the judge")
+
+    patch.setattr(api, "judging_job", small)
+
+
+def test_a_sample_is_judged_and_shown_with_its_exact_interval(tmp_path, server):
+    verdict_of(server, lambda row: row % 5 != 0)
+    report = completed(job_of(tmp_path, server), "night")
+    asked = rows_asked(server)
+    assert len(set(asked)) == len(asked) == 20 and FakeEngine.FAILS not in asked
+    right = sum(row % 5 != 0 for row in asked)
+    judgement = report.judgement
+    assert judgement is not None and 0 < right < 20
+    assert (judgement.right, judgement.rows, judgement.not_judged) == (right, 20, 0)
+    assert (judgement.low, judgement.high) == pytest.approx(interval(right, 20), abs=1e-6)
+    assert len(judgement.rejected) == 20 - right
+    assert all(ASKED.sub("", one.asked) for one in judgement.rejected)
+    for page in (markdown(report), html(report)):
+        assert f"large called {right} of 20 answers right" in page
+        assert "Answers that the judge called wrong" in page
+    (history,) = history_of(str(tmp_path / "out"), job="nightly")
+    assert [row["judged"] for row in history_rows(history)] == [judgement.short()]
+    assert report.cost["judge"] == pytest.approx(20 * 11 * 1000 / 1e6) == report.cost["total"]
+    checked = verify(open_store(report.run))
+    assert checked.finished and not checked.faults
+
+
+def test_a_repeat_judges_nothing_again_and_another_night_has_other_rows(tmp_path, server):
+    verdict_of(server, lambda row: True)
+    job = job_of(tmp_path, server)
+    first = completed(job, "monday")
+    monday = rows_asked(server)
+    assert finalize_run(job, plan_run(job, "monday")).judgement == first.judgement
+    assert rows_asked(server) == monday
+    server.bodies.clear()
+    completed(job, "tuesday")
+    assert rows_asked(server) != monday
+
+
+def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
+    tmp_path, server, monkeypatch
+):
+    in_small_shards(monkeypatch)
+    job = job_of(tmp_path, server, {"sample": GOOD})
+    run = plan_run(job, "night")
+    progress = infer_run(job, run, engine=FakeEngine)
+
+    def revoked(number: int, body: dict[str, Any]) -> Answer:
+        if number >= GOOD // 2:
+            return failing(401, "no such key")
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = revoked
+    with pytest.raises(EndpointRefused, match=r"quality\.judge.*401"):
+        finalize_run(job, run, progress)
+    (place,) = (tmp_path / "out/night/_raybatch/judge").iterdir()
+    commits = len(list((place / "runs/verdicts/_raybatch/commits").iterdir()))
+    assert (
+        0 < commits < GOOD // 4 and not (tmp_path / "out/night/_raybatch/judgement.json").exists()
+    )
+    before = [row_of(body) for body in server.bodies[: 4 * commits]]
+    server.bodies.clear()
+    verdict_of(server, lambda row: row not in before)
+    report = finalize_run(job, plan_run(job, "night"))
+    assert report.judgement is not None and report.judgement.right == GOOD
+    assert not set(before) & set(rows_asked(server))
+    assert len(server.bodies) <= GOOD - 4 * commits
+    assert report.cost["judge"] >= GOOD * 11 * 1000 / 1e6 * 0.99
+
+
+def test_rows_that_the_judge_fails_on_are_not_judged_and_counted(tmp_path, server):
+    def some(_: int, body: dict[str, Any]) -> Answer:
+        if row_of(body) % 2:
+            return failing(400, "no")
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = some
+    report = completed(job_of(tmp_path, server), "night")
+    assert report.judgement is not None
+    odd = sum(row % 2 for row in set(rows_asked(server)))
+    assert (report.judgement.rows, report.judgement.not_judged) == (20 - odd, odd)
+    assert f"; {odd} not judged" in markdown(report)
+
+
+def test_a_run_without_answers_has_nothing_to_judge(tmp_path, server):
+    class Refuses(FakeEngine):
+        def refused(self, number: int) -> bool:
+            return True
+
+    job = job_of(tmp_path, server, limits={"max_failed_fraction": 1.0})
+    run = plan_run(job, "night")
+    report = finalize_run(job, run, infer_run(job, run, engine=Refuses))
+    assert report.judgement is not None and report.judgement.rows == 0 and not server.bodies
+    assert "judged no answer" in markdown(report)
+
+
+def test_what_the_judge_calls_wrong_withholds_publishing(tmp_path, server):
+    verdict_of(server, lambda row: row % 4 != 0)
+    published = {"publish": [{"format": "jsonl", "uri": str(tmp_path / "published")}]}
+    job = job_of(tmp_path, server, quality={"at_least": 0.9}, output=published)
+    report = completed(job, "night")
+    for known in (job, None):  # also where only the plan knows the job
+        with pytest.raises(QualityTooLow, match=r"answers right.*at_least 0\.9"):
+            publish_run(known, report.run, targets_from_plan=True)
+    verdict_of(server, lambda row: True)
+    other = job_of(tmp_path, server, {"sample": 50}, quality={"at_least": 0.9}, output=published)
+    assert publish_run(other, report.run).published  # judged again, by a larger sample
+
+
+def test_the_cost_limit_covers_the_judge(tmp_path, server, monkeypatch):
+    in_small_shards(monkeypatch)
+    priced = {"cluster": {"price_per_gpu_hour": 1.0}}
+    job = job_of(tmp_path, server, limits={"max_cost": 0.1}, **priced)
+    run = plan_run(job, "night")
+    progress = infer_run(job, run, engine=FakeEngine)
+
+    def revoked(number: int, body: dict[str, Any]) -> Answer:
+        if number >= 12:
+            return failing(401, "no such key")
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = revoked
+    with pytest.raises(EndpointRefused):
+        finalize_run(job, run, progress)
+    asked = len(server.bodies)
+    verdict_of(server, lambda row: True)
+    with pytest.raises(CostExceeded, match=r"limits\.max_cost"):
+        finalize_run(job, run)
+    assert len(server.bodies) == asked, "the limit was reached before"
+    raised = job_of(tmp_path, server, limits={"max_cost": 10}, **priced)
+    report = finalize_run(raised, plan_run(raised, "night"))
+    assert report.judgement is not None and report.judgement.rows == 20
+
+
+def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
+    priced = {"limits": {"max_cost": 5}, "cluster": {"price_per_gpu_hour": 1.0}}
+    job = job_of(tmp_path, server, **priced)
+    plain = edited(job, {"quality": {}}, "the job")
+    report = replace(completed(plain, "night"), cost={"total": 5.0})
+    member = finished_member(open_store(report.run))
+    given = (job.quality, job.output, job.limits.max_cost, job.output.uri)
+    with pytest.raises(CostExceeded, match=r"complete, but was not judged.*Raise limits\.max_cost"):
+        with_verdicts(report, member, *given, lambda *_: report)
+    assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("judge_fields", "groups", "fault"),
+    [
+        ({"sample": 0}, {}, r"quality\.judge\.sample"),
+        ({"prompt": None}, {}, "prompt is required"),
+        ({"model": "demo"}, {}, "set either model or endpoint"),
+        ({"engine": {"max_model_len": "auto"}}, {}, "max_model_len"),
+        (
+            {"engine": {"tensor_parallel_size": 2}},
+            {},
+            r"quality\.judge\.engine\.tensor_parallel_size",
+        ),
+        ({"endpoint": {"url": "https://x/v1"}}, {}, r"model"),
+        (
+            {"endpoint": {"url": "https://x/v1", "model": "m"}},
+            {"limits": {"max_cost": 5}, "cluster": {"price_per_gpu_hour": 1}},
+            r"limits\.max_cost needs the prices .* quality\.judge\.endpoint\.price_in",
+        ),
+        ({}, {"output": {"compact": False}}, r"output\.compact"),
+        (
+            {"endpoint": {}, "model": "demo"},
+            {"cluster": {"job_server": "http://ray:8265"}},
+            r"quality\.judge\.model is not supported with cluster\.job_server",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together(tmp_path, server, judge_fields, groups, fault):
+    with pytest.raises(ConfigError, match=fault):
+        job_of(tmp_path, server, judge_fields, **groups)
+
+
+def test_a_key_of_the_judge_is_in_no_record(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge-0123456789")
+    endpoint = {"url": server.url, "model": "large", "key": "${JUDGE_KEY}"}
+    verdict_of(server, lambda row: True)
+    job = job_of(tmp_path, server, {"endpoint": endpoint})
+    completed(job, "night")
+    assert server.authorizations == {"Bearer sk-judge-0123456789"}
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"sk-judge-0123456789" not in path.read_bytes(), path
+    local = {"endpoint": {}, "model": "demo", "engine": {"env": {"HF_TOKEN": "hf-secret-0123"}}}
+    made = job_of(tmp_path, server, local)
+    assert "hf-secret-0123" not in json.dumps([public_job(made), shown_job(made), repr(made)])
+    assert BatchJob.from_dict(public_job(made)).quality.judge.model == "demo"
+
+
+# --- with golden rows ---------------------------------------------------------------------------
+
+
+def golden_file(folder: Path, rows: range, wrong: Callable[[int], bool]) -> dict[str, Any]:
+    """Write golden rows; those that are `wrong` have another answer than FakeEngine gives."""
+    lines = [
+        json.dumps({"id": row, "answer": "other" if wrong(row) else f"answer {row}"})
+        for row in rows
+        if row != FakeEngine.FAILS
+    ]
+    path = folder / "golden.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return {"golden": str(path), "key": ["id"]}
+
+
+def test_golden_rows_beside_the_sample_correct_the_judge_by_its_confusion(tmp_path, server):
+    # Of 29 golden rows 6 are answered wrong. The judge calls 2 of these right, and 1 right one not.
+    quality = golden_file(tmp_path, range(30), lambda row: row % 5 == 0)
+    verdict_of(server, lambda row: row in (0, 5) or (row % 5 != 0 and row != 7))
+    report = completed(job_of(tmp_path, server, {"sample": 10}, quality=quality), "night")
+    assert report.accuracy is not None and report.accuracy.right == 23
+    judgement = report.judgement
+    assert judgement is not None and judgement.corrected is not None
+    corrected = judgement.corrected
+    assert (corrected.right, corrected.right_called_right) == (23, 22)
+    assert (corrected.wrong, corrected.wrong_called_right) == (6, 2)
+    hits, misses = 22 / 23, 2 / 6
+    by_hand = (judgement.right / 10 - misses) / (hits - misses)
+    assert corrected.share == pytest.approx(min(1.0, max(0.0, by_hand)), abs=1e-6)
+    assert corrected.low <= corrected.share <= corrected.high
+    asked = rows_asked(server)
+    assert len(set(asked)) == len(asked) < 29 + 10, "rows in both are asked once"
+    text = "corrected by golden rows (Rogan-Gladen), of which it called 22 of 23 right ones right"
+    assert (
+        text in markdown(report).replace("\\", "") and "4 of 6 wrong ones wrong" in judgement.text()
+    )
+
+
+def test_golden_rows_within_the_sample_correct_the_judge_by_their_labels(tmp_path, server):
+    quality = golden_file(tmp_path, range(45), lambda row: row % 5 == 0)
+    verdict_of(server, lambda row: True)  # a judge that sees no error
+    report = completed(job_of(tmp_path, server, {"sample": ROWS}, quality=quality), "night")
+    judgement = report.judgement
+    assert judgement is not None and judgement.right == judgement.rows == GOOD
+    assert judgement.corrected is not None and judgement.corrected.method == "PPI++"
+    assert judgement.share == pytest.approx(35 / 44, abs=0.01)
+    assert judgement.corrected.low < 35 / 44 < judgement.corrected.high < judgement.low
+
+
+def test_without_a_wrong_golden_row_the_line_says_that_nothing_is_corrected(tmp_path, server):
+    quality = golden_file(tmp_path, range(10), lambda row: False)
+    verdict_of(server, lambda row: row % 3 != 0)
+    report = completed(job_of(tmp_path, server, quality=quality), "night")
+    assert report.judgement is not None and report.judgement.corrected is None
+    assert "no golden row that was answered wrong was judged" in report.judgement.text()
+
+
+# --- before an engine starts --------------------------------------------------------------------
+
+
+def test_a_prompt_that_names_a_column_the_result_lacks_is_refused_before_a_plan(tmp_path, server):
+    job = job_of(tmp_path, server, {"prompt": "Is {reply} right?"})
+    for plan in (lambda: plan_run(job, "never"), lambda: dry_run(job)):
+        with pytest.raises(ConfigError, match=r"quality\.judge\.prompt: .*'reply' .*answer"):
+            plan()
+    dropped = job_of(tmp_path, server, output={"columns": ["id"]})
+    with pytest.raises(ConfigError, match=r"'Company' .*Add it to output\.columns"):
+        plan_run(dropped, "never")
+    assert not list((tmp_path / "out").rglob("plan.json"))
+
+
+def test_a_key_of_golden_rows_that_the_result_lacks_is_refused_before_a_plan(tmp_path, server):
+    quality = golden_file(tmp_path, range(5), lambda row: False)
+    groups = {"quality": quality, "output": {"columns": ["Company"]}}
+    with pytest.raises(ConfigError, match=r"no column 'id'"):
+        job_of(tmp_path, server, **groups)
+    quality["key"] = []  # then the file's own columns are the key
+    with pytest.raises(ConfigError, match=r"no column 'id'.*output\.columns"):
+        plan_run(job_of(tmp_path, server, **groups), "never")
+
+
+def test_plan_says_how_many_rows_are_judged_and_warns_of_a_model_that_judges_itself(
+    tmp_path, server, caplog
+):
+    plan = dry_run(job_of(tmp_path, server))
+    assert plan.judged == "20 of 60 rows, by large"
+    assert not any("judge" in warning for warning in plan.sizing.warnings)
+    own = job_of(tmp_path, server, {"endpoint": {}, "model": "demo"})
+    assert any("judges its own answers" in warning for warning in dry_run(own).sizing.warnings)
+    plan_run(own, "night")
+    assert "judges its own answers" in caplog.text
+
+
+def test_the_policy_in_force_limits_the_judge_as_the_model(tmp_path, server):
+    job = job_of(tmp_path, server)
+    policy = JobPolicy("a test", write=(str(tmp_path),))
+    with pytest.raises(ConfigError, match=r"quality\.judge\.endpoint\.url"):
+        check_reach(job, policy)
+
+
+# --- over several nights ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dated", [False, True])
+def test_each_night_continues_the_series_of_the_night_before(tmp_path, server, dated, monkeypatch):
+    monkeypatch.setattr(alarm, "BASELINE_RUNS", 2)
+    output = {"uri": str(tmp_path / ("out/{run_date}" if dated else "out"))}
+    quality = golden_file(tmp_path, range(60), lambda row: row % 10 == 0)
+    verdict_of(server, lambda row: row % 10 != 0)
+    reports = []
+    for day in (1, 2, 3, 4):
+        if day == 4:  # the answers get worse
+            verdict_of(server, lambda row: row % 5 == 0)
+            golden_file(tmp_path, range(60), lambda row: row % 10 == 0)
+        job = job_of(tmp_path, server, {"sample": GOOD}, quality=quality, output=output)
+        key = f"nightly-2026110{day}T000000Z"
+        filled = with_run_words(job, key)
+        run = plan_run(filled, key)
+        progress = infer_run(filled, run, engine=FakeEngine)
+        reports.append(finalize_run(filled, run, progress, job.output.uri))
+    nights = [report.judgement.series for report in reports]
+    assert [(one.baseline, one.later) for one in nights] == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert [one.rings for one in nights] == [False, False, False, True]
+    assert reports[-1].accuracy.series.later == 2 and not reports[-1].accuracy.series.rings
+    assert "the accuracy fell" in markdown(reports[-1])
+    (page,) = history_of(output["uri"], job="nightly")
+    values = [row["e-value"].split(" / ")[1] for row in history_rows(page)]
+    assert values[1:] == [nights[2].short(), "baseline 2 of 2", "baseline 1 of 2"]
+    assert FALLEN_REMARK in headlines(page)[0]
+    first = reports[0].judgement
+    assert finalize_run(filled, run, None, job.output.uri).judgement.series == nights[-1]
+    assert first == load_report(open_store(reports[0].run)).judgement
