@@ -360,7 +360,7 @@ def test_the_documentation_is_short() -> None:
     files, diff, Google and Azure."""
     counted = {page: counted_words(page) for page in PAGES if page not in pages_in("decisions")}
     longest = sorted(((n, page_name(page)) for page, n in counted.items()), reverse=True)[:8]
-    assert sum(counted.values()) <= 38_900, f"{sum(counted.values())} words; the longest: {longest}"
+    assert sum(counted.values()) <= 39_100, f"{sum(counted.values())} words; the longest: {longest}"
 
 
 @pytest.mark.parametrize("page", pages_in("how-to"), ids=page_name)

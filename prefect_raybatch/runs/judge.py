@@ -123,9 +123,13 @@ def with_verdicts(
 
 
 def _key(judge: Judge, golden: Golden | None) -> str:
-    """Return what identifies the judge, its prompt, its sample and the golden rows."""
-    golden_rows = None if golden is None else golden.digest
-    parts = {"judge": judge.model_dump(mode="json"), "golden": golden_rows}
+    """Return what identifies the judge, its prompt, its sample and the golden rows.
+
+    Not its API key: with another one, a judgement that was broken off goes on.
+    """
+    said = judge.model_dump(mode="json")
+    said["endpoint"].pop("key", None)
+    parts = {"judge": said, "golden": None if golden is None else golden.digest}
     return hashlib.sha256(dump(parts)).hexdigest()[:16]
 
 

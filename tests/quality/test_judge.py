@@ -154,7 +154,12 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     tmp_path, server, monkeypatch
 ):
     in_small_shards(monkeypatch)
-    job = job_of(tmp_path, server, {"sample": GOOD})
+
+    def with_key(key: str) -> BatchJob:
+        endpoint = {"url": server.url, "model": "large", "price_in": 1000.0, "price_out": 0.0}
+        return job_of(tmp_path, server, {"sample": GOOD, "endpoint": {**endpoint, "key": key}})
+
+    job = with_key("sk-revoked-0123456789")
     run = plan_run(job, "night")
     progress = infer_run(job, run, engine=FakeEngine)
 
@@ -174,6 +179,7 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     before = [row_of(body) for body in server.bodies[: 4 * commits]]
     server.bodies.clear()
     verdict_of(server, lambda row: row not in before)
+    job = with_key("sk-new-0123456789")
     report = finalize_run(job, plan_run(job, "night"))
     assert report.judgement is not None and report.judgement.right == GOOD
     assert not set(before) & set(rows_asked(server))

@@ -10,6 +10,7 @@ from typing import Any
 from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import openai_server
 
+from prefect_raybatch.stages.endpoint import journal
 from prefect_raybatch.stages.endpoint.journal import Journal, read_journal
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.storage import LocalStore
@@ -48,11 +49,13 @@ def test_a_block_is_given_on_when_its_answers_are_written(
     tmp_path: Path, monkeypatch: Any, without_ray: None
 ) -> None:
     """The journals are removed once all is committed: a later write would stay for ever."""
-    monkeypatch.setattr(Journal, "_main", lambda self: None)  # as if it came too late
+    monkeypatch.setattr(journal, "WRITE_EVERY", 3600.0)
     seen: list[int] = []
+    stages: set[EndpointStage] = set()
     call = EndpointStage.__call__
 
     def noted(stage: EndpointStage, table: Any) -> Any:
+        stages.add(stage)
         answered = call(stage, table)
         files = (tmp_path / "out").rglob("journal/*/*.jsonl")
         seen.append(sum(len(file.read_text().splitlines()) for file in files))
@@ -64,3 +67,6 @@ def test_a_block_is_given_on_when_its_answers_are_written(
         _, folder = finished_run(job, "key")
     assert max(seen) == 6, seen
     assert not list(folder.rglob("*.jsonl"))
+    for stage in stages:
+        stage.close()
+    assert "raybatch-journal" not in {one.name for one in threading.enumerate()}

@@ -32,7 +32,7 @@ class Journal:
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._writing = threading.Lock()
         self._lines: dict[int, list[str]] = {}
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._main, name="raybatch-journal", daemon=True)
         self._thread.start()
 
@@ -44,17 +44,15 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left, and end."""
-        self._closed = True
+        self._closed.set()
         self._wake.set()
         self._thread.join(60)
 
     def _main(self) -> None:
-        pause = threading.Event()
-        while not self._closed:
+        while not self._closed.is_set():
             self._wake.wait()
             self._wake.clear()
-            if not self._closed:
-                pause.wait(WRITE_EVERY)
+            self._closed.wait(WRITE_EVERY)
             self.write()
 
     def write(self) -> None:
