@@ -27,10 +27,10 @@ from prefect_raybatch.ledger.precision import PrecisionNote, read_precision
 from prefect_raybatch.ledger.record_files import put_record_proved, read_record
 from prefect_raybatch.ledger.records import Part, Plan, digest, dump
 from prefect_raybatch.ledger.success import Success
-from prefect_raybatch.report.records import read_report
+from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.row_sums import encode, row_sums
 from prefect_raybatch.result.verify_records import StoredAnswers, asks_success, decides_precision
-from prefect_raybatch.runs.finalize_run import DAY, put_reports, report_again
+from prefect_raybatch.runs.finalize_run import DAY, load_report, put_pages, report_again
 from prefect_raybatch.runs.rejected_answers import rejected_answers
 from prefect_raybatch.storage import Store
 from prefect_raybatch.storage.proof import put_proved
@@ -87,7 +87,8 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
     except (CorruptRun, FileNotFoundError):
         pass
     try:
-        put_reports(store, report_again(ledger, plan, success.parts))
+        put_report(store, report_again(ledger, plan, success.parts))
+        put_pages(store, load_report(store))  # with the records beside it
     except CorruptRun as error:
         return (f"nothing of {store.uri}/{REPORT}, as {error}",)
     return (f"{store.uri}/{REPORT} and its pages, from the commits, without the engine deaths",)

@@ -195,7 +195,7 @@ def test_a_saved_block_stands_for_the_server_and_its_keys(monkeypatch: pytest.Mo
     RayCluster(address="h:6379").save("reconciled", overwrite=True)
     with pytest.raises(ConfigError, match="ray-cluster/reconciled sets neither job_server nor"):
         reconcile_jobs("ray-cluster/reconciled")
-    with pytest.raises(ConfigError, match="'ray-cluster/none' cannot be loaded"):
+    with pytest.raises(ConfigError, match="Prefect has no block ray-cluster/none"):
         reconcile_jobs("ray-cluster/none")
 
 

@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
             observe(progress)
         return progress
 
-    def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
+    def finalize_run(job: BatchJob, run: Run, progress: Any, written: str | None) -> RunReport:
         made["finalize"].append(run)
         return report()
 
@@ -199,7 +199,7 @@ def test_artifacts_and_logs_are_in_the_page(
 ) -> None:
     key = "Night_1.a"
 
-    def finalize_run(job: BatchJob, run: Run, progress: Any) -> RunReport:
+    def finalize_run(job: BatchJob, run: Run, progress: Any, written: str | None) -> RunReport:
         return report(key)
 
     def plan_run(job: BatchJob, run_key: str, dataset: Any = None, accept: Any = ()) -> Run:
