@@ -11,9 +11,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from helpers.browser import browser_page, expect, picture
 from helpers.openai_server import failing, openai_server
-from helpers.prefect_server import Prefect
 from helpers.vllm_server import MODEL, vllm_server
 from openai.types import Completion
 from pydantic import SecretStr
@@ -26,18 +24,6 @@ from prefect_raybatch.stages.endpoint import client
 pytestmark = pytest.mark.usefixtures("prefect_api", "without_ray")
 ROWS = 12
 KEY = "sk-of-a-block-0123456789"
-BLOCK_FORM = [
-    "Block Name",
-    "URL",
-    "Model",
-    "API key (Optional)",
-    "Requests per minute (Optional)",
-    "Tokens per minute (Optional)",
-    "Requests in flight (Optional)",
-    "Request timeout (Optional)",
-    "Price of prompt tokens (Optional)",
-    "Price of answer tokens (Optional)",
-]
 
 
 def job_of(folder: Path, **endpoint: Any) -> BatchJob:
@@ -89,29 +75,6 @@ def test_a_flow_takes_key_and_limits_from_a_block(tmp_path: Path) -> None:
     assert report.good == ROWS and report.cost["total"] == pytest.approx(11 * ROWS)
     written = [file for file in Path(report.run).rglob("*") if file.is_file()]
     assert written and not any(KEY.encode() in file.read_bytes() for file in written)
-
-
-@pytest.mark.whole
-def test_a_block_that_was_filled_in_in_the_browser_gives_a_flow_its_server(
-    prefect_process: Prefect, tmp_path: Path
-) -> None:
-    prefect_process.call("block", "register", "-m", "prefect_raybatch.blocks")
-    site = prefect_process.url.removesuffix("/api")
-    with openai_server() as server, browser_page() as page:
-        page.goto(f"{site}/blocks/catalog/hosted-model/create")
-        labels = page.locator("form label")
-        expect(labels).to_have_text(BLOCK_FORM)
-        given = ["from-the-page", server.url, "large", KEY, "6000"]
-        for title, value in zip(BLOCK_FORM, given, strict=False):
-            label = page.get_by_text(title, exact=True)
-            page.locator(".p-label", has=label).locator("input, textarea").fill(value)
-        picture(page, "block", tmp_path)
-        page.get_by_role("button", name="Create").click()
-        page.wait_for_url("**/blocks/block/*")
-        expect(page.get_by_text(server.url).first).to_be_visible()
-        assert KEY not in page.content()
-        report = batch_inference(job_of(tmp_path, block="hosted-model/from-the-page"), "page")
-    assert server.authorizations == {f"Bearer {KEY}"} and report.good == ROWS
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,8 @@ def served(folder: Path, preload: str = "csv", more: str = "") -> Iterator[Serve
         process = subprocess.Popen(
             [sys.executable, str(script), str(listener.fileno()), str(read)],
             pass_fds=[listener.fileno(), read],
-            env={"RAYBATCH_ENGINE": "1", **os.environ, "OF_SERVER": "1"},
+            # An engine in this process, of another test, keeps its core there.
+            env={"RAYBATCH_ENGINE": "1", **os.environ, forking.CORE_APART: "1", "OF_SERVER": "1"},
         )
     os.close(read)
     server = Server(process, place, write)
