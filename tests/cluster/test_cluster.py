@@ -134,6 +134,7 @@ def run_placed(
     return [json.loads(file.read_text()) for file in places.glob("*.json")]
 
 
+@pytest.mark.whole
 def test_engines_fill_all_gpus_evenly_and_start_together(gpu_cluster: None, tmp_path: Path) -> None:
     found = run_placed(tmp_path, 2 * GPUS, engines_per_gpu=2)  # replicas: auto
     assert Counter(gpu for gpus in found for gpu in gpus) == {str(i): 2 for i in range(GPUS)}
@@ -192,6 +193,7 @@ def test_engines_are_passed_on_from_run_to_run_and_give_their_gpus_back(
     assert ray.available_resources()["GPU"] == GPUS
 
 
+@pytest.mark.whole
 def test_a_range_of_replicas_starts_with_its_fewest(gpu_cluster: None, tmp_path: Path) -> None:
     found = run_placed(tmp_path, 1, replicas=[1, 2], tensor_parallel_size=2)
     assert found and all(len(gpus) == 2 for gpus in found)

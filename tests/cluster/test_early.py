@@ -742,13 +742,8 @@ with engines_early(NotedEngine):
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        *(pytest.param(n, marks=pytest.mark.whole) for n in (signal.SIGINT, signal.SIGTERM)),
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_no_engine_outlives_a_process_that_ends_while_it_copies(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -396,9 +396,8 @@ with ExitStack() as stack:
 """
 
 
-@pytest.mark.parametrize(
-    "started", ["early", pytest.param("by another run", marks=pytest.mark.whole)]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("started", ["early", "by another run"])
 def test_sigterm_ends_in_order_a_process_whose_ray_another_thread_started(started: str) -> None:
     """Ray takes care of the signal only where the main thread starts it."""
     command = [sys.executable, "-c", BESIDE, started]
@@ -448,6 +447,7 @@ def job_in(folder: Path) -> BatchJob:
     )
 
 
+@pytest.mark.whole
 def test_the_cluster_outlives_the_thread_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Linux kills Ray's processes with that thread, and Ray then ends this process."""
     import ray

@@ -339,6 +339,7 @@ class HangingEngine(FakeEngine):
         return super().__call__(table)
 
 
+@pytest.mark.whole
 def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
     tmp_path, local_ray, caplog, monkeypatch
 ):

@@ -13,11 +13,7 @@ from helpers.prefect_server import Prefect
 
 from prefect_raybatch import BatchJob, batch_inference
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.whole,
-    pytest.mark.usefixtures("prefect_api", "without_ray"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.whole]
 KEY = "sk-of-a-block-0123456789"
 BLOCK_FORM = [
     "Block Name",
@@ -34,7 +30,7 @@ BLOCK_FORM = [
 
 
 def test_a_block_that_was_filled_in_in_the_browser_gives_a_flow_its_server(
-    prefect_process: Prefect, tmp_path: Path
+    prefect_process: Prefect, prefect_api: None, without_ray: None, tmp_path: Path
 ) -> None:
     prefect_process.call("block", "register", "-m", "prefect_raybatch.blocks")
     site = prefect_process.url.removesuffix("/api")

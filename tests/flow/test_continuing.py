@@ -68,13 +68,8 @@ def begun_by(prefect: Prefect, parameters: dict[str, Any]) -> dict[str, Any]:
     return ended(prefect, made["id"])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"run_date": "2026-11-24"},
-        *(pytest.param(one, marks=pytest.mark.whole) for one in ({}, {"run_key": "monday"})),
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("given", [{"run_date": "2026-11-24"}, {}, {"run_key": "monday"}])
 def test_a_deployments_run_goes_on_with_its_own_parameters(
     given: dict[str, Any], deployed: Prefect, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def ended(*reports: RunReport) -> None:
         assert Path(report.run, "_SUCCESS").exists()
 
 
+@pytest.mark.whole
 def test_partitions_are_mapped_beside_another_job_that_is_submitted(
     local_ray: None, tmp_path: Path
 ) -> None:

@@ -27,9 +27,15 @@ def python_of(page: Path) -> list[Block]:
     return [one for one in blocks(page.read_text("utf-8")) if one.language == "python"]
 
 
-# The Python of the first tutorial is run by tests/test_tour.py.
+# tests/test_tour.py runs that of the first tutorial. The Python of dataframe.md starts engines.
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_of(page) and page != TOUR_PAGE], ids=page_name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.whole] if page.name == "dataframe.md" else [])
+        for page in PAGES
+        if python_of(page) and page != TOUR_PAGE
+    ],
+    ids=page_name,
 )
 def test_the_python_of_a_page_runs(
     page: Path, night: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

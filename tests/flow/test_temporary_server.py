@@ -65,6 +65,7 @@ def test_the_server_ends_with_a_script_that_is_killed(script: subprocess.Popen[s
     until(lambda: not running([server]), 60, "the end of the server")
 
 
+@pytest.mark.whole
 def test_the_flow_run_of_an_interrupted_script_is_crashed(
     script: subprocess.Popen[str], home: Path
 ) -> None:

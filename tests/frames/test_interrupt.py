@@ -64,9 +64,8 @@ class GateEngine(FakeEngine):
 
 
 @pytest.mark.timeout(900)  # two starts of Ray
-@pytest.mark.parametrize(
-    "where", ["here", pytest.param("another process", marks=pytest.mark.whole)]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("where", ["here", "another process"])
 def test_the_same_call_continues_after_ctrl_c(where: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     env = {**clean(), "PYTHONPATH": python_path()}

@@ -323,6 +323,11 @@ CHANGED: dict[str, Any] = {
     "quality.key": ["Company"],
     "quality.answer": "right",
     "quality.at_least": 0.9,
+    "quality.judge.model": "demo",
+    "quality.judge.endpoint": {"url": "https://api.example.com/v1", "model": "large"},
+    "quality.judge.engine": {"max_num_seqs": 8},
+    "quality.judge.prompt": "Is {Company} in {response}?",
+    "quality.judge.sample": 50,
     "cluster.address": "auto",
     "cluster.block": "ray-cluster/gpus",
     "cluster.prepare.num_cpus": 2,
@@ -342,7 +347,13 @@ CHANGED: dict[str, Any] = {
 ENDPOINT = {"engine.endpoint.url": "https://api.example.com/v1", "engine.endpoint.model": "small"}
 WITH_IMAGES = {"prompt.images.columns": ["image"]}
 CASCADE = {"output.escalate.to": {"model": "demo"}, "output.escalate.when.logprob_below": -1.0}
+JUDGE = {"quality.judge.model": "someone/judge", "quality.judge.prompt": "Is {response} right?"}
 NEEDS: dict[str, dict[str, Any]] = {
+    **{f"quality.judge.{name}": JUDGE for name in ("model", "engine", "prompt", "sample")},
+    "quality.judge.endpoint": {
+        "quality.judge.endpoint": {"url": "https://api.example.com/v1", "model": "small"},
+        "quality.judge.prompt": "Is {response} right?",
+    },
     "output.escalate.to": CASCADE,
     "output.escalate.when.logprob_below": CASCADE,
     "output.escalate.at_most": CASCADE,

@@ -105,6 +105,7 @@ def image(colour: str) -> bytes:
     return made.getvalue()
 
 
+@pytest.mark.whole
 def test_a_dataset_is_streamed_at_the_commit_that_its_revision_is(tmp_path, hub):
     rows = {"data/train-0.parquet": companies(0, 3000), "data/train-1.parquet": companies(3000, 9)}
     hub.add(rows)

@@ -69,4 +69,3 @@ def test_a_block_is_given_on_when_its_answers_are_written(
     assert not list(folder.rglob("*.jsonl"))
     for stage in stages:
         stage.close()
-    assert "raybatch-journal" not in {one.name for one in threading.enumerate()}

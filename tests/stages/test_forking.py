@@ -91,6 +91,7 @@ def test_the_server_is_begun_where_a_core_is_spawned(
     assert run(tmp_path, BEGUN, json.dumps(arguments), **env) == begun
 
 
+@pytest.mark.whole
 def test_all_that_a_core_needs_can_be_imported_without_cuda() -> None:
     code = (
         f"import sys, torch; import {forking.PRELOAD} as preload; "

@@ -342,6 +342,7 @@ class DiesInProcess(HangsInProcess):
         fake_vllm.compute = lambda tokens: os.kill(os.getpid(), signal.SIGILL)  # type: ignore
 
 
+@pytest.mark.whole
 def test_an_engine_that_takes_its_process_with_it_in_each_first_step_ends_the_run(
     tmp_path: Path, local_ray: None
 ) -> None:
