@@ -345,15 +345,17 @@ def publish_run(
     observe: Callable[[str], None] = lambda step: None,
     run_date: date | None = None,
     targets_from_plan: bool = False,
+    written: str | None = None,
 ) -> RunReport:
     """Publish the finished run at `uri` to the targets of the job, each once; return the report.
 
     Targets in a run directory are not trusted, because anyone who can write to it could name a
     place of their own. So `job` None is rejected if the run's plan names targets, unless
     `targets_from_plan` says that these were reviewed. `run_date` is the value of {run_date} in a
-    target, by default the date in the run key. Raises `IncompleteRun` while the run is not
-    finished, `QualityTooLow` if neither golden rows nor judge show `quality.at_least`,
-    `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
+    target, by default the date in the run key, and `written` output.uri as written in the job, if
+    it contained {run_date} or {run_key}. Raises `IncompleteRun` while the run is not finished,
+    `QualityTooLow` if neither golden rows nor judge show `quality.at_least`, `ConfigError` for what
+    cannot be published, `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
@@ -377,7 +379,7 @@ def publish_run(
         report = load_report(member.ledger.store)
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
-            report = _with_quality(report, member, job, None, again=True)
+            report = _with_quality(report, member, job, written, again=True)
         check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 
@@ -471,9 +473,9 @@ def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches
     """Fill this machine's caches of compiled code for a job's engine; return what was added.
 
     An engine starts in this process with the arguments that it has in a run of all rows, answers
-    the first row, and ends with the process; so does one of each model of a cascade. Nothing is
-    kept of the answers. Raises `ConfigError` for a hosted model, which has no engine, and otherwise
-    like `preview_rows`. `engine` replaces the engine stage in tests.
+    the first row, and ends; then that of the larger model of a cascade does so. Nothing is
+    kept of the answers. Raises `ConfigError` if only hosted models are asked, which have no engine,
+    and otherwise like `preview_rows`. `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.runs.preview import ANSWERS_PHASE, START_PHASE
     from prefect_raybatch.runs.warm_caches import (
@@ -485,7 +487,7 @@ def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches
 
     if job.output.escalate.engine is not None:
         both = (first_of(job), larger_of(job))
-        local = [one for one in both if not one.engine.endpoint.asked]
+        local = [one for one in both if not one.engine.endpoint.asked] or [first_of(job)]
         return tuple(warmed for one in local for warmed in warm_caches(one, engine))
     if job.engine.endpoint.asked:
         raise ConfigError(

@@ -83,7 +83,7 @@ def run_job(
     if Ledger(store).finished() is not None:
         complete = plan_run(resolved, key, accept=accept)
         report = finalize_run(loaded, complete, written=written)
-        return _published(loaded, report), False
+        return _published(loaded, report, written), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
@@ -131,7 +131,7 @@ def _run_here(
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
         report = finalize_run(loaded, planned, progress, written)
-    return _published(loaded, report)
+    return _published(loaded, report, written)
 
 
 def _as_flow(prefect: bool | None) -> bool:
@@ -144,13 +144,13 @@ def _as_flow(prefect: bool | None) -> bool:
     return prefect_api() is not None if prefect is None else prefect
 
 
-def _published(loaded: BatchJob, report: RunReport) -> RunReport:
+def _published(loaded: BatchJob, report: RunReport, written: str | None) -> RunReport:
     """Publish the run to the targets of its job, if any; return its report."""
     if not loaded.output.publish:
         return report
     from prefect_raybatch.api import publish_run
 
-    return publish_run(loaded, report.run)
+    return publish_run(loaded, report.run, written=written)
 
 
 def retry_rows(

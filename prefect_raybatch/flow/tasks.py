@@ -251,7 +251,7 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
             return load_report(open_store(run.uri, loaded.output.options or None))
         steps: list[str] = []
         began = time.time()
-        report = publish(loaded, run.uri, steps.append)
+        report = publish(loaded, run.uri, steps.append, written=written_uri(job.output.uri))
         for publication in report.published:
             verb, text = published_verb(publication, began), published_text(publication)
             get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)

@@ -208,12 +208,22 @@ def _rows(uri: str, data: bytes) -> list[GoldenRow]:
             return rows
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):
-            return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+            return list(_csv_rows(text))
         return list(_json_rows(uri, text))
     except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"quality.golden: {uri} cannot be read as its ending says: {error}. Correct the file"
         ) from None
+
+
+def _csv_rows(text: str) -> Iterator[GoldenRow]:
+    for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+        if None in row:
+            raise ValueError(
+                f"row {number} has more cells than there are columns; put an answer with a comma "
+                "into quotes"
+            )
+        yield row
 
 
 def _json_rows(uri: str, text: str) -> Iterator[GoldenRow]:

@@ -33,6 +33,7 @@ from prefect_raybatch.quality.judged_rows import (
 )
 from prefect_raybatch.quality.judgement import (
     JudgedRow,
+    Judgement,
     RejectedAnswer,
     judgement_of,
     put_judgement,
@@ -100,7 +101,7 @@ def with_verdicts(
             error.args = (f"quality.judge: {judge_fields(str(error))}",)
             raise
         verdicts = _verdicts(ended, output, rows.num_rows)
-        cost, currency = ended.cost, ended.currency
+        cost, currency = _with_earlier(ended.cost, before, plan.hash), ended.currency
     flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
     judgement = judgement_of(
         plan=plan.hash,
@@ -122,21 +123,34 @@ def with_verdicts(
     return report
 
 
+def _with_earlier(
+    cost: Mapping[str, float], before: Judgement | None, plan: str
+) -> Mapping[str, float]:
+    """Return the cost of the judge's run with that of the judgement that it replaces."""
+    if before is None or before.plan != plan:
+        return cost
+    names = {*cost, *before.cost}
+    return {name: cost.get(name, 0.0) + before.cost.get(name, 0.0) for name in names}
+
+
 def _key(judge: Judge, golden: Golden | None) -> str:
     """Return what identifies the judge, its prompt, its sample and the golden rows.
 
-    Not its API key: with another one, a judgement that was broken off goes on.
+    Of a hosted judge the URL and the model count: with another API key, limit or timeout, a
+    judgement that was broken off goes on.
     """
-    said = judge.model_dump(mode="json")
-    said["endpoint"].pop("key", None)
+    said = {**judge.model_dump(mode="json"), "endpoint": _server_of(judge)}
     parts = {"judge": said, "golden": None if golden is None else golden.digest}
     return hashlib.sha256(dump(parts)).hexdigest()[:16]
 
 
+def _server_of(judge: Judge) -> dict[str, object]:
+    return {name: value for name, value in judge.endpoint.items() if name in ("url", "model")}
+
+
 def _series_key(judge: Judge) -> str:
     """Return what identifies the judge and its prompt, by which runs can be compared."""
-    model = {name: value for name, value in judge.endpoint.items() if name in ("url", "model")}
-    parts = {"model": judge.model or model, "prompt": judge.prompt}
+    parts = {"model": judge.model or _server_of(judge), "prompt": judge.prompt}
     return hashlib.sha256(dump(parts)).hexdigest()[:16]
 
 

@@ -128,15 +128,18 @@ def _read(pipeline: Pipeline, plan: Plan, shards: Shards) -> list[pa.Table]:
 def _answered(
     prepared: Sequence[pa.Table], launch: EngineLaunch, engine: type, clock: PhaseClock
 ) -> list[pa.Table]:
-    """Start an engine and return the blocks with its answers."""
+    """Start an engine, return the blocks with its answers, and end it."""
     from prefect_raybatch.driver.driver import error_of_loss
     from prefect_raybatch.stages.block import is_lost, losses
 
     quiet = {"use_tqdm_on_load": False}  # progress bars would be printed between the tables
     started = engine(replace(launch, arguments={**quiet, **launch.arguments}))
-    clock.took(START_PHASE)
-    tables = [started(table) for table in prepared]
-    clock.took(ANSWERS_PHASE)
+    try:
+        clock.took(START_PHASE)
+        tables = [started(table) for table in prepared]
+        clock.took(ANSWERS_PHASE)
+    finally:
+        started.close()  # the larger model of a cascade may need its GPU
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]

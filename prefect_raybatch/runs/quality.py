@@ -120,9 +120,11 @@ def measured(
     failed = report.quarantine(options) if report.failed else None
     accuracy = accuracy_on(golden, report.dataset(options), failed, plan.hash)
     if accuracy.rows:
-        earlier = series_before(written, options, plan, read_accuracy)
-        series = continued(earlier, golden.digest, accuracy.right, accuracy.rows)
-        accuracy = replace(accuracy, series=series)
+        kept = before.series if before is not None and before.plan == plan.hash else None
+        if kept is None or kept.key != golden.digest:
+            earlier = series_before(written, options, plan, read_accuracy)
+            kept = continued(earlier, golden.digest, accuracy.right, accuracy.rows)
+        accuracy = replace(accuracy, series=kept)
     if accuracy != before:
         put_accuracy(store, accuracy)
         report = load_report(store)
@@ -156,7 +158,13 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
 
 def _remedy(accuracy: Accuracy | Judgement, least: float) -> str:
     if isinstance(accuracy, Judgement):
-        if accuracy.rows and accuracy.share >= least:
+        if not accuracy.rows:
+            return (
+                "All its requests failed: look into quarantine/ of its run, below "
+                "_raybatch/judge/, and correct quality.judge.prompt or the model. Or remove "
+                "at_least"
+            )
+        if accuracy.share >= least:
             return f"Raise quality.judge.sample: {accuracy.rows:,} are too few. Or lower at_least"
         return "Look at the answers that the judge called wrong in the report, or lower at_least"
     if accuracy.rows and accuracy.share >= least:

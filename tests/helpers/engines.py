@@ -60,6 +60,9 @@ class FakeEngine:
     def text(self, number: int) -> str:
         return f"answer {number}"
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class NotedEngine(FakeEngine):
     """Notes in the file $ENGINE_NOTES when it is started, and when another run takes it over."""
@@ -71,9 +74,6 @@ class NotedEngine(FakeEngine):
     def take_over(self, spec: EngineLaunch) -> None:
         self.spec = spec
         self.note("taken over")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def note(self, what: str) -> None:
         with open(self.spec.env["ENGINE_NOTES"], "a", encoding="utf-8") as file:

@@ -66,6 +66,9 @@ class Shown:
         prompts = self.tokenizer.batch_decode(table[TOKENS].to_pylist(), skip_special_tokens=True)
         return with_answers(table, table[ERROR].to_pylist(), list(map(answer, prompts)))
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
     made = Industries(folder)

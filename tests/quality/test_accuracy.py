@@ -96,6 +96,7 @@ def golden_file(folder: Path, text: str, name: str = "golden.csv") -> str:
         ("id,answer\n1,a\n2,\n", [], "row 2: column 'answer' is empty"),
         ("id,answer\n1,a\n1,b\n", [], "row 2: an earlier row has the same id"),
         ('id,answer\n1,"a\n', [], "cannot be read"),
+        ("id,answer\n1,Law, Finance\n", [], "row 1 has more cells than there are columns"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, key: list[str], fault: str) -> None:

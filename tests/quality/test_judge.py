@@ -157,7 +157,8 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
 
     def with_key(key: str) -> BatchJob:
         endpoint = {"url": server.url, "model": "large", "price_in": 1000.0, "price_out": 0.0}
-        return job_of(tmp_path, server, {"sample": GOOD, "endpoint": {**endpoint, "key": key}})
+        more = {"key": key, "timeout": float(len(key))}
+        return job_of(tmp_path, server, {"sample": GOOD, "endpoint": {**endpoint, **more}})
 
     job = with_key("sk-revoked-0123456789")
     run = plan_run(job, "night")
@@ -199,6 +200,25 @@ def test_rows_that_the_judge_fails_on_are_not_judged_and_counted(tmp_path, serve
     odd = sum(row % 2 for row in set(rows_asked(server)))
     assert (report.judgement.rows, report.judgement.not_judged) == (20 - odd, odd)
     assert f"; {odd} not judged" in markdown(report)
+
+
+def test_a_run_of_which_nothing_was_judged_is_not_published_and_says_why(tmp_path, server):
+    server.fault = lambda number, body: failing(400, "no choice here")
+    output = {"publish": [{"format": "parquet", "uri": str(tmp_path / "to.parquet")}]}
+    job = job_of(tmp_path, server, quality={"at_least": 0.5}, output=output)
+    report = completed(job, "night")
+    assert report.judgement is not None and report.judgement.rows == 0
+    with pytest.raises(QualityTooLow, match=r"quarantine/ of its run, below _raybatch/judge/"):
+        publish_run(job, report.run)
+
+
+def test_the_cost_of_a_judgement_that_is_replaced_stays_in_that_of_the_run(tmp_path, server):
+    verdict_of(server, lambda row: True)
+    first = completed(job_of(tmp_path, server), "night").cost["judge"]
+    output = {"publish": [{"format": "parquet", "uri": str(tmp_path / "to.parquet")}]}
+    other = job_of(tmp_path, server, {"prompt": "Another: " + PROMPT}, output=output)
+    both = publish_run(other, str(tmp_path / "out/night")).cost["judge"]
+    assert first > 0 and both == pytest.approx(2 * first, rel=0.5)
 
 
 def test_a_run_without_answers_has_nothing_to_judge(tmp_path, server):
@@ -415,7 +435,8 @@ def test_the_policy_in_force_limits_the_judge_as_the_model(tmp_path, server):
 @pytest.mark.parametrize("dated", [False, True])
 def test_each_night_continues_the_series_of_the_night_before(tmp_path, server, dated, monkeypatch):
     monkeypatch.setattr(alarm, "BASELINE_RUNS", 2)
-    output = {"uri": str(tmp_path / ("out/{run_date}" if dated else "out"))}
+    target = {"format": "parquet", "uri": str(tmp_path / "published/{run_key}.parquet")}
+    output = {"uri": str(tmp_path / ("out/{run_date}" if dated else "out")), "publish": [target]}
     quality = golden_file(tmp_path, range(60), lambda row: row % 10 == 0)
     verdict_of(server, lambda row: row % 10 != 0)
     reports = []
@@ -428,7 +449,9 @@ def test_each_night_continues_the_series_of_the_night_before(tmp_path, server, d
         filled = with_run_words(job, key)
         run = plan_run(filled, key)
         progress = infer_run(filled, run, engine=FakeEngine)
-        reports.append(finalize_run(filled, run, progress, job.output.uri))
+        report = finalize_run(filled, run, progress, job.output.uri)
+        # Publishing measures again, and the run keeps its place.
+        reports.append(publish_run(filled, report.run, written=job.output.uri))
     nights = [report.judgement.series for report in reports]
     assert [(one.baseline, one.later) for one in nights] == [(1, 0), (2, 0), (2, 1), (2, 2)]
     assert [one.rings for one in nights] == [False, False, False, True]

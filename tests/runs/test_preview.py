@@ -99,12 +99,18 @@ def test_gpus_that_this_machine_lacks_are_told_before_an_engine_starts(job):
 
 @pytest.mark.parametrize(("fatal", "error"), [(True, EngineStartError), (False, EngineFailure)])
 def test_an_engine_that_is_lost_says_why(job, fatal, error):
+    ended = []
+
     class Lost(FakeEngine):
         def __call__(self, table: pa.Table) -> pa.Table:
             return lost_all(table, Loss("RuntimeError", "no memory left", fatal))
 
+        def close(self) -> None:
+            ended.append(self)
+
     with pytest.raises(error, match="no memory left"):
         preview_rows(job, 2, engine=Lost)
+    assert len(ended) == 1  # its GPU is free for another engine
 
 
 def test_the_limit_of_the_job_counts_and_its_mistakes_are_told(job):

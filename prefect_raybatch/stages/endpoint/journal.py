@@ -47,6 +47,7 @@ class Journal:
         self._closed.set()
         self._wake.set()
         self._thread.join(60)
+        self.write()  # what came during the thread's last write
 
     def _main(self) -> None:
         while not self._closed.is_set():
