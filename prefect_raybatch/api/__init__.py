@@ -283,9 +283,8 @@ def _with_quality(
         run = plan_run(own, JUDGE_KEY)
         return _finalized(own, run, infer_run(own, run))
 
-    return with_verdicts(
-        *(report, member, job.quality, job.output, job.limits.max_cost, written, ask, again)
-    )
+    most = job.limits.max_cost
+    return with_verdicts(report, member, job.quality, job.output, most, written, ask, again)
 
 
 def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -473,9 +472,9 @@ def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches
     """Fill this machine's caches of compiled code for a job's engine; return what was added.
 
     An engine starts in this process with the arguments that it has in a run of all rows, answers
-    the first row, and ends; then that of the larger model of a cascade does so. Nothing is
-    kept of the answers. Raises `ConfigError` if only hosted models are asked, which have no engine,
-    and otherwise like `preview_rows`. `engine` replaces the engine stage in tests.
+    the first row, and ends; then that of the larger model of a cascade does so. The answers are not
+    kept. Raises `ConfigError` if only hosted models are asked, which have no engine, and otherwise
+    like `preview_rows`. `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.runs.preview import ANSWERS_PHASE, START_PHASE
     from prefect_raybatch.runs.warm_caches import (
@@ -487,8 +486,9 @@ def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches
 
     if job.output.escalate.engine is not None:
         both = (first_of(job), larger_of(job))
-        local = [one for one in both if not one.engine.endpoint.asked] or [first_of(job)]
-        return tuple(warmed for one in local for warmed in warm_caches(one, engine))
+        local = [one for one in both if not one.engine.endpoint.asked]
+        # Without a local one, the first says why nothing is compiled.
+        return tuple(warmed for one in local or both for warmed in warm_caches(one, engine))
     if job.engine.endpoint.asked:
         raise ConfigError(
             "engine.endpoint: a hosted model has no engine on this machine, so there is nothing to "
@@ -496,7 +496,7 @@ def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches
         )
     job = with_precision(job, {})
     planned = dry_run(job)
-    if planned.tokens is not None and planned.tokens.max_model_len is not None:
+    if planned.tokens is not None:  # the length was measured
         length = {"engine.max_model_len": planned.tokens.max_model_len}
         job = edited(job, length, "the job with its longest prompt")
     folders = cache_folders({**os.environ, **job.engine.env})

@@ -680,7 +680,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _with_line(error: RayBatchError, arguments: list[str]) -> str:
-    """Return an error's text; that of a field of the command's job file names its line."""
+    """Return an error's text, with the line of the job file if it is about a field there."""
     text = error.plain or str(error)
     paths = [one for one in arguments[1:] if one.endswith((".yaml", ".yml"))]
     field = text.partition(":")[0]

@@ -99,8 +99,8 @@ def _show_preview(found: Preview) -> None:
 def warm(job: JobFile, set_: FieldChanges = None, as_json: Json = False) -> None:
     """Start a job's engine once to fill this machine's caches.
 
-    vLLM, Triton and FlashInfer keep what they compile for it. Later starts here, or on machines
-    with the same cache folders, are as much faster.
+    vLLM, Triton and FlashInfer keep the code that they compile for it. Later starts here, or on
+    machines with the same cache folders, take that code and so less time.
     """
     from prefect_raybatch.api import warm_caches
     from prefect_raybatch.cli.drive import job_of_file, quiet_engine, with_keys

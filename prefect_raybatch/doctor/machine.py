@@ -201,7 +201,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
 def check_caches(context: CheckContext) -> Iterator[Finding]:
     """Say where engines on GPUs keep what they compile, and whether it outlives this container."""
     cards, _ = nvml.gpus_here()
-    engine = context.job.engine if context.job else None
+    job = context.keyed()
+    engine = job.engine if job else None
     if not cards or (engine and (engine.device == "cpu" or engine.endpoint.asked)):
         return
     places = psutil.disk_partitions(all=True)

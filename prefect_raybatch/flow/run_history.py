@@ -120,9 +120,9 @@ def show_history(
         notes.remarks = [*unusual, *(text for text, applies in about.items() if applies)]
         notes.seconds = line.elapsed or 0.0
     if tell:
-        for series in line.series:
+        for measure, series in line.series.items():
             if series.rings:
-                log.warning("run %s: %s", run_key, series.text())
+                log.warning("run %s: %s: %s", run_key, measure, series.text())
         _tell_few_rows(line, name, unusual)
         _tell_drift(line, name, changed_fields(page, line, output.options))
 

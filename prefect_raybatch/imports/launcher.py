@@ -102,15 +102,26 @@ def forked_worker(path: str, words: list[str]) -> int | None:
 def wait_for(pid: int) -> None:
     """Return when a process has ended, be it a child or not."""
     with contextlib.suppress(ProcessLookupError):  # it has ended
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            raise
-        except OSError:  # a kernel before 5.3, or a sandbox that lacks the call
-            while True:
-                os.kill(pid, 0)
-                time.sleep(ALIVE_EVERY)
-        select.select([handle], [], [])
+        if (handle := _handle_of(pid)) is not None:
+            select.select([handle], [], [])
+            return
+        while True:
+            os.kill(pid, 0)
+            time.sleep(ALIVE_EVERY)
+
+
+def _handle_of(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when a process ends.
+
+    None on a kernel before 5.3, or in a sandbox that lacks the call. Raises ProcessLookupError if
+    the process has ended.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -65,6 +65,12 @@ class Accuracy(StrictRecord):
         counts = f"{self.right:,} of {counted(self.rows, 'golden row')} right"
         return f"{self.short()}, {counts}{missing}"
 
+    def remedy(self, least: float) -> str:
+        """Return what to do if the lower end of the interval is below `least`."""
+        if self.rows and self.share >= least:
+            return f"Add golden rows: {self.rows:,} are too few to show it. Or lower at_least"
+        return "Look at the wrong answers in the report. Correct the golden file, or lower at_least"
+
 
 _RECORD = TypeAdapter(Accuracy)
 

@@ -13,7 +13,7 @@ from prefect_raybatch.ledger.layout import JUDGEMENT
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
-from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.quality.accuracy import Accuracy, interval
 from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.correction import LEAST_LABELLED, Confusion, Labelled, by_confusion
 from prefect_raybatch.storage import Store
@@ -118,8 +118,26 @@ class Judgement(StrictRecord):
         about = self.corrected.text() if self.corrected else self.uncorrected
         return f"{self.short()}, {counts}{failed}{f'; {about}' if about else ''}"
 
+    def remedy(self, least: float) -> str:
+        """Return what to do if the lower end of the interval is below `least`."""
+        if not self.rows:
+            return (
+                "All its requests failed: look into quarantine/ of its run, below "
+                "_raybatch/judge/, and correct quality.judge.prompt or the model. Or remove "
+                "at_least"
+            )
+        if self.share >= least:
+            return f"Raise quality.judge.sample: {self.rows:,} are too few. Or lower at_least"
+        return "Look at the answers that the judge called wrong in the report, or lower at_least"
+
 
 _RECORD = TypeAdapter(Judgement)
+
+
+def series_of(accuracy: Accuracy | None, judgement: Judgement | None) -> dict[str, AccuracySeries]:
+    """Return what compares the accuracy with that of earlier runs, by how it was measured."""
+    found = {"golden rows": accuracy, "judge": judgement}
+    return {name: one.series for name, one in found.items() if one and one.series}
 
 
 def judgement_of(

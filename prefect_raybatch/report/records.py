@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_c
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.quality.alarm import AccuracySeries
-from prefect_raybatch.quality.judgement import Judgement
+from prefect_raybatch.quality.judgement import Judgement, series_of
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
 
@@ -184,8 +184,7 @@ class RunReport(FinishedRows, StrictRecord):
     @property
     def series(self) -> dict[str, AccuracySeries]:
         """Return what compares the accuracy with that of earlier runs, by how it was measured."""
-        found = {"golden rows": self.accuracy, "judge": self.judgement}
-        return {name: one.series for name, one in found.items() if one and one.series}
+        return series_of(self.accuracy, self.judgement)
 
     @property
     def quarantine_folder(self) -> str | None:

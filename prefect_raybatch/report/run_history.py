@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.quality.alarm import AccuracySeries
-from prefect_raybatch.quality.judgement import Judgement
+from prefect_raybatch.quality.judgement import Judgement, series_of
 from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
@@ -69,15 +69,14 @@ class HistoryLine:
         return {**self.answers, FAILED_ROWS: failed}
 
     @property
-    def series(self) -> tuple[AccuracySeries, ...]:
-        """Return what compares the accuracy with earlier runs: of golden rows, of the judge."""
-        found = (self.accuracy, self.judgement)
-        return tuple(one.series for one in found if one is not None and one.series is not None)
+    def series(self) -> dict[str, AccuracySeries]:
+        """Return what compares the accuracy with that of earlier runs, by how it was measured."""
+        return series_of(self.accuracy, self.judgement)
 
     @property
     def has_fallen(self) -> bool:
         """Return whether the accuracy is below that of the job's first runs."""
-        return any(series.rings for series in self.series)
+        return any(series.rings for series in self.series.values())
 
     @property
     def drift(self) -> tuple[Shift, ...]:
@@ -142,7 +141,7 @@ def _row(
 
 def _e_values(run: HistoryLine) -> str:
     """Return the e-values of the accuracy: by golden rows, then by the judge."""
-    return " / ".join(series.short() for series in run.series) or DASH
+    return " / ".join(series.short() for series in run.series.values()) or DASH
 
 
 def _shift_text(run: HistoryLine) -> str:

@@ -12,10 +12,9 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
+from prefect_raybatch.quality.accuracy import put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, accuracy_on, check_golden_columns, read_golden
-from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.run_history import series_before
@@ -42,8 +41,8 @@ def check_quality_columns(
 ) -> None:
     """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
 
-    `names` are the columns of the input. What an output.postprocess
-    without output.schema returns is unknown before a run.
+    `names` are the columns of the input. What an output.postprocess without output.schema returns
+    is unknown before a run.
     """
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
@@ -151,22 +150,6 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
         return
     raise QualityTooLow(
         f"{report.run} was not published: its accuracy is {accuracy.text()}, and quality.at_least "
-        f"{least:g} needs the lower end of the interval. {_remedy(accuracy, least)}, then run: "
+        f"{least:g} needs the lower end of the interval. {accuracy.remedy(least)}, then run: "
         f"raybatch publish {report.run} --job JOB"
     )
-
-
-def _remedy(accuracy: Accuracy | Judgement, least: float) -> str:
-    if isinstance(accuracy, Judgement):
-        if not accuracy.rows:
-            return (
-                "All its requests failed: look into quarantine/ of its run, below "
-                "_raybatch/judge/, and correct quality.judge.prompt or the model. Or remove "
-                "at_least"
-            )
-        if accuracy.share >= least:
-            return f"Raise quality.judge.sample: {accuracy.rows:,} are too few. Or lower at_least"
-        return "Look at the answers that the judge called wrong in the report, or lower at_least"
-    if accuracy.rows and accuracy.share >= least:
-        return f"Add golden rows: {accuracy.rows:,} are too few to show it. Or lower at_least"
-    return "Look at the wrong answers in the report. Correct the golden file, or lower at_least"

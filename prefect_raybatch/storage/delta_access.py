@@ -27,8 +27,8 @@ class DeltaAccess(NamedTuple):
 def delta_access(uri: str, options: StoreOptions, write: bool = False) -> DeltaAccess:
     """Return how deltalake opens the table at a normalized `uri`. Contacts nothing.
 
-    Raises ConfigError for options that it cannot use, and to write on Azure: deltalake lists a log
-    from an offset there, which Azurite ignores, so that it cannot be tested.
+    Raises ConfigError for options that it cannot use, and to write on Azure: on Azurite, commits of
+    deltalake fail after the second, so exactly-once cannot be tested there.
     """
     scheme = store_scheme(uri)
     if write and scheme == "az":

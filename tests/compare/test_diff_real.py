@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.environ import clean
+from helpers.command_line import raybatch_in
 
 pytestmark = pytest.mark.whole
 
 
-def raybatch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "prefect_raybatch.cli", *words],
-        env=clean(), cwd=folder, timeout=600, capture_output=True, text=True,
-    )  # fmt: skip
-
-
 def test_labels_that_the_new_job_lacks_are_what_changes(tmp_path: Path) -> None:
-    assert raybatch(tmp_path, "init", "--example").returncode == 0
-    done = raybatch(
+    assert raybatch_in(tmp_path, "init", "--example").returncode == 0
+    done = raybatch_in(
         *(tmp_path, "run", "companies.yaml", "--run-key", "n1", "--no-prefect"),
         *("--set", "source.limit=60"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     labels = "[Law Firm, Healthcare, Consulting, Manufacturing, Finance, Real Estate, Other]"
-    done = raybatch(
+    done = raybatch_in(
         *(tmp_path, "diff", "companies.yaml", "--against", "out/n1", "--sample", "40"),
         *("--set", f"sampling.choice={labels}", "--max-changed", "0", "--json"),
         *("--html", "diff.html"),

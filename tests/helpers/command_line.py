@@ -1,9 +1,14 @@
-"""The command line, run in the tests' own process."""
+"""The command line, run in the tests' own process or in one of its own."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from helpers.environ import clean
 from prefect_raybatch.cli import commands as cli
 
 
@@ -18,3 +23,11 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
     return code, out, err
+
+
+def raybatch_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`raybatch` with these words, as a process in a folder, in an environment without settings."""
+    return subprocess.run(
+        [sys.executable, "-m", "prefect_raybatch.cli", *words],
+        env=clean(), cwd=folder, timeout=600, capture_output=True, text=True,
+    )  # fmt: skip

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.environ import clean
+from helpers.command_line import raybatch_in
 
 pytestmark = pytest.mark.whole
 
 
-def raybatch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "prefect_raybatch.cli", *words],
-        env=clean(), cwd=folder, timeout=600, capture_output=True, text=True,
-    )  # fmt: skip
-
-
 def test_a_second_engine_judges_once_the_rows_are_answered(tmp_path: Path) -> None:
-    assert raybatch(tmp_path, "init", "--example").returncode == 0
+    assert raybatch_in(tmp_path, "init", "--example").returncode == 0
     judge = {"model": "demo", "engine": {"max_model_len": 256}, "sample": 20}
     judge["prompt"] = "{Company}: is {industry} right or wrong?"
     words = ("run", "companies.yaml", "--run-key", "n1", "--no-prefect", "--set", "source.limit=60")
     words += ("--set", f"quality.judge={json.dumps(judge)}")
-    done = raybatch(tmp_path, *words)
+    done = raybatch_in(tmp_path, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("judged")]
     assert "of 20 answers right" in line
     report = json.loads((tmp_path / "out/n1/_raybatch/judgement.json").read_bytes())
     assert report["rows"] == 20 and report["not_judged"] == 0
-    again = raybatch(tmp_path, *words)
+    again = raybatch_in(tmp_path, *words)
     assert again.returncode == 0 and line in again.stdout, again.stderr[-3000:]
