@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, ProgressArtifact
 from prefect.client.orchestration import get_client
+from prefect.logging.handlers import APILogWorker
 from prefect.runtime import flow_run
 from prefect.states import Crashed
 
@@ -59,7 +61,7 @@ from prefect_raybatch.words import counted, money
 
 log = logging.getLogger(__name__)
 
-MARK_SECONDS = 5.0  # to mark a flow run; Ray ends the process within about ten
+MARK_SECONDS = 5.0  # to send the log and to mark a flow run; Ray ends the process in about ten
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
@@ -149,10 +151,17 @@ class Page(Listener):
         self._beat, self._heard = beat, self.clock()
 
     def lost(self, cause: str) -> None:
+        """Mark the flow runs Crashed and end this process, as Ray would some seconds later.
+
+        A retry may begin as soon as they are marked. Prefect's worker knows one process per flow
+        run: when the former one ends beside it, the worker takes the new one's folder away.
+        """
         for observer in self.observers:
             if isinstance(observer, Listener):
                 observer.lost(cause)
-        mark_crashed(self._flow_runs, cause)
+        if self._flow_runs:
+            mark_crashed(self._flow_runs, cause)
+            os._exit(1)
 
     def tick(self) -> None:
         """Update the parts of the page that have changed and are due.
@@ -365,16 +374,15 @@ def active_flow_runs() -> list[UUID]:
 
 
 def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
-    """Mark flow runs Crashed because of `cause`; the first one is the outermost.
+    """Send the log and mark flow runs Crashed because of `cause`; the first is the outermost.
 
     Otherwise the worker marks them, with the exit status alone; Prefect keeps the first of the two.
     A failure is logged.
     """
-    if not flow_runs:
-        return
     text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
 
     def mark() -> None:
+        APILogWorker.drain_all(timeout=MARK_SECONDS / 2)
         with get_client(sync_client=True) as client:
             for run in flow_runs:
                 client.set_flow_run_state(run, Crashed(message=text), force=True)
