@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from prefect_raybatch.job.engine import Engine, precision_tries
+from prefect_raybatch.job.faults import explain
 from prefect_raybatch.job.group import Group, field, field_check
 
 ANSWERED_BY = "answered_by"  # the column with the model that answered a row
@@ -102,10 +103,7 @@ def check_second_engine(value: Mapping[str, Any], who: str) -> None:
     try:
         engine = Engine.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        text = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{place}: {text}" if place else text) from None
+        raise ValueError(explain(error, Engine, "")) from None
     if not (engine.endpoint.asked or "model" in engine.model_fields_set):
         raise ValueError("names no model; set model, or endpoint with url and model")
     refused = {

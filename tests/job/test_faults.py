@@ -127,6 +127,25 @@ output:
     ]
 
 
+def test_each_wrong_field_of_the_larger_model_is_named_with_its_line(tmp_path: Path) -> None:
+    text = """\
+output:
+  uri: out
+  escalate:
+    when: {logprob_below: -1}
+    to:
+      tensor_parallel_size: x
+      endpoint: {timeout: never}
+      dtyp: 4
+"""
+    found = [line for line in numbered_lines_of(tmp_path, text) if "escalate" in line]
+    assert found == [
+        "line 5: output.escalate.to: unknown field 'dtyp'; did you mean 'dtype'?",
+        "line 6: output.escalate.to: tensor_parallel_size: must be a whole number (value: 'x')",
+        "line 7: output.escalate.to: endpoint.timeout: must be a number (value: 'never')",
+    ]
+
+
 def test_data_in_memory_is_no_source() -> None:
     (line,) = told(job_dict(source=pa.table({"a": [1]})))
     assert line == "source: must be a mapping and is a Table; call ask(...) for data in memory"
