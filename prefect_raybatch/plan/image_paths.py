@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.plan.prompt_lengths import Block, blocks_of_heads, spread_blocks
 from prefect_raybatch.schemes import store_scheme
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.request import PromptSpec
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
-LOOKED_AT = 8  # rows, of which the first with a path is tried
+PATH_ROWS = 8  # rows, of which the first with a path is tried
 
 
-def unreadable_image(spec: RunSpec, found: Inventory, copied: bool) -> str:
+def unreadable_image(prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool) -> str:
     """Return a warning if an image that rows name in an object store cannot be read, else "".
 
     `copied`: a run copies the input first.
@@ -26,10 +27,10 @@ def unreadable_image(spec: RunSpec, found: Inventory, copied: bool) -> str:
     from prefect_raybatch.stages.images.http import ImageUnavailable
     from prefect_raybatch.stages.images.rows import row_images
 
-    read, images = spec.read, row_images(spec.prompt, {}, spec.read.options)
+    images = row_images(prompt, {}, read.options)
     if images is None or not images.images.columns or not found.files:
         return ""
-    for where, path in _paths(spec, found, copied):
+    for where, path in _paths(prompt, read, found, copied):
         try:
             images.places.fetch(path)
         except (BadImage, ImageUnavailable) as error:
@@ -42,19 +43,21 @@ def unreadable_image(spec: RunSpec, found: Inventory, copied: bool) -> str:
     return ""
 
 
-def _blocks(spec: RunSpec, found: Inventory, copied: bool) -> Iterator[Block]:
+def _blocks(prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool) -> Iterator[Block]:
     if copied:
-        return blocks_of_heads(spec.read, LOOKED_AT)
-    columns = dict.fromkeys(spec.prompt.image_columns, "prompt.images.columns")
-    prompt = replace(spec.prompt, function=None, columns=columns)
-    return spread_blocks(prompt, spec.read, found, None, LOOKED_AT)
+        return blocks_of_heads(read, PATH_ROWS)
+    columns = dict.fromkeys(prompt.image_columns, "prompt.images.columns")
+    prompt = replace(prompt, function=None, columns=columns)
+    return spread_blocks(prompt, read, found, None, PATH_ROWS)
 
 
-def _paths(spec: RunSpec, found: Inventory, copied: bool) -> Iterator[tuple[str, str]]:
+def _paths(
+    prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool
+) -> Iterator[tuple[str, str]]:
     """Yield the row and the path of each image in an object store."""
     try:
-        for file, first, table in _blocks(spec, found, copied):
-            for name in spec.prompt.image_columns:
+        for file, first, table in _blocks(prompt, read, found, copied):
+            for name in prompt.image_columns:
                 for number, value in enumerate(table[name].to_pylist(), first):
                     for one in value if isinstance(value, list) else [value]:
                         path = one.get("path") if isinstance(one, Mapping) else one

@@ -147,8 +147,8 @@ def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None)
     job = checked.resolved.job
     warnings = [judge_warning(job.quality, job.engine, job.output.escalate.engine)]
     if what_if is None:
-        of_input = checked.spec, checked.inventory, checked.copied
-        warnings.append(image_paths.unreadable_image(*of_input))
+        spec, found = checked.spec, checked.inventory
+        warnings.append(image_paths.unreadable_image(spec.prompt, spec.read, found, checked.copied))
     added = tuple(filter(None, warnings))
     sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, *added))
     return replace(fitted, sizing=sizing)
