@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 WITHOUT = "RAYBATCH_TEST_WITHOUT"  # names of PROGRAMS, with commas: their tests are skipped
 
@@ -45,7 +47,16 @@ class Program:
     def is_installed(self) -> bool:
         paths = [shutil.which(name) for name in self.names]
         found = any(paths) if self.any_name else all(paths)
-        return found and all(map(_can_load, self.libraries))
+        return found and all(map(_can_load, self.libraries)) and not self._is_outdated()
+
+    def _is_outdated(self) -> bool:
+        """Return whether the program is of an older version than `npm` names."""
+        name, _, wanted = self.npm.rpartition("@")
+        for folder in Path(os.path.realpath(shutil.which(self.names[0]) or "/")).parents:
+            if name and (folder.name, folder.parent.name) == (name, "node_modules"):
+                version = json.loads((folder / "package.json").read_text())["version"]
+                return _numbers(version) < _numbers(wanted)
+        return False
 
 
 PROGRAMS: Mapping[str, Program] = {
@@ -65,7 +76,7 @@ PROGRAMS: Mapping[str, Program] = {
         title="Azurite, the Azure server of the tests",
         names=("azurite-blob",),
         packages=("npm",),
-        npm="azurite@3.35.0",
+        npm="azurite@3.37.0",
     ),
 }
 
@@ -85,7 +96,9 @@ def require(name: str) -> None:
     if name in left_out():
         pytest.skip(f"left out by WITHOUT={name}")
     if not PROGRAMS[name].is_installed():
-        pytest.fail(f"{PROGRAMS[name].title}: not installed. Run: python tests/programs.py")
+        pytest.fail(
+            f"{PROGRAMS[name].title}: not installed, or too old. Run: python tests/programs.py"
+        )
 
 
 def install(without: Iterable[str] = (), tier: str = "all") -> int:
@@ -131,6 +144,10 @@ def install(without: Iterable[str] = (), tier: str = "all") -> int:
         print(f"Still missing after the installation: {', '.join(missing)}")
         return 1
     return 0
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.partition("-")[0].split(".")]
 
 
 def _npm(package: str) -> list[str]:

@@ -62,6 +62,28 @@ def test_a_missing_library_is_a_reason_to_install(
     assert "install -y -q --no-install-recommends chromium libatomic1" in (path / "log").read_text()
 
 
+def test_an_older_version_of_npm_is_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for name in ALL - {"azurite-blob"}:
+        program(path, name)
+    package = tmp_path_factory.mktemp("lib") / "node_modules/azurite"
+    package.mkdir(parents=True)
+    program(package, "main.js")
+    (path / "azurite-blob").symlink_to(package / "main.js")
+    apt(path, set())
+    manifest = package / "package.json"
+    manifest.write_text('{"version": "3.9.0"}')
+    program(path, "npm", f'echo "$*" >> {path}/log')
+    assert programs.install() == 1  # it stays old
+    manifest.write_text('{"version": "3.5.0"}')
+    program(path, "npm", f"""echo '{{"version": "4.0.0"}}' > {manifest}""")
+    assert programs.install() == 0
+    with pytest.raises(pytest.fail.Exception, match=r"too old\. Run: python tests/programs\.py"):
+        manifest.write_text('{"version": "3.36.0"}')
+        programs.require("azurite")
+
+
 def test_sudo_without_a_password_installs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     apt(path, ALL)

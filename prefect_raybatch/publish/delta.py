@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe
 from prefect_raybatch.publish.stores import FolderSink
 from prefect_raybatch.publish.types import converted_schema
+from prefect_raybatch.schemes import store_scheme
 from prefect_raybatch.storage.delta_access import delta_access
 
 if TYPE_CHECKING:
@@ -84,6 +85,12 @@ class DeltaSink(FolderSink):
     def refused(self, error: Exception) -> str | None:
         from deltalake.exceptions import DeltaProtocolError, SchemaMismatchError
 
+        if store_scheme(self.uri) == "az" and "Invalid table version" in str(error):
+            # It returned the whole log: nothing is committed, so no row is there twice.
+            return (
+                "the server ignores startFrom in listings. Use Azure Blob Storage, or Azurite 3.37 "
+                "or newer"
+            )
         final = (SchemaMismatchError, DeltaProtocolError, ValueError, TypeError)
         refused = isinstance(error, final) or _REFUSED.search(str(error)) is not None
         return "the table rejects the rows" if refused else None
@@ -132,17 +139,17 @@ class DeltaSink(FolderSink):
         from deltalake.exceptions import TableNotFoundError
 
         try:
-            place, keys, _ = delta_access(self.uri, self.options, write=True)
+            place, keys, _ = delta_access(self.uri, self.options)
             return DeltaTable(place, storage_options=keys)
         except TableNotFoundError:
             return None
 
     def _create(self, rows: AnsweredRows) -> DeltaTable | None:
         """Return an empty table to commit to, or None if another writer created one meanwhile."""
-        from deltalake import DeltaTable, Schema
+        from deltalake import CommitProperties, DeltaTable, Schema
         from deltalake.exceptions import DeltaError
 
-        place, keys, _ = delta_access(self.uri, self.options, write=True)
+        place, keys, _ = delta_access(self.uri, self.options)
         try:
             return DeltaTable.create(
                 place,
@@ -150,6 +157,8 @@ class DeltaSink(FolderSink):
                 mode="error",
                 partition_by=self.target.partition_by or None,
                 storage_options=keys,
+                # The library would create it once more, and replace the schema of the first.
+                commit_properties=CommitProperties(max_commit_retries=0),
             )
         except DeltaError:
             if self._open() is None:
@@ -175,7 +184,7 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
         return None
     if not handle.file_uris():
         return None  # somebody emptied the table
-    version, commits = handle.version(), {int(one["version"]): one for one in handle.history()}
+    version, commits = _commits(handle)
     while version in commits:
         commit = commits[version]
         if commit.get(f"{PROPERTY}plan") == plan:
@@ -194,6 +203,25 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
     if recorded.isdigit() and int(recorded) > version:
         return None  # a RESTORE went back behind it
     return recorded or str(version)
+
+
+def _commits(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
+    """Return the table's newest version and the commits of its log by version. Moves the handle on.
+
+    The library lists the log as it is now, but numbers it from the handle's version down, so each
+    commit of others since then shifts the numbers by one (delta-rs#4488). The list counts if the
+    handle has the newest version both before and after.
+    """
+    handle.update_incremental()
+    for _ in range(PUBLISH_TRIES):
+        version, commits = handle.version(), handle.history()
+        handle.update_incremental()
+        if handle.version() == version:
+            return version, {int(one["version"]): one for one in commits}
+    raise PublishFailed(
+        f"{handle.table_uri}: {PUBLISH_TRIES} times others committed to the table while its log "
+        "was read. When it is less busy, run raybatch publish RUN_DIR --job JOB"
+    )
 
 
 def _empties(handle: DeltaTable, commit: JsonObject) -> bool:

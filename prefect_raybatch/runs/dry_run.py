@@ -16,7 +16,7 @@ from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
 from prefect_raybatch.model.pinned import ENDPOINT, PinnedModel
-from prefect_raybatch.plan import hosted_rows, image_bytes
+from prefect_raybatch.plan import hosted_rows, image_bytes, image_paths
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.hosted_rows import HostedRows
@@ -142,13 +142,15 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     return _Checked(resolved, spec, found, copied, publish)
 
 
-def _with_warning(fitted: _Fitted, checked: _Checked) -> _Fitted:
-    """Return the sizes with a warning about a judge that judges its own answers."""
+def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None) -> _Fitted:
+    """Return the sizes with warnings about a judge of its own answers, and an unreadable image."""
     job = checked.resolved.job
-    warning = judge_warning(job.quality, job.engine, job.output.escalate.engine)
-    if not warning:
-        return fitted
-    sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, warning))
+    warnings = [judge_warning(job.quality, job.engine, job.output.escalate.engine)]
+    if what_if is None:
+        spec, found = checked.spec, checked.inventory
+        warnings.append(image_paths.unreadable_image(spec.prompt, spec.read, found, checked.copied))
+    added = tuple(filter(None, warnings))
+    sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, *added))
     return replace(fitted, sizing=sizing)
 
 
@@ -170,7 +172,7 @@ def dry_run_resolved(
     spec, found, rows = checked.spec, checked.inventory, checked.rows
     hosted = _hosted_rows(checked)
     made = [] if tokens or what_if else _function_problem(checked)
-    fitted = _with_warning(_fitted(checked, what_if), checked)
+    fitted = _with_warnings(_fitted(checked, what_if), checked, what_if)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
     first = None
     if checked.resolved.first is not None:

@@ -24,18 +24,12 @@ class DeltaAccess(NamedTuple):
     scrub: Callable[[str], str]
 
 
-def delta_access(uri: str, options: StoreOptions, write: bool = False) -> DeltaAccess:
+def delta_access(uri: str, options: StoreOptions) -> DeltaAccess:
     """Return how deltalake opens the table at a normalized `uri`. Contacts nothing.
 
-    Raises ConfigError for options that it cannot use, and to write on Azure: on Azurite, commits of
-    deltalake fail after the second, so exactly-once cannot be tested there.
+    Raises ConfigError for options that it cannot use.
     """
     scheme = store_scheme(uri)
-    if write and scheme == "az":
-        raise ConfigError(
-            f"{uri}: Delta tables on Azure can be read but not published to, because exactly-once "
-            "is not proved there. Publish to s3:// or gs://, or publish Parquet files"
-        )
     if scheme not in EXTRAS:
         keys = table_settings(uri, options)
         return DeltaAccess(uri, object_store_options(keys), keys.scrub if keys else str)

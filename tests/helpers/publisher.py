@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,6 +20,30 @@ from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.publish import open_sink
 
 ROWS = pa.table({"id": [1, 2, 3], "answer": ["a", "b", "c"]})
+
+
+def started(uri: str, plan: str, options: dict[str, Any], *kill: str) -> subprocess.Popen[str]:
+    """Start this program; it waits for `run_at_once`."""
+    command = [sys.executable, "-m", "helpers.publisher", uri, plan, *kill]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
+    assert process.stdin is not None
+    process.stdin.write(f"{json.dumps(options)}\n")
+    process.stdin.flush()
+    return process
+
+
+def run_at_once(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Let them begin together; return their exit statuses and the versions they print."""
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    printed = [process.communicate()[0].strip() for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, printed, strict=True)]
+
 
 if __name__ == "__main__":
     uri, plan, *kill = sys.argv[1:]

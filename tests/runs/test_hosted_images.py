@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.dataset as ds
 import pytest
+from helpers.clouds import CLOUDS, cloud_server
 from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import OpenAIServer, openai_server
 from helpers.vision import make_vision_model
@@ -134,6 +135,49 @@ def test_images_in_a_bucket_are_read_with_the_keys_of_the_input(
     assert [image.size for image in sent(server)["What is item 0?"]] == [(60, 40)]
     (row,) = failed_rows(folder)
     assert row["error"] == "BadImage" and "none.png" in row["message"]
+
+
+def check_warned(server: OpenAIServer, folder: Path, place: str, options: dict[str, Any]) -> None:
+    """Check what `raybatch plan` says of an image in a store, and of one that is not there."""
+    open_store(place, options).put("a.png", picture())
+
+    def warnings(*cells: Any, **groups: Any) -> list[str]:
+        job = job_of(server, folder, list(cells), source={"options": options}, **groups)
+        return [one for one in dry_run(job).sizing.warnings if "image" in one]
+
+    assert warnings(None, f"{place}/a.png", f"{place}/none.png") == []  # one is tried
+    assert warnings([], [f"{place}/a.png"], images={"per_row": 2}) == []
+    (warning,) = warnings(None, f"{place}/none.png", f"{place}/a.png")
+    assert "prompt.images.columns: column 'image' of row 1 of " in warning
+    assert "none.png does not exist. Such rows fail. Correct the paths, or the cred" in warning
+    (warning,) = warnings({"bytes": None, "path": f"{place}/none.png"})
+    assert "column 'image' of row 0" in warning
+    assert warnings({"bytes": picture(), "path": f"{place}/none.png"}) == []
+    assert warnings("https://127.0.0.1:9/a.png") == []  # the internet is not tried
+
+
+def test_plan_warns_of_an_image_on_s3_that_cannot_be_read(
+    server: OpenAIServer, tmp_path: Path, s3: S3Server
+) -> None:
+    s3.create_bucket("album-of-plans")
+    check_warned(server, tmp_path, "s3://album-of-plans/some", s3.options)
+
+
+@pytest.mark.parametrize("scheme", CLOUDS)
+def test_plan_warns_of_an_image_on_a_cloud_that_cannot_be_read(
+    scheme: str, server: OpenAIServer, tmp_path: Path
+) -> None:
+    (tmp_path / "server").mkdir()
+    with cloud_server(scheme, tmp_path / "server") as cloud:
+        check_warned(server, tmp_path, f"{scheme}://bucket/some", cloud.options)
+
+
+def test_plan_warns_of_an_image_that_a_csv_file_names(server: OpenAIServer, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("Name,image\na,\nb,gs://bucket/none.png\n")
+    with cloud_server("gs", tmp_path) as cloud:
+        source = {"uri": str(tmp_path / "in.csv"), "options": cloud.options}
+        plan = dry_run(job_of(server, tmp_path, ["x"], source=source))
+    assert any("row 1 of " in one and "does not exist" in one for one in plan.sizing.warnings)
 
 
 def test_paths_lists_and_nulls_are_read_as_in_local_jobs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.clouds import CloudStore
+from prefect_raybatch.storage.clouds.answers import CloudAnswer
 
 REMEDY = r"Renew them|Check that the credentials"
 
@@ -126,3 +128,32 @@ def test_the_account_of_an_azure_url_is_used(tmp_path: Path) -> None:
         open_store(url, options).put("a", b"1")
         assert open_store("az://bucket/x", server.options).read("a") == b"1"
         assert open_store(f"az://bucket@{server.account}/x", options).read("a") == b"1"
+        swapped = open_store(f"abfss://{server.account}@bucket.dfs.core.windows.net/x", options)
+        with pytest.raises(StoreError, match=BOTH):
+            swapped.probe()
+
+
+BOTH = (
+    r"The URI names container testaccount of account bucket\. If testaccount is the account, "
+    r"write abfss://bucket@testaccount\.dfs\.core\.windows\.net/PATH$"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [
+        (0, "", "dns error"),
+        (404, "ContainerNotFound", "x"),
+        (403, "AuthenticationFailed", "x"),
+        (401, "", "x"),
+    ],
+)
+def test_swapped_names_of_container_and_account_are_both_named(
+    status: int, code: str, text: str
+) -> None:
+    def message(place: str) -> str:
+        return str(CloudAnswer(status, code, text).error("az", "write", place, 3, "https://h"))
+
+    assert re.search(BOTH, message("az://testaccount@bucket/x"))
+    for place in ("az://my-box@account/x", "az://bucket/x", "az://ab@account", "az://same@same/x"):
+        assert "The URI names" not in message(place), place

@@ -13,6 +13,8 @@ _STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
 _PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+# What can be a container and an account both.
+_NAMES = re.compile(r"az://([a-z0-9]{3,24})@([a-z0-9]{3,24})(?=/|\Z)")
 _EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
 
 _NO_TOKEN = {
@@ -55,25 +57,39 @@ class CloudAnswer(NamedTuple):
         if self.worth_retrying:
             return StoreUnavailable(
                 f"{place}: no valid answer from {endpoint} in {tries} tries (the last: {said}). "
-                "Check that the store is up and can be reached from this machine"
+                f"Check that the store is up and can be reached from this machine{_swapped(place)}"
             )
         if self.code in _NO_BUCKET:
             return StoreError(
                 f"{place}: the bucket or container does not exist at {endpoint}. Create it, or "
-                "check the name and the account"
+                f"check the name and the account{_swapped(place)}"
             )
         if self.status == 404:
             return not_found(place)
         if self.status == 401 or (self.status == 403 and _EXPIRED.search(said)):
             return CredentialsUnusable(
                 f"{place}: the credentials are missing, wrong or expired ({said}). Renew them"
+                f"{_swapped(place)}"
             )
         if self.status == 403:
             return AccessDenied(
                 f"{place}: access denied ({said}). Check that the credentials allow "
                 f"{PERMISSIONS[scheme][operation]}, and that the clock of this machine is right"
+                f"{_swapped(place)}"
             )
         return StoreError(f"{place}: the store refused to {operation} ({said})")
+
+
+def _swapped(place: str) -> str:
+    """Return both readings of CONTAINER@ACCOUNT if the names may be swapped, else ""."""
+    named = _NAMES.match(place)
+    if named is None or named[1] == named[2]:
+        return ""
+    container, account = named.groups()
+    return (
+        f". The URI names container {container} of account {account}. If {container} is the "
+        f"account, write abfss://{account}@{container}.dfs.core.windows.net/PATH"
+    )
 
 
 def cloud_answer(error: Exception, text: str) -> CloudAnswer:

@@ -1,0 +1,68 @@
+"""Fetches one of the images that rows name in an object store, before a run fetches all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.errors import SourceError
+from prefect_raybatch.plan.prompt_lengths import Block, blocks_of_heads, spread_blocks
+from prefect_raybatch.schemes import store_scheme
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.request import PromptSpec
+
+if TYPE_CHECKING:
+    from prefect_raybatch.source import Inventory
+
+PATH_ROWS = 8  # rows, of which the first with a path is tried
+
+
+def unreadable_image(prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool) -> str:
+    """Return a warning if an image that rows name in an object store cannot be read, else "".
+
+    `copied`: a run copies the input first.
+    """
+    from prefect_raybatch.stages.images.decode import BadImage
+    from prefect_raybatch.stages.images.http import ImageUnavailable
+    from prefect_raybatch.stages.images.rows import row_images
+
+    images = row_images(prompt, {}, read.options)
+    if images is None or not images.images.columns or not found.files:
+        return ""
+    for where, path in _paths(prompt, read, found, copied):
+        try:
+            images.places.fetch(path)
+        except (BadImage, ImageUnavailable) as error:
+            given = "source.options" if read.options else "the environment"
+            return (
+                f"prompt.images.columns: {where}: {error}. Such rows fail. Correct the paths, or "
+                f"the credentials in {given}"
+            )
+        return ""
+    return ""
+
+
+def _blocks(prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool) -> Iterator[Block]:
+    if copied:
+        return blocks_of_heads(read, PATH_ROWS)
+    columns = dict.fromkeys(prompt.image_columns, "prompt.images.columns")
+    prompt = replace(prompt, function=None, columns=columns)
+    return spread_blocks(prompt, read, found, None, PATH_ROWS)
+
+
+def _paths(
+    prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the row and the path of each image in an object store."""
+    try:
+        for file, first, table in _blocks(prompt, read, found, copied):
+            for name in prompt.image_columns:
+                for number, value in enumerate(table[name].to_pylist(), first):
+                    for one in value if isinstance(value, list) else [value]:
+                        path = one.get("path") if isinstance(one, Mapping) else one
+                        held = isinstance(one, Mapping) and one.get("bytes") is not None
+                        if isinstance(path, str) and store_scheme(path) and not held:
+                            yield f"column {name!r} of row {number} of {file}", path
+    except SourceError:
+        return  # the run says why the input cannot be read

@@ -1,0 +1,73 @@
+"""Publishing to a local Delta table that others publish to at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+from helpers.publisher import ROWS, run_at_once, started
+from helpers.targets import published_rows
+
+from prefect_raybatch.errors import PublishFailed
+from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish.base import PUBLISH_TRIES, Sink
+from prefect_raybatch.publish.publish import open_sink
+
+
+def sink_of(place: Path) -> Sink:
+    target = PublishTarget.model_validate({"format": "delta", "uri": str(place)})
+    return open_sink(target, "key", {})
+
+
+def published(place: Path, plan: str) -> str:
+    return sink_of(place).publish(published_rows(ROWS, plan * 64), lambda step: None)
+
+
+def test_the_version_of_rows_stays_while_others_publish(tmp_path: Path) -> None:
+    place, others = tmp_path / "t", iter("bcd")
+    first = published(place, "a")
+
+    def meanwhile(step: str) -> None:
+        if step == "opened":
+            for plan in others:
+                published(place, plan)
+
+    again = sink_of(place).publish(published_rows(ROWS, "a" * 64), meanwhile)
+    assert again == first == "1"
+
+
+def test_the_version_stays_when_others_publish_while_the_log_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, others = tmp_path / "t", iter("bc")
+    published(place, "a")
+    history = DeltaTable.history
+
+    def late(table: DeltaTable) -> list[dict[str, object]]:
+        if plan := next(others, ""):
+            published(place, plan)
+        return history(table)
+
+    monkeypatch.setattr(DeltaTable, "history", late)
+    assert published(place, "a") == "1"
+
+
+def test_a_table_that_never_rests_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(tmp_path / "t", "a")
+    numbers = iter(range(10**6))
+    monkeypatch.setattr(DeltaTable, "version", lambda table: next(numbers))
+    with pytest.raises(PublishFailed, match=f"{PUBLISH_TRIES} times others committed to the table"):
+        published(tmp_path / "t", "a")
+
+
+@pytest.mark.whole
+def test_nine_publishers_at_once_report_the_versions_that_have_their_rows(tmp_path: Path) -> None:
+    plans = "abc" * 3
+    ends = run_at_once(*(started(str(tmp_path / "t"), plan, {}) for plan in plans))
+    table = DeltaTable(str(tmp_path / "t"))
+    there = {one["raybatch.plan"][0]: str(one["version"]) for one in table.history()[:3]}
+    assert ends == [(0, there[plan]) for plan in plans]
+    assert len(table.to_pyarrow_table()) == 3 * len(ROWS)
