@@ -16,7 +16,8 @@ import pytest
 from helpers.batch_server import BatchService, NotFound
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
-from prefect_raybatch.stages.endpoint.client import HostedAnswer, HostedRequest
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
+from prefect_raybatch.stages.endpoint.client import HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
 from prefect_raybatch.stages.hosted_batches import lines, records
 from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
@@ -133,7 +134,11 @@ class ApiInMemory:
         return str(self._call("upload", lambda: self.world.service.upload(name, data))["id"])
 
     def create(self, file_id: str, key: str) -> Batch:
-        body = {"input_file_id": file_id, "endpoint": lines.BATCH_URL, "completion_window": "24h"}
+        body = {
+            "input_file_id": file_id,
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        }
 
         def create() -> dict[str, Any]:
             made = self.world.service.create(body)
@@ -192,7 +197,7 @@ REQUESTS = [request_of(f"row {number}") for number in range(6)]
 
 def shard_of(world: World, attempt: str = "a") -> ShardBatches:
     api, store = cast("BatchApi", ApiInMemory(world)), cast("Store", FilesInMemory(world))
-    return ShardBatches(api, store, 3, attempt, "raybatch-test")
+    return ShardBatches(api, store, 3, attempt, "raybatch-test", "chat/completions")
 
 
 def lived(world: World, crash_at: int | None = None) -> dict[str, HostedAnswer] | None:
@@ -206,7 +211,7 @@ def lived(world: World, crash_at: int | None = None) -> dict[str, HostedAnswer] 
 
 def check_answers(answers: dict[str, HostedAnswer] | None) -> None:
     assert answers is not None
-    assert {key: answer.content for key, answer in answers.items()} == {
+    assert {key: answer.choices[0].text for key, answer in answers.items()} == {
         request.key: f"about {request.body['messages'][0]['content']}" for request in REQUESTS
     }
 
@@ -427,7 +432,8 @@ def test_a_request_without_an_answer_in_three_batches_is_quarantined_with_the_re
     ],
 )
 def test_a_line_that_is_not_as_agreed_leaves_its_request_without_an_answer(line):
-    found = lines.read_lines([line + b"\n"], [request.key for request in REQUESTS])
+    keys = [request.key for request in REQUESTS]
+    found = lines.read_lines([line + b"\n"], keys, "chat/completions")
     assert found.by_key == {} and found.refusal == ""
 
 
