@@ -496,9 +496,10 @@ def check_endpoint(job: BatchJob) -> None:
     for group, refused in (("prompt", TOKENIZER_PROMPT), ("output", TOKENIZER_OUTPUT)):
         for name in _set(getattr(job, group)):
             if name in refused:
+                instead = ", or use sampling.logprobs instead" if name == "probabilities" else ""
                 raise ValueError(
                     f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
-                    "remove it"
+                    f"remove it{instead}"
                 )
     if job.engine.task not in ("generate", "embed"):
         raise ValueError(
@@ -587,8 +588,8 @@ def check_cascade(job: BatchJob) -> None:
             raise ValueError(f"output.escalate.when.{name} needs {needs}; set it")
         if hosted and name != "fails_schema":
             raise ValueError(
-                f"output.escalate.when.{name} needs the probabilities of vLLM, and "
-                "engine.endpoint gives none; use fails_schema"
+                f"output.escalate.when.{name} needs vLLM as the first engine, not "
+                "engine.endpoint; use fails_schema"
             )
     if ANSWERED_BY in (job.output.column, job.output.row_number):
         raise ValueError(

@@ -181,6 +181,10 @@ def test_a_run_that_reuses_answers_has_the_same_columns(
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
+        (
+            {"sampling": {"choice": ["x"]}, "output": {"probabilities": True}},
+            r"output\.probabilities needs the model's tokenizer.*use sampling\.logprobs",
+        ),
         ({"sampling": {"logprobs": 21}}, r"sampling\.logprobs \(21\) exceeds 20.*hosted model"),
         (
             {"sampling": DRAWN, "output": {"extras": ["output_tokens"]}},
