@@ -204,13 +204,15 @@ class Limiter:
     def _waits(self) -> str:
         now = self.clock()
         left = self._paused - now
-        limit = f", limit {self.requests:g} requests per minute" if self.requests else ""
         if left >= 1:
-            return f"waiting {left:.0f} s: {self._why}{limit}"
+            return f"waiting {left:.0f} s: {self._why}{self._limit_text()}"
         if self._limited:
-            return f"slowed: {self._limited}{limit}"
+            return f"slowed: {self._limited}{self._limit_text()}"
         at, which = self._held
         return f"slowed: {which}" if now - at < LIMIT_TOLD else ""
+
+    def _limit_text(self) -> str:
+        return f", limit {self.requests:g} requests per minute" if self.requests else ""
 
     def _outage(self) -> str:
         if self._failing is None:
@@ -222,7 +224,7 @@ class Limiter:
         return f"no answer from the server for {silent:.0f} s" + (f" ({why})" if why else "")
 
     def _wait(self, now: float, tokens: int) -> float:
-        by_limit = [(self._paused - now, self._why)]
+        by_limit = [(self._paused - now, self._why + self._limit_text())]
         if self.requests:
             which = f"limit {self.requests:g} requests per minute"
             by_limit.append((self._request_pace.wait(now, 1, self.requests), which))

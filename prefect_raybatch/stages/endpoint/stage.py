@@ -127,11 +127,14 @@ class EndpointStage(EngineStage):
             keep = partial(self._keep, shards[i], key)
             requests[i] = HostedRequest(body, tokens, key, keep)
         hosted = cast("EndpointEngine", engine)
-        answers.update(
-            zip(requests, self._ask_server(hosted, shards, list(requests.values())), strict=True)
-        )
-        if self._journal is not None:
-            self._journal.write()  # not after the commit, when the journals are removed
+        try:
+            found = self._ask_server(hosted, shards, list(requests.values()))
+        finally:
+            # Not after the commit, when the journals are removed; and what was paid stays if an
+            # error ends the run, whose actors may be killed at once.
+            if self._journal is not None:
+                self._journal.write()
+        answers.update(zip(requests, found, strict=True))
         pools = self.spec.endpoint.path == "embeddings"
         complete = _vector if pools else _completion
         made: list[RowAnswer] = [
