@@ -34,6 +34,7 @@ LOOKED = (
     LIST_LOOKS * LIST_LOOK_EVERY
 )  # seconds that the list is looked at before a batch is created again
 CRASHES = 2_000
+CHATS = "/v1/chat/completions"
 
 
 class Crash(BaseException):
@@ -136,7 +137,7 @@ class ApiInMemory:
     def create(self, file_id: str, key: str) -> Batch:
         body = {
             "input_file_id": file_id,
-            "endpoint": "/v1/chat/completions",
+            "endpoint": CHATS,
             "completion_window": "24h",
         }
 
@@ -359,7 +360,7 @@ def test_a_batch_that_another_driver_records_meanwhile_is_taken():
     def record() -> None:
         if world.calls["find"] == 2 and not made:
             (file_id,) = world.service.files
-            body = {"input_file_id": file_id, "endpoint": "e", "completion_window": "24h"}
+            body = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
             made.append(world.service.create(body))
             text = f'{{"batch_id": "{made[0]["id"]}"}}'
             world.files[records.slot_path(3, 0, "batch.json")] = text.encode()
@@ -377,7 +378,7 @@ def test_a_batch_of_ones_own_is_cancelled_if_another_driver_records_one_first():
     def record() -> None:
         if world.service.batches and not others:
             (file_id,) = world.service.files
-            body = {"input_file_id": file_id, "endpoint": "e", "completion_window": "24h"}
+            body = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
             others.append(world.service.create(body)["id"])
             text = f'{{"batch_id": "{others[0]}"}}'
             world.files[records.slot_path(3, 0, "batch.json")] = text.encode()
