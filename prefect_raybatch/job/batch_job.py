@@ -410,6 +410,13 @@ def check_logprobs(job: BatchJob) -> None:
         raise ValueError(
             "sampling.logprobs and output.probabilities cannot be combined; remove one of them"
         )
+    if job.engine.endpoint.asked is not None:
+        if logprobs > MOST_LOGPROBS:
+            raise ValueError(
+                f"sampling.logprobs ({logprobs}) exceeds {MOST_LOGPROBS}, the most that a hosted "
+                "model tells; lower it"
+            )
+        return
     most = job.engine.given.get("max_logprobs", MOST_LOGPROBS)
     if isinstance(most, int) and 0 <= most < logprobs:
         raise ValueError(
@@ -489,9 +496,10 @@ def check_endpoint(job: BatchJob) -> None:
     for group, refused in (("prompt", TOKENIZER_PROMPT), ("output", TOKENIZER_OUTPUT)):
         for name in _set(getattr(job, group)):
             if name in refused:
+                instead = ", or use sampling.logprobs instead" if name == "probabilities" else ""
                 raise ValueError(
                     f"{group}.{name} needs the model's tokenizer, and engine.endpoint has none; "
-                    "remove it"
+                    f"remove it{instead}"
                 )
     if job.engine.task not in ("generate", "embed"):
         raise ValueError(
@@ -503,11 +511,6 @@ def check_endpoint(job: BatchJob) -> None:
         raise ValueError(
             "engine.endpoint.api: completions sends one text and no chat; remove prompt.system, "
             "prompt.messages and engine.task, or remove api"
-        )
-    if job.engine.endpoint.batch and (raw or job.engine.task == "embed"):
-        raise ValueError(
-            "engine.endpoint.batch sends chats only; remove batch, or engine.endpoint.api and "
-            "engine.task"
         )
     if job.prompt.images.used and raw:
         raise ValueError(
@@ -522,6 +525,11 @@ def check_endpoint(job: BatchJob) -> None:
         raise ValueError(
             f"prompt.on_too_long: {job.prompt.on_too_long} needs the model's tokenizer, and "
             "engine.endpoint has none; remove it"
+        )
+    if "output_tokens" in job.output.extras and (job.sampling.extra.get("n") or 1) > 1:
+        raise ValueError(
+            "output.extras: output_tokens is unknown with sampling.n and engine.endpoint, whose "
+            "server reports one sum for all answers of a row; remove one of them"
         )
     form = job.sampling.extra.get("structured_outputs")
     if form and set(form) - {"json", "choice"}:
@@ -580,8 +588,8 @@ def check_cascade(job: BatchJob) -> None:
             raise ValueError(f"output.escalate.when.{name} needs {needs}; set it")
         if hosted and name != "fails_schema":
             raise ValueError(
-                f"output.escalate.when.{name} needs the probabilities of vLLM, and "
-                "engine.endpoint gives none; use fails_schema"
+                f"output.escalate.when.{name} needs vLLM as the first engine, not "
+                "engine.endpoint; use fails_schema"
             )
     if ANSWERED_BY in (job.output.column, job.output.row_number):
         raise ValueError(
@@ -611,11 +619,13 @@ def check_token_limit(job: BatchJob) -> None:
     limit = endpoint.tokens_per_minute
     if limit is None or endpoint.batch or pools(job.engine.task) or job.prompt.function is not None:
         return  # nothing is reserved for an answer, or each row may set max_tokens itself
-    if answer is not None and answer >= limit:
+    number = job.sampling.extra.get("n") or 1
+    if answer is not None and answer * number >= limit:
+        times = f", {number} times," if number > 1 else ","
         raise ValueError(
             f"engine.endpoint.tokens_per_minute {limit:,} is no more than sampling.max_tokens "
-            f"{answer:,}, which each row reserves beside its prompt; raise the limit, or lower "
-            "max_tokens"
+            f"{answer:,}{times} which each row reserves beside its prompt; raise the limit, or "
+            f"lower max_tokens{' or n' if number > 1 else ''}"
         )
 
 

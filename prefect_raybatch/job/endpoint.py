@@ -22,7 +22,7 @@ HOSTED_ENGINE = (
 )
 HOSTED_SAMPLING = (
     *("temperature", "max_tokens", "choice", "top_p", "stop", "seed", "frequency_penalty"),
-    *("presence_penalty", "logit_bias", "structured_outputs"),
+    *("presence_penalty", "logit_bias", "structured_outputs", "n", "logprobs"),
 )
 # Fields that need the model's tokenizer, its chat template or its raw answer.
 TOKENIZER_PROMPT = (

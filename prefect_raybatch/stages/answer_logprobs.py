@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
 import pyarrow as pa
@@ -15,10 +15,14 @@ _TOKEN = [("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())]
 
 
 class TokenLogprob(TypedDict):
-    """A token with its log probability, as `STEPS_TYPE` holds it."""
+    """A token with its log probability, as `STEPS_TYPE` holds it.
 
-    id: int
+    One of the two names it: an engine tells its `id`, a hosted model its text in `token`.
+    """
+
+    id: int | None
     logprob: float
+    token: str | None
 
 
 TokenLogprobs = list[TokenLogprob]  # of one step: the chosen token first
@@ -40,20 +44,24 @@ def steps_of(answers: Sequence[Sequence[Step]]) -> list[list[TokenLogprobs]]:
 
 
 def _ordered(step: Step) -> TokenLogprobs:
-    told: TokenLogprobs = [{"id": token, "logprob": value} for token, value in step.items()]
+    told: TokenLogprobs = [
+        {"id": token, "logprob": value, "token": None} for token, value in step.items()
+    ]
     return [*told[:1], *sorted(told, key=lambda one: -one["logprob"])]
 
 
 class TokenTexts:
     """The text of a single token; part of a character shows as the replacement character."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Callable[[], Tokenizer]):
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def learn(self, ids: Iterable[int]) -> None:
         new = sorted(set(ids) - self._known.keys())
-        texts = self._tokenizer.batch_decode([[one] for one in new], skip_special_tokens=False)
+        if not new:  # a hosted model has no tokenizer here
+            return
+        texts = self._tokenizer().batch_decode([[one] for one in new], skip_special_tokens=False)
         self._known.update(zip(new, texts, strict=True))
 
     def __getitem__(self, token: int) -> str:
@@ -64,14 +72,19 @@ def logprobs_told(
     rows: Sequence[Sequence[Sequence[TokenLogprobs]] | None],
     most: int,
     several: bool,
-    tokenizer: Tokenizer,
+    tokenizer: Callable[[], Tokenizer],
 ) -> list[object]:
-    """Return the column for rows of `STEPS_TYPE`, with None for a row without an answer."""
+    """Return the column for rows of `STEPS_TYPE`, with None for a row without an answer.
+
+    The `tokenizer` is loaded where tokens have no text.
+    """
     texts = TokenTexts(tokenizer)
-    texts.learn(o["id"] for row in rows for steps in row or () for s in steps for o in s)
+    every = (o for row in rows for steps in row or () for s in steps for o in s)
+    texts.learn(o["id"] for o in every if o["id"] is not None)
 
     def named(one: TokenLogprob) -> dict[str, object]:
-        return {"token": texts[one["id"]], **one}
+        text = one["token"] if one["id"] is None else texts[one["id"]]
+        return {"token": text, "id": one["id"], "logprob": one["logprob"]}
 
     def step(found: TokenLogprobs) -> dict[str, object]:
         top = {"top": [named(one) for one in found[1 : most + 1]]} if most else {}

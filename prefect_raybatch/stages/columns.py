@@ -30,10 +30,10 @@ MM_TYPE = pa.struct([("vllm", pa.string()), ("key", pa.binary()), ("features", p
 DIGESTS_TYPE = pa.list_(pa.struct([("sha256", pa.string()), ("bytes", pa.int64())]))
 PROBABILITIES_TYPE = pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
-# For each answer and each of its tokens: that token, then the most probable ones.
-STEPS_TYPE = pa.list_(
-    pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
-)
+# For each answer and each of its tokens: that token, then the most probable ones. An engine tells
+# their ids, a hosted model their texts.
+_TOKEN = pa.struct([("id", pa.int32()), ("logprob", pa.float32()), ("token", pa.string())])
+STEPS_TYPE = pa.list_(pa.list_(pa.list_(_TOKEN)))
 TOKENS_TYPE = pa.list_(pa.int32())
 
 

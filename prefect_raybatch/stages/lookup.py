@@ -114,7 +114,7 @@ class LookUp:
         for name, (column, kind) in RAW_COLUMNS.items():
             if name == KEY or (name in OPTIONAL and name not in self.optional):
                 continue
-            values = answers[column].combine_chunks()
+            values = answers[column].combine_chunks().cast(kind)  # of an earlier release
             nothing = pa.nulls(table.num_rows, kind)
             table = table.append_column(name, _where(well, values, nothing))
         first = kinds == ASKED  # tokens count where they were computed, once

@@ -159,7 +159,7 @@ class TextAnswers:
             STEPS.values(table),
             self.sampling.logprobs or 0,
             self.sampling.several,
-            self._tokenizer(),
+            self._tokenizer,
         )
 
     def _parsers(self, parsing: ParsingSpec) -> Parsers:

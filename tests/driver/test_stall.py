@@ -30,6 +30,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.endpoint.limiter import LIMIT_TOLD, Limiter
 
 
 def watch(**limits) -> StallWatch:
@@ -184,6 +185,29 @@ def test_a_wait_that_the_limits_of_a_hosted_model_impose_is_no_stall(tmp_path):
     for clock.now in (3_611.0, 3_650.0):
         made.look()
     assert heard.beats[-1].alarms == 1 and made.failure is not None
+
+
+@pytest.mark.parametrize("limit", [None, 60])
+def test_short_waits_for_a_limit_are_no_stall_however_many_they_are(tmp_path, limit):
+    """The server answers each request by 429, or our own limit lets one leave each second."""
+    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
+    limiter = Limiter(limit, None, 4, 600.0, clock)
+    made.limited = lambda: limiter.usage().waits
+    for _ in range(600):
+        wait, number = limiter.ask(1)
+        if number:
+            signal = "limited" if limit is None else "answered"
+            limiter.settle(number, signal, None, 0.0 if limit else 0.4, "429")
+        clock.now += wait or 0.5
+        made.look()
+        assert (heard.beats[-1].alarms, made.failure) == (0, None)
+    assert clock.now > 100
+    clock.now += LIMIT_TOLD
+    limiter.settle(0, "answered")
+    for _ in range(3):
+        made.look()
+        clock.now += 31.0
+    assert heard.beats[-1].alarms and made.failure is not None
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])

@@ -115,3 +115,44 @@ def test_a_real_server_answers_a_batch_file_and_refuses_a_long_prompt(
     error = json.loads(line)
     assert error["custom_id"] == "3" and error["response"]["status_code"] == 400
     assert "2048" in error["error"]["message"]  # the context, in the server's own words
+
+
+LOCAL = {"model": MODEL, "device": "cpu"}
+CHAT = {"template": "What industry is this company in: {Company}"}
+
+
+def result_of(folder: Path, name: str, engine: dict[str, Any], **groups: Any) -> dict[str, Any]:
+    source = folder / "companies.parquet"
+    names = ["Smith Law", "Acme Health", "Corner Shop", "x"]
+    pq.write_table(pa.table({"Company": names}), source)
+    groups = {"prompt": CHAT, **groups}
+    output = {"uri": str(folder / "out"), **groups.pop("output", {})}
+    job = BatchJob.from_dict(
+        {"name": "both", "source": {"uri": str(source)}, "output": output, "engine": engine}
+        | groups
+    )
+    report = batch_inference(job, name)
+    assert report.good == len(names)
+    return ds.dataset(f"{report.run}/data").to_table().to_pydict()
+
+
+@pytest.mark.whole
+def test_several_answers_and_their_log_probabilities_are_those_of_the_local_engine(
+    vllm: str, tmp_path: Path
+) -> None:
+    """By a seed, both draw the same answers."""
+    sampling = {"n": 2, "temperature": 1.0, "seed": 7, "max_tokens": 6, "logprobs": 3}
+    output = {"extras": ["finish_reason", "prompt_tokens"]}
+    groups = {"sampling": sampling, "output": output}
+    ours = result_of(tmp_path, "local", LOCAL, **groups)
+    hosted = {"endpoint": {"url": vllm, "model": MODEL}}
+    theirs = result_of(tmp_path, "hosted", hosted, **groups)
+    told = [result.pop("logprobs") for result in (ours, theirs)]
+    assert ours == theirs
+    for one, other in zip(*told, strict=True):
+        for answer, same in zip(one, other, strict=True):
+            assert [step["token"] for step in answer] == [step["token"] for step in same]
+            for step, alike in zip(answer, same, strict=True):
+                assert step["logprob"] == pytest.approx(alike["logprob"], abs=1e-3)
+                tops = [[top["logprob"] for top in each["top"]] for each in (step, alike)]
+                assert len(tops[0]) == 3 and tops[0] == pytest.approx(tops[1], abs=1e-3)

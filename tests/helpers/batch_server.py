@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from .openai_server import completion
+from .openai_server import completion, embedding, text_completion
 from .web_server import served
 
 LIVE = ("validating", "in_progress", "finalizing", "cancelling")
@@ -157,11 +157,14 @@ class BatchService:
         answers, errors = [], []
         for number, text in enumerate(self.lines[batch_id]):
             line = json.loads(text)
-            message = line["body"]["messages"][-1]["content"]
+            asked, wrong = line["body"], line["url"] != batch["endpoint"]
+            message = _text_of(asked)
             base = {"id": f"req_{number}", "custom_id": line["custom_id"]}
             if number >= done:
                 error = {"code": f"batch_{fate}", "message": "not worked on"}
                 errors.append({**base, "response": None, "error": error})
+            elif wrong:
+                errors.append({**base, "response": _failed(400, "another url"), "error": None})
             elif "bad" in message:
                 errors.append({**base, "response": _failed(400, "too long"), "error": None})
             elif fate == "quota" and number:
@@ -170,7 +173,7 @@ class BatchService:
                 errors.append({**base, "response": _failed(500, "internal"), "error": None})
             else:
                 self.paid[line["custom_id"]] += 1
-                body = json.loads(completion(f"about {message}"))
+                body = _answer_to(asked, message)
                 response = {"status_code": 200, "request_id": f"r{number}", "body": body}
                 answers.append({**base, "response": response, "error": None})
         status = "completed" if fate in ("half", "quota") else fate
@@ -184,6 +187,19 @@ class BatchService:
                 data = "".join(json.dumps(one) + "\n" for one in reversed(lines)).encode()
                 file_name = f"{batch_id}_{kind}.jsonl"
                 batch[name] = self.upload(file_name, data, "batch_output")["id"]
+
+
+def _text_of(asked: dict[str, Any]) -> str:
+    if "messages" in asked:
+        return asked["messages"][-1]["content"]
+    return asked["prompt"] if "prompt" in asked else asked["input"]
+
+
+def _answer_to(asked: dict[str, Any], text: str) -> dict[str, Any]:
+    if "input" in asked:
+        return json.loads(embedding(text))
+    answer = completion if "messages" in asked else text_completion
+    return json.loads(answer(f"about {text}", body=asked))
 
 
 def _failed(status: int, message: str) -> dict[str, Any]:
@@ -254,8 +270,8 @@ def batch_server(service: BatchService | None = None) -> Iterator[BatchServer]:
                 case ("GET", "models"):
                     return {"data": [{"id": "large"}]}
                 case ("POST", "chat", "completions"):
-                    message = json.loads(data)["messages"][-1]["content"]
-                    return json.loads(completion(f"about {message}"))
+                    asked = json.loads(data)
+                    return _answer_to(asked, _text_of(asked))
                 case ("POST", "files"):
                     return self.upload(data)
                 case ("GET", "files"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from .web_server import served
@@ -43,7 +45,7 @@ class OpenAIServer:
         if "input" in body:
             return 200, {}, embedding(body["input"])
         if "prompt" in body:
-            return 200, {}, text_completion(f"after {body['prompt']}")
+            return 200, {}, text_completion(f"after {body['prompt']}", body)
         text = body["messages"][-1]["content"]
         content = f"about {text}"
         form = body.get("response_format")
@@ -54,20 +56,63 @@ class OpenAIServer:
             content = json.dumps({"label": schema["properties"]["label"]["enum"][0]})
         with self.lock:
             self.answered.append(key)
-        return 200, {}, completion(content)
+        return 200, {}, completion(content, body=body)
 
 
-def completion(content: str | None, finish: str = "stop") -> bytes:
-    message = {"role": "assistant", "content": content}
-    usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
-    choice = {"index": 0, "message": message, "finish_reason": finish}
-    return json.dumps({"object": "chat.completion", "choices": [choice], "usage": usage}).encode()
+def completion(
+    content: str | None, finish: str = "stop", body: Mapping[str, Any] = MappingProxyType({})
+) -> bytes:
+    """The answer to `body`: of several choices, all but the first end in their index."""
+
+    def choice(index: int) -> dict[str, Any]:
+        message = {
+            "role": "assistant",
+            "content": f"{content}{index or ''}" if content else content,
+        }
+        logprobs = chat_logprobs(body.get("top_logprobs", 0)) if body.get("logprobs") else None
+        return {"index": index, "message": message, "finish_reason": finish, "logprobs": logprobs}
+
+    return _answered("chat.completion", choice, body)
 
 
-def text_completion(text: str) -> bytes:
-    usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
-    choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": None}
-    return json.dumps({"object": "text_completion", "choices": [choice], "usage": usage}).encode()
+def text_completion(text: str, body: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    def choice(index: int) -> dict[str, Any]:
+        told = None
+        if (most := body.get("logprobs")) is not None:
+            tops = [dict(islice(LIKELY.items(), most)) for _ in TOKENS] if most else None
+            told = {
+                "tokens": list(TOKENS),
+                "token_logprobs": list(TOKENS.values()),
+                "top_logprobs": tops,
+                "text_offset": [0, 1],
+            }
+        written = f"{text}{index or ''}"
+        return {"index": index, "text": written, "finish_reason": "stop", "logprobs": told}
+
+    return _answered("text_completion", choice, body)
+
+
+def _answered(kind: str, choice: Callable[[int], dict[str, Any]], body: Mapping[str, Any]) -> bytes:
+    """Choices in reverse order, which the API allows; each has seven tokens."""
+    number = body.get("n") or 1
+    usage = {"prompt_tokens": 11, "completion_tokens": 7 * number, "total_tokens": 11 + 7 * number}
+    choices = [choice(index) for index in reversed(range(number))]
+    return json.dumps({"object": kind, "choices": choices, "usage": usage}).encode()
+
+
+# The tokens of an answer, and the most probable ones of each step. The second is half a character.
+TOKENS = {"so": -0.5, "\\xc3": -1.5}
+LIKELY = {"so": -0.5, "no": -1.0, "oh": -3.0}
+
+
+def chat_logprobs(most: int) -> dict[str, Any]:
+    def token(text: str, value: float) -> dict[str, Any]:
+        spelled = [0xC3] if text not in LIKELY else list(text.encode())
+        return {"token": text, "logprob": value, "bytes": spelled}
+
+    tops = [token(*one) for one in islice(LIKELY.items(), most)]
+    content = [{**token(*one), "top_logprobs": tops} for one in TOKENS.items()]
+    return {"content": content, "refusal": None}
 
 
 def embedding(text: str) -> bytes:

@@ -108,7 +108,9 @@ def test_images_travel_in_a_batch(server, tmp_path):
 def test_objects_of_the_stand_in_are_those_of_openais_api():
     service = BatchService(fate=lambda number: "expired")
     body = {"model": "large", "messages": [{"role": "user", "content": "a"}]}
-    line = request_line(client.HostedRequest(body, 1, "key", lambda answer: None))
+    line = request_line(
+        client.HostedRequest(body, 1, "key", lambda answer: None), "chat/completions"
+    )
     file = service.upload("in.jsonl", line * 2)
     FileObject.model_validate(file, strict=True)
     batch = service.create(
@@ -123,6 +125,33 @@ def test_objects_of_the_stand_in_are_those_of_openais_api():
     assert ended.status == "expired" and ended.output_file_id and ended.error_file_id
     answer = json.loads(service.content(ended.output_file_id))["response"]["body"]
     ChatCompletion.model_validate({**answer, "id": "c", "created": 1, "model": "large"})
+
+
+@pytest.mark.parametrize(
+    ("url", "groups", "first"),
+    [
+        ("/v1/completions", {"endpoint": {"api": "completions"}}, "about Company 0"),
+        ("/v1/embeddings", {"engine": {"task": "embed"}}, pytest.approx([0.6, 0.8, 0.0])),
+        (
+            "/v1/chat/completions",
+            {"sampling": {"n": 2, "temperature": 1.0, "logprobs": 0}},
+            ["about Company 0", "about Company 01"],
+        ),
+    ],
+)
+def test_what_else_goes_to_a_batch(url, groups, first, server, tmp_path):
+    server.service.fate = lambda number: "expired" if number == 0 else "completed"
+    _, folder = finished_run(job_of(server, tmp_path, **groups))
+    table = ds.dataset(folder / "data").to_table()
+    assert table.num_rows == ROWS == server.service.paid.total()
+    assert table["response"][0].as_py() == first
+    assert {batch["endpoint"] for batch in server.service.batches.values()} == {url}
+    assert {json.loads(one)["url"] for file in server.service.lines.values() for one in file} == {
+        url
+    }
+    if "sampling" in groups:
+        told = table["logprobs"][0].as_py()
+        assert [[one["token"] for one in answer] for answer in told] == [["so", "\ufffd"]] * 2
 
 
 @pytest.mark.parametrize("how", ["before", "after"])

@@ -309,7 +309,7 @@ def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
     infer_run(job, run, Reader())
     assert told.is_set() and len(lines) >= 2
     for line in lines:
-        assert re.search(r"waiting \d s: 429, limit 60000 requests per minute", line), line
+        assert re.search(r"(waiting \d s|slowed): 429, limit 60000 requests per minute", line), line
     assert not any("starting engines" in line for line in lines)
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.hosted import finished_run, hosted_job
 from helpers.openai_server import openai_server
 
+from prefect_raybatch.ledger.layout import JOURNAL
 from prefect_raybatch.stages.endpoint import journal
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer, HostedChoice
 from prefect_raybatch.stages.endpoint.journal import Journal, read_journal
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.storage import LocalStore
 
-ENTRY = {"key": "k", "content": "c", "finish": "stop", "prompt": 1, "output": 1}
+STEPS = [[{"id": None, "token": "c", "logprob": -0.5}]]
+ANSWER = HostedAnswer((HostedChoice("c", "length", STEPS), HostedChoice("d")), 1, 2)
 
 
 class Slow(LocalStore):
@@ -34,14 +39,14 @@ class Slow(LocalStore):
 def test_a_write_waits_for_the_one_that_has_the_answers(tmp_path: Path) -> None:
     store = Slow(str(tmp_path))
     made = Journal(store)
-    made.add(3, ENTRY)
+    made.add(3, "k", ANSWER)
     assert store.begun.wait(60)  # the journal's own thread has taken the answer
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(made.write)
         assert not asked.done()
         store.may_go_on.set()
         asked.result(60)
-        assert read_journal(store, [3]) == {"k": ENTRY}
+        assert read_journal(store, [3]) == {"k": ANSWER}
     made.close()
 
 
@@ -69,3 +74,22 @@ def test_a_block_is_given_on_when_its_answers_are_written(
     assert not list(folder.rglob("*.jsonl"))
     for stage in stages:
         stage.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"choices": 3},
+        {"choices": [{"text": 3, "finish": "stop", "steps": None}]},
+        {"choices": [{"text": "c", "finish": "stop", "steps": [[{"token": "c"}]]}]},
+        {"choices": [{"text": "c"}]},
+        {"prompt_tokens": "1"},
+        {"error": ["one"]},
+        {"key": 3},
+    ],
+)
+def test_a_damaged_line_counts_as_no_answer(tmp_path: Path, change: dict[str, Any]) -> None:
+    store, line = LocalStore(str(tmp_path)), {"key": "k", **ANSWER.to_json()}
+    lines = [json.dumps({**line, **change}), "[" * 100_000, json.dumps({**line, "key": "well"})]
+    store.put(f"{JOURNAL}/00000003/a.jsonl", "\n".join(lines).encode())
+    assert read_journal(store, [3]) == {"well": ANSWER}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL, Limiter
+from prefect_raybatch.stages.endpoint.limiter import LIMIT_TOLD, LIMIT_WINDOW, TRAVEL, Limiter
 
 
 class Clock:
@@ -105,7 +105,44 @@ def test_a_pause_is_told_with_its_reason_and_the_limit():
     assert limiter.ask(1)[0] == pytest.approx(40, abs=1)
     assert limiter.usage().waits == "waiting 40 s: 429, limit 60 requests per minute"
     clock.now += 41
-    assert limiter.ask(1)[1] and limiter.usage().waits == ""
+    limiter.settle(limiter.ask(1)[1], "answered")
+    assert limiter.usage().waits == ""
+
+
+@pytest.mark.parametrize("pause", [0.2, 0.9, 5.0])
+def test_answers_of_429_are_a_wait_until_another_comes_however_short_their_pauses(pause):
+    clock = Clock()
+    limiter = Limiter(None, None, 4, 600.0, clock)
+    for attempt in range(200):
+        number = limiter.ask(1)[1]
+        clock.now += 30.0  # the server may take its time to say 429
+        assert attempt == 0 or "429" in limiter.usage().waits
+        limiter.settle(number, "limited", None, pause, "429")
+        assert "429" in limiter.usage().waits
+        clock.now += pause
+        assert "429" in limiter.usage().waits
+    limiter.settle(limiter.ask(1)[1], "answered")
+    clock.now += LIMIT_TOLD
+    assert limiter.usage().waits == ""
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [((60, None), "60 requests per minute"), ((None, 600), "600 tokens per minute")],
+)
+def test_a_request_that_our_own_limit_holds_back_is_a_wait_and_one_in_the_queue_is_none(
+    limits, told
+):
+    clock = Clock()
+    limiter = Limiter(*limits, 1, 600.0, clock)
+    number = limiter.ask(10)[1]
+    assert limiter.ask(10)[0] > 0 and limiter.usage().waits == f"slowed: limit {told}"
+    limiter.settle(number, "answered", (5, 5))
+    clock.now += LIMIT_TOLD
+    assert limiter.usage().waits == ""
+    assert limiter.ask(10)[1]
+    clock.now += 2  # the next one could leave, but for the one in flight
+    assert limiter.ask(10)[0] > 0 and limiter.usage().waits == ""
 
 
 def test_requests_of_a_worker_that_died_do_not_stay_in_flight():

@@ -16,7 +16,8 @@ import pytest
 from helpers.batch_server import BatchService, NotFound
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
-from prefect_raybatch.stages.endpoint.client import HostedAnswer, HostedRequest
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
+from prefect_raybatch.stages.endpoint.client import HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
 from prefect_raybatch.stages.hosted_batches import lines, records
 from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
@@ -33,6 +34,7 @@ LOOKED = (
     LIST_LOOKS * LIST_LOOK_EVERY
 )  # seconds that the list is looked at before a batch is created again
 CRASHES = 2_000
+CHATS = "/v1/chat/completions"
 
 
 class Crash(BaseException):
@@ -133,7 +135,11 @@ class ApiInMemory:
         return str(self._call("upload", lambda: self.world.service.upload(name, data))["id"])
 
     def create(self, file_id: str, key: str) -> Batch:
-        body = {"input_file_id": file_id, "endpoint": lines.BATCH_URL, "completion_window": "24h"}
+        body = {
+            "input_file_id": file_id,
+            "endpoint": CHATS,
+            "completion_window": "24h",
+        }
 
         def create() -> dict[str, Any]:
             made = self.world.service.create(body)
@@ -192,7 +198,7 @@ REQUESTS = [request_of(f"row {number}") for number in range(6)]
 
 def shard_of(world: World, attempt: str = "a") -> ShardBatches:
     api, store = cast("BatchApi", ApiInMemory(world)), cast("Store", FilesInMemory(world))
-    return ShardBatches(api, store, 3, attempt, "raybatch-test")
+    return ShardBatches(api, store, 3, attempt, "raybatch-test", "chat/completions")
 
 
 def lived(world: World, crash_at: int | None = None) -> dict[str, HostedAnswer] | None:
@@ -206,7 +212,7 @@ def lived(world: World, crash_at: int | None = None) -> dict[str, HostedAnswer] 
 
 def check_answers(answers: dict[str, HostedAnswer] | None) -> None:
     assert answers is not None
-    assert {key: answer.content for key, answer in answers.items()} == {
+    assert {key: answer.choices[0].text for key, answer in answers.items()} == {
         request.key: f"about {request.body['messages'][0]['content']}" for request in REQUESTS
     }
 
@@ -354,7 +360,7 @@ def test_a_batch_that_another_driver_records_meanwhile_is_taken():
     def record() -> None:
         if world.calls["find"] == 2 and not made:
             (file_id,) = world.service.files
-            body = {"input_file_id": file_id, "endpoint": "e", "completion_window": "24h"}
+            body = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
             made.append(world.service.create(body))
             text = f'{{"batch_id": "{made[0]["id"]}"}}'
             world.files[records.slot_path(3, 0, "batch.json")] = text.encode()
@@ -372,7 +378,7 @@ def test_a_batch_of_ones_own_is_cancelled_if_another_driver_records_one_first():
     def record() -> None:
         if world.service.batches and not others:
             (file_id,) = world.service.files
-            body = {"input_file_id": file_id, "endpoint": "e", "completion_window": "24h"}
+            body = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"}
             others.append(world.service.create(body)["id"])
             text = f'{{"batch_id": "{others[0]}"}}'
             world.files[records.slot_path(3, 0, "batch.json")] = text.encode()
@@ -427,7 +433,8 @@ def test_a_request_without_an_answer_in_three_batches_is_quarantined_with_the_re
     ],
 )
 def test_a_line_that_is_not_as_agreed_leaves_its_request_without_an_answer(line):
-    found = lines.read_lines([line + b"\n"], [request.key for request in REQUESTS])
+    keys = [request.key for request in REQUESTS]
+    found = lines.read_lines([line + b"\n"], keys, "chat/completions")
     assert found.by_key == {} and found.refusal == ""
 
 

@@ -42,9 +42,16 @@ def body_of(
         )
     form = given.pop("structured_outputs", None) or {}
     labels = given.pop("choice", None) or form.get("choice")
+    if given.get("n") == 1:  # the default, which servers without n need not be told
+        del given["n"]
+    most = given.pop("logprobs", None)
     asked: dict[str, Any] = {"messages": messages}
     if endpoint.path == "completions":
         asked = {"prompt": text}
+    if most is not None and endpoint.path == "completions":
+        asked["logprobs"] = most
+    elif most is not None:
+        asked |= {"logprobs": True, **({"top_logprobs": most} if most else {})}
     body = {"model": endpoint.model, **asked, **given}
     if labels:
         body["response_format"] = _json_schema("label", _label_schema(labels))
@@ -77,8 +84,9 @@ def answer_text(content: str, params: SamplingFields) -> str:
 
 
 def reserved_tokens(messages: list[dict[str, Any]], body: Mapping[str, Any]) -> tuple[int, int]:
-    """Return about how many tokens the prompt and the answer of a request take, rather too many."""
-    return prompt_estimate(messages), int(body.get("max_tokens") or 0)
+    """Return about how many tokens a request's prompt and answers take, rather too many."""
+    answer = int(body.get("max_tokens") or 0)
+    return prompt_estimate(messages), answer * int(body.get("n") or 1)
 
 
 def prompt_estimate(messages: list[dict[str, Any]]) -> int:

@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
 from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
+from prefect_raybatch.stages.endpoint.answers import (
+    NOT_AS_AGREED,
+    HostedAnswer,
+    answer_of,
+    row_error,
+)
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter, Signal, Usage
 
@@ -41,11 +47,6 @@ OF_PROBE = {
     404: "check engine.endpoint.url",
 }
 QUOTA = "insufficient_quota"
-# What reading JSON of any shape and depth may raise.
-NOT_AS_AGREED = (
-    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
-    *(OverflowError, RecursionError),
-)
 
 
 class SharedLimiter(Protocol):
@@ -82,17 +83,6 @@ class HostedRequest:
     tokens: int
     key: str
     answered: Callable[[HostedAnswer], None]
-
-
-@dataclass(frozen=True)
-class HostedAnswer:
-    """The server's answer, or the (class, message) of the row's own error."""
-
-    content: str = ""
-    finish: str = "stop"
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: tuple[str, str] | None = None
 
 
 class EndpointEngine:
@@ -233,7 +223,7 @@ class EndpointEngine:
 
         limit = self.spec.tokens_per_minute
         if limit is not None and request.tokens > limit:
-            return _row_error(
+            return row_error(
                 "PromptTooLong",
                 f"the prompt and sampling.max_tokens have about {request.tokens:,} tokens, more "
                 f"than engine.endpoint.tokens_per_minute ({limit:,}). Shorten the row, or lower "
@@ -264,7 +254,7 @@ class EndpointEngine:
             first_failure = first_failure or self._loop.time()
             failures += 1
             if await self._is_of_row(failures, first_failure):
-                return _row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
+                return row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
             self._check_outage(problem)
             await asyncio.sleep(backoff(failures))
 
@@ -320,7 +310,7 @@ class EndpointEngine:
         said, again = await self._refusal(number, response, pause)
         if again:
             return said
-        return _row_error("RequestRefused", f"{said}. Correct the row, or the job's prompt")
+        return row_error("RequestRefused", f"{said}. Correct the row, or the job's prompt")
 
     async def _refusal(
         self, number: int, response: httpx.Response, pause: float | None
@@ -361,38 +351,13 @@ def ask_for_model(spec: EndpointSpec, engine: type[EndpointEngine] = EndpointEng
 
 
 def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:
-    """Return the answer in a response, or what is wrong with it.
-
-    The content of an embedding is the JSON of its numbers.
-    """
+    """Return the answer in a response, or what is wrong with it."""
     if len(response.content) > MOST_ANSWER_BYTES:
         return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
     try:
         return answer_of(response.json(), path)
     except NOT_AS_AGREED:
         return f"the answer is no JSON of /{path}: {_said(response)}"
-
-
-def answer_of(value: Any, path: EndpointPath = "chat/completions") -> HostedAnswer:
-    """Return the answer in what a path of the API answers. Raises `NOT_AS_AGREED` if it is none.
-
-    The content of an embedding is the JSON of its numbers.
-    """
-    usage = value.get("usage") or {}
-    prompt = max(0, int(usage.get("prompt_tokens") or 0))
-    output = max(0, int(usage.get("completion_tokens") or 0))
-    if path == "embeddings":
-        numbers = [float(number) for number in value["data"][0]["embedding"]]
-        return HostedAnswer(json.dumps(numbers), "stop", prompt, 0)
-    choice = value["choices"][0]
-    message = choice["message"] if path == "chat/completions" else {"content": choice["text"]}
-    content = message["content"]
-    finish = choice.get("finish_reason")
-    if content is None and (refusal := message.get("refusal")):
-        return _row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
-    if not isinstance(content, str):
-        return _row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
-    return HostedAnswer(content, "length" if finish == "length" else "stop", prompt, output)
 
 
 def remedy_of(status: int, text: str) -> str | None:
@@ -405,10 +370,6 @@ def remedy_of(status: int, text: str) -> str | None:
 def is_passing(status: int) -> bool:
     """Return whether an error of that status may be gone when the request is sent again."""
     return status in (408, 409, 425) or status >= 500
-
-
-def _row_error(kind: str, message: str) -> HostedAnswer:
-    return HostedAnswer(error=(kind, message))
 
 
 def _said(response: httpx.Response) -> str:

@@ -1,8 +1,8 @@
 """Keeps answers of a hosted model until their shard is committed, so that none is paid twice.
 
 Answers are written at least once a second, each time as a new object: object stores cannot append.
-A file holds JSON lines of {key, content, finish, prompt, output}. What cannot be read is asked
-again.
+A file holds JSON lines: each an answer (`HostedAnswer.to_json`) with the key of its request. What
+cannot be read is asked again.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.ledger.layout import JOURNAL
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 WRITE_EVERY = 0.5  # seconds between two writes
 MOST_JOURNAL_BYTES = 256 << 20  # of one file
-ENTRY_FIELDS = {"key": str, "content": str, "finish": str, "prompt": int, "output": int}
 
 
 class Journal:
@@ -36,10 +35,11 @@ class Journal:
         self._thread = threading.Thread(target=self._main, name="raybatch-journal", daemon=True)
         self._thread.start()
 
-    def add(self, shard: int, entry: Mapping[str, Any]) -> None:
-        """Keep an answer; it is written within a second."""
+    def add(self, shard: int, key: str, answer: HostedAnswer) -> None:
+        """Keep the answer to the request of that key; it is written within a second."""
+        line = json.dumps({"key": key, **answer.to_json()})
         with self._lock:
-            self._lines.setdefault(shard, []).append(json.dumps(entry))
+            self._lines.setdefault(shard, []).append(line)
         self._wake.set()
 
     def close(self) -> None:
@@ -69,9 +69,9 @@ class Journal:
                     log.warning("cannot write %s: %s", path, error)
 
 
-def read_journal(store: Store, shards: Iterable[int]) -> dict[str, dict[str, Any]]:
+def read_journal(store: Store, shards: Iterable[int]) -> dict[str, HostedAnswer]:
     """Return the answers in the journals of shards by the key of their request."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, HostedAnswer] = {}
     for shard in shards:
         for info in store.list(f"{JOURNAL}/{shard:08d}"):
             for line in (
@@ -81,7 +81,7 @@ def read_journal(store: Store, shards: Iterable[int]) -> dict[str, dict[str, Any
                 if entry is None:
                     log.warning("%s: a line cannot be read; its row is asked again", info.path)
                 else:
-                    found[entry["key"]] = entry
+                    found[entry[0]] = entry[1]
     return found
 
 
@@ -90,11 +90,12 @@ def remove_journal(store: Store) -> None:
     store.delete([info.path for info in store.list(JOURNAL)])
 
 
-def _entry(line: str) -> dict[str, Any] | None:
+def _entry(line: str) -> tuple[str, HostedAnswer] | None:
     try:
-        entry = json.loads(line)
-    except ValueError:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or set(entry) != set(ENTRY_FIELDS):
+    if not isinstance(value, dict) or not isinstance(value.get("key"), str):
         return None
-    return entry if all(type(entry[name]) is kind for name, kind in ENTRY_FIELDS.items()) else None
+    answer = HostedAnswer.from_json(value)
+    return None if answer is None else (value["key"], answer)

@@ -22,6 +22,8 @@ BURST = 1.0  # seconds of a limit per minute that may be used at once
 TRAVEL = 2.0  # seconds that a request may take to the server
 CLOCK_ROUNDING = 1e-6  # seconds
 OUTAGE_TOLD = 10.0  # seconds without any answer that are an outage of the server
+# Seconds for which a limit that held a request back is told: longer than between two looks at it.
+LIMIT_TOLD = 15.0
 FIRST_IN_FLIGHT = 8.0
 SLOWER, FASTER = 0.5, 1.0  # factor of requests in flight after 429, and steps per round of answers
 Signal = Literal["answered", "limited", "failed"]
@@ -103,6 +105,8 @@ class Limiter:
     _why: str = ""
     _cut: float = 0.0  # when the requests in flight were last halved
     _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
+    _limited: str = ""  # why the latest request got a 429, "" if it did not
+    _held: tuple[float, str] = (-LIMIT_TOLD, "")  # when a limit last held a request back, and which
     _failing: tuple[float, str] | None = None  # since when no request is answered, and why
     _batches: dict[int, BatchCounts] = field(default_factory=dict)  # by shard
 
@@ -151,6 +155,7 @@ class Limiter:
             sent = self._flying.pop(number, None)
             if sent is not None:
                 sent.settled = now
+            self._limited = (why or "429") if signal == "limited" else ""
             since = now if self._failing is None else self._failing[0]
             self._failing = (since, why) if signal == "failed" else None
             if used is not None:
@@ -192,14 +197,22 @@ class Limiter:
     def usage(self) -> Usage:
         """Return what was sent, and why nothing is sent now."""
         with self._lock:
-            left = self._paused - self.clock()
-            limit = (
-                "" if self.requests is None else f", limit {self.requests:g} requests per minute"
-            )
-            waits = f"waiting {left:.0f} s: {self._why}{limit}" if left >= 1 else ""
             requests, prompt, output = self._usage
             batches = _batches_text(self._batches.values())
-            return Usage(requests, prompt, output, waits, batches, self._outage())
+            return Usage(requests, prompt, output, self._waits(), batches, self._outage())
+
+    def _waits(self) -> str:
+        now = self.clock()
+        left = self._paused - now
+        if left >= 1:
+            return f"waiting {left:.0f} s: {self._why}{self._limit_text()}"
+        if self._limited:
+            return f"slowed: {self._limited}{self._limit_text()}"
+        at, which = self._held
+        return f"slowed: {which}" if now - at < LIMIT_TOLD else ""
+
+    def _limit_text(self) -> str:
+        return f", limit {self.requests:g} requests per minute" if self.requests else ""
 
     def _outage(self) -> str:
         if self._failing is None:
@@ -211,17 +224,21 @@ class Limiter:
         return f"no answer from the server for {silent:.0f} s" + (f" ({why})" if why else "")
 
     def _wait(self, now: float, tokens: int) -> float:
-        waits = [self._paused - now]
-        if len(self._flying) >= int(self.allowed):
-            waits.append(0.05)
+        by_limit = [(self._paused - now, self._why + self._limit_text())]
         if self.requests:
-            waits.append(self._request_pace.wait(now, 1, self.requests))
-            waits.append(self._until_room(now, len(self._sent) + 1 - self.requests, False))
+            which = f"limit {self.requests:g} requests per minute"
+            by_limit.append((self._request_pace.wait(now, 1, self.requests), which))
+            over = len(self._sent) + 1 - self.requests
+            by_limit.append((self._until_room(now, over, False), which))
         if self.tokens:
-            waits.append(self._token_pace.wait(now, tokens, self.tokens))
+            which = f"limit {self.tokens:g} tokens per minute"
+            by_limit.append((self._token_pace.wait(now, tokens, self.tokens), which))
             over = sum(one.tokens for one in self._sent) + tokens - self.tokens
-            waits.append(self._until_room(now, over, True))
-        return max(waits)
+            by_limit.append((self._until_room(now, over, True), which))
+        wait, which = max(by_limit)
+        if wait > 0:
+            self._held = now, which
+        return max(wait, 0.05) if len(self._flying) >= int(self.allowed) else wait
 
     def _until_room(self, now: float, over: float, by_tokens: bool) -> float:
         """Return the seconds until `over` requests or tokens stop counting."""

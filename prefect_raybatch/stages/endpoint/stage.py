@@ -19,10 +19,10 @@ from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import failures_of, lost_all
 from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.body import answer_text, body_of, reserved_tokens
 from prefect_raybatch.stages.endpoint.client import (
     EndpointEngine,
-    HostedAnswer,
     HostedRequest,
     SharedLimiter,
 )
@@ -31,6 +31,7 @@ from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, fields_of
 from prefect_raybatch.stages.order import arrange
 from prefect_raybatch.stages.pooling import without_misfits
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.pooling import RowAnswer
@@ -119,20 +120,21 @@ class EndpointStage(EngineStage):
                 answers[i] = HostedAnswer(error=("ValueError", str(error)))
                 continue
             key = _key(self.spec.run, shards[i], positions[i], body)
-            if (entry := kept.get(key)) is not None:
-                answers[i] = HostedAnswer(
-                    entry["content"], entry["finish"], entry["prompt"], entry["output"]
-                )
+            if key in kept:
+                answers[i] = kept[key]
                 continue
             tokens = sum(reserved_tokens(messages, body))
             keep = partial(self._keep, shards[i], key)
             requests[i] = HostedRequest(body, tokens, key, keep)
         hosted = cast("EndpointEngine", engine)
-        answers.update(
-            zip(requests, self._ask_server(hosted, shards, list(requests.values())), strict=True)
-        )
-        if self._journal is not None:
-            self._journal.write()  # not after the commit, when the journals are removed
+        try:
+            found = self._ask_server(hosted, shards, list(requests.values()))
+        finally:
+            # Not after the commit, when the journals are removed; and what was paid stays if an
+            # error ends the run, whose actors may be killed at once.
+            if self._journal is not None:
+                self._journal.write()
+        answers.update(zip(requests, found, strict=True))
         pools = self.spec.endpoint.path == "embeddings"
         complete = _vector if pools else _completion
         made: list[RowAnswer] = [
@@ -148,31 +150,51 @@ class EndpointStage(EngineStage):
 
     def _keep(self, shard: int, key: str, answer: HostedAnswer) -> None:
         if self._journal is not None:
-            self._journal.add(
-                shard,
-                {
-                    "key": key,
-                    "content": answer.content,
-                    "finish": answer.finish,
-                    "prompt": answer.prompt_tokens,
-                    "output": answer.output_tokens,
-                },
-            )
+            self._journal.add(shard, key, answer)
 
 
 def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
     """Return an answer as an engine gives it.
 
-    The server tells how many tokens it has, not which: they are zeros.
+    The server tells how many tokens its choices have together, but not which: they are zeros, of
+    which each choice gets the same number.
     """
     from prefect_raybatch.stages.vllm.stepper import Completion
 
-    if answer.error is not None:
-        return Completion([], error=answer.error)
-    text = answer_text(answer.content, params)
+    error = answer.error or _lacking(answer, params)
+    if error is not None:
+        return Completion([], error=error)
+    choices = answer.choices
+    share, over = divmod(answer.output_tokens, len(choices))
+    finishes: list[str | None] = [choice.finish for choice in choices]
     return Completion(
-        [[0] * answer.output_tokens], [text], answer.finish, prompt_tokens=answer.prompt_tokens
+        [[0] * (share + (number < over)) for number in range(len(choices))],
+        [answer_text(choice.text, params) for choice in choices],
+        next((one for one in finishes if one != "stop"), "stop"),
+        prompt_tokens=answer.prompt_tokens,
+        finish_reasons=finishes if len(choices) > 1 else None,
+        told=[choice.steps or [] for choice in choices] if _asks_logprobs(params) else None,
     )
+
+
+def _lacking(answer: HostedAnswer, params: SamplingFields) -> tuple[str, str] | None:
+    """Return the error of a row whose server left out what was asked for; None if it did not."""
+    asked = params.get("n") or 1
+    if len(answer.choices) != asked:
+        return "AnswersMissing", (
+            f"the server returned {counted(len(answer.choices), 'answer')}, and sampling.n asks "
+            f"for {asked}. Use a server that supports n, or remove sampling.n"
+        )
+    if _asks_logprobs(params) and any(choice.steps is None for choice in answer.choices):
+        return "LogprobsMissing", (
+            "the server returned no log probabilities. Use a server and model that support "
+            "logprobs, or remove sampling.logprobs"
+        )
+    return None
+
+
+def _asks_logprobs(params: SamplingFields) -> bool:
+    return params.get("logprobs") is not None
 
 
 def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
@@ -181,7 +203,7 @@ def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
 
     if answer.error is not None:
         return Completion([], error=answer.error)
-    vector = np.asarray(json.loads(answer.content), np.float32)
+    vector = np.asarray(json.loads(answer.choices[0].text), np.float32)
     length = float(np.linalg.norm(vector))
     if params.get("use_activation", True) and 0.0 < length < float("inf"):
         vector = vector / length

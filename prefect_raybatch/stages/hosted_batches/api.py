@@ -12,10 +12,11 @@ from urllib.parse import quote
 
 from prefect_raybatch.bounded import Returned
 from prefect_raybatch.errors import EndpointRefused
-from prefect_raybatch.stages.endpoint.client import NOT_AS_AGREED, EndpointEngine, backoff
+from prefect_raybatch.stages.endpoint.answers import NOT_AS_AGREED
+from prefect_raybatch.stages.endpoint.client import EndpointEngine, backoff
 from prefect_raybatch.stages.endpoint.headers import limits_of, pause_of
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
-from prefect_raybatch.stages.hosted_batches.lines import BATCH_URL, said_in
+from prefect_raybatch.stages.hosted_batches.lines import batch_url, said_in
 
 if TYPE_CHECKING:
     import httpx
@@ -141,7 +142,7 @@ class BatchEngine(EndpointEngine):
     def create(self, file_id: str, key: str) -> Batch:
         body = {
             "input_file_id": file_id,
-            "endpoint": BATCH_URL,
+            "endpoint": batch_url(self.spec.path),
             "completion_window": COMPLETION_WINDOW,
         }
         given = {"json": body, "headers": {"Idempotency-Key": key}}

@@ -7,17 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect_raybatch.spec.endpoint import EndpointPath
+from prefect_raybatch.stages.endpoint.answers import NOT_AS_AGREED, HostedAnswer, answer_of
 from prefect_raybatch.stages.endpoint.client import (
-    NOT_AS_AGREED,
     QUOTED_TEXT,
-    HostedAnswer,
     HostedRequest,
-    answer_of,
     is_passing,
     remedy_of,
 )
 
-BATCH_URL = "/v1/chat/completions"
 MOST_REQUESTS, MOST_FILE_BYTES = 50_000, 200_000_000  # of a batch's input file
 # Codes of lines that were not worked on.
 UNTRIED = ("batch_expired", "batch_cancelled")
@@ -44,14 +42,20 @@ class BatchAnswers:
     refusal: str = ""
 
 
-def request_line(request: HostedRequest) -> bytes:
+def batch_url(path: EndpointPath) -> str:
+    """Return a path as input files and batches name it, whatever the server's base URL is."""
+    return f"/v1/{path}"
+
+
+def request_line(request: HostedRequest, path: EndpointPath) -> bytes:
     """Return a request's line in an input file."""
-    line = {"custom_id": request.key, "method": "POST", "url": BATCH_URL, "body": request.body}
+    url = batch_url(path)
+    line = {"custom_id": request.key, "method": "POST", "url": url, "body": request.body}
     return json.dumps(line).encode() + b"\n"
 
 
 def split_requests(
-    requests: Iterable[HostedRequest],
+    requests: Iterable[HostedRequest], path: EndpointPath
 ) -> Iterator[tuple[list[HostedRequest], bytes]]:
     """Yield the requests and the bytes of each input file, within the API's limits.
 
@@ -61,7 +65,7 @@ def split_requests(
     lines: list[bytes] = []
     size = 0
     for request in requests:
-        line = request_line(request)
+        line = request_line(request, path)
         if len(line) > MOST_FILE_BYTES:
             yield [request], b""
             continue
@@ -75,7 +79,7 @@ def split_requests(
         yield chosen, b"".join(lines)
 
 
-def read_lines(files: Iterable[bytes], keys: Sequence[str]) -> BatchAnswers:
+def read_lines(files: Iterable[bytes], keys: Sequence[str], path: EndpointPath) -> BatchAnswers:
     """Return what the output and error files of a batch say about its requests.
 
     A line that cannot be read leaves its request without an answer.
@@ -84,13 +88,13 @@ def read_lines(files: Iterable[bytes], keys: Sequence[str]) -> BatchAnswers:
     for data in files:
         for text in data.split(b"\n"):
             if text.strip():
-                _read_line(text, asked, found)
+                _read_line(text, asked, path, found)
     for key in found.by_key:
         found.passing.pop(key, None)
     return found
 
 
-def _read_line(text: bytes, asked: set[str], found: BatchAnswers) -> None:
+def _read_line(text: bytes, asked: set[str], path: EndpointPath, found: BatchAnswers) -> None:
     try:
         line = json.loads(text)
         key = line["custom_id"]
@@ -103,9 +107,9 @@ def _read_line(text: bytes, asked: set[str], found: BatchAnswers) -> None:
         return
     if status == 200:
         try:
-            found.by_key[key] = answer_of(body)
+            found.by_key[key] = answer_of(body, path)
         except NOT_AS_AGREED:
-            found.passing[key] = "the answer is no chat completion in JSON"
+            found.passing[key] = f"the answer is no JSON of /{path}"
         return
     code, message = said_in(error if status == 0 else body)
     said = f"{status}: {message}" if status else f"{code}: {message}"

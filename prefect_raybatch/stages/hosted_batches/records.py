@@ -16,8 +16,7 @@ from typing import Any
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import BATCHES
-from prefect_raybatch.stages.endpoint.client import HostedAnswer
-from prefect_raybatch.stages.endpoint.journal import ENTRY_FIELDS
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.storage import Store
 from prefect_raybatch.storage.proof import Sums, bad_upload, holds
 
@@ -91,16 +90,7 @@ def put_outcome(store: Store, slot: Slot, outcome: BatchOutcome) -> bool:
     """Record the end of a slot's batch; return False if another driver has recorded it."""
     lines: list[dict[str, Any]] = [{"why": outcome.why, "counts": outcome.counts}]
     for key, answer in outcome.answers.items():
-        lines.append(
-            {
-                "key": key,
-                "content": answer.content,
-                "finish": answer.finish,
-                "prompt": answer.prompt_tokens,
-                "output": answer.output_tokens,
-                "error": answer.error,
-            }
-        )
+        lines.append({"key": key, **answer.to_json()})
     text = "\n".join(json.dumps(line) for line in lines)
     return _put_record(store, slot.path("answers.jsonl"), text)
 
@@ -117,8 +107,8 @@ def read_outcome(store: Store, slot: Slot) -> BatchOutcome | None:
     answers = {}
     for line in rest:
         value = _parsed(line)
-        answer = _answer(value)
-        if answer is None:
+        answer = HostedAnswer.from_json(value)
+        if answer is None or not isinstance(value.get("key"), str):
             log.warning("%s: a line cannot be read; its row is asked again", path)
         else:
             answers[value["key"]] = answer
@@ -192,23 +182,6 @@ def _put_record(store: Store, path: str, text: str) -> bool:
     if not holds(store, store.stat(path), Sums.of(data)):
         raise bad_upload(store, path)
     return True
-
-
-def _answer(value: Mapping[str, Any]) -> HostedAnswer | None:
-    if not all(type(value.get(name)) is kind for name, kind in ENTRY_FIELDS.items()):
-        return None
-    error = value.get("error")
-    if error is not None and not (
-        isinstance(error, list) and [type(part) for part in error] == [str, str]
-    ):
-        return None
-    return HostedAnswer(
-        value["content"],
-        value["finish"],
-        value["prompt"],
-        value["output"],
-        None if error is None else (error[0], error[1]),
-    )
 
 
 def _read_json(store: Store, path: str) -> dict[str, Any]:

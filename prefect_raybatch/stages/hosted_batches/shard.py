@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
-from prefect_raybatch.stages.endpoint.client import HostedAnswer, HostedRequest
+from prefect_raybatch.spec.endpoint import EndpointPath
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
+from prefect_raybatch.stages.endpoint.client import HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
 from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
 from prefect_raybatch.stages.hosted_batches.lines import (
@@ -49,14 +51,22 @@ FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0  # while the server's
 
 
 class ShardBatches:
-    """BatchAnswers requests of one shard by batches.
+    """Answers requests of one shard by batches.
 
     `store` is rooted at the run directory; `attempt` is the name of this attempt; `name` begins the
-    names of the run's files at the server.
+    names of the run's files at the server; `path` is where a single request would go.
     """
 
-    def __init__(self, api: BatchApi, store: Store, shard: int, attempt: str, name: str):
-        self.api, self.store, self.shard = api, store, shard
+    def __init__(
+        self,
+        api: BatchApi,
+        store: Store,
+        shard: int,
+        attempt: str,
+        name: str,
+        path: EndpointPath,
+    ):
+        self.api, self.store, self.shard, self.path = api, store, shard, path
         self.attempt, self.name = attempt, name
         self._slots: list[Slot] = []
         self._done: Counter[int] = Counter()  # by slot
@@ -145,7 +155,7 @@ class ShardBatches:
         is_behind, number = self._adopt(asked)
         if is_behind:
             return
-        for requests, data in split_requests(pending):
+        for requests, data in split_requests(pending, self.path):
             keys = [request.key for request in requests]
             if not data:
                 text = f"the request has over {MOST_FILE_BYTES:,} bytes. Shorten the row"
@@ -236,7 +246,8 @@ class ShardBatches:
         """Record what an ended batch has answered, then remove its files from the server."""
         files = [one for one in (batch.output_file_id, batch.error_file_id) if one]
         contents = [self.api.download(one) for one in files]
-        answers = read_lines((data for data in contents if data is not None), slot.keys)
+        there = (data for data in contents if data is not None)
+        answers = read_lines(there, slot.keys, self.path)
         counts = self._look_at_errors(slot, batch, answers)
         if answers.refusal or (batch.status == "cancelled" and was_cancelled(self.store)):
             counts = False  # the requests without an answer were not tried

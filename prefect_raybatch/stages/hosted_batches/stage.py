@@ -16,7 +16,8 @@ from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.block import lost_all
-from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedAnswer, HostedRequest
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer
+from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import Limiter
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.hosted_batches.api import BatchEngine
@@ -54,7 +55,12 @@ class BatchStage(EndpointStage):
             return []
         spec = self.spec
         shard = ShardBatches(
-            cast("BatchEngine", engine), spec.store, shards[0], spec.attempt, files_name(spec.store)
+            cast("BatchEngine", engine),
+            spec.store,
+            shards[0],
+            spec.attempt,
+            files_name(spec.store),
+            spec.endpoint.path,
         )
         answers = shard.answer(requests)
         return [answers[request.key] for request in requests]

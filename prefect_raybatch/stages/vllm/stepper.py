@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from prefect_raybatch.stages.answer_logprobs import TokenLogprobs
+
 WINDOW = 3
 """Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
 when the first one's tail leaves slots free."""
@@ -87,6 +89,7 @@ class Completion:
         `stop`, so that a cut-off one shows. None with an error.
     logprobs: where `logprob_token_ids` were asked for, those of the answer's first step.
     steps: where `logprobs` were asked for, those of each answer and each of its tokens.
+    told: the same as `steps`, as a server tells it: by the texts of tokens.
     later: those of the further requests that went with this one (`label_probabilities`).
     finish_reasons: that of each answer, where there are several.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
@@ -104,6 +107,7 @@ class Completion:
     logprobs: dict[int, float] | None = None
     later: list[dict[int, float]] = field(default_factory=list)
     steps: list[list[dict[int, float]]] | None = None
+    told: list[list[TokenLogprobs]] | None = None
     vector: np.ndarray | None = None
 
 

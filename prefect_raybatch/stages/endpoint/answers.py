@@ -1,0 +1,146 @@
+"""What a server answers: read from its JSON, and kept as JSON in a run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prefect_raybatch.spec.endpoint import EndpointPath
+from prefect_raybatch.stages.answer_logprobs import TokenLogprob, TokenLogprobs
+
+# What reading JSON of any shape and depth may raise.
+NOT_AS_AGREED = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+
+
+@dataclass(frozen=True)
+class HostedChoice:
+    """One of the answers to a request.
+
+    `text` of an embedding is the JSON of its numbers. `steps` are the log probabilities of its
+    tokens, None without any.
+    """
+
+    text: str
+    finish: str = "stop"
+    steps: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class HostedAnswer:
+    """The server's answers to a request, or the (class, message) of the row's own error.
+
+    `output_tokens` is the sum over all choices: servers do not report each.
+    """
+
+    choices: tuple[HostedChoice, ...] = ()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: tuple[str, str] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values of which `from_json` makes an equal answer."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> HostedAnswer | None:
+        """Return the answer in plain values; None if they are damaged."""
+        try:
+            choices = tuple(_kept_choice(one) for one in value["choices"])
+            prompt, output, error = (
+                value[name] for name in ("prompt_tokens", "output_tokens", "error")
+            )
+            if error is not None:
+                kind, message = error
+                error = (_checked(kind, str), _checked(message, str))
+            return cls(choices, _checked(prompt, int), _checked(output, int), error)
+        except NOT_AS_AGREED:
+            return None
+
+
+def row_error(kind: str, message: str) -> HostedAnswer:
+    return HostedAnswer(error=(kind, message))
+
+
+def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
+    """Return the answer in what a path of the API answers. Raises `NOT_AS_AGREED` if it is none."""
+    usage = value.get("usage") or {}
+    prompt = max(0, int(usage.get("prompt_tokens") or 0))
+    output = max(0, int(usage.get("completion_tokens") or 0))
+    if path == "embeddings":
+        numbers = [float(number) for number in value["data"][0]["embedding"]]
+        return HostedAnswer((HostedChoice(json.dumps(numbers)),), prompt)
+    choices = []
+    for choice in _in_order(value["choices"]):
+        message = choice["message"] if path == "chat/completions" else {"content": choice["text"]}
+        content, finish = message["content"], choice.get("finish_reason")
+        if content is None and (refusal := message.get("refusal")):
+            return row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
+        if not isinstance(content, str):
+            return row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
+        reason = "length" if finish == "length" else "stop"
+        choices.append(HostedChoice(content, reason, _steps_in(choice.get("logprobs"), path)))
+    if not choices:
+        raise ValueError("no choices")
+    return HostedAnswer(tuple(choices), prompt, output)
+
+
+def _in_order(choices: Sequence[Any]) -> list[Any]:
+    """Return choices in the order of their index, which servers need not keep."""
+    return sorted(choices, key=lambda choice: int(choice.get("index") or 0))
+
+
+def _steps_in(logprobs: Any, path: EndpointPath) -> list[TokenLogprobs] | None:
+    """Return the tokens of a choice with their log probabilities; None if it has none to read."""
+    if logprobs is None:
+        return None
+    try:
+        if path == "completions":
+            return _completion_steps(logprobs)
+        return [
+            _step(_chat_token(one), [_chat_token(other) for other in one.get("top_logprobs") or ()])
+            for one in logprobs["content"]
+        ]
+    except NOT_AS_AGREED:
+        return None
+
+
+def _chat_token(value: Any) -> TokenLogprob:
+    text, spelled = value["token"], value.get("bytes")
+    if spelled:  # part of a character, which servers write in ways of their own
+        text = bytes(spelled).decode("utf-8", "replace")
+    return _token(text, value["logprob"])
+
+
+def _completion_steps(logprobs: Any) -> list[TokenLogprobs]:
+    tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+    most = logprobs.get("top_logprobs") or [None] * len(tokens)
+    return [
+        _step(_token(token, value), [_token(*other) for other in (top or {}).items()])
+        for token, value, top in zip(tokens, values, most, strict=True)
+    ]
+
+
+def _step(chosen: TokenLogprob, others: list[TokenLogprob]) -> TokenLogprobs:
+    return [chosen, *sorted(others, key=lambda one: -one["logprob"])]
+
+
+def _token(text: Any, value: Any) -> TokenLogprob:
+    return {"id": None, "token": _checked(text, str), "logprob": float(value)}
+
+
+def _kept_choice(value: Mapping[str, Any]) -> HostedChoice:
+    steps = value["steps"]
+    if steps is not None:
+        steps = [[_token(one["token"], one["logprob"]) for one in step] for step in steps]
+    return HostedChoice(_checked(value["text"], str), _checked(value["finish"], str), steps)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not of {kind}")
+    return value
