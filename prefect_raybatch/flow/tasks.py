@@ -49,6 +49,7 @@ from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import (
     with_access,
     with_endpoint_fields,
+    with_judge_fields,
     with_run_words,
     with_store_options,
 )
@@ -462,5 +463,8 @@ def with_blocks(job: BatchJob) -> BatchJob:
     hosted = job.engine.endpoint.block
     if hosted is not None:
         job = with_endpoint_fields(job, endpoint_of(hosted))
+    judge = job.quality.judge.block
+    if judge is not None:
+        job = with_judge_fields(job, endpoint_of(judge, "quality.judge.endpoint.block"))
     block = job.cluster.block
     return job if block is None else with_access(job, access_of(block))

@@ -89,7 +89,11 @@ def with_verdicts(
     golden = golden_of(quality, output)
     key = judgement_id(judge, golden)
     before = read_judgement(store)
-    if before is not None and before.plan == plan.hash and (before.key == key or not with_other_judge):
+    if (
+        before is not None
+        and before.plan == plan.hash
+        and (before.key == key or not with_other_judge)
+    ):
         return report
     place = store.sub(f"{JUDGE}/{key}")
     rows = _rows(place, report, member, judge, output, golden)

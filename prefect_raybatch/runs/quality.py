@@ -77,7 +77,7 @@ def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> st
     if not judge.asked:
         return ""
     own = _model_of(judge.whole_engine)
-    if own not in (_model_of(engine), larger and _model_of(larger)):
+    if own == (None, None) or own not in (_model_of(engine), larger and _model_of(larger)):
         return ""
     return (
         f"quality.judge: {judge.name} judges its own answers, and models prefer these. Name "

@@ -236,10 +236,12 @@ def test_what_a_judgement_that_was_broken_off_cost_is_in_the_cost_of_the_run(
     with pytest.raises(EndpointRefused):
         completed(job_of(tmp_path, server, {"sample": 40}, **priced), "night")
     verdict_of(server, lambda row: True)
-    limit = {"limits": {"max_cost": 20 * 11 * 1000 / 1e6}, **priced}
+    asked = len(server.bodies)
+    limit = {"limits": {"max_cost": 0.1}, **priced}
     other = job_of(tmp_path, server, {"prompt": "Another: " + PROMPT}, **limit)
-    with pytest.raises(CostExceeded, match=r"limits\.max_cost"):
+    with pytest.raises(CostExceeded, match=r"nothing of limits\.max_cost 0\.1 is left"):
         finalize_run(other, plan_run(other, "night"))
+    assert len(server.bodies) == asked
     limit["limits"]["max_cost"] = 10
     third = job_of(tmp_path, server, {"prompt": "Another: " + PROMPT}, **limit)
     report = finalize_run(third, plan_run(third, "night"))
