@@ -270,11 +270,18 @@ def finalize_run(
 
 
 def _with_quality(
-    report: RunReport, member: Member, job: BatchJob, written: str | None, again: bool = False
+    report: RunReport,
+    member: Member,
+    job: BatchJob,
+    written: str | None,
+    for_publishing: bool = False,
 ) -> RunReport:
-    """Return the report of a finished run with its accuracy, by golden rows and by a judge."""
+    """Return the report of a finished run with its accuracy, by golden rows and by a judge.
+
+    `for_publishing` measures a measured run once more if judge or golden rows may have changed.
+    """
     written = written or job.output.uri
-    report = measured(report, member, job.quality, job.output, written, again)
+    report = measured(report, member, job.quality, job.output, written, for_publishing)
     if not job.quality.judge.asked:
         return report
 
@@ -284,7 +291,9 @@ def _with_quality(
         return _finalized(own, run, infer_run(own, run))
 
     most = job.limits.max_cost
-    return with_verdicts(report, member, job.quality, job.output, most, written, ask, again)
+    return with_verdicts(
+        *(report, member, job.quality, job.output, most, written, ask), for_publishing
+    )
 
 
 def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
@@ -378,7 +387,7 @@ def publish_run(
         report = load_report(member.ledger.store)
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
-            report = _with_quality(report, member, job, written, again=True)
+            report = _with_quality(report, member, job, written, for_publishing=True)
         check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 

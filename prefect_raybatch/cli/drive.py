@@ -195,7 +195,8 @@ def with_keys(job: BatchJob) -> BatchJob:
     unencrypted.
     """
     stores = (job.source.credentials_block, job.output.credentials_block)
-    if not any((*stores, job.cluster.block, job.engine.endpoint.block)):
+    models = (job.engine.endpoint.block, job.quality.judge.block)
+    if not any((*stores, job.cluster.block, *models)):
         return job
     from prefect_raybatch.doctor.services import check_api
     from prefect_raybatch.flow.tasks import with_blocks

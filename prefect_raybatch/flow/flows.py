@@ -172,11 +172,11 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
         with engines_early():
             run = plan_shards(job, key, **({"accept": accept} if accept else {}))
             progress = infer_shards(job, run)
+        return _ended(job, run, progress, notes)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal as signal:
         return cast(RunReport, _ended_cancelled(signal, key))
-    return _ended(job, run, progress, notes)
 
 
 @contextmanager

@@ -101,8 +101,8 @@ def show_history(
     """Show the history of the job `name` whose run has just ended.
 
     `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if
-    the run has far fewer rows than usual, unless `limited`, or if it drifted. An error
-    here is only logged and never fails the run.
+    the run has far fewer rows than usual, unless `limited`, if its accuracy fell, or if it drifted.
+    An error here is only logged and never fails the run.
     """
     try:
         written = uri or output.uri
@@ -120,11 +120,25 @@ def show_history(
         notes.remarks = [*unusual, *(text for text, applies in about.items() if applies)]
         notes.seconds = line.elapsed or 0.0
     if tell:
-        for measure, series in line.series.items():
-            if series.rings:
-                log.warning("run %s: %s: %s", run_key, measure, series.text())
+        _tell_fallen(line, name)
         _tell_few_rows(line, name, unusual)
         _tell_drift(line, name, changed_fields(page, line, output.options))
+
+
+def _tell_fallen(line: HistoryLine, job: str) -> None:
+    """Emit one event for all measures by which the accuracy fell."""
+    fallen = {measure: series for measure, series in line.series.items() if series.rings}
+    if not fallen:
+        return
+    texts = [f"{measure}: {series.text()}" for measure, series in fallen.items()]
+    for text in texts:
+        log.warning("run %s: %s", line.run_key, text)
+    RunEvents(line.run_key, job).emit(
+        "accuracy.fell",
+        run=line.run,
+        about="; ".join(texts),
+        e_values={measure: series.e_value for measure, series in fallen.items()},
+    )
 
 
 def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:

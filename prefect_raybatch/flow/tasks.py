@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.compile.job import cluster_spec, size_spec
 from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Ticker
 from prefect_raybatch.driver.stops import Sample, Stop, failed_sample, last_stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
@@ -35,6 +36,7 @@ from prefect_raybatch.flow.away import watched
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.endpoint import endpoint_of
 from prefect_raybatch.flow.blocks.store import options_of
+from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.origin import add_pull_folder
@@ -47,6 +49,7 @@ from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import (
     with_access,
     with_endpoint_fields,
+    with_judge_fields,
     with_run_words,
     with_store_options,
 )
@@ -54,6 +57,7 @@ from prefect_raybatch.job.run_words import date_of_key, today
 from prefect_raybatch.job.trust import check_blocks, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.quality.judgement import is_judging
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
@@ -207,18 +211,20 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     """
     with logs_in_page(), _failures_shown("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
-        with _recorded(loaded, run, FINALIZING):
+        # An attempt that was stopped while the answers were judged has told nothing.
+        is_new = not run.finished or is_judging(run_store(loaded.output, run.run_key))
+        with _recorded(loaded, run, FINALIZING), _ended_if_cancelled(loaded):
             report = finalize(loaded, run, progress, written_uri(job.output.uri))
         with watched() as api, api.within():
             _show_report(job.name, report)
         written = written_uri(job.output.uri)
         show_history(
             *(loaded.name, loaded.output, run.run_key),
-            tell=not run.finished,
+            tell=is_new,
             uri=written,
             limited=loaded.source.most_rows is not None,
         )
-        if not run.finished:  # else an earlier flow run has logged it
+        if is_new:  # else an earlier flow run has logged it
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
@@ -251,7 +257,8 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
             return load_report(open_store(run.uri, loaded.output.options or None))
         steps: list[str] = []
         began = time.time()
-        report = publish(loaded, run.uri, steps.append, written=written_uri(job.output.uri))
+        with _ended_if_cancelled(loaded):
+            report = publish(loaded, run.uri, steps.append, written=written_uri(job.output.uri))
         for publication in report.published:
             verb, text = published_verb(publication, began), published_text(publication)
             get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
@@ -353,6 +360,16 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
     return recorded_attempt(store, job, run.run_key, phase, begin=False)
 
 
+def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:
+    """End this process if the flow run is cancelled during the block and its worker does not.
+
+    Only for a job with a judge, which works for as long as inference may.
+    """
+    if not job.quality.judge.asked:
+        return nullcontext()
+    return Ticker("cancellation", CANCEL_LOOK, CancelWatch().look)
+
+
 def _job_of(run_dir: str) -> str:
     """Return the name of a run's job, for its artifacts; else the name of the directory."""
     with suppress(RayBatchError, OSError):
@@ -446,5 +463,8 @@ def with_blocks(job: BatchJob) -> BatchJob:
     hosted = job.engine.endpoint.block
     if hosted is not None:
         job = with_endpoint_fields(job, endpoint_of(hosted))
+    judge = job.quality.judge.block
+    if judge is not None:
+        job = with_judge_fields(job, endpoint_of(judge, "quality.judge.endpoint.block"))
     block = job.cluster.block
     return job if block is None else with_access(job, access_of(block))

@@ -16,7 +16,7 @@ from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.escalate import first_changes, larger_changes
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.judge import judge_job
+from prefect_raybatch.job.judge import judge_fields, judge_job
 from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
@@ -111,16 +111,40 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
 
     Raises `ConfigError` if the job has another URL, which would get the block's key.
     """
-    endpoint = job.engine.endpoint
+    made = _endpoint_of_block("engine.endpoint", job.engine.endpoint, fields)
+    return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
+
+
+def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
+    """Return the job with a block's fields in its `quality.judge.endpoint`, in the same way.
+
+    Raises `ConfigError` too if limits.max_cost needs prices that neither has.
+    """
+    quality, judge = job.quality, job.quality.judge
+    own = ModelEndpoint.model_validate(judge.endpoint)
+    made = _endpoint_of_block("quality.judge.endpoint", own, fields)
+    values = {name: value for name, value in made if name in made.model_fields_set}
+    judge = judge.model_copy(update={"endpoint": values})
+    job = job.model_copy(update={"quality": quality.model_copy(update={"judge": judge})})
+    try:
+        judging_job(job, "rows.parquet", "runs", job.limits.max_cost)
+    except ConfigError as error:
+        raise ConfigError(judge_fields(str(error).removeprefix("quality.judge: "))) from None
+    return job
+
+
+def _endpoint_of_block(
+    where: str, endpoint: ModelEndpoint, fields: Mapping[str, object]
+) -> ModelEndpoint:
+    """Return the endpoint at the field `where` with the fields of its block."""
     own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
     own = {name: value for name, value in own.items() if value is not None}
     if own.get("url", fields["url"]) != fields["url"]:
         raise ConfigError(
-            f"engine.endpoint.url: the block {endpoint.block} is for {fields['url']} and its key "
+            f"{where}.url: the block {endpoint.block} is for {fields['url']} and its key "
             "goes nowhere else; remove url, or remove block"
         )
-    made = ModelEndpoint.model_validate({**fields, **own})
-    return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
+    return ModelEndpoint.model_validate({**fields, **own})
 
 
 def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:

@@ -98,8 +98,11 @@ class Escalate(Group):
         return {key: shown[key] for key in value if key in shown}
 
 
-def check_second_engine(value: Mapping[str, Any], who: str) -> None:
-    """Raise ValueError if a mapping is no engine of a second model; `who` names that model."""
+def check_second_engine(value: Mapping[str, Any], who: str, may_name_block: bool = False) -> None:
+    """Raise ValueError if a mapping is no engine of a second model; `who` names that model.
+
+    `may_name_block`: the endpoint may name a saved Prefect block.
+    """
     try:
         engine = Engine.model_validate(value)
     except ValidationError as error:
@@ -112,7 +115,7 @@ def check_second_engine(value: Mapping[str, Any], who: str) -> None:
         "adapters": bool(engine.adapters),
         "order": engine.order == "run",
         "max_model_len": engine.max_model_len == "auto",
-        "endpoint.block": engine.endpoint.block is not None,
+        "endpoint.block": engine.endpoint.block is not None and not may_name_block,
     }
     for name, is_set in refused.items():
         if is_set:

@@ -68,7 +68,7 @@ class Judge(Group):
             if name in self.engine:
                 raise ValueError(f"engine.{name}: set {name} of the judge itself; remove it here")
         try:
-            check_second_engine(self.engine_fields, WHO)
+            check_second_engine(self.engine_fields, WHO, may_name_block=True)
         except ValueError as error:
             own = str(error).startswith(("model", "endpoint"))
             raise ValueError(f"{'' if own else 'engine: '}{error}") from None
@@ -92,8 +92,13 @@ class Judge(Group):
 
     @property
     def name(self) -> str:
-        """Return the name of the judge's model."""
-        return str(self.model or self.endpoint.get("model"))
+        """Return the name of the judge's model, or of the block that is not loaded yet."""
+        return str(self.model or self.endpoint.get("model") or self.endpoint.get("block"))
+
+    @property
+    def block(self) -> str | None:
+        """Return the saved Prefect block of a hosted judge, if it names one."""
+        return ModelEndpoint.model_validate(self.endpoint).block if self.endpoint else None
 
     def _shown(self, name: str, value: Any) -> Any:
         groups: dict[str, type[Group]] = {"engine": Engine, "endpoint": ModelEndpoint}

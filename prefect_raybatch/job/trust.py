@@ -140,6 +140,7 @@ def _check_blocks(reach: Reach, job: BatchJob) -> None:
     reach.block("output.credentials_block", job.output.credentials_block)
     reach.block("cluster.block", job.cluster.block)
     reach.block("engine.endpoint.block", job.engine.endpoint.block)
+    reach.block("quality.judge.endpoint.block", job.quality.judge.block)
 
 
 def _check_cluster(reach: Reach, cluster: Cluster) -> None:

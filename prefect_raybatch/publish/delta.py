@@ -103,10 +103,11 @@ class DeltaSink(FolderSink):
     def _commit(self, handle: DeltaTable, rows: AnsweredRows) -> None:
         from deltalake import CommitProperties, Transaction, write_deltalake
 
-        # Beyond the last one: a table that was restored keeps the transactions it went back behind.
+        # Count on from the table's last number: a restored table keeps the numbers of the
+        # transactions that it no longer contains.
         app_id = _app_id(rows.plan)
         number = (handle.transaction_version(app_id) or 0) + 1
-        # No retries by the library: what it tries again it does not look for first.
+        # No retries by the library: it does not check whether the first try was committed.
         properties = CommitProperties(
             custom_metadata=rows.marks,
             max_commit_retries=0 if self.target.mode == "merge" else None,

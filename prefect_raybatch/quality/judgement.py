@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from pydantic import TypeAdapter
 
-from prefect_raybatch.ledger.layout import JUDGEMENT
+from prefect_raybatch.ledger.layout import JUDGE, JUDGEMENT
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
@@ -19,12 +19,14 @@ from prefect_raybatch.quality.correction import LEAST_LABELLED, Confusion, Label
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
+JUDGE_RUNS = "runs"  # folder of a judgement, with the run in which the judge answers
+
 
 @dataclass(frozen=True)
 class RejectedAnswer(StrictRecord):
-    """An answer that the judge called wrong: what it was asked, cut to a length."""
+    """An answer that the judge called wrong: the row that it was shown, cut to a length."""
 
-    asked: str
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -218,3 +220,16 @@ def read_judgement(store: Store) -> Judgement | None:
     except FileNotFoundError:
         return None
     return read_json(_RECORD, without_checksum(data, f"{store.uri}/{JUDGEMENT}"), JUDGEMENT)
+
+
+def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:
+    """Yield (judgement, run directory) of each run in which a judge answers about this run."""
+    for judgement in store.sub(JUDGE).folders():
+        runs = store.sub(f"{JUDGE}/{judgement}/{JUDGE_RUNS}")
+        for name in runs.folders():
+            yield judgement, runs.sub(name)
+
+
+def is_judging(store: Store) -> bool:
+    """Return whether a judge has begun on the run's answers and not ended."""
+    return any(True for _ in store.sub(JUDGE).folders()) and not store.holds(JUDGEMENT)

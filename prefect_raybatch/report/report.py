@@ -301,7 +301,7 @@ def wrong_table(report: RunReport) -> list[dict[str, str]]:
 def rejected_table(report: RunReport) -> list[dict[str, str]]:
     """Return some rows whose answers the judge called wrong."""
     rejected = report.judgement.rejected if report.judgement else ()
-    return [{"judged row": one.asked} for one in rejected]
+    return [{"judged row": one.shown} for one in rejected]
 
 
 def cascade_table(report: RunReport) -> list[dict[str, str]]:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import compile_plan
-from prefect_raybatch.errors import CostExceeded, RayBatchError
+from prefect_raybatch.compile.job import compile_plan, planned_job, prices_of
+from prefect_raybatch.driver.cost import HOUR, spent_on
+from prefect_raybatch.errors import CostExceeded, RayBatchError, RunDrained
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.judge import ROW, SAYS_RIGHT, VERDICT, Judge, judge_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import JUDGE
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, golden_numbers
@@ -32,14 +35,16 @@ from prefect_raybatch.quality.judged_rows import (
     judged_to_parquet,
 )
 from prefect_raybatch.quality.judgement import (
+    JUDGE_RUNS,
     JudgedRow,
-    Judgement,
     RejectedAnswer,
+    judge_runs,
     judgement_of,
     put_judgement,
     read_judgement,
 )
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.costs import plain_price
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.quality import golden_of
 from prefect_raybatch.runs.run_history import series_before
@@ -52,10 +57,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JUDGED_FILE = "rows.parquet"
-JUDGE_RUNS = "runs"
 MOST_ROWS_BYTES = 1 << 30
 REJECTED_SHOWN = 10
-LONGEST_ASKED = 300  # characters of a shown row
+LONGEST_SHOWN = 300  # characters of a shown row
 
 
 # Runs the judge over the rows of a file, in a run below a folder, for at most that cost.
@@ -70,11 +74,11 @@ def with_verdicts(
     most_cost: float | None,
     written: str,
     ask: AskJudge,
-    again: bool = False,
+    with_other_judge: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with the judgement of the job's judge.
 
-    A run that was judged is judged `again`, by another judge or prompt, only if asked for. A retry
+    A run that was judged is judged by another judge or prompt only if `with_other_judge`. A retry
     of failed rows is no sample of the input, so it is not judged. Rows and judge together may cost
     `most_cost`. `written` is output.uri as written in the job. Raises what `ask` raises; the next
     call resumes it.
@@ -83,25 +87,32 @@ def with_verdicts(
     if not judge.asked or plan.parent is not None:
         return report
     golden = golden_of(quality, output)
-    key = _key(judge, golden)
+    key = judgement_id(judge, golden)
     before = read_judgement(store)
-    if before is not None and before.plan == plan.hash and (before.key == key or not again):
+    if (
+        before is not None
+        and before.plan == plan.hash
+        and (before.key == key or not with_other_judge)
+    ):
         return report
     place = store.sub(f"{JUDGE}/{key}")
     rows = _rows(place, report, member, judge, output, golden)
     verdicts: list[bool | None] = []
+    others = _cost_of_others(store, key)
     cost: Mapping[str, float] = {}
-    currency = ""
+    currency = report.currency
     if rows.num_rows:
-        left = _left(report, most_cost)
+        left = _left(report, others, most_cost)
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
         try:
             ended = ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
+        except RunDrained:  # its message is that of any drained run, and names no field
+            raise
         except RayBatchError as error:  # it names fields of the judge's own job
             error.args = (f"quality.judge: {judge_fields(str(error))}",)
             raise
         verdicts = _verdicts(ended, output, rows.num_rows)
-        cost, currency = _with_earlier(ended.cost, before, plan.hash), ended.currency
+        cost, currency = ended.cost, ended.currency or currency
     flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
     judgement = judgement_of(
         plan=plan.hash,
@@ -110,7 +121,7 @@ def with_verdicts(
         judged=list(map(JudgedRow, *flags)),
         has_golden=golden is not None,
         rejected=_rejected(rows, verdicts),
-        cost=cost,
+        cost={name: cost.get(name, 0.0) + others.get(name, 0.0) for name in {*cost, *others}},
         currency=currency,
     )
     if judgement.rows:
@@ -123,17 +134,21 @@ def with_verdicts(
     return report
 
 
-def _with_earlier(
-    cost: Mapping[str, float], before: Judgement | None, plan: str
-) -> Mapping[str, float]:
-    """Return the cost of the judge's run with that of the judgement that it replaces."""
-    if before is None or before.plan != plan:
-        return cost
-    names = {*cost, *before.cost}
-    return {name: cost.get(name, 0.0) + before.cost.get(name, 0.0) for name in names}
+def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
+    """Return what the run's other judgements cost, also those that were broken off."""
+    found: Counter[str] = Counter()
+    for judgement, run in judge_runs(store):
+        ledger = Ledger(run)
+        plan = ledger.load_plan()
+        if judgement == key or plan is None:
+            continue
+        spent = spent_on(ledger, plan)
+        found["gpu_hours"] += spent.gpu_seconds / HOUR
+        found["total"] += spent.at(plain_price(prices_of(planned_job(plan).cluster))) or 0.0
+    return {name: value for name, value in found.items() if value}
 
 
-def _key(judge: Judge, golden: Golden | None) -> str:
+def judgement_id(judge: Judge, golden: Golden | None) -> str:
     """Return what identifies the judge, its prompt, its sample and the golden rows.
 
     Of a hosted judge the URL and the model count: with another API key, limit or timeout, a
@@ -174,11 +189,12 @@ def _rows(
     return judged_from_parquet(place.read(JUDGED_FILE, MOST_ROWS_BYTES))
 
 
-def _left(report: RunReport, most: float | None) -> float | None:
-    """Return what the judge may cost: limits.max_cost without what the rows cost."""
+def _left(report: RunReport, others: Mapping[str, float], most: float | None) -> float | None:
+    """Return what the judge may cost: limits.max_cost without rows and `others`' judgements."""
     if most is None:
         return None
-    spent = report.cost.get("total", 0.0)
+    rows = report.cost.get("total", 0.0) - report.cost.get("judge", 0.0)
+    spent = rows + others.get("total", 0.0)
     if spent >= most:
         raise CostExceeded(
             f"{report.run} is complete, but was not judged: it cost "
@@ -207,4 +223,4 @@ def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedA
         return []
     wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
     texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
-    return [RejectedAnswer(text[:LONGEST_ASKED]) for text in texts]
+    return [RejectedAnswer(text[:LONGEST_SHOWN]) for text in texts]

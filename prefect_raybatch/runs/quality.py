@@ -77,7 +77,7 @@ def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> st
     if not judge.asked:
         return ""
     own = _model_of(judge.whole_engine)
-    if own not in (_model_of(engine), larger and _model_of(larger)):
+    if own == (None, None) or own not in (_model_of(engine), larger and _model_of(larger)):
         return ""
     return (
         f"quality.judge: {judge.name} judges its own answers, and models prefer these. Name "
@@ -98,11 +98,11 @@ def measured(
     quality: Quality,
     output: Output,
     written: str,
-    again: bool = False,
+    even_if_measured: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with its accuracy on the job's golden rows.
 
-    A run that was measured is measured `again` only if asked for. A retry of failed rows is no
+    A run that was measured is measured once more only if `even_if_measured`. A retry of failed rows is no
     sample of the input, so it is not measured. `written` is output.uri as written in the job, which
     has the earlier runs that it is compared with.
     """
@@ -110,7 +110,7 @@ def measured(
     if quality.golden is None or plan.parent is not None:
         return report
     before = read_accuracy(store)
-    if before is not None and before.plan == plan.hash and not again:
+    if before is not None and before.plan == plan.hash and not even_if_measured:
         return report
     golden = golden_of(quality, output)
     if golden is None:

@@ -803,7 +803,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 15
+        assert len(known) == 16
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -829,8 +829,9 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 live.told_high = live.told_late = live.told_dear = live.told_slow = False
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
                 live.outage(171.0)
+                live.events.emit("accuracy.fell", about="judge: e-value 120", run="s3://b/k")
                 live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 14:
+                if len({p["subject"] for p in pages}) >= 15:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -847,6 +848,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "industries-1: many rows fail",
         "industries-1 will be late",
         "industries-1: answers have drifted",
+        "industries-1: the accuracy fell",
         "industries-1: far fewer rows than usual",
         "industries-1: cost near the limit",
         "industries-1: Prefect was unreachable",
@@ -861,6 +863,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert "1 alive" in said["industries-1 stalls"] and "s3://b/k" in said["industries-1 stalls"]
     assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
     assert "the labels differ" in said["industries-1: answers have drifted"]
+    assert "e-value 120" in said["industries-1: the accuracy fell"]
     assert "What to do: look" in said["failed-night failed"]
     assert "8.00 spent; limits.max_cost is 9.00" in said["industries-1: cost near the limit"]
     assert "unreachable for 2 min 51 s" in said["industries-1: Prefect was unreachable"]

@@ -127,7 +127,7 @@ def test_a_sample_is_judged_and_shown_with_its_exact_interval(tmp_path, server):
     assert (judgement.right, judgement.rows, judgement.not_judged) == (right, 20, 0)
     assert (judgement.low, judgement.high) == pytest.approx(interval(right, 20), abs=1e-6)
     assert len(judgement.rejected) == 20 - right
-    assert all(ASKED.sub("", one.asked) for one in judgement.rejected)
+    assert all(ASKED.sub("", one.shown) for one in judgement.rejected)
     for page in (markdown(report), html(report)):
         assert f"large called {right} of 20 answers right" in page
         assert "Answers that the judge called wrong" in page
@@ -219,6 +219,36 @@ def test_the_cost_of_a_judgement_that_is_replaced_stays_in_that_of_the_run(tmp_p
     other = job_of(tmp_path, server, {"prompt": "Another: " + PROMPT}, output=output)
     both = publish_run(other, str(tmp_path / "out/night")).cost["judge"]
     assert first > 0 and both == pytest.approx(2 * first, rel=0.5)
+
+
+def test_what_a_judgement_that_was_broken_off_cost_is_in_the_cost_of_the_run(
+    tmp_path, server, monkeypatch
+):
+    in_small_shards(monkeypatch)
+
+    def revoked(number: int, body: dict[str, Any]) -> Answer:
+        if number >= 12:
+            return failing(401, "no such key")
+        return 200, {}, completion('{"label": "right"}')
+
+    priced = {"cluster": {"price_per_gpu_hour": 1.0}}
+    server.fault = revoked
+    with pytest.raises(EndpointRefused):
+        completed(job_of(tmp_path, server, {"sample": 40}, **priced), "night")
+    verdict_of(server, lambda row: True)
+    asked = len(server.bodies)
+    limit = {"limits": {"max_cost": 0.1}, **priced}
+    other = job_of(tmp_path, server, {"prompt": "Another: " + PROMPT}, **limit)
+    with pytest.raises(CostExceeded, match=r"nothing of limits\.max_cost 0\.1 is left"):
+        finalize_run(other, plan_run(other, "night"))
+    assert len(server.bodies) == asked
+    limit["limits"]["max_cost"] = 10
+    third = job_of(tmp_path, server, {"prompt": "Another: " + PROMPT}, **limit)
+    report = finalize_run(third, plan_run(third, "night"))
+    assert report.judgement is not None and report.judgement.rows == 20
+    row = 11 * 1000 / 1e6
+    assert 30 * row < report.cost["judge"] == pytest.approx(report.cost["total"])
+    assert load_report(open_store(report.run)).cost == report.cost
 
 
 def test_a_run_without_answers_has_nothing_to_judge(tmp_path, server):

@@ -96,15 +96,14 @@ class HostedModel(FormBlock, CredentialsBlock):
         return httpx.Client(base_url=self.url, headers=headers, timeout=self.timeout)
 
 
-def endpoint_of(name: str) -> dict[str, Any]:
-    """Return the fields of the saved block hosted-model/NAME.
+def endpoint_of(name: str, where: str = "engine.endpoint.block") -> dict[str, Any]:
+    """Return the fields of the saved block hosted-model/NAME; `where` is the field that names it.
 
     Raises `ConfigError` if the block cannot be loaded.
     """
-    block = load_block("engine.endpoint.block", name)
+    block = load_block(where, name)
     if not isinstance(block, HostedModel):
         raise ConfigError(
-            f"engine.endpoint.block: {name!r} is no HostedModel block; name one as "
-            "hosted-model/NAME"
+            f"{where}: {name!r} is no HostedModel block; name one as hosted-model/NAME"
         )
     return block.endpoint_fields()

@@ -275,7 +275,7 @@ class IcebergSource(TableSource):
     def _check_files(self, files: Iterable[str]) -> None:
         """Raise an error for files that the table may not name.
 
-        A catalog is trusted with the locations of its tables' files on S3.
+        A catalog is trusted with the locations of its tables' files on object stores.
         """
         place = str(self._table.location()) if self._of_catalog else self.pin.uri
         named = (file for file in files if not (self._of_catalog and is_remote(file)))
