@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 JUDGED_FILE = "rows.parquet"
 MOST_ROWS_BYTES = 1 << 30
 REJECTED_SHOWN = 10
-LONGEST_SHOWN = 300  # characters of a shown row
+JUDGED_ROW_SHOWN = 300  # characters of a shown row
 
 
 # Runs the judge over the rows of a file, in a run below a folder, for at most that cost.
@@ -223,4 +223,4 @@ def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedA
         return []
     wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
     texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
-    return [RejectedAnswer(text[:LONGEST_SHOWN]) for text in texts]
+    return [RejectedAnswer(text[:JUDGED_ROW_SHOWN]) for text in texts]
