@@ -37,6 +37,7 @@ from prefect_raybatch.quality.judged_rows import (
 from prefect_raybatch.quality.judgement import (
     JUDGE_RUNS,
     JudgedRow,
+    Judgement,
     RejectedAnswer,
     judge_runs,
     judgement_of,
@@ -124,14 +125,21 @@ def with_verdicts(
         cost={name: cost.get(name, 0.0) + others.get(name, 0.0) for name in {*cost, *others}},
         currency=currency,
     )
-    if judgement.rows:
-        earlier = series_before(written, output.options or None, plan, read_judgement)
-        series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
-        judgement = replace(judgement, series=series)
-    put_judgement(store, judgement)
+    put_judgement(store, _with_series(judgement, judge, member, output, written))
     report = load_report(store)
     put_pages(store, report)
     return report
+
+
+def _with_series(
+    judgement: Judgement, judge: Judge, member: Member, output: Output, written: str
+) -> Judgement:
+    """Return the judgement compared with those of earlier runs; one of no row as it is."""
+    if not judgement.rows:
+        return judgement
+    earlier = series_before(written, output.options or None, member.plan, read_judgement)
+    series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
+    return replace(judgement, series=series)
 
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
