@@ -105,13 +105,7 @@ def with_verdicts(
     if rows.num_rows:
         left = _left(report, others, most_cost)
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
-        try:
-            ended = ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
-        except RunDrained:  # its message is that of any drained run, and names no field
-            raise
-        except RayBatchError as error:  # it names fields of the judge's own job
-            error.args = (f"quality.judge: {judge_fields(str(error))}",)
-            raise
+        ended = _ask(ask, place, left)
         verdicts = _verdicts(ended, output, rows.num_rows)
         cost, currency = ended.cost, ended.currency or currency
     flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
@@ -129,6 +123,17 @@ def with_verdicts(
     report = load_report(store)
     put_pages(store, report)
     return report
+
+
+def _ask(ask: AskJudge, place: Store, left: float | None) -> RunReport:
+    """Run the judge over the rows at `place`; name the user's fields in its errors."""
+    try:
+        return ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
+    except RunDrained:  # its message is that of any drained run, and names no field
+        raise
+    except RayBatchError as error:  # it names fields of the judge's own job
+        error.args = (f"quality.judge: {judge_fields(str(error))}",)
+        raise
 
 
 def _with_series(
