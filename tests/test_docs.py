@@ -176,7 +176,7 @@ def test_every_event_and_metric_is_told() -> None:
     events = set(re.findall(r'emit\(\s*"([a-z.]+)"', sources()))
     metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {COMPLETED_METRIC}
     page = text_of("reference/events-and-metrics.md")
-    assert len(events) == 15 and len(metrics) > 10
+    assert len(events) == 16 and len(metrics) > 10
     assert set(re.findall(r"^\| `raybatch\.([a-z.]+)` \|", page, re.M)) == events
     assert set(re.findall(r"`(raybatch_[a-z_]+)`", page)) == metrics
 

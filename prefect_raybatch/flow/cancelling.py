@@ -29,7 +29,7 @@ ENDED_BY_ITSELF = (
     "kept."
 )
 
-_noticed: set[UUID] = set()  # flow runs that this process ends
+NOTICED: set[UUID] = set()  # flow runs that this process ends
 
 
 class CancelWatch:
@@ -41,7 +41,7 @@ class CancelWatch:
 
     def look(self) -> None:
         """Send SIGTERM to this process if the flow run has been Cancelling for `grace` seconds."""
-        if self.run is None or self.run in _noticed:
+        if self.run is None or self.run in NOTICED:
             return
         state = None
         with suppress(*NO_ANSWER):
@@ -53,14 +53,14 @@ class CancelWatch:
         # Without a handler the signal would end the process without its `finally` clauses.
         if now - self._since < self.grace or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             return
-        _noticed.add(self.run)
+        NOTICED.add(self.run)
         log.warning("the flow run is Cancelling, but its worker does not end it; ending it here")
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def ended_by_cancellation() -> bool:
     """Return whether this process ended the current flow run because it was cancelled."""
-    return root_run() in _noticed
+    return root_run() in NOTICED
 
 
 def _state_of(run: UUID) -> State | None:

@@ -37,6 +37,7 @@ from prefect_raybatch.quality.judged_rows import (
 from prefect_raybatch.quality.judgement import (
     JUDGE_RUNS,
     JudgedRow,
+    Judgement,
     RejectedAnswer,
     judge_runs,
     judgement_of,
@@ -59,7 +60,7 @@ log = logging.getLogger(__name__)
 JUDGED_FILE = "rows.parquet"
 MOST_ROWS_BYTES = 1 << 30
 REJECTED_SHOWN = 10
-LONGEST_SHOWN = 300  # characters of a shown row
+JUDGED_ROW_SHOWN = 300  # characters of a shown row
 
 
 # Runs the judge over the rows of a file, in a run below a folder, for at most that cost.
@@ -104,13 +105,7 @@ def with_verdicts(
     if rows.num_rows:
         left = _left(report, others, most_cost)
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
-        try:
-            ended = ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
-        except RunDrained:  # its message is that of any drained run, and names no field
-            raise
-        except RayBatchError as error:  # it names fields of the judge's own job
-            error.args = (f"quality.judge: {judge_fields(str(error))}",)
-            raise
+        ended = _ask(ask, place, left)
         verdicts = _verdicts(ended, output, rows.num_rows)
         cost, currency = ended.cost, ended.currency or currency
     flags = (rows[IN_SAMPLE].to_pylist(), verdicts, rows[KNOWN_RIGHT].to_pylist())
@@ -124,14 +119,32 @@ def with_verdicts(
         cost={name: cost.get(name, 0.0) + others.get(name, 0.0) for name in {*cost, *others}},
         currency=currency,
     )
-    if judgement.rows:
-        earlier = series_before(written, output.options or None, plan, read_judgement)
-        series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
-        judgement = replace(judgement, series=series)
-    put_judgement(store, judgement)
+    put_judgement(store, _with_series(judgement, judge, member, output, written))
     report = load_report(store)
     put_pages(store, report)
     return report
+
+
+def _ask(ask: AskJudge, place: Store, left: float | None) -> RunReport:
+    """Run the judge over the rows at `place`; name the user's fields in its errors."""
+    try:
+        return ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
+    except RunDrained:  # its message is that of any drained run, and names no field
+        raise
+    except RayBatchError as error:  # it names fields of the judge's own job
+        error.args = (f"quality.judge: {judge_fields(str(error))}",)
+        raise
+
+
+def _with_series(
+    judgement: Judgement, judge: Judge, member: Member, output: Output, written: str
+) -> Judgement:
+    """Return the judgement compared with those of earlier runs; one of no row as it is."""
+    if not judgement.rows:
+        return judgement
+    earlier = series_before(written, output.options or None, member.plan, read_judgement)
+    series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
+    return replace(judgement, series=series)
 
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
@@ -223,4 +236,4 @@ def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedA
         return []
     wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
     texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
-    return [RejectedAnswer(text[:LONGEST_SHOWN]) for text in texts]
+    return [RejectedAnswer(text[:JUDGED_ROW_SHOWN]) for text in texts]

@@ -102,9 +102,9 @@ def measured(
 ) -> RunReport:
     """Return the report of a finished run with its accuracy on the job's golden rows.
 
-    A run that was measured is measured once more only if `even_if_measured`. A retry of failed rows is no
-    sample of the input, so it is not measured. `written` is output.uri as written in the job, which
-    has the earlier runs that it is compared with.
+    A run that was measured is measured once more only if `even_if_measured`. A retry of failed rows
+    is no sample of the input, so it is not measured. `written` is output.uri as written in the job,
+    which has the earlier runs that it is compared with.
     """
     store, plan = member.ledger.store, member.plan
     if quality.golden is None or plan.parent is not None:

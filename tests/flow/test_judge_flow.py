@@ -110,6 +110,7 @@ def test_a_drain_while_judging_ends_the_flow_as_drained_and_a_retry_judges_on(
         judges_on(job, run, verdicts)
 
 
+@pytest.mark.whole
 def test_a_cancellation_while_judging_that_no_worker_notices_ends_the_flow_as_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def test_a_cancellation_while_judging_that_no_worker_notices_ends_the_flow_as_ca
             watches.append(self)
 
     def cancelled() -> None:
-        cancelling._noticed.add(watches[-1].run)
+        cancelling.NOTICED.add(watches[-1].run)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def ends(number: int, _: object) -> None:  # as Prefect's engine does in a worker's process
@@ -143,6 +144,7 @@ def test_a_cancellation_while_judging_that_no_worker_notices_ends_the_flow_as_ca
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.whole
 def test_a_fallen_accuracy_emits_one_event_also_if_the_judge_was_stopped_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
