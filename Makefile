@@ -102,6 +102,7 @@ chaos: programs .venv/.ready ## Faults injected at random, then every row checke
 	@test ! -e tests/test_fuzz.py || $(BIN)/python -m pytest -q tests/test_fuzz.py --hypothesis-profile=chaos
 	PYTHONPATH=tests $(BIN)/python -m model
 	PYTHONPATH=tests $(BIN)/python -m simulation --schedules $(SCHEDULES) --mutants all --processes $(PROCESSES)
+	RAYBATCH_TEST_KILLS=200 $(BIN)/python -m pytest -q tests/runs/test_endpoint_kills.py -k kills_lose
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 failures: programs .venv/.ready ## Nights that fail, each seen in the page: pictures into docs/images

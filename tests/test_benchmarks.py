@@ -14,7 +14,7 @@ LIMIT = 1500  # seconds of one script on a busy machine of two cores
 
 # Arguments of each; `{tmp}` is a folder of the test.
 SMALLEST = {
-    "cpu.py": "--rows 64 --repeats 1 --peers no-commit quiet",
+    "cpu.py": "--rows 64 --repeats 1 --peers no-commit",
     "driver_ceiling.py": "--engines 2 --rows-per-shard 1000 --stores local --seconds 1",
     "early_start.py": "--rows 300 --trials 1 --data {tmp}",
     "finalize.py": "--mib 1 --nodes 0 --folder {tmp}",
@@ -35,7 +35,7 @@ SMALLEST = {
     "s3_clients.py": "--mib 8 --commits 100 --rounds 1 --out {tmp}/out.jsonl",
     "size.py": "--rows 500 --data {tmp}",
     "snapshot.py": "--rows 2000 --files 20 --trials 1 --data {tmp}",
-    "start.py": "--rows 16 --runs 1 --kinds new waiting preview",
+    "start.py": "--rows 16 --runs 1 --kinds waiting preview",
     "sweep.py": "--device cpu --seconds 1 --minutes 20 --start-seconds 600 --most-warm 60 "
     "--kinds tiny-record,tiny-mixed --arrangements 1x8 --out {tmp}/out.jsonl",
     "watching.py": "--shards 200 --seconds 1",

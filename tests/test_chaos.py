@@ -24,8 +24,9 @@ from programs import require
 
 ROOT = Path(__file__).parent.parent
 SEED = 20261121
-# (kind, the store that its first trial has). Kills within the ledger are for test_simulation.py.
-SHORT = (("driver_killed", "local"), ("killed_reusing", "s3"))
+# (kind, the store that its first trial has). Kills of a driver from outside are for test_e2e.py,
+# kills within the ledger for test_simulation.py.
+SHORT = (("killed_reusing", "s3"),)
 
 
 def rows(count: int = 20) -> list[dict[str, Any]]:
@@ -180,7 +181,7 @@ def test_engines_hold_a_run_that_is_to_be_killed(tmp_path: Path) -> None:
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
 def test_short_campaign(tmp_path: Path) -> None:
-    """The same program as `make chaos`, with a fixed seed and a trial of a few kinds."""
+    """The same program as `make chaos`, with a fixed seed and one trial."""
     require("ceph")
     out = tmp_path / "chaos.jsonl"
     kinds = ",".join(kind for kind, _ in SHORT)

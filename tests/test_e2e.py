@@ -22,7 +22,7 @@ import pytest
 import yaml
 from e2e_functions import GATE, OPEN, ROWS_A_SHARD
 from helpers.prefect_server import ROOT, Prefect
-from helpers.processes import below, running, title, until
+from helpers.processes import below, running, running_but_agents, title, until
 from s3server import S3Server
 
 from prefect_raybatch.demo import LABELS
@@ -222,7 +222,8 @@ def killed(story: Story, draw: random.Random) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 120
-    while running(everything) and time.monotonic() < deadline:  # what is left may still commit
+    # What is left may still commit.
+    while running_but_agents(everything) and time.monotonic() < deadline:
         time.sleep(0.5)
     story.outlived = running(engines)
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 ENGINE = ("VLLM::", "EngineStage")
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 STROKE, PAUSE = 0.05, 0.15  # seconds of work of what is held, and between: few rows anywhere
 
 
@@ -34,6 +35,14 @@ def below(pid: int, *words: str) -> list[psutil.Process]:
 def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended."""
     return [process for process in processes if title(process)]
+
+
+def running_but_agents(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended, without Ray's agents.
+
+    Where a cluster was killed, its agents try for a minute to report that to it, and then end.
+    """
+    return [one for one in processes if (name := title(one)) and not name.startswith(RAY_AGENTS)]
 
 
 def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:

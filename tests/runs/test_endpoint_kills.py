@@ -23,9 +23,11 @@ from helpers.batch_server import BatchServer
 from helpers.openai_server import OpenAIServer, openai_server
 
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.stages.endpoint.limiter import BURST
 from prefect_raybatch.storage import open_store
 
-KILLS, IN_FLIGHT = 200, 4
+KILLS = int(os.environ.get("RAYBATCH_TEST_KILLS", "48"))  # make chaos asks for more
+IN_FLIGHT = 4
 ANSWER_SECONDS = 0.05  # of the model
 # Answers of the last second, which the journal may not have, and requests in flight at a kill.
 LOST = int(IN_FLIGHT / ANSWER_SECONDS) + IN_FLIGHT
@@ -107,16 +109,20 @@ def check_result(folder: Path, rows: int) -> None:
 
 
 @pytest.mark.whole
-def test_two_workers_on_ray_keep_the_limit_in_every_minute(tmp_path: Path) -> None:
-    rows, limit = 100, 80
+def test_two_workers_on_ray_share_one_limit(tmp_path: Path) -> None:
+    """Two limiters would let the requests through in half the time.
+
+    tests/stages/test_endpoint_limiter.py shows that one limiter keeps its limit in every minute.
+    """
+    rows, limit = 48, 120
     with openai_server() as server:
-        path = job_of(server, tmp_path, rows, 10, requests_per_minute=limit)
+        path = job_of(server, tmp_path, rows, 6, requests_per_minute=limit)
         command = [sys.executable, "-m", "prefect_raybatch.cli", "run", str(path), "--run-key", "n"]
         subprocess.run([*command, "--no-prefect"], check=True, timeout=270)
     check_result(tmp_path / "out" / "n", rows)
     assert len(server.times) == rows
-    for at in server.times:
-        assert sum(at <= other < at + 60 for other in server.times) <= limit
+    paced = (rows - 1) * 60 / limit - BURST  # seconds by one limiter
+    assert server.times[-1] - server.times[0] > 0.75 * paced
 
 
 @pytest.mark.whole
