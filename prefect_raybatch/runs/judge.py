@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -149,16 +148,16 @@ def _with_series(
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
     """Return what the run's other judgements cost, also those that were broken off."""
-    found: Counter[str] = Counter()
+    hours, total = 0.0, 0.0
     for judgement, run in judge_runs(store):
         ledger = Ledger(run)
         plan = ledger.load_plan()
         if judgement == key or plan is None:
             continue
         spent = spent_on(ledger, plan)
-        found["gpu_hours"] += spent.gpu_seconds / HOUR
-        found["total"] += spent.at(plain_price(prices_of(planned_job(plan).cluster))) or 0.0
-    return {name: value for name, value in found.items() if value}
+        hours += spent.gpu_seconds / HOUR
+        total += spent.at(plain_price(prices_of(planned_job(plan).cluster))) or 0.0
+    return {name: value for name, value in (("gpu_hours", hours), ("total", total)) if value}
 
 
 def judgement_id(judge: Judge, golden: Golden | None) -> str:
