@@ -278,12 +278,12 @@ def retry_failed(
         return cast(None, state)
     try:
         progress = infer_shards(planned.job, planned.run)
+        with flow_notes(planned.job.output.uri) as notes:
+            return _ended(planned.job, planned.run, progress, notes)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal as signal:
         return cast(RunReport, _ended_cancelled(signal, planned.run.run_key))
-    with flow_notes(planned.job.output.uri) as notes:
-        return _ended(planned.job, planned.run, progress, notes)
 
 
 def _ended_drained(drained: RunDrained) -> Any:

@@ -19,7 +19,7 @@ from prefect_raybatch.job.secrets import hide_users
 from prefect_raybatch.job.yaml_text import NO_TEXT, YamlText
 
 FieldPlace = tuple[int | str, ...]  # names of fields and numbers in lists, from the top
-HIDDEN = {"options", "env", "hf_token"}  # fields whose values are not shown
+HIDDEN = {"options", "env", "hf_token", "key"}  # fields whose values are not shown
 NO_GROUP = ("model_type", "model_attributes_type", "dataclass_type")
 YES_OR_NO = {True: ("true", "yes, on and true", "yes"), False: ("false", "no, off and false", "no")}
 
@@ -83,7 +83,7 @@ def explain(
     lines: list[tuple[int, str]] = []
     for place, messages in told.items():
         quote = [message for message in messages if "; quote it" in message]
-        for message in quote[:1] or _joined(messages):
+        for message in quote[0].splitlines() if quote else _joined(messages):
             number = _line_of(message, place, text)
             line = None if number is None else f"line {number}"
             told_of = ".".join(map(str, place))

@@ -70,8 +70,11 @@ class Judge(Group):
         try:
             check_second_engine(self.engine_fields, WHO, may_name_block=True)
         except ValueError as error:
-            own = str(error).startswith(("model", "endpoint"))
-            raise ValueError(f"{'' if own else 'engine: '}{error}") from None
+            lines = [
+                line if line.startswith(("model", "endpoint")) else f"engine: {line}"
+                for line in str(error).splitlines()
+            ]
+            raise ValueError("\n".join(lines)) from None
         return self
 
     @property

@@ -35,9 +35,10 @@ def unreadable_image(prompt: PromptSpec, read: ReadSpec, found: Inventory, copie
             images.places.fetch(path)
         except (BadImage, ImageUnavailable) as error:
             given = "source.options" if read.options else "the environment"
+            fails = " Such rows fail." if isinstance(error, BadImage) else ""
             return (
-                f"prompt.images.columns: {where}: {error}. Such rows fail. Correct the paths, or "
-                f"the credentials in {given}"
+                f"prompt.images.columns: {where}: {error}.{fails} Correct the paths, or the "
+                f"credentials in {given}"
             )
         return ""
     return ""

@@ -43,10 +43,10 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
 
     found = status(run_dir, dict(options) if options else None)
     if found.state == "completed":
-        for _, judging in judge_runs(open_store(run_dir, dict(options) if options else None)):
-            drained = _drained_judge(judging.uri, options)
-            if drained is not None:
-                return drained
+        judging = judge_runs(open_store(run_dir, dict(options) if options else None))
+        drained = [_drained_judge(run.uri, options) for _, run in judging]
+        for one in filter(None, drained):
+            return one
         raise ConfigError(f"{found.run} is complete, so there is nothing to drain.")
     store = open_store(run_dir, dict(options) if options else None)
     asks = asks_ledger(store)

@@ -95,14 +95,14 @@ def with_verdicts(
         and (before.key == key or not with_other_judge)
     ):
         return report
+    others = _cost_of_others(store, key)
+    left = _left(report, others, most_cost)
     place = store.sub(f"{JUDGE}/{key}")
     rows = _rows(place, report, member, judge, output, golden)
     verdicts: list[bool | None] = []
-    others = _cost_of_others(store, key)
     cost: Mapping[str, float] = {}
     currency = report.currency
     if rows.num_rows:
-        left = _left(report, others, most_cost)
         log.info("%s judges %s", judge.name, counted(rows.num_rows, "answer"))
         ended = _ask(ask, place, left)
         verdicts = _verdicts(ended, output, rows.num_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ class Verdicts:
         return 200, {}, completion(json.dumps({"label": self.label}))
 
 
+def drained(run: Path) -> None:
+    """Drain the judge's run; its heartbeat, by which it is found, comes from another thread."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            drain_run(str(run))
+            return
+        except ConfigError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
 def committed(run: Path) -> int:
     (place,) = (run / "_raybatch/judge").iterdir()
     return len(list((place / "runs/verdicts/_raybatch/commits").iterdir()))
@@ -101,7 +114,7 @@ def test_a_drain_while_judging_ends_the_flow_as_drained_and_a_retry_judges_on(
     monkeypatch.setattr(drains, "DRAIN_LOOK", 0.0)
     run = tmp_path / "out/night"
     with openai_server() as server:
-        verdicts = Verdicts(lambda: drain_run(str(run)))
+        verdicts = Verdicts(lambda: drained(run))
         server.fault = verdicts
         job = job_of(tmp_path, server)
         state = ended(job, "night")
@@ -162,7 +175,7 @@ def test_a_fallen_accuracy_emits_one_event_also_if_the_judge_was_stopped_before(
             planned = plan_run(job, key)
             finalize_run(job, planned, infer_run(job, planned))
         verdicts.asked.clear()
-        verdicts.once = lambda: drain_run(str(run))
+        verdicts.once = lambda: drained(run)
         assert ended(job, "n3").name == "Drained"
         assert "raybatch.run.completed" not in names(emitted)
         for _ in range(2):  # a further repeat tells nothing

@@ -137,13 +137,29 @@ output:
       tensor_parallel_size: x
       endpoint: {timeout: never}
       dtyp: 4
+      env: {A: 1}
 """
     found = [line for line in numbered_lines_of(tmp_path, text) if "escalate" in line]
     assert found == [
         "line 5: output.escalate.to: unknown field 'dtyp'; did you mean 'dtype'?",
         "line 6: output.escalate.to: tensor_parallel_size: must be a whole number (value: 'x')",
         "line 7: output.escalate.to: endpoint.timeout: must be a number (value: 'never')",
+        "line 9: output.escalate.to: env.A: must be text and is a number; quote it",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engine: {endpoint: KEY}",
+        "output: {escalate: {when: {logprob_below: -1}, to: {endpoint: KEY}}}",
+        'quality: {judge: {prompt: "Is {a} right?", endpoint: KEY}}',
+    ],
+)
+def test_a_wrong_key_is_not_shown(tmp_path: Path, text: str) -> None:
+    wrong = '{url: "https://a/v1", model: m, key: "sk-SECRET 0123"}'
+    lines = lines_of(tmp_path, text.replace("KEY", wrong))
+    assert any("key" in line for line in lines) and "SECRET" not in str(lines)
 
 
 def test_data_in_memory_is_no_source() -> None:

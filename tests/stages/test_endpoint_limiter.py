@@ -126,6 +126,18 @@ def test_answers_of_429_are_a_wait_until_another_comes_however_short_their_pause
     assert limiter.usage().waits == ""
 
 
+def test_a_429_is_no_wait_any_more_once_nobody_asks_again():
+    """As after the death of the worker that got it."""
+    clock = Clock()
+    limiter = Limiter(None, None, 4, 600.0, clock)
+    answered, lost = limiter.ask(1)[1], limiter.ask(1)[1]
+    limiter.settle(answered, "limited", None, 5.0, "429")
+    clock.now += 2 * 600.0
+    assert lost and "429" in limiter.usage().waits
+    clock.now += 1.0  # by now the other one can have no answer either
+    assert limiter.usage().waits == ""
+
+
 @pytest.mark.parametrize(
     ("limits", "told"),
     [((60, None), "60 requests per minute"), ((None, 600), "600 tokens per minute")],

@@ -62,8 +62,9 @@ class HostedAnswer:
             return None
 
 
-def row_error(kind: str, message: str) -> HostedAnswer:
-    return HostedAnswer(error=(kind, message))
+def row_error(kind: str, message: str, prompt: int = 0, output: int = 0) -> HostedAnswer:
+    """Return the error of a row, and the tokens that the server billed nevertheless."""
+    return HostedAnswer((), prompt, output, (kind, message))
 
 
 def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
@@ -79,9 +80,11 @@ def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
         message = choice["message"] if path == "chat/completions" else {"content": choice["text"]}
         content, finish = message["content"], choice.get("finish_reason")
         if content is None and (refusal := message.get("refusal")):
-            return row_error("AnswerRefused", f"the model refuses to answer: {str(refusal)[:300]}")
+            said = f"the model refuses to answer: {str(refusal)[:300]}"
+            return row_error("AnswerRefused", said, prompt, output)
         if not isinstance(content, str):
-            return row_error("NoAnswer", f"the answer has no text (finish_reason {finish!r})")
+            said = f"the answer has no text (finish_reason {finish!r})"
+            return row_error("NoAnswer", said, prompt, output)
         reason = "length" if finish == "length" else "stop"
         choices.append(HostedChoice(content, reason, _steps_in(choice.get("logprobs"), path)))
     if not choices:

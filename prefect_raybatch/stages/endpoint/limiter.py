@@ -105,7 +105,7 @@ class Limiter:
     _why: str = ""
     _cut: float = 0.0  # when the requests in flight were last halved
     _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
-    _limited: str = ""  # why the latest request got a 429, "" if it did not
+    _limited: tuple[float, str] = (-LIMIT_TOLD, "")  # when a request last got a 429, and why
     _held: tuple[float, str] = (-LIMIT_TOLD, "")  # when a limit last held a request back, and which
     _failing: tuple[float, str] | None = None  # since when no request is answered, and why
     _batches: dict[int, BatchCounts] = field(default_factory=dict)  # by shard
@@ -155,7 +155,7 @@ class Limiter:
             sent = self._flying.pop(number, None)
             if sent is not None:
                 sent.settled = now
-            self._limited = (why or "429") if signal == "limited" else ""
+            self._limited = (now, (why or "429") if signal == "limited" else "")
             since = now if self._failing is None else self._failing[0]
             self._failing = (since, why) if signal == "failed" else None
             if used is not None:
@@ -206,10 +206,18 @@ class Limiter:
         left = self._paused - now
         if left >= 1:
             return f"waiting {left:.0f} s: {self._why}{self._limit_text()}"
-        if self._limited:
-            return f"slowed: {self._limited}{self._limit_text()}"
+        at, why = self._limited
+        if why and (self._awaits(now) or now - max(at, self._paused) < LIMIT_TOLD):
+            return f"slowed: {why}{self._limit_text()}"
         at, which = self._held
         return f"slowed: {which}" if now - at < LIMIT_TOLD else ""
+
+    def _awaits(self, now: float) -> bool:
+        """Return whether a request is in flight; those of workers that died are not."""
+        return any(not self._is_lost(one, now) for one in self._flying.values())
+
+    def _is_lost(self, sent: _Sent, now: float) -> bool:
+        return now - sent.at > 2 * self.timeout
 
     def _limit_text(self) -> str:
         return f", limit {self.requests:g} requests per minute" if self.requests else ""
@@ -254,7 +262,7 @@ class Limiter:
         """Forget requests that no longer count, and those whose worker died."""
         if any(one.expires() <= now for one in self._sent):
             self._sent = deque(one for one in self._sent if one.expires() > now)
-        lost = [n for n, one in self._flying.items() if now - one.at > 2 * self.timeout]
+        lost = [n for n, one in self._flying.items() if self._is_lost(one, now)]
         for number in lost:
             del self._flying[number]
 
