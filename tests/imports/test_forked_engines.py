@@ -16,12 +16,19 @@ import pytest
 import yaml
 
 from prefect_raybatch.imports import start
+from prefect_raybatch.stages.vllm import forking
 from tests.helpers.processes import below, running_but_agents, title, until
 from tests.helpers.small import input_rows
 
 pytest.importorskip("vllm")
 
 ROWS = 600
+
+
+def variables(**more: str) -> dict[str, str]:
+    """Those of a command that imports early: an engine in this process sets the `METHOD`."""
+    kept = {name: value for name, value in os.environ.items() if name != forking.METHOD}
+    return {**kept, start.SWITCH: "1", **more}
 
 
 def begun(run: subprocess.Popen[Any]) -> list[psutil.Process]:
@@ -45,10 +52,9 @@ def test_a_run_loses_nothing_when_a_forked_engine_is_killed(tmp_path: Path, apar
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     words = ["run", str(tmp_path / "job.yaml"), "--no-prefect", "--run-key", "key", "--json"]
-    env = {**os.environ, start.SWITCH: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": apart}
     run = subprocess.Popen(
         [sys.executable, "-m", "prefect_raybatch.cli", *words],
-        env=env,
+        env=variables(VLLM_ENABLE_V1_MULTIPROCESSING=apart),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -74,10 +80,8 @@ def test_a_run_loses_nothing_when_a_forked_engine_is_killed(tmp_path: Path, apar
 @pytest.mark.whole
 def test_nothing_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prefect_raybatch.cli", "demo", "--rows", "20000"]
-    env = {**os.environ, start.SWITCH: "1"}
-    with subprocess.Popen(
-        [*command, "--no-prefect", "--folder", str(tmp_path)], env=env, stdout=subprocess.DEVNULL
-    ) as run:
+    words = [*command, "--no-prefect", "--folder", str(tmp_path)]
+    with subprocess.Popen(words, env=variables(), stdout=subprocess.DEVNULL) as run:
         (imports,) = until(lambda: begun(run), 120, "the imports")
         until(lambda: below(imports.pid, "EngineStage"), 300, "an engine")
         everything = [psutil.Process(run.pid), *below(run.pid)]
