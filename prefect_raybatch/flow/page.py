@@ -154,7 +154,7 @@ class Page(Listener):
         """Mark the flow runs Crashed and end this process, as Ray would some seconds later.
 
         A retry may begin as soon as they are marked. Prefect's worker knows one process per flow
-        run: when the former one ends beside it, the worker takes the new one's folder away.
+        run: when the former one ends beside it, the worker removes the folder of the new one.
         """
         for observer in self.observers:
             if isinstance(observer, Listener):

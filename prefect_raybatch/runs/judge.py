@@ -96,7 +96,7 @@ def with_verdicts(
     ):
         return report
     others = _cost_of_others(store, key)
-    left = _left(report, others, most_cost)
+    left = _left(report, others, most_cost) if report.good else None
     place = store.sub(f"{JUDGE}/{key}")
     rows = _rows(place, report, member, judge, output, golden)
     verdicts: list[bool | None] = []
