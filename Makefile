@@ -26,7 +26,7 @@ export RAYBATCH_TEST_WITHOUT := $(WITHOUT)
 PYTEST_M := -m pytest -q --durations=10 -n $(PROCESSES) --dist loadscope --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_M)
 
-.PHONY: help demo check test test-all rest programs lint types coverage mutants chaos failures versions bench tour docs lock clean
+.PHONY: help demo check test test-all rest nightly programs lint types coverage mutants chaos failures versions bench tour docs lock clean
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -56,12 +56,17 @@ test: programs lint ## Lint, types, all quick tests, and each kind of run once w
 	@$(MAKE) --no-print-directory -j 2 types tests TESTS='$(TESTS)'
 	@$(if $(WITHOUT),echo "Left out: the tests that need $(WITHOUT)")
 
-test-all: programs lint ## Everything: also campaigns, the browser and the wheel
-	@$(MAKE) --no-print-directory -j 2 types tests
+test-all: TESTS = -m "not nightly"
+test-all: programs lint ## Also the browser, the wheel and more kinds of real runs
+	@$(MAKE) --no-print-directory -j 2 types tests TESTS='$(TESTS)'
 	@$(if $(WITHOUT),echo "Left out: the tests that need $(WITHOUT)")
 
 rest: programs ## What test-all has beside test
-	@$(MAKE) --no-print-directory tests TESTS='-m whole'
+	@$(MAKE) --no-print-directory tests TESTS='-m "whole and not nightly"'
+
+nightly: programs ## What no change waits for: benchmark scripts, further variants, campaigns
+	@$(MAKE) --no-print-directory tests TESTS='-m nightly'
+	@$(MAKE) --no-print-directory chaos
 
 TIER = all
 programs: ## Install the programs that the tests need where they are missing

@@ -37,7 +37,7 @@ os.environ["RAYBATCH_POLICY"] = environ.POLICY
 # Processes that tests start keep what they compile: an engine start is half as dear.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-pytest_plugins = ["helpers.hung"]
+pytest_plugins = ["helpers.at_once", "helpers.hung"]
 
 # A slow example is no failure, and no timing decides anything.
 settings.register_profile(
@@ -64,7 +64,7 @@ SHARED = {
 }
 GROUPS = ["ray", "prefect", "ray and prefect", "s3"]  # in this order
 TESTS = Path(__file__).parent
-LONG = re.compile(r"\bmark\.e2e\b|importorskip\(\"vllm\"\)")
+LONG = re.compile(r"\bmark\.e2e\b|\bneeds_vllm\b")
 LAST = "test_typing.py"  # once `make types`, which runs beside the tests, has filled mypy's cache
 APART = "test_benchmarks.py"  # its tests share nothing, and one process would take 12 minutes
 WITH_ENGINES = 900  # seconds that a test in these files may take
@@ -98,7 +98,10 @@ def starts_engines(path: Path) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (turn(item.path), not drives_ray(item.path)))
-    for item in items:  # an engine alone takes a minute and more to start on a busy machine
+    for item in items:
+        if item.get_closest_marker("nightly") is not None:
+            item.add_marker(pytest.mark.whole)  # what only a night has time for is no quick test
+        # An engine alone takes a minute and more to start on a busy machine.
         if starts_engines(item.path) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(WITH_ENGINES))
 

@@ -40,6 +40,11 @@ SMALLEST = {
     "--kinds tiny-record,tiny-mixed --arrangements 1x8 --out {tmp}/out.jsonl",
     "watching.py": "--shards 200 --seconds 1",
 }
+# These start an engine, most of them several. `order.py` does too, and shows that engines start.
+NIGHTLY = {
+    *("cpu.py", "early_start.py", "fp8_gate.py", "frames.py", "images.py", "images_memory.py"),
+    *("kinds.py", "pooling.py", "start.py", "sweep.py"),
+}
 NEED_GPUS = {"gpu.py", "gpu_big.py"}
 # No programs, or one that another test runs.
 OTHERS = {"gpu_page.py", "mps.py", "photos.py", "variants.py", "vision_models.py"}
@@ -52,7 +57,10 @@ def test_every_script_is_run_or_needs_gpus() -> None:
 
 @pytest.mark.whole
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("script", SMALLEST)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in SMALLEST],
+)
 def test_a_script_runs(script: str, tmp_path: Path) -> None:
     given = SMALLEST[script].format(tmp=tmp_path).split()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

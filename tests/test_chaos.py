@@ -178,7 +178,7 @@ def test_engines_hold_a_run_that_is_to_be_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.whole
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_short_campaign(tmp_path: Path) -> None:
     """The same program as `make chaos`, with a fixed seed and one trial."""

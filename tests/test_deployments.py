@@ -324,7 +324,7 @@ def test_what_is_deployed_is_whole_and_scheduled(deployed: Prefect) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_the_deployed_cascade_asks_a_real_server_about_the_hard_rows(
     deployed: Prefect, tmp_path: Path
 ) -> None:

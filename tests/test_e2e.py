@@ -327,7 +327,7 @@ def test_another_job_is_refused_with_the_difference(story: Story) -> None:
     assert "starting engines" not in other.stderr
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_a_core_that_is_stopped_for_ever_is_ended_and_its_rows_run_again(
     tmp_path: Path, env: dict[str, str]
 ) -> None:

@@ -25,6 +25,7 @@ import pytest
 import yaml
 from helpers import environ
 from helpers.engines import FakeEngine, NoEngine
+from helpers.needs import needs_vllm
 from helpers.prefect_server import Prefect
 from helpers.processes import until
 from helpers.ray_head import Head
@@ -40,8 +41,7 @@ from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.storage import open_store
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [needs_vllm, pytest.mark.e2e, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[1]
 FLOWS = ROOT / "flows"
 ROWS, PER_SHARD, KEY = 24, 6, "captions-of-a-killed-flow"

@@ -11,7 +11,13 @@ from notebooks import NOTEBOOKS, executed, results
 
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * bool(number))
+        for number, path in enumerate(NOTEBOOKS)
+    ],
+)
 def test_a_notebook_runs_and_gives_its_stored_outputs(path: Path, tmp_path: Path) -> None:
     book = executed(path, tmp_path)
     assert results(book) == results(nbformat.read(path, as_version=4))

@@ -296,7 +296,7 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
 # --- without a cluster --------------------------------------------------------------------------
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_an_engine_spans_nodes_and_gives_its_gpus_back_after_each_pass(
     second_node: None, tmp_path: Path
 ) -> None:

@@ -743,7 +743,13 @@ with engines_early(NotedEngine):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in (signal.SIGINT, signal.SIGTERM)),
+        signal.SIGKILL,
+    ],
+)
 def test_no_engine_outlives_a_process_that_ends_while_it_copies(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -393,6 +393,7 @@ def made_up_history() -> HistoryPage:
     return HistoryPage("industries", tuple(reversed(days)))
 
 
+@pytest.mark.nightly
 def test_cancel_in_the_page_ends_the_run_and_keeps_its_commits(
     deployed: Prefect, page: Page, ray_head: Head, folder: Path, tmp_path: Path
 ) -> None:

@@ -69,7 +69,13 @@ def begun_by(prefect: Prefect, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("given", [{"run_date": "2026-11-24"}, {}, {"run_key": "monday"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"run_date": "2026-11-24"},
+        *(pytest.param(more, marks=pytest.mark.nightly) for more in ({}, {"run_key": "monday"})),
+    ],
+)
 def test_a_deployments_run_goes_on_with_its_own_parameters(
     given: dict[str, Any], deployed: Prefect, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from failures.world import World
 from helpers.prefect_server import Prefect
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 def test_the_cause_is_in_state_and_history_and_the_shown_command_continues_the_run(
     deployed: Prefect, tmp_path: Path
 ) -> None:

@@ -65,7 +65,9 @@ class GateEngine(FakeEngine):
 
 @pytest.mark.timeout(900)  # two starts of Ray
 @pytest.mark.whole
-@pytest.mark.parametrize("where", ["here", "another process"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("here", marks=pytest.mark.nightly), "another process"]
+)
 def test_the_same_call_continues_after_ctrl_c(where: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     env = {**clean(), "PYTHONPATH": python_path()}

@@ -71,7 +71,7 @@ class EchoEngine(FineEngine):
         return json.dumps({"prompt": text})
 
 
-@pytest.mark.whole
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_functions_and_classes_of_cells_run_on_workers_and_count(tmp_path: Path) -> None:
     other_class = f"{CLASS}\n    size: int = 0"

@@ -14,13 +14,14 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.needs import needs_vllm
 
 from prefect_raybatch.imports import start
 from prefect_raybatch.stages.vllm import forking
 from tests.helpers.processes import below, running_but_agents, title, until
 from tests.helpers.small import input_rows
 
-pytest.importorskip("vllm")
+pytestmark = needs_vllm
 
 ROWS = 600
 
@@ -38,7 +39,13 @@ def begun(run: subprocess.Popen[Any]) -> list[psutil.Process]:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("apart", ["0", "1"], ids=["core in the actor", "core apart"])
+@pytest.mark.parametrize(
+    "apart",
+    [
+        pytest.param("0", id="core in the actor"),
+        pytest.param("1", id="core apart", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_loses_nothing_when_a_forked_engine_is_killed(tmp_path: Path, apart: str) -> None:
     pq.write_table(input_rows(0, ROWS), tmp_path / "in.parquet")
     job = {

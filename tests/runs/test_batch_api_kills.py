@@ -43,6 +43,7 @@ def batches_of_a_file(service: BatchService) -> Iterable[int]:
     return Counter(batch["input_file_id"] for batch in service.batches.values()).values()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_kills_lose_no_row_and_pay_only_for_a_batch_whose_creation_was_in_flight(
     tmp_path: Path,

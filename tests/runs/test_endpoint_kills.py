@@ -26,7 +26,7 @@ from prefect_raybatch.result.verify import verify
 from prefect_raybatch.stages.endpoint.limiter import BURST
 from prefect_raybatch.storage import open_store
 
-KILLS = int(os.environ.get("RAYBATCH_TEST_KILLS", "48"))  # make chaos asks for more
+KILLS = int(os.environ.get("RAYBATCH_TEST_KILLS", "16"))  # make chaos asks for more
 IN_FLIGHT = 4
 ANSWER_SECONDS = 0.05  # of the model
 # Answers of the last second, which the journal may not have, and requests in flight at a kill.

@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 import pytest
 from helpers.clouds import CLOUDS, cloud_server
 from helpers.hosted import finished_run, hosted_job
+from helpers.needs import needs_vllm
 from helpers.openai_server import OpenAIServer, openai_server
 from helpers.vision import make_vision_model
 from helpers.vllm_server import MODEL, vllm_server
@@ -248,9 +249,9 @@ def test_raw_completions_take_no_images(server: OpenAIServer, tmp_path: Path) ->
         job_of(server, tmp_path, [picture()], endpoint={"api": "completions"})
 
 
+@needs_vllm
 @pytest.mark.whole
 def test_a_real_server_with_a_vision_model_sees_the_images(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
     model = make_vision_model(tmp_path / "model")
     with vllm_server(tmp_path, model, max_model_len="512") as url:
         answering = OpenAIServer(url=url)

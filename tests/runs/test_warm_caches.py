@@ -14,6 +14,7 @@ import pyarrow.csv
 import pytest
 import yaml
 from helpers.engines import FakeEngine
+from helpers.needs import needs_vllm
 
 from prefect_raybatch.api import infer_run, plan_run, warm_caches
 from prefect_raybatch.errors import ConfigError
@@ -124,9 +125,9 @@ def test_links_and_missing_folders_count_as_little(tmp_path: Path) -> None:
     assert 1000 <= cache_content(str(tmp_path)).size < 2000
 
 
-@pytest.mark.whole
+@needs_vllm
+@pytest.mark.nightly
 def test_a_real_engine_compiles_once(job: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
     job["engine"] |= {"enforce_eager": False, "max_model_len": 512}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command = [sys.executable, "-m", "prefect_raybatch.cli", "warm", str(tmp_path / "job.yaml")]

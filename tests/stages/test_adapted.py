@@ -14,6 +14,7 @@ import pytest
 from helpers import tiny_models
 from helpers.engine_stage import SPEC, block
 from helpers.engines import Stepped, completion
+from helpers.needs import needs_vllm
 
 from prefect_raybatch import demo
 from prefect_raybatch.ledger.records import Unit
@@ -96,9 +97,9 @@ def test_on_a_cpu_no_row_is_asked_of_the_model_alone():
     assert "on a CPU vLLM cannot use the base model" in table[ERROR].to_pylist()[1]["message"]
 
 
+@needs_vllm
 @pytest.mark.whole
 def test_real_vllm_answers_as_the_merged_weights_do(tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

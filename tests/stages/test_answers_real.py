@@ -10,16 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.specs import finish_stage, prepare_stage
-
-from prefect_raybatch.compile.job import compile_job, model_request, sampling_spec
-
-pytest.importorskip("vllm")
-
+from helpers.needs import needs_vllm
 from helpers.small import make_job, receipts
+from helpers.specs import finish_stage, prepare_stage
 from helpers.thinking import save_model
 
-from prefect_raybatch.compile.job import parsing_spec, size_spec
+from prefect_raybatch.compile.job import (
+    compile_job,
+    model_request,
+    parsing_spec,
+    sampling_spec,
+    size_spec,
+)
 from prefect_raybatch.job.answer_schema import (
     schema_engine_fields,
     schema_sampling_fields,
@@ -37,7 +39,7 @@ from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
 
-pytestmark = pytest.mark.whole
+pytestmark = [needs_vllm, pytest.mark.whole]
 
 SCHEMA = schema_text(
     {

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.needs import needs_vllm
 from helpers.small import make_job, receipts
 from helpers.specs import finish_stage, images_of, prepare_stage
 from helpers.vision import make_vision_model
@@ -32,7 +33,8 @@ from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.stages.vllm import multimodal
 from prefect_raybatch.storage import open_store
 
-pytest.importorskip("vllm")
+pytestmark = needs_vllm
+
 CONTEXT = 256
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -9,16 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers import tiny_models
+from helpers.needs import needs_vllm
+from helpers.small import make_job, receipts
 from helpers.specs import finish_stage
 
-from prefect_raybatch.compile.job import compile_job, model_request
-
-pytest.importorskip("vllm")
-
-from helpers import tiny_models
-from helpers.small import make_job, receipts
-
-from prefect_raybatch.compile.job import size_spec
+from prefect_raybatch.compile.job import compile_job, model_request, size_spec
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing import sizes
@@ -30,7 +26,7 @@ from prefect_raybatch.stages.texts import prepare_of
 from prefect_raybatch.stages.vectors import vectors_of
 from prefect_raybatch.storage import open_store
 
-pytestmark = pytest.mark.whole
+pytestmark = [needs_vllm, pytest.mark.whole]
 
 FIRST = ["the quick brown fox", "dog", "lazy dog and fox sees the town", "the quick brown fox"]
 SECOND = ["a dog", "law firms are great", "fox", "how great law firms are in the town"]

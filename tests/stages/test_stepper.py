@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.needs import needs_vllm
 from helpers.nvidia import ABSENT, show
-
-pytest.importorskip("vllm")
 
 from prefect_raybatch.doctor import CheckContext, Finding, machine
 from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
@@ -30,7 +29,7 @@ from prefect_raybatch.stages.vllm.stepper import (
     SteppedEngine,
 )
 
-pytestmark = pytest.mark.whole
+pytestmark = [needs_vllm, pytest.mark.whole]
 
 ROOT = Path(__file__).parents[2]
 CHOICES = ["Law Firm", "Healthcare", "Technology", "Retail", "Other"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.needs import needs_vllm
 from helpers.small import make_job
 
 from prefect_raybatch.compile.job import compile_job, model_request, size_spec
@@ -76,10 +77,10 @@ def test_a_job_without_a_length_has_the_models():
     assert "enable_chunked_prefill" not in greedy.arguments
 
 
+@needs_vllm
 @pytest.mark.whole
 def test_real_vllm_draws_by_seed_what_does_not_fit_a_step(monkeypatch):
     """40 prompts of 60 tokens for steps of 256: a fifth one would be cut."""
-    pytest.importorskip("vllm")
     from prefect_raybatch.stages.vllm.stepper import Request, SteppedEngine
 
     engine = {"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 64}
