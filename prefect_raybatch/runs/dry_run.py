@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join, open_store
 from prefect_raybatch.storage.uri import is_remote
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
@@ -145,13 +147,28 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
 def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None) -> _Fitted:
     """Return the sizes with warnings about a judge of its own answers, and an unreadable image."""
     job = checked.resolved.job
-    warnings = [judge_warning(job.quality, job.engine, job.output.escalate.engine)]
+    warnings = [
+        judge_warning(job.quality, job.engine, job.output.escalate.engine),
+        _no_row_warning(checked),
+    ]
     if what_if is None:
         spec, found = checked.spec, checked.inventory
         warnings.append(image_paths.unreadable_image(spec.prompt, spec.read, found, checked.copied))
     added = tuple(filter(None, warnings))
     sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, *added))
     return replace(fitted, sizing=sizing)
+
+
+def _no_row_warning(checked: _Checked) -> str:
+    """Return a warning about a cascade whose larger model may be asked about no row; else ""."""
+    cascade, rows = checked.spec.cascade, checked.rows
+    if cascade is None or not rows or most_rows(cascade.at_most, rows):
+        return ""
+    return (
+        f"output.escalate.at_most {cascade.at_most:g} of {counted(rows, 'row')} is less than one: "
+        "the larger model would be asked about none. Raise output.escalate.at_most to at least "
+        f"{math.ceil(100_000 / rows) / 100_000:g}"
+    )
 
 
 def dry_run_resolved(

@@ -225,9 +225,9 @@ class EndpointEngine:
         if limit is not None and request.tokens > limit:
             return row_error(
                 "PromptTooLong",
-                f"the prompt and sampling.max_tokens have about {request.tokens:,} tokens, more "
-                f"than engine.endpoint.tokens_per_minute ({limit:,}). Shorten the row, or lower "
-                "sampling.max_tokens",
+                f"the prompt and sampling.max_tokens of each answer have about {request.tokens:,} "
+                f"tokens, more than engine.endpoint.tokens_per_minute ({limit:,}). Shorten the "
+                "row, or lower sampling.max_tokens or sampling.n",
             )
         failures, first_failure = 0, 0.0
         while True:
