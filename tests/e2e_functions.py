@@ -39,6 +39,12 @@ def wait_at(gate: Path, shard: int) -> None:
     _through.add(shard)
 
 
+def ask_at_gate(row: dict) -> dict:
+    """Asks about the row's company, once its shard is through the gate."""
+    wait_at(Path(os.environ[GATE]), row["id"] // ROWS_A_SHARD)
+    return {"messages": [{"role": "user", "content": row["Company"]}]}
+
+
 def shape(row: dict) -> dict | None:
     """Two columns; leaves two rows out, fails on one. At a gate it waits."""
     if GATE in os.environ:
