@@ -38,6 +38,7 @@ from prefect_raybatch.cli.arguments import (
 )
 from prefect_raybatch.cli.batch import batch_files
 from prefect_raybatch.cli.compare_answers import comparing, show_threshold, threshold_of
+from prefect_raybatch.cli.distill import distilling
 from prefect_raybatch.cli.drive import (
     is_readable,
     job_of_fields,
@@ -652,6 +653,7 @@ app.add_typer(first_job_file)
 app.add_typer(outputs)
 app.add_typer(recovery)
 app.add_typer(comparing)
+app.add_typer(distilling)
 app.add_typer(batch_files)
 
 
