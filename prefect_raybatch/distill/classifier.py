@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -160,7 +161,8 @@ def fit(
     return found[: labels * size].reshape(labels, size), found[labels * size :]
 
 
-def _scipy_optimize():  # type: ignore[no-untyped-def]
+def _scipy_optimize() -> Any:
+    """Return scipy's minimizers; raise `ConfigError` if scipy is not installed."""
     try:
         from scipy import optimize
     except ImportError:

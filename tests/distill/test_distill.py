@@ -51,7 +51,7 @@ def test_labels_that_follow_from_the_vectors_are_learned_and_no_row_is_asked_aga
 
 
 def test_the_same_command_embeds_no_row_twice_and_finds_the_same(nights):
-    nights.stop_after = 3
+    nights.stop_after = 0
     with pytest.raises(Killed):
         distilled(nights, prepared(nights))
     nights.stop_after = None

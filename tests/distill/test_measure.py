@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -21,6 +23,14 @@ LABELS = "abc"
 CENTRES = np.array([[1.0, 0.0], [-0.5, 0.9], [-0.5, -0.9]])
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_strength() -> Iterator[None]:
+    """Train once, not once for each strength: test_classifier.py has the choice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classifiers, "STRENGTHS", (10.0,))
+        yield
+
+
 def rows_of(chance: np.random.Generator, rows: int, spread: float = 0.5) -> AnsweredRows:
     """Return rows with distinct texts, whose vectors lie around the centre of their answer."""
     numbers = chance.integers(3, size=rows)
@@ -33,7 +43,7 @@ def distilled(rows: AnsweredRows, agreement: float = 0.9, seed: int = 1) -> meas
     return distill("n1", rows, agreement, seed, "encoder", "{text}")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(some.integers(0, 10**6), some.floats(0.05, 1.0), some.sampled_from([0.8, 0.9]))
 def test_the_bound_is_the_exact_one_of_the_tested_rows(seed, spread, agreement):
     found = distilled(rows_of(np.random.default_rng(seed), 160, spread), agreement, seed)
@@ -51,11 +61,10 @@ def test_the_bound_is_the_exact_one_of_the_tested_rows(seed, spread, agreement):
 
 def test_in_simulated_runs_the_guarantee_is_broken_at_most_as_often_as_stated(monkeypatch):
     """New rows of the same kind show how often the answers really agree."""
-    monkeypatch.setattr(classifiers, "STRENGTHS", (10.0,))
     monkeypatch.setattr(threshold, "lower_bound", cache(lower_bound))
     chance = np.random.default_rng(7)
     broken = answered = 0
-    for seed in range(100):
+    for seed in range(60):
         found = distilled(rows_of(chance, 300), 0.9, seed)
         new = rows_of(chance, 5000)
         chances = found.classifier.probabilities(new.vectors)
@@ -64,8 +73,8 @@ def test_in_simulated_runs_the_guarantee_is_broken_at_most_as_often_as_stated(mo
         kept = chances.max(axis=1) >= below
         broken += np.mean(~kept | (best == np.array(new.answers))) < 0.9
         answered += found.answered > 0
-    assert answered == 100
-    assert broken <= stats.binom.ppf(0.999, 100, 0.05)
+    assert answered == 60
+    assert broken <= stats.binom.ppf(0.999, 60, 0.05)
 
 
 def test_texts_that_repeat_are_not_tested_on_what_was_learned():
@@ -107,5 +116,4 @@ def test_lines_name_the_share_its_threshold_and_the_guarantee():
     assert "could answer 100.0% of the rows (at least 98.5%)" in text
     assert "at least 98.51% of all answers are that model's (95% confidence)" in text
     assert "weights" not in found.to_dict()
-    noise = rows_of(np.random.default_rng(2), 400, 50.0)
-    assert "could answer no row" in distilled(noise, 0.95).lines()[-1]
+    assert "could answer no row" in replace(found, found=None).lines()[-1]
