@@ -11,19 +11,20 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.api import finalize_run, plan_run
+from prefect_raybatch.api.diff import ROWS_FILE
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, draw
 from prefect_raybatch.compile.job import compile_plan, planned_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.distill.measure import (
-    AnsweredRows,
     Distilled,
+    EmbeddedRows,
     check_agreement,
     check_rows,
     distill,
 )
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.edits import job_of_fields
+from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.family import Member, place
 from prefect_raybatch.runs.finalize_run import load_report
@@ -33,7 +34,6 @@ from prefect_raybatch.storage import join, open_store
 from prefect_raybatch.words import counted
 
 DISTILL_FOLDER = "_distill"  # beside the run; no run key begins with an underscore
-ROWS_FILE = "rows.parquet"
 SETTABLE = ("engine", "cluster", "limits", "prompt.template")
 NOT_SETTABLE = ("engine.model", "engine.task")
 
@@ -96,15 +96,15 @@ def prepare_distill(
     sample = draw(report, member.plan, None, rows)
     folder = hashlib.sha256(f"{member.plan.hash}\n{rows}".encode()).hexdigest()[:16]
     at = join(root.uri, f"{DISTILL_FOLDER}/{folder}")
-    asked = _embedding_job(job, encoder, at, changes or {})
-    check_kept(sample, asked.prompt.columns, report.run)
-    return Embedding(resolve(asked), at, sample, member, agreement)
+    fields = _embedding_fields(job.prompt, encoder, at)
+    asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
+    check_kept(sample, asked.job.prompt.columns, report.run)
+    return Embedding(asked, at, sample, member, agreement)
 
 
-def _embedding_job(job: BatchJob, encoder: str, at: str, changes: Mapping[str, object]) -> BatchJob:
-    """Return the job that embeds the sample below `at` with the prompt of the run's `job`."""
-    prompt = job.prompt
-    value: dict[str, Any] = {
+def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
+    """Return the job that embeds the sample below `at` with the `prompt` of the run."""
+    return {
         "name": "distill",
         "source": {"uri": join(at, ROWS_FILE)},
         "prompt": {
@@ -116,8 +116,6 @@ def _embedding_job(job: BatchJob, encoder: str, at: str, changes: Mapping[str, o
         "output": {"uri": join(at, "runs"), "columns": []},
         "limits": {"max_failed_fraction": 1.0},  # such rows are left to the model
     }
-    where = "the job that embeds"
-    return edited(BatchJob.from_dict(value, where), changes, where)
 
 
 def begin_distill(prepared: Embedding) -> Run:
@@ -139,7 +137,7 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
     ]
     answers = [None if answer is None else answer[column] for answer in sample.answers]
     numbers = table[finish.row_number].to_numpy()
-    rows = AnsweredRows(texts, answers, _vectors(table[finish.column], numbers, len(texts)))
+    rows = EmbeddedRows(texts, answers, _vectors(table[finish.column], numbers, len(texts)))
     template = str(job.prompt.template)
     seed = int(plan.hash[:15], 16)
     return distill(prepared.member.key, rows, prepared.agreement, seed, job.engine.model, template)

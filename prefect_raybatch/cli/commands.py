@@ -41,7 +41,6 @@ from prefect_raybatch.cli.compare_answers import comparing, show_threshold, thre
 from prefect_raybatch.cli.distill import distilling
 from prefect_raybatch.cli.drive import (
     is_readable,
-    job_of_fields,
     job_of_file,
     retry_options,
     retry_rows,
@@ -83,7 +82,12 @@ from prefect_raybatch.errors import (
     SourceError,
 )
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.edits import of_today, with_dated_targets, with_run_words
+from prefect_raybatch.job.edits import (
+    job_of_fields,
+    of_today,
+    with_dated_targets,
+    with_run_words,
+)
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file, with_line
 from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_dated_publish

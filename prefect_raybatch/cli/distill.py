@@ -31,7 +31,7 @@ def distill_command(
     set_: FieldChanges = None,
     as_json: Json = False,
 ) -> None:
-    """Train a classifier on a run's labels and show how many rows it could answer.
+    """Train a classifier on a run, and show what it could answer.
 
     Exits with status 1 if it could answer none. The same command takes the same rows, embeds none
     twice and resumes after a failure.

@@ -17,12 +17,12 @@ from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
 
-FORMAT = 1
+CLASSIFIER_FORMAT = 1
 LARGEST_FILE = 64 << 20  # bytes: 1,000 labels of 4,096 numbers each take about 50 MB
 STRENGTHS = (1.0, 10.0, 100.0)  # tried for C; embeddings of length 1 need large ones
 EVERY = 5  # of so many training rows, one chooses among the strengths
 DECIMALS = 6  # of the stored weights; what is measured is rounded like what is stored
-STEPS = 1000
+MOST_STEPS = 1000
 GRADIENT = 1e-4  # largest component at which the minimizer ends, as in scikit-learn
 
 
@@ -76,7 +76,7 @@ class Classifier(StrictRecord):
             raise ConfigError(f"{error}. Write the file anew with raybatch distill") from None
         sizes = {len(row) for row in made.weights}
         wrong = {
-            f"format {made.format} is not {FORMAT}": made.format != FORMAT,
+            f"format {made.format} is not {CLASSIFIER_FORMAT}": made.format != CLASSIFIER_FORMAT,
             "it needs two labels or more": len(made.labels) < 2,
             "a label is named twice": len(set(made.labels)) < len(made.labels),
             "weights, bias and labels differ in number": not (
@@ -121,7 +121,7 @@ def train(vectors: np.ndarray, answers: Sequence[str], encoder: str, template: s
         strength = STRENGTHS[int(np.argmin(losses))]
     weights, bias = fit(vectors, numbers, len(labels), strength)
     return Classifier(
-        FORMAT,
+        CLASSIFIER_FORMAT,
         encoder,
         template,
         tuple(str(label) for label in labels),
@@ -155,7 +155,7 @@ def fit(
         gradient = error.T @ x + scale * weights
         return float(value), np.concatenate([gradient.ravel(), error.sum(axis=0)])
 
-    options = {"maxiter": STEPS, "gtol": GRADIENT, "ftol": 1e-12}
+    options = {"maxiter": MOST_STEPS, "gtol": GRADIENT, "ftol": 1e-12}
     start = np.zeros(labels * (size + 1))
     found = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options=options).x
     return found[: labels * size].reshape(labels, size), found[labels * size :]

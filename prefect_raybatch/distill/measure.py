@@ -6,6 +6,7 @@ once, so that no text is both learned and tested.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,13 +15,13 @@ import numpy as np
 
 from prefect_raybatch.distill.classifier import Classifier, train
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.sizing.agreement import CONFIDENCE, least_sample, lower_bound
+from prefect_raybatch.sizing.agreement import CONFIDENCE, least_sample
 from prefect_raybatch.sizing.threshold import TestedThreshold, find_threshold, thresholds
 from prefect_raybatch.words import counted
 
 
 @dataclass(frozen=True)
-class AnsweredRows:
+class EmbeddedRows:
     """Rows of a run: their texts, their answers (None: failed), and their vectors.
 
     `vectors` is float32[rows, numbers]; a row of NaN could not be embedded.
@@ -30,17 +31,17 @@ class AnsweredRows:
     answers: Sequence[str | None]
     vectors: np.ndarray
 
-    def distinct(self) -> AnsweredRows:
+    def distinct(self) -> EmbeddedRows:
         """Return the first row of each text."""
         first: dict[Hashable, int] = {}
         for at, text in enumerate(self.texts):
             first.setdefault(text, at)
         return self.taken(list(first.values()))
 
-    def taken(self, at: Sequence[int]) -> AnsweredRows:
+    def taken(self, at: Sequence[int]) -> EmbeddedRows:
         """Return the rows at these places."""
         places = np.asarray(at, np.int64)
-        return AnsweredRows(
+        return EmbeddedRows(
             [self.texts[i] for i in at], [self.answers[i] for i in at], self.vectors[places]
         )
 
@@ -80,8 +81,13 @@ class Distilled:
 
     @property
     def least_share(self) -> float:
-        """Return the lower confidence limit of that share of all rows."""
-        return lower_bound(self.answered, self.tested, self.confidence)
+        """Return the lower confidence limit of that share of all rows.
+
+        It holds for all thresholds at once, since the tested rows chose one (the inequality of
+        Dvoretzky, Kiefer and Wolfowitz, one-sided, with the constant of P. Massart, 1990).
+        """
+        margin = math.sqrt(-math.log(1 - self.confidence) / (2 * self.tested))
+        return max(0.0, self.share - margin)
 
     def lines(self) -> list[str]:
         """Return the outcome in sentences."""
@@ -97,10 +103,12 @@ class Distilled:
                 f"({self.confidence:.0%} confidence). Lower --agreement, raise --sample, or try "
                 "another encoder",
             ]
+        escalated = self.found.escalated
         return [
             *made,
-            f"it could answer {self.share:.1%} of the rows (at least {self.least_share:.1%}): "
-            f"those with a probability of {self.found.below:g} or more",
+            f"it could answer {self.share:.1%} of the rows (at least {self.least_share:.1%}, "
+            f"{self.confidence:.0%} confidence)"
+            + (f": those with a probability of {self.found.below:g} or more" if escalated else ""),
             f"if the model of the run answers the others, at least {self.found.bound:.2%} of all "
             f"answers are that model's ({self.confidence:.0%} confidence); this says nothing about "
             "whether they are right",
@@ -143,7 +151,7 @@ def check_rows(rows: int, agreement: float) -> None:
 
 
 def distill(
-    run: str, rows: AnsweredRows, agreement: float, seed: int, encoder: str, template: str
+    run: str, rows: EmbeddedRows, agreement: float, seed: int, encoder: str, template: str
 ) -> Distilled:
     """Train on half of the rows, and measure on the others.
 

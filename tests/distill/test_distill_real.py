@@ -10,7 +10,7 @@ from helpers.command_line import raybatch_in
 
 from prefect_raybatch.distill.classifier import Classifier
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
 ROWS = 300
 
 
