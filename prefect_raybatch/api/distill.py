@@ -34,8 +34,8 @@ from prefect_raybatch.storage import join, open_store
 from prefect_raybatch.words import counted
 
 DISTILL_FOLDER = "_distill"  # beside the run; no run key begins with an underscore
-SETTABLE = ("engine", "cluster", "limits", "prompt.template")
-NOT_SETTABLE = ("engine.model", "engine.task")
+SETTABLE = ("engine.", "cluster.", "limits.", "prompt.template")
+NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def prepare_distill(
     """
     check_agreement(agreement)
     for name in changes or ():
-        if name in NOT_SETTABLE or not any(f"{name}.".startswith(f"{one}.") for one in SETTABLE):
+        if not name.startswith(SETTABLE) or f"{name}.".startswith(NOT_SETTABLE):
             raise ConfigError(
-                f"--set {name}: only fields of engine, cluster and limits, and prompt.template, "
-                "can be set here. --encoder names the model"
+                f"--set {name}: only single fields of engine, cluster and limits, and "
+                "prompt.template, can be set here. --encoder names the model, which runs in vLLM"
             )
     check_run_place(run_dir)
     root, key = place(run_dir)

@@ -87,9 +87,19 @@ def test_the_embedding_run_is_no_run_of_the_output_folder(nights):
     assert len(rows_in(run / "data")) == 80 and verify(open_store(str(run))).ok
 
 
-@pytest.mark.parametrize("field", ["source.uri", "output.uri", "engine.model", "engine.task", "x"])
+SETTLED = (
+    "source.uri",
+    "output.uri",
+    "engine",
+    "engine.model",
+    "engine.task",
+    "engine.endpoint.url",
+)
+
+
+@pytest.mark.parametrize("field", SETTLED)
 def test_a_field_that_is_settled_cannot_be_set(nights, field):
-    with pytest.raises(ConfigError, match=rf"--set {field}: only fields of engine"):
+    with pytest.raises(ConfigError, match=rf"--set {field}: only single fields of engine"):
         prepared(nights, **{field: "x"})
 
 
