@@ -36,6 +36,7 @@ FLOORS = [
     "source",
     "model",
     "sizing",
+    "distill",
     "stages",
     "imports",
     "quality",

@@ -45,6 +45,7 @@ READ = {
     "demo": "a real engine: tests/test_wheel.py",
     "doctor": "a real engine: tests/test_wheel.py",
     "tune": "engines for minutes: tests/runs/test_tune.py",
+    "distill": "a real engine: tests/distill/test_distill_real.py",
     "reconcile": "a job server: tests/flow/test_browser.py",
 }
 # Other programs' commands: why they are not run here.

@@ -81,7 +81,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Watch": ("status", "report", "runs", "history"),
     "Fix": ("retry-failed", "repair", "drain", "finalize", "publish", "backfill"),
     "Check": ("verify", "doctor", "schema"),
-    "Tune": ("tune", "warm", "diff"),
+    "Tune": ("tune", "warm", "diff", "distill"),
     "Clean up": ("engines", "prune", "reap", "reconcile"),
 }
 
@@ -146,6 +146,10 @@ COMMAND_EXAMPLES: dict[str, tuple[str, str]] = {
     "diff": (
         "raybatch diff job.yaml --against out/monday --dry-run",
         "raybatch diff job.yaml --against out/monday --html diff.html",
+    ),
+    "distill": (
+        "raybatch distill out/monday --encoder BAAI/bge-small-en-v1.5",
+        "raybatch distill out/monday --encoder ./bge --agreement 0.98 --write bge.json",
     ),
     "engines": ("raybatch engines", "raybatch engines stop"),
     "prune": (

@@ -13,8 +13,9 @@ from prefect_raybatch.cli.arguments import (
     in_catalog,
     kept_seconds,
 )
-from prefect_raybatch.cli.drive import job_of_fields, run_job
+from prefect_raybatch.cli.drive import run_job
 from prefect_raybatch.cli.terminal import out
+from prefect_raybatch.job.edits import job_of_fields
 
 batch_files = typer.Typer()
 

@@ -38,9 +38,9 @@ from prefect_raybatch.cli.arguments import (
 )
 from prefect_raybatch.cli.batch import batch_files
 from prefect_raybatch.cli.compare_answers import comparing, show_threshold, threshold_of
+from prefect_raybatch.cli.distill import distilling
 from prefect_raybatch.cli.drive import (
     is_readable,
-    job_of_fields,
     job_of_file,
     retry_options,
     retry_rows,
@@ -82,7 +82,12 @@ from prefect_raybatch.errors import (
     SourceError,
 )
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.edits import of_today, with_dated_targets, with_run_words
+from prefect_raybatch.job.edits import (
+    job_of_fields,
+    of_today,
+    with_dated_targets,
+    with_run_words,
+)
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file, with_line
 from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_dated_publish
@@ -652,6 +657,7 @@ app.add_typer(first_job_file)
 app.add_typer(outputs)
 app.add_typer(recovery)
 app.add_typer(comparing)
+app.add_typer(distilling)
 app.add_typer(batch_files)
 
 

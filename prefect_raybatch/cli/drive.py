@@ -183,11 +183,6 @@ def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:
     return edited(BatchJob.from_yaml(path), field_changes(overrides), f"{path} with --set")
 
 
-def job_of_fields(fields: dict[str, Any], changes: dict[str, Any], where: str) -> BatchJob:
-    """Return the job of the fields that a command made, with the changes of `--set`."""
-    return edited(BatchJob.from_dict(fields, where), changes, where)
-
-
 def with_keys(job: BatchJob) -> BatchJob:
     """Return the job with the credentials of its blocks, the cluster's block included.
 

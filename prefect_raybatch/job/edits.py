@@ -37,6 +37,11 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
     return with_access(made, access) if same and access is not None else made
 
 
+def job_of_fields(fields: Mapping[str, Any], changes: Mapping[str, object], where: str) -> BatchJob:
+    """Return the job of the fields that a command made, with the changes of `--set`."""
+    return edited(BatchJob.from_dict(fields, where), changes, where)
+
+
 def first_of(job: BatchJob) -> BatchJob:
     """Return the job of the first model of a cascade: it answers all rows."""
     output, logprobs = job.to_dict()["output"], job.sampling.extra.get("logprobs")

@@ -18,11 +18,11 @@ from openai.types.chat import ChatCompletion
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
 from prefect_raybatch.batches.requests import chat_request, embedding_request
-from prefect_raybatch.cli.drive import job_of_fields
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import job_of_fields
 from prefect_raybatch.job.openai_batch import TEXT_REQUEST
 from prefect_raybatch.source.openai_batch import REQUEST_SCHEMA, rows_of_requests
 from prefect_raybatch.stages.block import load_tokenizer

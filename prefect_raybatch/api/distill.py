@@ -1,0 +1,157 @@
+"""Trains a classifier on a finished run: embeds a sample of its rows, and learns its answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prefect_raybatch.api import finalize_run, plan_run
+from prefect_raybatch.api.diff import ROWS_FILE
+from prefect_raybatch.compare.sample import DrawnRows, check_kept, draw
+from prefect_raybatch.compile.job import compile_plan, planned_job
+from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.distill.measure import (
+    Distilled,
+    EmbeddedRows,
+    check_agreement,
+    check_rows,
+    distill,
+)
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.edits import job_of_fields
+from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.trusted_places import check_run_place
+from prefect_raybatch.ledger.family import Member, place
+from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.publish_run import finished_member
+from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import join, open_store
+from prefect_raybatch.words import counted
+
+DISTILL_FOLDER = "_distill"  # beside the run; no run key begins with an underscore
+SETTABLE = ("engine.", "cluster.", "limits.", "prompt.template")
+NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A sample of a run, and the job that embeds it in a folder beside the run."""
+
+    asked: Resolved
+    place: str
+    sample: DrawnRows
+    member: Member
+    agreement: float
+
+    @property
+    def line(self) -> str:
+        """Return what will be done."""
+        return (
+            f"embeds {len(self.sample.numbers):,} of {counted(self.sample.total, 'row')} of "
+            f"{self.member.key} with {self.asked.job.engine.model}"
+        )
+
+
+def prepare_distill(
+    run_dir: str,
+    encoder: str,
+    agreement: float,
+    rows: int,
+    changes: Mapping[str, object] | None = None,
+) -> Embedding:
+    """Choose rows of a run and resolve the job that embeds them; write nothing, start nothing.
+
+    `changes` are fields of that job. Only the prompt and the labels are taken from the run, because
+    a run directory does not decide where rows are sent. Raises `ConfigError` for a run without
+    labels, for too few rows and for fields that cannot be set, and `IncompleteRun` for an
+    unfinished run.
+    """
+    check_agreement(agreement)
+    for name in changes or ():
+        if not name.startswith(SETTABLE) or f"{name}.".startswith(NOT_SETTABLE):
+            raise ConfigError(
+                f"--set {name}: only single fields of engine, cluster and limits, and "
+                "prompt.template, can be set here. --encoder names the model, which runs in vLLM"
+            )
+    check_run_place(run_dir)
+    root, key = place(run_dir)
+    member = finished_member(open_store(join(root.uri, key)))
+    job = planned_job(member.plan)
+    if not job.sampling.choice:
+        raise ConfigError(
+            f"{run_dir} has no labels to learn: its job does not set sampling.choice. Name a run "
+            "that chooses among labels"
+        )
+    if job.prompt.template is None or job.prompt.images.used:
+        raise ConfigError(
+            f"{run_dir}: only prompts of prompt.template without images can be embedded"
+        )
+    report = load_report(member.ledger.store)
+    check_rows(min(rows, report.rows), agreement)
+    sample = draw(report, member.plan, None, rows)
+    folder = hashlib.sha256(f"{member.plan.hash}\n{rows}".encode()).hexdigest()[:16]
+    at = join(root.uri, f"{DISTILL_FOLDER}/{folder}")
+    fields = _embedding_fields(job.prompt, encoder, at)
+    asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
+    check_kept(sample, asked.job.prompt.columns, report.run)
+    return Embedding(asked, at, sample, member, agreement)
+
+
+def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
+    """Return the job that embeds the sample below `at` with the `prompt` of the run."""
+    return {
+        "name": "distill",
+        "source": {"uri": join(at, ROWS_FILE)},
+        "prompt": {
+            "template": prompt.template,
+            "on_null": prompt.on_null,
+            "special_tokens_in_rows": prompt.special_tokens_in_rows,
+        },
+        "engine": {"model": encoder, "task": "embed"},
+        "output": {"uri": join(at, "runs"), "columns": []},
+        "limits": {"max_failed_fraction": 1.0},  # such rows are left to the model
+    }
+
+
+def begin_distill(prepared: Embedding) -> Run:
+    """Write the sampled rows, and plan the run that embeds them or continue it."""
+    store = open_store(prepared.place)
+    store.put_if_absent(ROWS_FILE, prepared.sample.to_parquet())
+    return plan_run(prepared.asked, prepared.asked.identity.fingerprint[:16])
+
+
+def finish_distill(prepared: Embedding, run: Run) -> Distilled:
+    """Return the classifier and what it could answer, once all rows are embedded."""
+    job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
+    table = finalize_run(job, run).to_arrow()
+    finish = compile_plan(finished_member(open_store(run.uri)).plan).finish
+    column = compile_plan(plan).finish.column
+    texts: list[Hashable] = [
+        tuple(map(str, row.values()))
+        for row in sample.inputs.select(list(job.prompt.columns)).to_pylist()
+    ]
+    answers = [None if answer is None else answer[column] for answer in sample.answers]
+    numbers = table[finish.row_number].to_numpy()
+    rows = EmbeddedRows(texts, answers, _vectors(table[finish.column], numbers, len(texts)))
+    template = str(job.prompt.template)
+    seed = int(plan.hash[:15], 16)
+    return distill(prepared.member.key, rows, prepared.agreement, seed, job.engine.model, template)
+
+
+def _vectors(column: pa.ChunkedArray, numbers: np.ndarray, rows: int) -> np.ndarray:
+    """Return float32[rows, numbers of a vector] by row number; NaN for rows without a vector."""
+    if not len(numbers):
+        raise ConfigError(
+            "the encoder embedded no row. The report of its run says why: see _distill beside the "
+            "run"
+        )
+    found = column.combine_chunks()
+    size = found.type.list_size
+    vectors = np.full((rows, size), np.nan, np.float32)
+    vectors[numbers] = found.flatten().to_numpy(zero_copy_only=False).reshape(-1, size)
+    return vectors

@@ -1,0 +1,177 @@
+"""A linear classifier over embeddings: its training, and its file, which is JSON.
+
+It is the multinomial logistic regression of scikit-learn (`LogisticRegression`), with the same
+objective and minimizer, L-BFGS of scipy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
+
+CLASSIFIER_FORMAT = 1
+LARGEST_FILE = 64 << 20  # bytes: 1,000 labels of 4,096 numbers each take about 50 MB
+STRENGTHS = (1.0, 10.0, 100.0)  # tried for C; embeddings of length 1 need large ones
+EVERY = 5  # of so many training rows, one chooses among the strengths
+DECIMALS = 6  # of the stored weights; what is measured is rounded like what is stored
+MOST_STEPS = 1000
+GRADIENT = 1e-4  # largest component at which the minimizer ends, as in scikit-learn
+
+
+@dataclass(frozen=True)
+class Classifier(StrictRecord):
+    """Weights and bias of each label, for the vectors of `encoder` over texts from `template`."""
+
+    format: int
+    encoder: str
+    template: str
+    labels: tuple[str, ...]
+    weights: tuple[tuple[Number, ...], ...]
+    bias: tuple[Number, ...]
+
+    @property
+    def size(self) -> int:
+        """Return how many numbers a vector has."""
+        return len(self.weights[0])
+
+    def probabilities(self, vectors: np.ndarray) -> np.ndarray:
+        """Return the probability of each label (float64[rows, labels]); each row adds up to 1.
+
+        Raises `ConfigError` for vectors of another length.
+        """
+        if vectors.shape[1] != self.size:
+            raise ConfigError(
+                f"the classifier takes vectors of {self.size:,} numbers, and these have "
+                f"{vectors.shape[1]:,}. Use the encoder that it was trained with, {self.encoder}"
+            )
+        scores = vectors.astype(np.float64) @ np.array(self.weights, np.float64).T
+        return _softmax(scores + np.array(self.bias, np.float64))
+
+    def to_bytes(self) -> bytes:
+        """Return the classifier as a JSON file."""
+        return dump(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Classifier:
+        """Read a classifier; raise `ConfigError` with the file's `name` and what is wrong.
+
+        The file may come from anybody: it is only parsed, and its size is limited.
+        """
+        if len(data) > LARGEST_FILE:
+            raise ConfigError(
+                f"{name} has {len(data):,} bytes, and a classifier at most {LARGEST_FILE:,}. Name "
+                "a file of raybatch distill"
+            )
+        try:
+            made = read_json(_RECORD, data, name)
+        except CorruptRun as error:
+            raise ConfigError(f"{error}. Write the file anew with raybatch distill") from None
+        sizes = {len(row) for row in made.weights}
+        wrong = {
+            f"format {made.format} is not {CLASSIFIER_FORMAT}": made.format != CLASSIFIER_FORMAT,
+            "it needs two labels or more": len(made.labels) < 2,
+            "a label is named twice": len(set(made.labels)) < len(made.labels),
+            "weights, bias and labels differ in number": not (
+                len(made.labels) == len(made.weights) == len(made.bias)
+            ),
+            "the weights of its labels differ in length": len(sizes) != 1 or 0 in sizes,
+        }
+        for fault, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigError(
+                    f"{name} is no classifier: {fault}. Write the file anew with raybatch distill"
+                )
+        return made
+
+
+_RECORD = TypeAdapter(Classifier)
+
+
+def train(vectors: np.ndarray, answers: Sequence[str], encoder: str, template: str) -> Classifier:
+    """Return the classifier of rows with these vectors and answers.
+
+    Every fifth row chooses the strength of the penalty, by the log loss of a classifier of the
+    others; then all rows train the classifier. Raises `ConfigError` if all answers are equal.
+    """
+    labels, numbers = np.unique(np.array(answers, dtype=object), return_inverse=True)
+    if len(labels) < 2:
+        raise ConfigError(
+            f"all {len(answers):,} answers to learn from are {answers[0]!r}, so there is nothing "
+            "to tell apart. Name a run with several answers, or raise --sample"
+            if answers
+            else "no answer to learn from. Name a run with answers"
+        )
+    choosing = np.arange(len(numbers)) % EVERY == EVERY - 1
+    strength = STRENGTHS[0]
+    if choosing.any():
+        losses = []
+        for value in STRENGTHS:
+            weights, bias = fit(vectors[~choosing], numbers[~choosing], len(labels), value)
+            chances = _softmax(vectors[choosing] @ weights.T + bias)
+            chance = chances[np.arange(len(chances)), numbers[choosing]]
+            losses.append(-np.log(np.maximum(chance, 1e-300)).mean())
+        strength = STRENGTHS[int(np.argmin(losses))]
+    weights, bias = fit(vectors, numbers, len(labels), strength)
+    return Classifier(
+        CLASSIFIER_FORMAT,
+        encoder,
+        template,
+        tuple(str(label) for label in labels),
+        tuple(tuple(row) for row in np.round(weights, DECIMALS).tolist()),
+        tuple(np.round(bias, DECIMALS).tolist()),
+    )
+
+
+def fit(
+    vectors: np.ndarray, numbers: np.ndarray, labels: int, strength: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights [labels, numbers of a vector] and bias [labels] of least penalized log loss.
+
+    `numbers` is the number of each row's label. The sum of the rows' log losses, times `strength`,
+    and half the sum of the squared weights is minimized; the bias has no penalty.
+    """
+    optimize = _scipy_optimize()
+    rows, size = vectors.shape
+    x = vectors.astype(np.float64)
+    target = np.zeros((rows, labels))
+    target[np.arange(rows), numbers] = 1.0
+    scale = 1.0 / (strength * rows)  # loss and penalty are divided by strength times rows
+
+    def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weights, bias = flat[: labels * size].reshape(labels, size), flat[labels * size :]
+        scores = x @ weights.T + bias
+        scores -= scores.max(axis=1, keepdims=True)
+        logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        error = (np.exp(logs) - target) / rows
+        value = -(logs * target).sum() / rows + 0.5 * scale * (weights * weights).sum()
+        gradient = error.T @ x + scale * weights
+        return float(value), np.concatenate([gradient.ravel(), error.sum(axis=0)])
+
+    options = {"maxiter": MOST_STEPS, "gtol": GRADIENT, "ftol": 1e-12}
+    start = np.zeros(labels * (size + 1))
+    found = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options=options).x
+    return found[: labels * size].reshape(labels, size), found[labels * size :]
+
+
+def _scipy_optimize() -> Any:
+    """Return scipy's minimizers; raise `ConfigError` if scipy is not installed."""
+    try:
+        from scipy import optimize
+    except ImportError:
+        raise ConfigError(
+            'training a classifier needs scipy. pip install "prefect-raybatch[distill]"'
+        ) from None
+    return optimize
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
