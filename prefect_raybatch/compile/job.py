@@ -324,6 +324,7 @@ def finish_spec(
         fails_cut_off=output.fails_cut_off,
         vector_type=output.vector_type,
         parsing=parsing_spec(job),
+        inputs=None if job.prompt.function else tuple(job.prompt.columns),
     )
 
 

@@ -15,6 +15,12 @@ from prefect_raybatch.ledger.strict import Number
 # How the names of figures begin that count answers: by their label, by the number of bits of their
 # length in tokens, and by why they ended. They are among the `others`, and summed as these are.
 ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", "answers.end."
+# Likewise of figures that count rows: by an input column that is null or not, and by its value,
+# which comes after a separator.
+INPUT_NULLS, INPUT_FILLED, INPUT_VALUES = "inputs.null.", "inputs.filled.", "inputs.value."
+AND_VALUE = "\x1f"
+MOST_VALUES = 64  # of a column that are counted separately
+MOST_NAMES = 8192  # figures in memory, at which rare values of columns are no longer counted
 
 SUM, FIRST, LAST = "sum", "first", "last"
 MEAN, PEAK = "mean", "peak"  # a mean is weighted by the `samples` behind it
@@ -125,7 +131,7 @@ _CHOSEN: Mapping[str, Callable[[float, float], float]] = {
 
 
 class StatsFold:
-    """Combine the measurements of shards one by one, in constant memory.
+    """Combine the measurements of shards one by one, in bounded memory.
 
     A shard for which a measurement is unknown does not count for it.
     """
@@ -133,6 +139,7 @@ class StatsFold:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._means: dict[str, tuple[float, float]] = {}  # weighted sum, weight
+        self._most_names = MOST_NAMES
 
     def add(self, stats: ShardStats) -> None:
         known, values = stats.__dict__, self._values
@@ -152,11 +159,49 @@ class StatsFold:
                 self._means[name] = (total + value * weight, weights + weight)
         for name, value in stats.others.items():
             values[name] = values.get(name, 0) + value
+        if len(values) > self._most_names:
+            self._values = without_rare_values(values)
+            self._most_names = max(MOST_NAMES, 2 * len(self._values))
 
     def result(self) -> ShardStats:
         """Return the combined measurements."""
         means = {name: total / (weight or 1.0) for name, (total, weight) in self._means.items()}
         return ShardStats.of({**self._values, **means})
+
+
+def common_values(counts: Mapping[str, float], rows: float) -> dict[str, float]:
+    """Return the counts of all values of a column, or of the common ones if there are many.
+
+    Of 65 values or more, those count that at least 1 of 64 `rows` has.
+    """
+    if len(counts) <= MOST_VALUES:
+        return dict(counts)
+    return {value: number for value, number in counts.items() if number * MOST_VALUES >= rows}
+
+
+def values_by_column(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return {column: {value: rows}} of summed figures, without rare values of many."""
+    counts: dict[str, dict[str, float]] = {}
+    for name, number in figures.items():
+        if name.startswith(INPUT_VALUES):
+            column, _, value = name.removeprefix(INPUT_VALUES).partition(AND_VALUE)
+            counts.setdefault(column, {})[value] = number
+    common = {
+        column: common_values(values, figures.get(f"{INPUT_FILLED}{column}", 0.0))
+        for column, values in counts.items()
+    }
+    return {column: values for column, values in common.items() if values}
+
+
+def without_rare_values(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return summed figures without the rare values of columns that have many.
+
+    So the memory of a fold is bounded where each shard has other values, as in a sorted input.
+    """
+    kept = {name: number for name, number in figures.items() if not name.startswith(INPUT_VALUES)}
+    for column, values in values_by_column(figures).items():
+        kept |= {f"{INPUT_VALUES}{column}{AND_VALUE}{value}": n for value, n in values.items()}
+    return kept
 
 
 def fold_stats(parts: Iterable[ShardStats]) -> ShardStats:

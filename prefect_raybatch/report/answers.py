@@ -11,6 +11,7 @@ from prefect_raybatch.ledger.stats import ANSWER_ENDS, ANSWER_LABELS, ANSWER_LEN
 NO_LABEL = "none of the labels"
 KINDS_OF_COUNTS = {"labels": ANSWER_LABELS, "lengths": ANSWER_LENGTHS, "ends": ANSWER_ENDS}
 FAILED_ROWS, PROMPTS = "failures", "prompts"
+NULLS, NEW_VALUES = "nulls", "values"  # of the input
 KIND_NAMES = {
     "labels": "the labels",
     "lengths": "the lengths of answers",
@@ -57,10 +58,10 @@ def tokens_range(bits: int) -> str:
 class Shift:
     """A distribution of a run that differs from that of run `before` beyond chance.
 
-    `kind` is labels, lengths, ends, failures or prompts; `moved` is the share of rows that moved,
-    `chance` the probability of such a difference by chance; `changes` are the largest, as {name:
-    (share before, share now)}. With `runs` above 1, `before` is the newest of so many runs, whose
-    mean is compared.
+    `kind` is labels, lengths, ends, failures, prompts, nulls or values (never seen before); `moved`
+    is the share of rows that moved, `chance` the probability of such a difference by chance;
+    `changes` are the largest, as {name: (share before, share now)}. With `runs` above 1, `before`
+    is the newest of so many runs, whose mean is compared.
     """
 
     kind: str
@@ -87,10 +88,22 @@ class Shift:
         named = ", ".join(
             f"{name} {before:.1%} -> {now:.1%}" for name, (before, now) in self.changes.items()
         )
+        if self.kind == NULLS:
+            return f"columns have other shares of missing values than {earlier}: {named}"
+        if self.kind == NEW_VALUES:
+            return f"columns have other shares of values never seen before than {earlier}: {named}"
         verb = "differs" if self.kind == "ends" else "differ"
         what = KIND_NAMES[self.kind]
         unit = "rows" if self.kind == FAILED_ROWS else "answers"
         return f"{what} {verb} from {earlier} in {self.moved:.1%} of {unit}: {named}"
+
+
+def short_text(shift: Shift) -> str:
+    """Return e.g. `12.0% of labels differ`, for a table."""
+    by = {PROMPTS: "prompts", NULLS: "missing values", NEW_VALUES: "new values"}
+    if shift.kind in by:
+        return f"{by[shift.kind]} by {shift.moved:.1%}"
+    return f"{shift.moved:.1%} of {shift.kind} differ"
 
 
 def shifts(

@@ -22,8 +22,9 @@ from prefect_raybatch.report.answers import (
 LEAST_RUNS = 14  # earlier runs, below which nothing is reported as drift
 MOST_RUNS = 21  # newest earlier runs that a run is compared with
 # Of one false alarm in a hundred runs, the part of each test: three distributions of answers,
-# failed rows, the length of prompts, and the number of rows (`few_rows`).
-TESTS = 6
+# failed rows, the length of prompts, missing and new values of the input (`inputs.py`), and the
+# number of rows (`few_rows`).
+TESTS = 8
 RUN_CHANCE = 0.01 / TESTS
 # Rare names come in bursts, so their shares have longer tails than a t-test assumes: the distance
 # of a run from the mean must also exceed this many times the largest of the runs before.
@@ -34,7 +35,9 @@ LEAST_SHARE = 0.005  # of the answers in any run; rarer names are pooled
 Distribution = Mapping[str, float]
 
 
-def chance_after(value: float, earlier: Sequence[float], noise: float = 0.0) -> float:
+def chance_after(
+    value: float, earlier: Sequence[float], noise: float = 0.0, beyond: float = BEYOND
+) -> float:
     """Return the probability that a further run lies at least as far from the mean of `earlier`.
 
     It is a t-test of one new observation; `noise` is the variance that counting alone gives. It
@@ -46,7 +49,7 @@ def chance_after(value: float, earlier: Sequence[float], noise: float = 0.0) -> 
     spread = max(variance(earlier), noise)
     mean = fmean(earlier)
     distance = abs(value - mean)
-    if distance <= BEYOND * max(abs(other - mean) for other in earlier):
+    if distance <= beyond * max(abs(other - mean) for other in earlier):
         return 1.0
     if not spread:
         return 0.0
@@ -108,9 +111,9 @@ def _drift(
     if _total(now) < LEAST_ANSWERS or len(runs) < LEAST_RUNS:
         return None
     names = list(dict.fromkeys(name for run in (now, *runs) for name in run))
-    common = [n for n in names if max(_share(run, n) for run in (now, *runs)) >= LEAST_SHARE]
-    chances = [_chance(now, runs, name) for name in common]
-    shares = {n: (fmean(_share(run, n) for run in runs), _share(now, n)) for n in names}
+    common = [n for n in names if max(share_of(run, n) for run in (now, *runs)) >= LEAST_SHARE]
+    chances = [share_chance(now, runs, name) for name in common]
+    shares = {n: (fmean(share_of(run, n) for run in runs), share_of(now, n)) for n in names}
     moved = sum(abs(b - a) for a, b in shares.values()) / 2
     chance = min(1.0, min(chances, default=1.0) * len(common))  # Bonferroni
     if moved < LEAST_MOVED or chance >= RUN_CHANCE:
@@ -118,17 +121,19 @@ def _drift(
     return Shift(kind, before_key, moved, chance, largest_changes(shares), len(runs))
 
 
-def _chance(now: Distribution, runs: Sequence[Distribution], name: str) -> float:
+def share_chance(
+    now: Distribution, runs: Sequence[Distribution], name: str, beyond: float = BEYOND
+) -> float:
     """Return the chance of the share of one name.
 
     On the scale of arcsin(sqrt(share)) the variance of counting is 1 / (4 rows) for any share.
     """
     noise = fmean(1 / (4 * _total(run)) for run in (now, *runs))
-    angles = [math.asin(math.sqrt(_share(run, name))) for run in (now, *runs)]
-    return chance_after(angles[0], angles[1:], noise)
+    angles = [math.asin(math.sqrt(share_of(run, name))) for run in (now, *runs)]
+    return chance_after(angles[0], angles[1:], noise, beyond)
 
 
-def _share(counts: Distribution, name: str) -> float:
+def share_of(counts: Distribution, name: str) -> float:
     return min(1.0, max(0.0, counts.get(name, 0.0) / _total(counts)))
 
 

@@ -171,6 +171,9 @@ class RunReport(FinishedRows, StrictRecord):
     code: Mapping[str, int] = field(default_factory=dict)  # rows by the package's code on workers
     # {labels, lengths, ends: {name: answers}}, if counted
     answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    # {column: {null, filled: rows}} and {column: {value: rows}} of the input, if counted
+    nulls: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # shares of the GPUs' peak, if known (`Tally.roofline`)
     roofline: Mapping[str, Number] = field(default_factory=dict)
     # the decision of a trial of quantization, and its evidence
@@ -212,6 +215,8 @@ class RunReport(FinishedRows, StrictRecord):
             "currency",
             "code",
             "answers",
+            "nulls",
+            "values",
             "roofline",
             "precision",
             "elapsed",

@@ -8,8 +8,10 @@ from prefect_raybatch.harmless import code_span, link, markdown_text
 from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
+from prefect_raybatch.ledger.stats import values_by_column
 from prefect_raybatch.report.answers import answer_counts
 from prefect_raybatch.report.charts import charts
+from prefect_raybatch.report.inputs import null_counts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages.vllm.phases import START_PHASES
@@ -74,6 +76,8 @@ def build(
         dashboard=dashboard,
         losses=dict(losses or {}),
         answers=answer_counts(totals.others),
+        nulls=null_counts(totals.others),
+        values=values_by_column(totals.others),
         code=dict(tally.codes.most_common()),
         roofline=tally.roofline(),
     )

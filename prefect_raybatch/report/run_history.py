@@ -10,7 +10,8 @@ from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.judgement import Judgement, series_of
-from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, PROMPTS, Shift
+from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, Shift, short_text
+from prefect_raybatch.report.inputs import Inputs
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.report.verdict import (
@@ -61,6 +62,7 @@ class HistoryLine:
     accuracy: Accuracy | None = None  # on golden rows
     judgement: Judgement | None = None
     prompt_tokens: float | None = None  # mean of a prompt
+    inputs: Inputs = field(default_factory=Inputs)
 
     @property
     def distributions(self) -> dict[str, Mapping[str, float]]:
@@ -147,12 +149,7 @@ def _e_values(run: HistoryLine) -> str:
 def _shift_text(run: HistoryLine) -> str:
     """Return the shifts from the run before, or why there are none."""
     if run.shifts:
-        return "; ".join(
-            f"prompts by {shift.moved:.1%}"
-            if shift.kind == PROMPTS
-            else f"{shift.moved:.1%} of {shift.kind} differ"
-            for shift in run.shifts
-        )
+        return "; ".join(map(short_text, run.shifts))
     if not run.answers:
         return DASH
     if run.compared:

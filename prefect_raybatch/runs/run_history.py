@@ -17,6 +17,7 @@ from prefect_raybatch.quality.alarm import AccuracySeries
 from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import Shift, comparable, shifts
 from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
+from prefect_raybatch.report.inputs import Inputs, input_drifts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
@@ -210,7 +211,8 @@ def _shifts(
         line.prompt_tokens, [run.prompt_tokens or 0.0 for run in earlier], newest
     )
     drift = drifts(line.distributions, distributions, newest)
-    return (*drift, *pairwise, *([] if prompts is None else [prompts]))
+    inputs = input_drifts(line.inputs, [run.inputs for run in earlier], newest)
+    return (*drift, *pairwise, *([] if prompts is None else [prompts]), *inputs)
 
 
 def _prompt_tokens(report: RunReport) -> float | None:
@@ -248,4 +250,5 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         judgement=report.judgement,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
         prompt_tokens=_prompt_tokens(report),
+        inputs=Inputs(report.nulls, report.values),
     )

@@ -45,7 +45,8 @@ class FinishSpec:
     `types` are the Arrow types of what `postprocess` returns, by name; None leaves them to the
     first shard. `schema` is the text of the JSON Schema that each answer must fit, None for free
     text. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
-    its row. `answered_by`: a column names the model of a cascade that answered.
+    its row. `inputs` are the input columns whose missing and new values are counted, None for all.
+    `answered_by`: a column names the model of a cascade that answered.
     """
 
     column: str
@@ -60,6 +61,7 @@ class FinishSpec:
     fails_cut_off: bool
     vector_type: VectorType
     parsing: ParsingSpec | None
+    inputs: tuple[str, ...] | None
     answered_by: bool = False
 
     def kept(self, names: list[str]) -> list[str]:

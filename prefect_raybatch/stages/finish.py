@@ -57,6 +57,7 @@ from prefect_raybatch.stages.columns import (
     PROMPT_TOKENS,
     SHARD,
 )
+from prefect_raybatch.stages.input_counts import input_counts
 from prefect_raybatch.stages.load import figures_of
 from prefect_raybatch.stages.output_schema import ResultColumn, fitting_columns, output_schema
 from prefect_raybatch.stages.raw_answers import raw_columns
@@ -142,7 +143,12 @@ class Finish:
             failed=Positions.of(positions[failed]),
             skipped=Positions.of(positions[skipped]),
             pieces=tuple(pieces),
-            stats=shard_figures(load, table, began, self._counts(table, outcomes)),
+            stats=shard_figures(
+                load,
+                table,
+                began,
+                {**self._counts(table, outcomes), **self._input_counts(table)},
+            ),
             failures=dict(Counter(map(_key, failures.values()))),
             where={
                 "node": socket.gethostname(),
@@ -236,6 +242,10 @@ class Finish:
         answers, reasons = table[ANSWERS].to_pylist(), table[FINISH].to_pylist()
         return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])
 
+    def _input_counts(self, table: pa.Table) -> dict[str, float]:
+        """Return the counts of the input columns that the prompt uses, of all rows."""
+        return input_counts(table, self.spec.inputs)
+
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
     """Return failed rows as the quarantine keeps them: reason, attempts and the input row.
@@ -284,6 +294,9 @@ class RawFinish(Finish):
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         return {}  # the answers of rows are counted where rows are finished
+
+    def _input_counts(self, table: pa.Table) -> dict[str, float]:
+        return {}  # so are the rows
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
         return []

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.ledger.stats import MEANS, PEAKS, ShardStats, StatsFold, fold_stats
+from prefect_raybatch.ledger.stats import (
+    AND_VALUE,
+    INPUT_FILLED,
+    INPUT_VALUES,
+    MEANS,
+    MOST_NAMES,
+    PEAKS,
+    ShardStats,
+    StatsFold,
+    fold_stats,
+    values_by_column,
+)
 
 NAMES = [one.name for one in fields(ShardStats) if one.name != "others"]
 READER = TypeAdapter(ShardStats)
@@ -78,3 +89,16 @@ def test_one_after_the_other_is_as_all_at_once(parts):
 def test_figures_for_people_are_those_of_the_engine():
     stats = ShardStats(rows=3, running=1.23456, gpu_memory_peak=7)
     assert stats.figures() == {"running": 1.2346, "gpu_memory_peak": 7}
+
+
+def test_memory_is_bounded_where_each_shard_has_other_values():
+    """As in an input that is sorted by customer; common values stay counted."""
+    fold, shards = StatsFold(), 2 * MOST_NAMES // 50
+    for shard in range(shards):
+        values = {f"{INPUT_VALUES}Customer{AND_VALUE}{shard}-{at}": 1.0 for at in range(50)}
+        country = {f"{INPUT_VALUES}Country{AND_VALUE}DE": 50.0, f"{INPUT_FILLED}Country": 50.0}
+        customers = {f"{INPUT_FILLED}Customer": 50.0}
+        fold.add(ShardStats(others={**values, **country, **customers}))
+    figures = fold.result().others
+    assert len(figures) <= MOST_NAMES
+    assert values_by_column(figures) == {"Country": {"DE": shards * 50.0}}

@@ -33,6 +33,7 @@ from prefect_raybatch.report.answers import (
     shifts,
     tokens_range,
 )
+from prefect_raybatch.report.drift import LEAST_RUNS
 from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.plots import of_history
 from prefect_raybatch.report.records import Advice
@@ -260,6 +261,31 @@ def test_names_of_runs_and_labels_are_harmless_and_the_page_is_bounded(tmp_path)
     assert len(text) < 100_000 and len(html) < 150_000
     assert history_rows(page)[0]["cost"] == "1.50"
     assert LEAST_MOVED < 1 and LEAST_ANSWERS > 1
+
+
+@pytest.mark.whole
+def test_missing_and_new_values_of_the_input_are_read_from_the_reports(tmp_path):
+    nights = Nights(tmp_path)
+    source = {"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 100}
+    prompt = {"template": "Say {text} {country}", "on_null": "empty"}
+    job = nights.job(source=source, prompt=prompt, reuse=None)
+
+    def night(key: str, **columns: Any) -> None:
+        nights.write(*["t"] * 300, **columns)
+        nights.night(key, job)
+
+    for number in range(LEAST_RUNS):
+        night(f"n{number:02d}", country=["DE"] * 180 + ["FR"] * 120)
+    night("odd", country=["DE"] * 150 + ["<Mu>\n"] * 75 + [None] * 75)
+    (page,) = history_of(str(tmp_path / "out"))
+    assert {shift.kind: shift.changes for shift in page.runs[0].drift} == {
+        "nulls": {"country": (0.0, 0.25)},
+        "values": {"country (<Mu> )": (0.0, 1 / 3)},
+    }
+    assert history_rows(page)[0]["answers"] == "missing values by 25.0%; new values by 33.3%"
+    assert page.runs[0].inputs.values["text"] == {"t": 300}
+    assert not page.runs[1].shifts
+    assert "<Mu>" not in history_markdown(page) and "Mu" in history_markdown(page)
 
 
 def test_an_output_without_runs_has_no_nights(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.failures import FailureKey, Loss
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
+from prefect_raybatch.ledger.stats import values_by_column
+from prefect_raybatch.report.inputs import null_counts
 from prefect_raybatch.stages.block import Failure, lost, tag, timed
 from prefect_raybatch.stages.columns import (
     ANSWERS,
@@ -259,6 +262,34 @@ def test_of_several_answers_all_are_kept_where_one_is_cut_off(tmp_path):
     table = table.set_column(table.column_names.index(TEXTS), TEXTS, texts)
     receipt = one(tmp_path, table, answers=2, on_cut_off="fail")
     assert reasons(tmp_path, receipt)[1][2].endswith('token: ["c", "d"]')
+
+
+def test_nulls_and_values_of_the_columns_that_the_prompt_uses_are_counted(tmp_path):
+    rows = pa.table(
+        {
+            "Company": pa.array([f"c{i}" for i in range(100)]),
+            "Country": pa.array(["DE"] * 60 + ["FR"] * 30 + [None] * 10),
+            "Size": pa.array([1.0] * 50 + [None] * 50),  # whole numbers, as pandas writes them
+            "Score": pa.array([0.5] * 100),
+            "Tags": pa.array([["a"]] * 100),
+            "Other": pa.array(["x"] * 100),
+        }
+    )
+    table = block(Unit(0, 0, 100), failed=[0], rows=rows)
+    names = ("Company", "Country", "Size", "Score", "Tags")
+    made = stage(tmp_path)
+    made = replace(made, spec=replace(made.spec, inputs=names))
+    (receipt,) = receipts(made(table))
+    counts = {n: v for n, v in receipt.stats.others.items() if n.startswith("inputs.")}
+    assert null_counts(counts) == {
+        "Company": {"null": 0, "filled": 100},
+        "Country": {"null": 10, "filled": 90},
+        "Size": {"null": 50, "filled": 50},
+        "Score": {"null": 0, "filled": 100},
+        "Tags": {"null": 0, "filled": 100},
+    }
+    # A hundred names of companies are no few values.
+    assert values_by_column(counts) == {"Country": {"DE": 60, "FR": 30}, "Size": {"1": 50}}
 
 
 # --- postprocess --------------------------------------------------------------------------------

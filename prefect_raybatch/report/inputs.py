@@ -1,0 +1,159 @@
+"""Whether the input of a run has more missing values, or other values, than the runs before. Pure.
+
+As in `drift.py`, a run is one observation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from prefect_raybatch.harmless import clean
+from prefect_raybatch.ledger.stats import INPUT_FILLED, INPUT_NULLS, MOST_VALUES
+from prefect_raybatch.report.answers import (
+    LEAST_ANSWERS,
+    NEW_VALUES,
+    NULLS,
+    Shift,
+    largest_changes,
+)
+from prefect_raybatch.report.drift import (
+    LEAST_RUNS,
+    MOST_RUNS,
+    RUN_CHANCE,
+    Distribution,
+    share_chance,
+    share_of,
+)
+
+# Half of those that are counted, so that no column is taken for one of few values by chance.
+FEW_VALUES = MOST_VALUES // 2
+# Rare nulls and values come in bursts, so more is asked of them than of answers.
+LEAST_NULLS, LEAST_NEW = 0.05, 0.075  # of the rows
+BEYOND_NULLS = 4.0  # as `BEYOND`
+VALUES_NAMED, VALUE_SHOWN = 3, 30  # values, and characters of each
+NULL, FILLED, NEW = "null", "filled", "new"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Counts of a run's input: {column: {null, filled: rows}} and {column: {value: rows}}.
+
+    Filled rows without a value are of a type that is not counted, or have one of many values.
+    """
+
+    nulls: Mapping[str, Distribution] = field(default_factory=dict)
+    values: Mapping[str, Distribution] = field(default_factory=dict)
+
+    def filled(self, column: str) -> float:
+        """Return the rows that have a value in the column."""
+        return self.nulls.get(column, {}).get(FILLED, 0.0)
+
+    def rows(self, column: str) -> float:
+        """Return the rows that were counted."""
+        return sum(self.nulls.get(column, {}).values())
+
+    def has_few_values(self, column: str) -> bool:
+        """Return whether all values of the column are counted, and are few."""
+        values = self.values.get(column, {})
+        return len(values) <= FEW_VALUES and sum(values.values()) == self.filled(column)
+
+    def unseen(self, column: str, seen: Set[str]) -> Distribution:
+        """Return the rows with a value that is not among the `seen` ones, and the others."""
+        values = self.values.get(column, {})
+        known = sum(rows for value, rows in values.items() if value in seen)
+        return {NEW: max(0.0, self.filled(column) - known), "seen": known}
+
+    def new_values(self, column: str, seen: Set[str]) -> str:
+        """Return the most common values that are not among the `seen` ones, as text."""
+        values = self.values.get(column, {})
+        new = sorted(values.keys() - seen, key=lambda value: (-values[value], value))
+        named = [clean(value)[:VALUE_SHOWN] for value in new[:VALUES_NAMED]]
+        if len(new) > VALUES_NAMED or sum(values.values()) < self.filled(column):
+            named.append("...")
+        return ", ".join(named)
+
+
+def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return {column: {null, filled: rows}} from the summed figures of a run's shards."""
+    counts: dict[str, dict[str, float]] = {}
+    for prefix, name in ((INPUT_NULLS, NULL), (INPUT_FILLED, FILLED)):
+        for figure, rows in figures.items():
+            if figure.startswith(prefix):
+                counts.setdefault(figure.removeprefix(prefix), {})[name] = rows
+    return counts
+
+
+def input_drifts(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> tuple[Shift, ...]:
+    """Return how missing and new values drifted from the runs before, newest first.
+
+    `before_key` is the newest of these. Columns that a run does not count are not compared.
+    """
+    each = (_null_drift(now, earlier, before_key), _value_drift(now, earlier, before_key))
+    return tuple(shift for shift in each if shift is not None)
+
+
+def _null_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shift | None:
+    shares: dict[str, tuple[float, float]] = {}
+    chances: list[float] = []
+    number = 0
+    for column, counts in now.nulls.items():
+        runs = [run.nulls[column] for run in earlier if run.rows(column) >= LEAST_ANSWERS]
+        runs = runs[:MOST_RUNS]
+        if now.rows(column) < LEAST_ANSWERS or len(runs) < LEAST_RUNS:
+            continue
+        shares[column] = _usual_and_now(NULL, counts, runs)
+        chances.append(share_chance(counts, runs, NULL, BEYOND_NULLS))
+        number = max(number, len(runs))
+    return _shift(NULLS, before_key, shares, chances, number, LEAST_NULLS)
+
+
+def _value_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shift | None:
+    """Compare the share of new values with that of each earlier run among the other ones.
+
+    The values of a date are new in each run. Only columns that had few values in all runs count.
+    """
+    shares: dict[str, tuple[float, float]] = {}
+    chances: list[float] = []
+    number = 0
+    for column in now.nulls:
+        runs = [run for run in earlier if run.filled(column) >= LEAST_ANSWERS][:MOST_RUNS]
+        if now.filled(column) < LEAST_ANSWERS or len(runs) < LEAST_RUNS:
+            continue
+        if not all(run.has_few_values(column) for run in runs):
+            continue
+        found = Counter(value for run in runs for value in run.values.get(column, ()))
+        twice = {value for value, number_of_runs in found.items() if number_of_runs > 1}
+        unseen, usual = (
+            now.unseen(column, found.keys()),
+            [run.unseen(column, twice) for run in runs],
+        )
+        names = now.new_values(column, found.keys())
+        shares[f"{column} ({names})" if names else column] = _usual_and_now(NEW, unseen, usual)
+        chances.append(share_chance(unseen, usual, NEW))
+        number = max(number, len(runs))
+    return _shift(NEW_VALUES, before_key, shares, chances, number, LEAST_NEW)
+
+
+def _usual_and_now(
+    name: str, now: Distribution, runs: Sequence[Distribution]
+) -> tuple[float, float]:
+    return fmean(share_of(run, name) for run in runs), share_of(now, name)
+
+
+def _shift(
+    kind: str,
+    before_key: str,
+    shares: Mapping[str, tuple[float, float]],
+    chances: Sequence[float],
+    runs: int,
+    least: float,
+) -> Shift | None:
+    """Return the shift of columns with these shares (usual, now) if it is one of `least`."""
+    chance = min(1.0, min(chances, default=1.0) * len(chances))  # Bonferroni
+    moved = max((abs(now - usual) for usual, now in shares.values()), default=0.0)
+    if moved < least or chance >= RUN_CHANCE:
+        return None
+    return Shift(kind, before_key, moved, chance, largest_changes(shares), runs)

@@ -1,0 +1,85 @@
+"""Counts of a shard's input: missing values, and the values of columns that have few.
+
+They are summed over a run, so that one run can be compared with those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from prefect_raybatch.ledger.stats import (
+    AND_VALUE,
+    INPUT_FILLED,
+    INPUT_NULLS,
+    INPUT_VALUES,
+    common_values,
+)
+from prefect_raybatch.stages.block import input_columns
+
+MOST_COLUMNS = 64  # of more, the first are counted: a record stays small
+LONGEST_COLUMN, LONGEST_VALUE = 80, 60  # characters
+
+
+def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
+    """Return the figures of these input columns of a block; None: of all.
+
+    Filled values without a count of their own are rare, long, or of a type such as a list.
+    """
+    present = input_columns(table)
+    names = present if columns is None else [name for name in columns if name in present]
+    figures: dict[str, float] = {}
+    for name in names[:MOST_COLUMNS]:
+        if len(name) > LONGEST_COLUMN or AND_VALUE in name:
+            continue
+        column = table[name]
+        figures[f"{INPUT_NULLS}{name}"] = float(column.null_count)
+        figures[f"{INPUT_FILLED}{name}"] = filled = float(len(column) - column.null_count)
+        counts = common_values(_value_counts(column), filled)
+        figures |= {f"{INPUT_VALUES}{name}{AND_VALUE}{value}": n for value, n in counts.items()}
+    return figures
+
+
+def _value_counts(column: pa.ChunkedArray) -> dict[str, float]:
+    """Return the rows of each short value, as text; empty for a type that is not counted."""
+    texts = _as_texts(column)
+    if texts is None:
+        return {}
+    # As bytes: a text that is not UTF-8 fails only its row.
+    counted = pc.value_counts(texts.cast(pa.large_binary()))
+    values, rows = counted.field("values").to_pylist(), counted.field("counts").to_pylist()
+    counts = {
+        value.decode(errors="replace"): float(number)
+        for value, number in zip(values, rows, strict=True)
+        if value is not None
+    }
+    return {value: number for value, number in counts.items() if len(value) <= LONGEST_VALUE}
+
+
+def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """Return the values as texts; None for a type that is not counted.
+
+    Whole numbers in a column of floats count as such: pandas makes floats of whole numbers as soon
+    as one is missing.
+    """
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    if pa.types.is_floating(kind):
+        try:
+            column = column.cast(pa.int64())
+        except pa.ArrowInvalid:
+            return None
+    tests = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_boolean,
+        pa.types.is_integer,
+        pa.types.is_date,
+    )
+    if not any(test(column.type) for test in tests):
+        return None
+    return column if pa.types.is_large_string(column.type) else column.cast(pa.string())
