@@ -101,7 +101,7 @@ def automations(block_id: UUID, gone_after: float = GONE_AFTER) -> list[Automati
         ("there are far fewer rows than usual", "Under half the median of the runs before.",
          _of_run("raybatch.rows.low"), f"{run}: far fewer rows than usual",
          "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
-        ("the answers have drifted", "They, failed rows, prompts or input differ from the runs before.",
+        ("the answers have drifted", "They, failed rows, prompts or input differ from runs before.",
          _of_run("raybatch.answers.drifted"), f"{run}: answers have drifted",
          "{{ event.payload.about }}\nRun directory: {{ event.payload.run }}"),
         ("the accuracy fell", "Golden rows or judge show less than in the job's first runs.",

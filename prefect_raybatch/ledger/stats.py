@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -15,10 +15,11 @@ from prefect_raybatch.ledger.strict import Number
 # How the names of figures begin that count answers: by their label, by the number of bits of their
 # length in tokens, and by why they ended. They are among the `others`, and summed as these are.
 ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", "answers.end."
-# Likewise of figures that count rows: by an input column that is null or not, and by its value,
-# which comes after a separator.
+# Likewise of figures that count rows: by an input column that is null or not, and by the digest of
+# its value, which comes after a separator.
 INPUT_NULLS, INPUT_FILLED, INPUT_VALUES = "inputs.null.", "inputs.filled.", "inputs.value."
 AND_VALUE = "\x1f"
+_Value = TypeVar("_Value", str, bytes)
 MOST_VALUES = 64  # of a column that are counted separately
 MOST_NAMES = 8192  # figures in memory, at which rare values of columns are no longer counted
 
@@ -169,7 +170,7 @@ class StatsFold:
         return ShardStats.of({**self._values, **means})
 
 
-def common_values(counts: Mapping[str, float], rows: float) -> dict[str, float]:
+def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, float]:
     """Return the counts of all values of a column, or of the common ones if there are many.
 
     Of 65 values or more, those count that at least 1 of 64 `rows` has.

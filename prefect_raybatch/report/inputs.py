@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from prefect_raybatch.harmless import clean
 from prefect_raybatch.ledger.stats import INPUT_FILLED, INPUT_NULLS, MOST_VALUES
 from prefect_raybatch.report.answers import (
     LEAST_ANSWERS,
@@ -33,15 +32,15 @@ FEW_VALUES = MOST_VALUES // 2
 # Rare nulls and values come in bursts, so more is asked of them than of answers.
 LEAST_NULLS, LEAST_NEW = 0.05, 0.075  # of the rows
 BEYOND_NULLS = 4.0  # as `BEYOND`
-VALUES_NAMED, VALUE_SHOWN = 3, 30  # values, and characters of each
 NULL, FILLED, NEW = "null", "filled", "new"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Counts of a run's input: {column: {null, filled: rows}} and {column: {value: rows}}.
+    """Counts of a run's input: {column: {null, filled: rows}} and {column: {digest: rows}}.
 
-    Filled rows without a value are of a type that is not counted, or have one of many values.
+    The digests are those of values. Filled rows without a value are of a type that is not counted,
+    or have one of many values.
     """
 
     nulls: Mapping[str, Distribution] = field(default_factory=dict)
@@ -65,15 +64,6 @@ class Inputs:
         values = self.values.get(column, {})
         known = sum(rows for value, rows in values.items() if value in seen)
         return {NEW: max(0.0, self.filled(column) - known), "seen": known}
-
-    def new_values(self, column: str, seen: Set[str]) -> str:
-        """Return the most common values that are not among the `seen` ones, as text."""
-        values = self.values.get(column, {})
-        new = sorted(values.keys() - seen, key=lambda value: (-values[value], value))
-        named = [clean(value)[:VALUE_SHOWN] for value in new[:VALUES_NAMED]]
-        if len(new) > VALUES_NAMED or sum(values.values()) < self.filled(column):
-            named.append("...")
-        return ", ".join(named)
 
 
 def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -130,8 +120,7 @@ def _value_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shi
             now.unseen(column, found.keys()),
             [run.unseen(column, twice) for run in runs],
         )
-        names = now.new_values(column, found.keys())
-        shares[f"{column} ({names})" if names else column] = _usual_and_now(NEW, unseen, usual)
+        shares[column] = _usual_and_now(NEW, unseen, usual)
         chances.append(share_chance(unseen, usual, NEW))
         number = max(number, len(runs))
     return _shift(NEW_VALUES, before_key, shares, chances, number, LEAST_NEW)

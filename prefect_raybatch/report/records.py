@@ -171,7 +171,7 @@ class RunReport(FinishedRows, StrictRecord):
     code: Mapping[str, int] = field(default_factory=dict)  # rows by the package's code on workers
     # {labels, lengths, ends: {name: answers}}, if counted
     answers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
-    # {column: {null, filled: rows}} and {column: {value: rows}} of the input, if counted
+    # {column: {null, filled: rows}} and {column: {digest of a value: rows}} of the input
     nulls: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # shares of the GPUs' peak, if known (`Tally.roofline`)

@@ -1,10 +1,12 @@
 """Counts of a shard's input: missing values, and the values of columns that have few.
 
-They are summed over a run, so that one run can be compared with those before.
+They are summed over a run, so that one run can be compared with those before. A value is counted
+by a digest, so that records and reports hold no text of a row.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -20,7 +22,9 @@ from prefect_raybatch.ledger.stats import (
 from prefect_raybatch.stages.block import input_columns
 
 MOST_COLUMNS = 64  # of more, the first are counted: a record stays small
-LONGEST_COLUMN, LONGEST_VALUE = 80, 60  # characters
+LONGEST_COLUMN, LONGEST_VALUE = 80, 60  # characters, bytes
+DIGEST_BYTES = 6
+MOST_UNIQUE = 16  # of more values, most of them in one row only, none is counted
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
@@ -37,13 +41,14 @@ def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, fl
         column = table[name]
         figures[f"{INPUT_NULLS}{name}"] = float(column.null_count)
         figures[f"{INPUT_FILLED}{name}"] = filled = float(len(column) - column.null_count)
-        counts = common_values(_value_counts(column), filled)
-        figures |= {f"{INPUT_VALUES}{name}{AND_VALUE}{value}": n for value, n in counts.items()}
+        for value, number in _few_values(column, filled).items():
+            digest = hashlib.blake2b(value, digest_size=DIGEST_BYTES).hexdigest()
+            figures[f"{INPUT_VALUES}{name}{AND_VALUE}{digest}"] = number
     return figures
 
 
-def _value_counts(column: pa.ChunkedArray) -> dict[str, float]:
-    """Return the rows of each short value, as text; empty for a type that is not counted."""
+def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
+    """Return the rows of each value that is counted, of a column with `filled` rows."""
     texts = _as_texts(column)
     if texts is None:
         return {}
@@ -51,11 +56,14 @@ def _value_counts(column: pa.ChunkedArray) -> dict[str, float]:
     counted = pc.value_counts(texts.cast(pa.large_binary()))
     values, rows = counted.field("values").to_pylist(), counted.field("counts").to_pylist()
     counts = {
-        value.decode(errors="replace"): float(number)
+        value: float(number)
         for value, number in zip(values, rows, strict=True)
         if value is not None
     }
-    return {value: number for value, number in counts.items() if len(value) <= LONGEST_VALUE}
+    if len(counts) > MOST_UNIQUE and 2 * len(counts) > filled:
+        return {}
+    common = common_values(counts, filled)
+    return {value: number for value, number in common.items() if len(value) <= LONGEST_VALUE}
 
 
 def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:

@@ -280,12 +280,13 @@ def test_missing_and_new_values_of_the_input_are_read_from_the_reports(tmp_path)
     (page,) = history_of(str(tmp_path / "out"))
     assert {shift.kind: shift.changes for shift in page.runs[0].drift} == {
         "nulls": {"country": (0.0, 0.25)},
-        "values": {"country (<Mu> )": (0.0, 1 / 3)},
+        "values": {"country": (0.0, 1 / 3)},
     }
     assert history_rows(page)[0]["answers"] == "missing values by 25.0%; new values by 33.3%"
-    assert page.runs[0].inputs.values["text"] == {"t": 300}
+    assert [*page.runs[0].inputs.values["text"].values()] == [300]
     assert not page.runs[1].shifts
-    assert "<Mu>" not in history_markdown(page) and "Mu" in history_markdown(page)
+    records = [file for file in (tmp_path / "out/odd").rglob("*.json*") if file.is_file()]
+    assert records and not [file for file in records if b"Mu" in file.read_bytes()]
 
 
 def test_an_output_without_runs_has_no_nights(tmp_path):
