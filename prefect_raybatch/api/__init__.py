@@ -60,7 +60,7 @@ from prefect_raybatch.runs.plan_run import (
     precheck_resolved,
 )
 from prefect_raybatch.runs.publish_run import finished_member
-from prefect_raybatch.runs.quality import check_accuracy, golden_of, measured
+from prefect_raybatch.runs.quality import check_accuracy, check_judge, golden_of, measured
 from prefect_raybatch.runs.run import Run, latest_unfinished, load_run, run_of, run_store
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
@@ -203,6 +203,7 @@ def plan_run(
     plan = ledger.load_plan()
     with recorded_attempt(ledger.store, job, run_key, attempts.PLANNING, begin=plan is None):
         golden_of(job.quality, job.output)  # a file that cannot be read stops the run here
+        check_judge(job.quality)
         if plan is not None:
             return adopt_plan(plan, resolved, ledger, accept)
         return begin_run(resolved, run_key, ledger, dataset)
@@ -274,14 +275,14 @@ def _with_quality(
     member: Member,
     job: BatchJob,
     written: str | None,
-    for_publishing: bool = False,
+    measure_again: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with its accuracy, by golden rows and by a judge.
 
-    `for_publishing` measures a measured run once more if judge or golden rows may have changed.
+    `measure_again` measures a measured run once more, as its judge or golden rows may have changed.
     """
     written = written or job.output.uri
-    report = measured(report, member, job.quality, job.output, written, for_publishing)
+    report = measured(report, member, job.quality, job.output, written, measure_again)
     if not job.quality.judge.asked:
         return report
 
@@ -292,7 +293,7 @@ def _with_quality(
 
     most = job.limits.max_cost
     return with_verdicts(
-        *(report, member, job.quality, job.output, most, written, ask), for_publishing
+        *(report, member, job.quality, job.output, most, written, ask), measure_again
     )
 
 
@@ -387,7 +388,7 @@ def publish_run(
         report = load_report(member.ledger.store)
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
-            report = _with_quality(report, member, job, written, for_publishing=True)
+            report = _with_quality(report, member, job, written, measure_again=True)
         check_accuracy(report, member, job.quality)
     return publish_member(member, job.output.publish, options, observe)
 

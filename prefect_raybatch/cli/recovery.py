@@ -146,8 +146,9 @@ def drain_command(run_dir: RunDir, as_json: Json = False) -> None:
         out.print(f"asked {place} to finish in-flight shards and stop", markup=False)
     if not drained.live:
         out.print("No active driver in the last minute. Any that is still running will stop.")
+    what = "judgement" if drained.judging else "row"
     out.print(
-        f"{some_are(drained.done, drained.rows, 'row')} committed. Run the same command again to "
+        f"{some_are(drained.done, drained.rows, what)} committed. Run the same command again to "
         "finish the remaining shards.",
         markup=False,
     )

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.nights import nights_of_deployment, with_nights
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.quality.told import put_told, read_told
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import (
     HistoryLine,
@@ -24,6 +26,7 @@ from prefect_raybatch.report.run_history import (
 from prefect_raybatch.report.verdict import DRIFT_REMARK, FALLEN_REMARK
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +104,8 @@ def show_history(
     """Show the history of the job `name` whose run has just ended.
 
     `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if
-    the run has far fewer rows than usual, unless `limited`, if its accuracy fell, or if it drifted.
+    the run has far fewer rows than usual, unless `limited`, or if it drifted. An accuracy that fell
+    is told once in any case.
     An error here is only logged and never fails the run.
     """
     try:
@@ -119,26 +123,35 @@ def show_history(
         about = {DRIFT_REMARK: bool(line.drift), FALLEN_REMARK: line.has_fallen}
         notes.remarks = [*unusual, *(text for text, applies in about.items() if applies)]
         notes.seconds = line.elapsed or 0.0
+    try:
+        _tell_fallen(line, name, output.options or None)
+    except RayBatchError as error:
+        log.warning("could not record that the accuracy fell: %s", error)
     if tell:
-        _tell_fallen(line, name)
         _tell_few_rows(line, name, unusual)
         _tell_drift(line, name, changed_fields(page, line, output.options))
 
 
-def _tell_fallen(line: HistoryLine, job: str) -> None:
-    """Emit one event for all measures by which the accuracy fell."""
+def _tell_fallen(line: HistoryLine, job: str, options: StoreOptions | None) -> None:
+    """Emit one event for all measures by which the accuracy fell, unless a record says it was.
+
+    The record is written afterwards, so an attempt that ended between judgement and event, or
+    between event and record, only leads to a second event.
+    """
     fallen = {measure: series for measure, series in line.series.items() if series.rings}
+    e_values = {measure: series.e_value for measure, series in fallen.items()}
     if not fallen:
+        return
+    store = open_store(line.run, dict(options) if options else None)
+    if read_told(store) == e_values:
         return
     texts = [f"{measure}: {series.text()}" for measure, series in fallen.items()]
     for text in texts:
         log.warning("run %s: %s", line.run_key, text)
     RunEvents(line.run_key, job).emit(
-        "accuracy.fell",
-        run=line.run,
-        about="; ".join(texts),
-        e_values={measure: series.e_value for measure, series in fallen.items()},
+        "accuracy.fell", run=line.run, about="; ".join(texts), e_values=e_values
     )
+    put_told(store, e_values)
 
 
 def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:

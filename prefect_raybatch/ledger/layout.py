@@ -48,6 +48,7 @@ PRECISION = f"{RECORDS}/precision.json"  # decision on the model's precision
 QUALITY = f"{RECORDS}/quality.json"  # accuracy on golden rows
 JUDGE = f"{RECORDS}/judge"  # runs that judge a sample of the answers, a folder for each judge
 JUDGEMENT = f"{RECORDS}/judgement.json"  # what the judge said
+ALARM_TOLD = f"{RECORDS}/alarm-told.json"  # e-values for which raybatch.accuracy.fell was emitted
 JOURNAL = f"{RECORDS}/journal"  # answers of a hosted model until their shards are committed
 BATCHES = f"{RECORDS}/batches"  # files and batches at a hosted model's batch API
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed

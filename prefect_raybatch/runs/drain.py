@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect_raybatch.driver.heartbeat import SILENT_AFTER
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.ledger.drains import put_drain
 from prefect_raybatch.ledger.increments import asks_ledger
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject
-from prefect_raybatch.quality.judgement import judge_runs
+from prefect_raybatch.quality.judgement import is_judging, judge_runs
 from prefect_raybatch.runs.run import who
 from prefect_raybatch.runs.status import Status, status
 from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.storage import Store, open_store
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Drained:
     """The attempts that were asked to stop.
 
     `live` are the heartbeats (newest first) of attempts heard of within the last minute. If it is
-    empty, possibly no driver is there to receive the request.
+    empty, possibly no driver is there to receive the request. `judging`: they judge the answers of
+    a complete run, and `done` and `rows` count judgements.
     """
 
     run: str
@@ -28,6 +31,7 @@ class Drained:
     live: tuple[JsonObject, ...]
     done: int
     rows: int
+    judging: bool = False
 
 
 def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
@@ -38,16 +42,10 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
 
     Raises `ConfigError` for a complete run, `NoSuchRun` and the store's errors.
     """
-    from prefect_raybatch.ledger.ledger import Ledger
-    from prefect_raybatch.storage import open_store
-
     found = status(run_dir, dict(options) if options else None)
     if found.state == "completed":
-        judging = judge_runs(open_store(run_dir, dict(options) if options else None))
-        drained = [_drained_judge(run.uri, options) for _, run in judging]
-        for one in filter(None, drained):
-            return one
-        raise ConfigError(f"{found.run} is complete, so there is nothing to drain.")
+        store = open_store(run_dir, dict(options) if options else None)
+        return _drain_judge(found.run, store, options)
     store = open_store(run_dir, dict(options) if options else None)
     asks = asks_ledger(store)
     by = who()
@@ -58,13 +56,30 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     return Drained(found.run, found.run_key, tuple(beats), found.done, found.rows)
 
 
+def _drain_judge(run: str, store: Store, options: StoreOptions | None) -> Drained:
+    """Drain the judge of a complete run; raise `ConfigError` if there is none to drain.
+
+    A judge that has no heartbeat yet is drained too. A judgement that was broken off and replaced
+    by another one counts only while a driver works on it.
+    """
+    drained = [one for _, own in judge_runs(store) if (one := _drained_judge(own.uri, options))]
+    live = [one for one in drained if one.live]
+    if live or (drained and is_judging(store)):
+        return (live or drained)[0]
+    if is_judging(store):
+        raise ConfigError(
+            f"{run} is complete, and its judge has not planned its work yet. Drain it again in a "
+            "few seconds"
+        )
+    raise ConfigError(f"{run} is complete, so there is nothing to drain.")
+
+
 def _drained_judge(run_dir: str, options: StoreOptions | None) -> Drained | None:
-    """Drain the judge's run at `run_dir`; return None if no driver works on it."""
+    """Drain the judge's run at `run_dir`; return None if it is complete or has no plan yet."""
     try:
-        drained = drain_run(run_dir, options)
-    except (ConfigError, NoSuchRun):  # it is complete, or has no plan yet
+        return replace(drain_run(run_dir, options), judging=True)
+    except (ConfigError, NoSuchRun):
         return None
-    return drained if drained.live else None
 
 
 def _beats(found: Status) -> list[JsonObject]:

@@ -30,7 +30,12 @@ from prefect_raybatch.runs.plan_run import (
     check_schema_names,
     length_of_spec,
 )
-from prefect_raybatch.runs.quality import check_quality_columns, judge_plan, judge_warning
+from prefect_raybatch.runs.quality import (
+    check_judge,
+    check_quality_columns,
+    judge_plan,
+    judge_warning,
+)
 from prefect_raybatch.sizing import sizes
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
@@ -130,6 +135,7 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     read = read_spec(job.source)
     check_places(read, job.output.uri, job.output.options)
     check_schema_names(job.output.output_schema)
+    check_judge(job.quality)
     check_made_cluster(job.cluster.access, job.engine)
     copied = source.needs_snapshot(read)
     found = source.peek(read) if copied else source.inventory(read)

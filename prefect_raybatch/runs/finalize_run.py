@@ -27,8 +27,8 @@ from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model.pinned import ENDPOINT
-from prefect_raybatch.quality.accuracy import read_accuracy
-from prefect_raybatch.quality.judgement import read_judgement
+from prefect_raybatch.quality.accuracy import Accuracy, read_accuracy
+from prefect_raybatch.quality.judgement import Judgement, read_judgement
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport, put_report, read_report, with_judgement
@@ -314,16 +314,23 @@ def _finished_report(
     return load_report(ledger.store)
 
 
-def load_report(store: Store) -> RunReport:
-    """Return the report of a finished run; raise `CorruptRun` if it is missing."""
+def load_report(
+    store: Store, accuracy: Accuracy | None = None, judgement: Judgement | None = None
+) -> RunReport:
+    """Return the report of a finished run; raise `CorruptRun` if it is missing.
+
+    `accuracy` and `judgement` replace those of the run's records.
+    """
     try:
         found = read_report(store)
     except FileNotFoundError:
         raise CorruptRun(
             f"{store.uri} is finished but has no {REPORT}. Run: raybatch repair {store.uri}"
         ) from None
-    found = replace(found, published=all_published(store), accuracy=read_accuracy(store))
-    return with_judgement(found, read_judgement(store))
+    found = replace(
+        found, published=all_published(store), accuracy=accuracy or read_accuracy(store)
+    )
+    return with_judgement(found, judgement or read_judgement(store))
 
 
 def html_page(report: RunReport) -> str:

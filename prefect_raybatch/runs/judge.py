@@ -74,12 +74,12 @@ def with_verdicts(
     most_cost: float | None,
     written: str,
     ask: AskJudge,
-    with_other_judge: bool = False,
+    measure_again: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with the judgement of the job's judge.
 
-    A run that was judged is judged by another judge or prompt only if `with_other_judge`. A retry
-    of failed rows is no sample of the input, so it is not judged. Rows and judge together may cost
+    A run that was judged is judged by another judge or prompt only if `measure_again`. A retry of
+    failed rows is no sample of the input, so it is not judged. Rows and judge together may cost
     `most_cost`. `written` is output.uri as written in the job. Raises what `ask` raises; the next
     call resumes it.
     """
@@ -89,11 +89,7 @@ def with_verdicts(
     golden = golden_of(quality, output)
     key = judgement_id(judge, golden)
     before = read_judgement(store)
-    if (
-        before is not None
-        and before.plan == plan.hash
-        and (before.key == key or not with_other_judge)
-    ):
+    if before is not None and before.plan == plan.hash and (before.key == key or not measure_again):
         return report
     others = _cost_of_others(store, key)
     left = _left(report, others, most_cost) if report.good else None
@@ -118,9 +114,10 @@ def with_verdicts(
         cost={name: cost.get(name, 0.0) + others.get(name, 0.0) for name in {*cost, *others}},
         currency=currency,
     )
-    put_judgement(store, _with_series(judgement, judge, member, output, written))
-    report = load_report(store)
+    judgement = _with_series(judgement, judge, member, output, written)
+    report = load_report(store, judgement=judgement)
     put_pages(store, report)
+    put_judgement(store, judgement)  # last: until then, the next call writes the pages again
     return report
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, QualityTooLow
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName
@@ -59,6 +61,16 @@ def check_quality_columns(
             )
 
 
+def check_judge(quality: Quality) -> None:
+    """Raise `ConfigError` if the judge names a block that is not loaded."""
+    if not quality.judge.asked:
+        return
+    try:
+        model_request(quality.judge.whole_engine)
+    except ConfigError as error:
+        raise ConfigError(judge_fields(str(error))) from None
+
+
 def judge_plan(quality: Quality, rows: int) -> str:
     """Return how many of so many rows the judge would be asked about; "" without a judge."""
     if not quality.judge.asked:
@@ -98,11 +110,11 @@ def measured(
     quality: Quality,
     output: Output,
     written: str,
-    even_if_measured: bool = False,
+    measure_again: bool = False,
 ) -> RunReport:
     """Return the report of a finished run with its accuracy on the job's golden rows.
 
-    A run that was measured is measured once more only if `even_if_measured`. A retry of failed rows
+    A run that was measured is measured once more only if `measure_again`. A retry of failed rows
     is no sample of the input, so it is not measured. `written` is output.uri as written in the job,
     which has the earlier runs that it is compared with.
     """
@@ -110,7 +122,7 @@ def measured(
     if quality.golden is None or plan.parent is not None:
         return report
     before = read_accuracy(store)
-    if before is not None and before.plan == plan.hash and not even_if_measured:
+    if before is not None and before.plan == plan.hash and not measure_again:
         return report
     golden = golden_of(quality, output)
     if golden is None:
@@ -125,9 +137,9 @@ def measured(
             kept = continued(earlier, golden.digest, accuracy.right, accuracy.rows)
         accuracy = replace(accuracy, series=kept)
     if accuracy != before:
-        put_accuracy(store, accuracy)
-        report = load_report(store)
+        report = load_report(store, accuracy)
         put_pages(store, report)
+        put_accuracy(store, accuracy)  # last: until then, the next call writes the pages again
     return report
 
 

@@ -20,13 +20,14 @@ from pydantic import SecretStr
 from prefect_raybatch import BatchJob, api, batch_inference
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.blocks import HostedModel
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, StoreError
 from prefect_raybatch.flow import cancelling, events, tasks
 from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF
 from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.job.edits import edited, judging_job
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.quality import alarm
+from prefect_raybatch.runs import judge
 from prefect_raybatch.runs.drain import drain_run
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "without_ray")
@@ -158,7 +159,7 @@ def test_a_cancellation_while_judging_that_no_worker_notices_ends_the_flow_as_ca
 
 
 @pytest.mark.whole
-def test_a_fallen_accuracy_emits_one_event_also_if_the_judge_was_stopped_before(
+def test_a_fallen_accuracy_emits_one_event_also_if_judging_was_stopped_or_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "DRAIN_LOOK", 0.0)
@@ -177,7 +178,12 @@ def test_a_fallen_accuracy_emits_one_event_also_if_the_judge_was_stopped_before(
         verdicts.asked.clear()
         verdicts.once = lambda: drained(run)
         assert ended(job, "n3").name == "Drained"
+        for name in ("put_pages", "put_judgement"):  # also if the store fails meanwhile
+            with monkeypatch.context() as patch:
+                patch.setattr(judge, name, store_fails)
+                assert ended(job, "n3").is_failed()
         assert "raybatch.run.completed" not in names(emitted)
+        assert "raybatch.accuracy.fell" not in names(emitted)
         for _ in range(2):  # a further repeat tells nothing
             assert ended(job, "n3").is_completed()
     assert names(emitted).count("raybatch.run.completed") == 1
@@ -208,6 +214,32 @@ def test_a_judge_takes_url_key_and_prices_from_a_block(tmp_path: Path) -> None:
     assert report.cost["judge"] == pytest.approx(11 * ROWS)
     written = [file for file in Path(report.run).rglob("*") if file.is_file()]
     assert written and not any(key.encode() in file.read_bytes() for file in written)
+
+
+def test_a_fallen_accuracy_is_told_again_unless_a_record_says_that_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a process that ended between the judgement and the event."""
+    monkeypatch.setattr(alarm, "BASELINE_RUNS", 1)
+    emitted = list[dict[str, Any]]()
+    monkeypatch.setattr(events, "emit_event", lambda **event: emitted.append(event))
+    with openai_server() as server:
+        job = job_of(tmp_path, server)
+        verdicts = Verdicts(lambda: None)
+        server.fault = verdicts
+        for key, label in (("n1", "right"), ("n2", "wrong"), ("n3", "wrong")):
+            verdicts.label = label
+            planned = plan_run(job, key)
+            finalize_run(job, planned, infer_run(job, planned))
+        assert not emitted
+        for _ in range(2):
+            assert ended(job, "n3").is_completed()
+            assert names(emitted).count("raybatch.accuracy.fell") == 1
+    assert (tmp_path / "out/n3/_raybatch/alarm-told.json").exists()
+
+
+def store_fails(*_: Any) -> None:
+    raise StoreError("no room left")
 
 
 def names(emitted: list[dict[str, Any]]) -> list[str]:

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.command_line import called
 from helpers.engines import FakeEngine
 from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
 from helpers.small import make_job
@@ -24,10 +26,12 @@ from prefect_raybatch.errors import (
     CostExceeded,
     EndpointRefused,
     QualityTooLow,
+    RunDrained,
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited, judging_job, shown_job, with_run_words
 from prefect_raybatch.job.trust import check_reach
+from prefect_raybatch.ledger import drains
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.quality import alarm
 from prefect_raybatch.quality.accuracy import interval
@@ -37,6 +41,7 @@ from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import FALLEN_REMARK
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.drain import drain_run
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.judge import with_verdicts
 from prefect_raybatch.runs.publish_run import finished_member
@@ -186,6 +191,56 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     assert not set(before) & set(rows_asked(server))
     assert len(server.bodies) <= GOOD - 4 * commits
     assert report.cost["judge"] >= GOOD * 11 * 1000 / 1e6 * 0.99
+
+
+def test_a_judge_is_drained_before_its_first_heartbeat_and_its_rows_are_judgements(
+    tmp_path, server, monkeypatch, capsys
+):
+    in_small_shards(monkeypatch)
+    run = tmp_path / "out/night"
+
+    def drained_early(number: int, body: dict[str, Any]) -> Answer:
+        if number == 8:
+            for beat in run.glob("_raybatch/judge/*/runs/verdicts/_raybatch/heartbeats/*"):
+                beat.unlink()
+            _, said, _ = called(capsys, "drain", str(run))
+            assert "No active driver in the last minute" in said
+            assert "of 20 judgements committed" in said
+        return 200, {}, completion('{"label": "right"}')
+
+    server.fault = drained_early
+    monkeypatch.setattr(drains, "DRAIN_LOOK", 0.0)
+    job = job_of(tmp_path, server)
+    with pytest.raises(RunDrained):
+        completed(job, "night")
+    verdict_of(server, lambda row: True)
+    report = finalize_run(job, plan_run(job, "night"))
+    assert report.judgement is not None and report.judgement.rows == 20
+    with pytest.raises(ConfigError, match="is complete, so there is nothing to drain"):
+        drain_run(str(run))
+
+
+def test_a_drain_before_the_judge_has_a_plan_says_so(tmp_path, server):
+    verdict_of(server, lambda row: True)
+    report = completed(job_of(tmp_path, server, quality={}), "night")
+    open_store(report.run).delete(["_raybatch/judgement.json"])
+    (plan,) = Path(report.run).glob("_raybatch/judge/*/runs/verdicts/_raybatch/plan.json")
+    plan.unlink()
+    with pytest.raises(ConfigError, match="its judge has not planned its work yet"):
+        drain_run(report.run)
+
+
+def test_a_block_of_the_judge_that_is_not_loaded_is_refused_before_anything_starts(
+    tmp_path, server
+):
+    job = job_of(tmp_path, server, {"endpoint": {"block": "hosted-model/judge"}})
+    for check in (dry_run, partial(plan_run, run_key="night")):
+        with pytest.raises(ConfigError) as caught:
+            check(job)
+        assert str(caught.value).startswith(
+            "quality.judge.endpoint.block: hosted-model/judge is loaded by a flow or by raybatch"
+        )
+    assert not list((tmp_path / "out").rglob("plan.json")) and not server.bodies
 
 
 def test_rows_that_the_judge_fails_on_are_not_judged_and_counted(tmp_path, server):
