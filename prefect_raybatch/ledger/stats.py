@@ -20,7 +20,7 @@ ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", 
 INPUT_NULLS, INPUT_FILLED, INPUT_VALUES = "inputs.null.", "inputs.filled.", "inputs.value."
 AND_VALUE = "\x1f"
 _Value = TypeVar("_Value", str, bytes)
-MOST_VALUES = 64  # of a column that are counted separately
+MOST_COUNTED = 64  # of a column that are counted separately
 MOST_NAMES = 8192  # figures in memory, at which rare values of columns are no longer counted
 
 SUM, FIRST, LAST = "sum", "first", "last"
@@ -175,9 +175,9 @@ def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, f
 
     Of 65 values or more, those count that at least 1 of 64 `rows` has.
     """
-    if len(counts) <= MOST_VALUES:
+    if len(counts) <= MOST_COUNTED:
         return dict(counts)
-    return {value: number for value, number in counts.items() if number * MOST_VALUES >= rows}
+    return {value: number for value, number in counts.items() if number * MOST_COUNTED >= rows}
 
 
 def values_by_column(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from prefect_raybatch.ledger.stats import INPUT_FILLED, INPUT_NULLS, MOST_VALUES
+from prefect_raybatch.ledger.stats import INPUT_FILLED, INPUT_NULLS, MOST_COUNTED
 from prefect_raybatch.report.answers import (
     LEAST_ANSWERS,
     NEW_VALUES,
@@ -28,11 +28,11 @@ from prefect_raybatch.report.drift import (
 )
 
 # Half of those that are counted, so that no column is taken for one of few values by chance.
-FEW_VALUES = MOST_VALUES // 2
+FEW_VALUES = MOST_COUNTED // 2
 # Rare nulls and values come in bursts, so more is asked of them than of answers.
 LEAST_NULLS, LEAST_NEW = 0.05, 0.075  # of the rows
 BEYOND_NULLS = 4.0  # as `BEYOND`
-NULL, FILLED, NEW = "null", "filled", "new"
+_NULL, _FILLED, _NEW = "null", "filled", "new"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Inputs:
 
     def filled(self, column: str) -> float:
         """Return the rows that have a value in the column."""
-        return self.nulls.get(column, {}).get(FILLED, 0.0)
+        return self.nulls.get(column, {}).get(_FILLED, 0.0)
 
     def rows(self, column: str) -> float:
         """Return the rows that were counted."""
@@ -63,13 +63,13 @@ class Inputs:
         """Return the rows with a value that is not among the `seen` ones, and the others."""
         values = self.values.get(column, {})
         known = sum(rows for value, rows in values.items() if value in seen)
-        return {NEW: max(0.0, self.filled(column) - known), "seen": known}
+        return {_NEW: max(0.0, self.filled(column) - known), "seen": known}
 
 
 def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return {column: {null, filled: rows}} from the summed figures of a run's shards."""
     counts: dict[str, dict[str, float]] = {}
-    for prefix, name in ((INPUT_NULLS, NULL), (INPUT_FILLED, FILLED)):
+    for prefix, name in ((INPUT_NULLS, _NULL), (INPUT_FILLED, _FILLED)):
         for figure, rows in figures.items():
             if figure.startswith(prefix):
                 counts.setdefault(figure.removeprefix(prefix), {})[name] = rows
@@ -94,8 +94,8 @@ def _null_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shif
         runs = runs[:MOST_RUNS]
         if now.rows(column) < LEAST_ANSWERS or len(runs) < LEAST_RUNS:
             continue
-        shares[column] = _usual_and_now(NULL, counts, runs)
-        chances.append(share_chance(counts, runs, NULL, BEYOND_NULLS))
+        shares[column] = _usual_and_now(_NULL, counts, runs)
+        chances.append(share_chance(counts, runs, _NULL, BEYOND_NULLS))
         number = max(number, len(runs))
     return _shift(NULLS, before_key, shares, chances, number, LEAST_NULLS)
 
@@ -120,8 +120,8 @@ def _value_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shi
             now.unseen(column, found.keys()),
             [run.unseen(column, twice) for run in runs],
         )
-        shares[column] = _usual_and_now(NEW, unseen, usual)
-        chances.append(share_chance(unseen, usual, NEW))
+        shares[column] = _usual_and_now(_NEW, unseen, usual)
+        chances.append(share_chance(unseen, usual, _NEW))
         number = max(number, len(runs))
     return _shift(NEW_VALUES, before_key, shares, chances, number, LEAST_NEW)
 

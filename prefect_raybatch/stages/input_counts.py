@@ -21,10 +21,10 @@ from prefect_raybatch.ledger.stats import (
 )
 from prefect_raybatch.stages.block import input_columns
 
-MOST_COLUMNS = 64  # of more, the first are counted: a record stays small
-LONGEST_COLUMN, LONGEST_VALUE = 80, 60  # characters, bytes
-DIGEST_BYTES = 6
-MOST_UNIQUE = 16  # of more values, most of them in one row only, none is counted
+_MOST_COLUMNS = 64  # of more, the first are counted: a record stays small
+_LONGEST_COLUMN, _LONGEST_VALUE = 80, 60  # characters, bytes
+_DIGEST_BYTES = 6
+_MOST_UNIQUE = 16  # of more values, most of them in one row only, none is counted
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
@@ -35,14 +35,14 @@ def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, fl
     present = input_columns(table)
     names = present if columns is None else [name for name in columns if name in present]
     figures: dict[str, float] = {}
-    for name in names[:MOST_COLUMNS]:
-        if len(name) > LONGEST_COLUMN or AND_VALUE in name:
+    for name in names[:_MOST_COLUMNS]:
+        if len(name) > _LONGEST_COLUMN or AND_VALUE in name:
             continue
         column = table[name]
         figures[f"{INPUT_NULLS}{name}"] = float(column.null_count)
         figures[f"{INPUT_FILLED}{name}"] = filled = float(len(column) - column.null_count)
         for value, number in _few_values(column, filled).items():
-            digest = hashlib.blake2b(value, digest_size=DIGEST_BYTES).hexdigest()
+            digest = hashlib.blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
             figures[f"{INPUT_VALUES}{name}{AND_VALUE}{digest}"] = number
     return figures
 
@@ -60,10 +60,10 @@ def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
         for value, number in zip(values, rows, strict=True)
         if value is not None
     }
-    if len(counts) > MOST_UNIQUE and 2 * len(counts) > filled:
+    if len(counts) > _MOST_UNIQUE and 2 * len(counts) > filled:
         return {}
     common = common_values(counts, filled)
-    return {value: number for value, number in common.items() if len(value) <= LONGEST_VALUE}
+    return {value: number for value, number in common.items() if len(value) <= _LONGEST_VALUE}
 
 
 def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:

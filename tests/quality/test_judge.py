@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -224,8 +225,8 @@ def test_a_drain_before_the_judge_has_a_plan_says_so(tmp_path, server):
     verdict_of(server, lambda row: True)
     report = completed(job_of(tmp_path, server, quality={}), "night")
     open_store(report.run).delete(["_raybatch/judgement.json"])
-    (plan,) = Path(report.run).glob("_raybatch/judge/*/runs/verdicts/_raybatch/plan.json")
-    plan.unlink()
+    (own,) = Path(report.run).glob("_raybatch/judge/*/runs/verdicts")
+    shutil.rmtree(own)
     with pytest.raises(ConfigError, match="its judge has not planned its work yet"):
         drain_run(report.run)
 
