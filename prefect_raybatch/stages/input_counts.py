@@ -38,7 +38,7 @@ def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, fl
     for name in names[:_MOST_COLUMNS]:
         if len(name) > _LONGEST_COLUMN or AND_VALUE in name:
             continue
-        column = table[name]
+        column = _decoded(table[name])
         figures[f"{INPUT_NULLS}{name}"] = float(column.null_count)
         figures[f"{INPUT_FILLED}{name}"] = filled = float(len(column) - column.null_count)
         for value, number in _few_values(column, filled).items():
@@ -52,18 +52,24 @@ def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
     texts = _as_texts(column)
     if texts is None:
         return {}
-    # As bytes: a text that is not UTF-8 fails only its row.
-    counted = pc.value_counts(texts.cast(pa.large_binary()))
+    texts = texts.cast(pa.large_binary())  # a text that is not UTF-8 fails only its row
+    short = texts.filter(pc.less_equal(pc.binary_length(texts), _LONGEST_VALUE))  # and not null
+    counted = pc.value_counts(short)
     values, rows = counted.field("values").to_pylist(), counted.field("counts").to_pylist()
-    counts = {
-        value: float(number)
-        for value, number in zip(values, rows, strict=True)
-        if value is not None
-    }
+    counts = {value: float(number) for value, number in zip(values, rows, strict=True)}
     if len(counts) > _MOST_UNIQUE and 2 * len(counts) > filled:
         return {}
-    common = common_values(counts, filled)
-    return {value: number for value, number in common.items() if len(value) <= _LONGEST_VALUE}
+    return common_values(counts, filled)
+
+
+def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the column without its dictionary, in which a value may be null."""
+    if not pa.types.is_dictionary(column.type):
+        return column
+    try:
+        return column.cast(column.type.value_type)
+    except pa.ArrowNotImplementedError:  # a dictionary of lists
+        return column
 
 
 def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
@@ -72,10 +78,7 @@ def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
     Whole numbers in a column of floats count as such: pandas makes floats of whole numbers as soon
     as one is missing.
     """
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
-    if pa.types.is_floating(kind):
+    if pa.types.is_floating(column.type):
         try:
             column = column.cast(pa.int64())
         except pa.ArrowInvalid:
