@@ -1079,7 +1079,7 @@ def test_a_store_that_is_away_is_told_in_time_and_named(
 def test_a_store_that_answers_late_or_once_badly_is_not_called_away(
     answers, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    monkeypatch.setattr(s3_silence, "WARN_AFTER", 5.0)
+    monkeypatch.setattr(s3_silence, "WARN_AFTER", 600.0)  # whatever else the machine does
     handler, store = answers
     handler.spoil[:] = ["short", "cut off"]
     assert store.read("x") == WHOLE
