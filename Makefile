@@ -65,8 +65,10 @@ rest: programs ## What test-all has beside test
 	@$(MAKE) --no-print-directory tests TESTS='-m "whole and not nightly"'
 
 nightly: programs ## What no change waits for: benchmark scripts, further variants, campaigns
-	@$(MAKE) --no-print-directory tests TESTS='-m nightly'
-	@$(MAKE) --no-print-directory chaos
+	@failed=0; \
+	$(MAKE) --no-print-directory tests TESTS='-m nightly' || failed=1; \
+	$(MAKE) --no-print-directory chaos || failed=1; \
+	exit $$failed
 
 TIER = all
 programs: ## Install the programs that the tests need where they are missing

@@ -15,6 +15,7 @@ from prefect_raybatch.api.diff import ROWS_FILE
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, draw
 from prefect_raybatch.compile.job import compile_plan, planned_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
+from prefect_raybatch.distill.classifier import check_can_train
 from prefect_raybatch.distill.measure import (
     Distilled,
     EmbeddedRows,
@@ -91,6 +92,11 @@ def prepare_distill(
         raise ConfigError(
             f"{run_dir}: only prompts of prompt.template without images can be embedded"
         )
+    if job.output.postprocess is not None or (job.sampling.extra.get("n") or 1) > 1:
+        raise ConfigError(
+            f"{run_dir}: its job sets output.postprocess or sampling.n, so its result may not hold "
+            "one label a row. Name a run without them"
+        )
     report = load_report(member.ledger.store)
     check_rows(min(rows, report.rows), agreement)
     sample = draw(report, member.plan, None, rows)
@@ -99,6 +105,7 @@ def prepare_distill(
     fields = _embedding_fields(job.prompt, encoder, at)
     asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
     check_kept(sample, asked.job.prompt.columns, report.run)
+    check_can_train(_answers(sample, compile_plan(member.plan).finish.column))
     return Embedding(asked, at, sample, member, agreement)
 
 
@@ -135,12 +142,17 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
         tuple(map(str, row.values()))
         for row in sample.inputs.select(list(job.prompt.columns)).to_pylist()
     ]
-    answers = [None if answer is None else answer[column] for answer in sample.answers]
+    answers = _answers(sample, column)
     numbers = table[finish.row_number].to_numpy()
     rows = EmbeddedRows(texts, answers, _vectors(table[finish.column], numbers, len(texts)))
     template = str(job.prompt.template)
     seed = int(plan.hash[:15], 16)
     return distill(prepared.member.key, rows, prepared.agreement, seed, job.engine.model, template)
+
+
+def _answers(sample: DrawnRows, column: str) -> list[str | None]:
+    """Return the label of each row; None for one that failed."""
+    return [None if answer is None else answer[column] for answer in sample.answers]
 
 
 def _vectors(column: pa.ChunkedArray, numbers: np.ndarray, rows: int) -> np.ndarray:

@@ -56,8 +56,14 @@ class Classifier(StrictRecord):
         return _softmax(scores + np.array(self.bias, np.float64))
 
     def to_bytes(self) -> bytes:
-        """Return the classifier as a JSON file."""
-        return dump(asdict(self))
+        """Return the classifier as a JSON file; raise `ConfigError` for one too large to read."""
+        data = dump(asdict(self))
+        if len(data) > LARGEST_FILE:
+            raise ConfigError(
+                f"the classifier would have {len(data):,} bytes, and at most {LARGEST_FILE:,} are "
+                "read. Name an encoder with shorter vectors, or a run with fewer labels"
+            )
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Classifier:
@@ -95,20 +101,27 @@ class Classifier(StrictRecord):
 _RECORD = TypeAdapter(Classifier)
 
 
+def check_can_train(answers: Sequence[str | None]) -> None:
+    """Raise `ConfigError` if scipy is missing, or if no two answers differ; None: a failed row."""
+    _scipy_optimize()
+    labels = {answer for answer in answers if answer is not None}
+    if not labels:
+        raise ConfigError("no answer to learn from. Name a run with answers")
+    if len(labels) < 2:
+        raise ConfigError(
+            f"all {len(answers):,} answers to learn from are {labels.pop()!r}, so there is nothing "
+            "to tell apart. Name a run with several answers, or raise --sample"
+        )
+
+
 def train(vectors: np.ndarray, answers: Sequence[str], encoder: str, template: str) -> Classifier:
     """Return the classifier of rows with these vectors and answers.
 
     Every fifth row chooses the strength of the penalty, by the log loss of a classifier of the
     others; then all rows train the classifier. Raises `ConfigError` if all answers are equal.
     """
+    check_can_train(answers)
     labels, numbers = np.unique(np.array(answers, dtype=object), return_inverse=True)
-    if len(labels) < 2:
-        raise ConfigError(
-            f"all {len(answers):,} answers to learn from are {answers[0]!r}, so there is nothing "
-            "to tell apart. Name a run with several answers, or raise --sample"
-            if answers
-            else "no answer to learn from. Name a run with answers"
-        )
     choosing = np.arange(len(numbers)) % EVERY == EVERY - 1
     strength = STRENGTHS[0]
     if choosing.any():

@@ -76,12 +76,12 @@ class Distilled:
 
     @property
     def share(self) -> float:
-        """Return the share of the tested rows that the classifier could answer."""
+        """Return the share of the tested texts that the classifier could answer."""
         return self.answered / self.tested
 
     @property
     def least_share(self) -> float:
-        """Return the lower confidence limit of that share of all rows.
+        """Return the lower confidence limit of that share of all distinct texts.
 
         It holds for all thresholds at once, since the tested rows chose one (the inequality of
         Dvoretzky, Kiefer and Wolfowitz, one-sided, with the constant of P. Massart, 1990).
@@ -92,26 +92,27 @@ class Distilled:
     def lines(self) -> list[str]:
         """Return the outcome in sentences."""
         made = [
-            f"learned {len(self.classifier.labels):,} labels from {counted(self.learned, 'row')}",
-            f"of {counted(self.tested, 'other row')}, the classifier gave {self.same:,} the answer "
-            f"of the run ({self.same / self.tested:.1%})",
+            f"learned {len(self.classifier.labels):,} labels from "
+            f"{counted(self.learned, 'distinct text')}",
+            f"of {counted(self.tested, 'other text')}, the classifier gave {self.same:,} the "
+            f"answer of the run ({self.same / self.tested:.1%})",
         ]
         if self.found is None or not self.answered:
             return [
                 *made,
-                f"it could answer no row and keep {self.agreement:g} of all answers as they are "
+                f"it could answer no text and keep {self.agreement:g} of the answers as they are "
                 f"({self.confidence:.0%} confidence). Lower --agreement, raise --sample, or try "
                 "another encoder",
             ]
         escalated = self.found.escalated
         return [
             *made,
-            f"it could answer {self.share:.1%} of the rows (at least {self.least_share:.1%}, "
+            f"it could answer {self.share:.1%} of the texts (at least {self.least_share:.1%}, "
             f"{self.confidence:.0%} confidence)"
             + (f": those with a probability of {self.found.below:g} or more" if escalated else ""),
-            f"if the model of the run answers the others, at least {self.found.bound:.2%} of all "
-            f"answers are that model's ({self.confidence:.0%} confidence); this says nothing about "
-            "whether they are right",
+            f"if the model of the run answers the others, at least {self.found.bound:.2%} of the "
+            f"texts have that model's answer ({self.confidence:.0%} confidence). A text that many "
+            "rows have counts once here, and this says nothing about whether answers are right",
         ]
 
     def to_dict(self) -> dict[str, Any]:

@@ -143,8 +143,11 @@ def _tell_fallen(line: HistoryLine, job: str, options: StoreOptions | None) -> N
     if not fallen:
         return
     store = open_store(line.run, dict(options) if options else None)
-    if read_told(store) == e_values:
-        return
+    try:
+        if read_told(store) == e_values:
+            return
+    except RayBatchError as error:  # twice is better than never
+        log.warning("whether the fall of accuracy was told before is not known: %s", error)
     texts = [f"{measure}: {series.text()}" for measure, series in fallen.items()]
     for text in texts:
         log.warning("run %s: %s", line.run_key, text)

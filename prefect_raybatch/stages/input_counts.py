@@ -21,10 +21,9 @@ from prefect_raybatch.ledger.stats import (
 )
 from prefect_raybatch.stages.block import input_columns
 
-_MOST_COLUMNS = 64  # of more, the first are counted: a record stays small
+_MOST_COLUMNS = 16  # of more, the first are counted: a record stays small
 _LONGEST_COLUMN, _LONGEST_VALUE = 80, 60  # characters, bytes
 _DIGEST_BYTES = 6
-_MOST_UNIQUE = 16  # of more values, most of them in one row only, none is counted
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
@@ -38,7 +37,7 @@ def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, fl
     for name in names[:_MOST_COLUMNS]:
         if len(name) > _LONGEST_COLUMN or AND_VALUE in name:
             continue
-        column = _decoded(table[name])
+        column = _with_nulls(_decoded(table[name]))
         figures[f"{INPUT_NULLS}{name}"] = float(column.null_count)
         figures[f"{INPUT_FILLED}{name}"] = filled = float(len(column) - column.null_count)
         for value, number in _few_values(column, filled).items():
@@ -57,8 +56,6 @@ def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
     counted = pc.value_counts(short)
     values, rows = counted.field("values").to_pylist(), counted.field("counts").to_pylist()
     counts = {value: float(number) for value, number in zip(values, rows, strict=True)}
-    if len(counts) > _MOST_UNIQUE and 2 * len(counts) > filled:
-        return {}
     return common_values(counts, filled)
 
 
@@ -72,17 +69,23 @@ def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
         return column
 
 
+def _with_nulls(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the column with null for NaN, which pandas writes for a missing number."""
+    if not pa.types.is_floating(column.type):
+        return column
+    return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
+
+
 def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
     """Return the values as texts; None for a type that is not counted.
 
-    Whole numbers in a column of floats count as such: pandas makes floats of whole numbers as soon
-    as one is missing.
+    Of a column of floats only whole numbers are: pandas makes floats of whole numbers as soon as
+    one is missing.
     """
     if pa.types.is_floating(column.type):
-        try:
-            column = column.cast(pa.int64())
-        except pa.ArrowInvalid:
-            return None
+        numbers = column.cast(pa.float64())
+        whole = pc.and_(pc.equal(pc.floor(numbers), numbers), pc.less(pc.abs(numbers), 2.0**53))
+        column = numbers.filter(whole).cast(pa.int64())
     tests = (
         pa.types.is_string,
         pa.types.is_large_string,

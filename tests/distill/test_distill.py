@@ -11,6 +11,7 @@ from helpers.nights import Killed, Nights, rows_in, words
 from prefect_raybatch.api.distill import Embedding, begin_distill, finish_distill, prepare_distill
 from prefect_raybatch.distill.measure import Distilled
 from prefect_raybatch.errors import ConfigError, IncompleteRun
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
 
@@ -124,6 +125,29 @@ def test_runs_that_cannot_be_distilled_are_refused(nights):
         nights.night("n3", other)
     with pytest.raises(IncompleteRun):
         prepare_distill(str(nights.folder / "out/n3"), "demo", 0.9, 80)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output.postprocess": "helpers.functions:whole_row"},
+        {"sampling.n": 2, "sampling.temperature": 1.0},
+    ],
+)
+def test_a_run_without_one_label_a_row_is_refused(nights, changes):
+    nights.night("n4", edited(nights.job(sampling=CHOICE, reuse=None), changes, "a test"))
+    with pytest.raises(ConfigError, match=r"output\.postprocess or sampling\.n"):
+        prepare_distill(str(nights.folder / "out/n4"), "demo", 0.9, 80)
+    assert not (nights.folder / "out/_distill").exists()
+
+
+def test_answers_that_are_all_equal_are_refused_before_rows_are_embedded(nights):
+    nights.answer = lambda prompt: "short"
+    nights.night("n5", nights.job(sampling={"choice": ["short", "other"]}))
+    nights.asked.clear()
+    with pytest.raises(ConfigError, match=r"all 80 answers.*'short'.*nothing to tell apart"):
+        prepare_distill(str(nights.folder / "out/n5"), "demo", 0.9, 80)
+    assert nights.asked == []
 
 
 def test_a_column_that_the_run_does_not_keep_is_refused(tmp_path):

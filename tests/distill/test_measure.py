@@ -108,10 +108,24 @@ def test_too_few_rows_and_an_agreement_out_of_range_are_refused():
         distilled(rows_of(chance, 100), 1.0)
 
 
+def test_equal_texts_count_once_and_the_lines_say_so():
+    """Half of all rows have one text: what is shown of texts need not hold for them."""
+    rows = rows_of(np.random.default_rng(2), 400, 0.05)
+    many = EmbeddedRows(
+        [*rows.texts, *["same"] * 400],
+        [*rows.answers, *["another"] * 400],
+        np.concatenate([rows.vectors, np.repeat(rows.vectors[:1], 400, axis=0)]),
+    )
+    found = distilled(many)
+    assert found.learned + found.tested == 401
+    text = "\n".join(found.lines())
+    assert "of all answers" not in text and "A text that many rows have counts once" in text
+
+
 def test_lines_name_the_share_its_threshold_and_the_guarantee():
     found = distilled(rows_of(np.random.default_rng(2), 400, 0.05))
     text = "\n".join(found.lines())
-    assert "could answer 100.0% of the rows (at least 91.3%, 95% confidence)" in text
-    assert "at least 98.51% of all answers are that model's (95% confidence)" in text
+    assert "could answer 100.0% of the texts (at least 91.3%, 95% confidence)" in text
+    assert "at least 98.51% of the texts have that model's answer (95% confidence)" in text
     assert "weights" not in found.to_dict()
-    assert "could answer no row" in replace(found, found=None).lines()[-1]
+    assert "could answer no text" in replace(found, found=None).lines()[-1]

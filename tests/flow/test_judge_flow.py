@@ -235,7 +235,10 @@ def test_a_fallen_accuracy_is_told_again_unless_a_record_says_that_it_was(
         for _ in range(2):
             assert ended(job, "n3").is_completed()
             assert names(emitted).count("raybatch.accuracy.fell") == 1
-    assert (tmp_path / "out/n3/_raybatch/alarm-told.json").exists()
+        told = tmp_path / "out/n3/_raybatch/alarm-told.json"
+        told.write_bytes(told.read_bytes()[:-3])  # twice is better than never
+        assert ended(job, "n3").is_completed()
+        assert names(emitted).count("raybatch.accuracy.fell") == 2
 
 
 def store_fails(*_: Any) -> None:
