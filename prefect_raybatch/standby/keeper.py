@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Protocol
 
@@ -133,12 +133,12 @@ class Keeper:
 
     def _wait(self) -> None:
         """Wait for a command, the end of one, or the time limit."""
-        waits: list[socket.socket | KeeperConnection] = [self.listener]
+        waits = [self.listener]
         if self.user is not None:
-            waits.append(self.user)
+            waits.append(self.user.socket)
         seconds = None if self.user is not None else self.seconds_left
-        ready = select.select(waits, [], [], seconds)[0]
-        if self.user is not None and self.user in ready:
+        ready = wait(waits, seconds)  # select takes no descriptor above 1,023
+        if self.user is not None and self.user.socket in ready:
             self._released()
         elif self.listener in ready:
             self._answer(KeeperConnection(self.listener.accept()[0]))

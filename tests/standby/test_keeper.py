@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,16 @@ def test_a_cluster_serves_one_command_at_a_time(start: Start) -> None:
     assert standing_clusters()[0].used_by is None and not kept.ended.is_set()
     assert stop_clusters() == (1, [])
     assert kept.ended.is_set() and standing_clusters() == []
+
+
+def test_a_process_with_thousands_of_open_files_keeps_a_cluster(start: Start) -> None:
+    with ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        start()
+        claimed().close()
+        claimed().close()
+        assert standing_clusters()[0].used_by is None
 
 
 def test_listing_engines_does_not_disturb_the_command_that_uses_them(start: Start) -> None:
