@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (turn(item.path), not drives_ray(item.path)))
     for item in items:
         if item.get_closest_marker("nightly") is not None:
-            item.add_marker(pytest.mark.whole)  # what only a night has time for is no quick test
+            item.add_marker(pytest.mark.whole)  # `make test` leaves it out, too
         # An engine alone takes a minute and more to start on a busy machine.
         if starts_engines(item.path) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(WITH_ENGINES))

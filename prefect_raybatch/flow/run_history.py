@@ -105,8 +105,8 @@ def show_history(
 
     `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if
     the run has far fewer rows than usual, unless `limited`, or if it drifted. An accuracy that fell
-    is told once in any case.
-    An error here is only logged and never fails the run.
+    is told whatever `tell` says, until a record says that it was. An error here is only logged and
+    never fails the run.
     """
     try:
         written = uri or output.uri
@@ -147,7 +147,7 @@ def _tell_fallen(line: HistoryLine, job: str, options: StoreOptions | None) -> N
         if read_told(store) == e_values:
             return
     except RayBatchError as error:  # twice is better than never
-        log.warning("whether the fall of accuracy was told before is not known: %s", error)
+        log.warning("could not read whether the fall of accuracy was told before: %s", error)
     texts = [f"{measure}: {series.text()}" for measure, series in fallen.items()]
     for text in texts:
         log.warning("run %s: %s", line.run_key, text)

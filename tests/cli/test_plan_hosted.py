@@ -89,19 +89,22 @@ def test_limits_prices_and_sizes_of_a_hosted_model_are_shown(plan: Any) -> None:
     assert re.search(r"cost +about 0\.000\d+ EUR for 3 rows", out)
 
 
+def cascade(at_most: float) -> dict[str, Any]:
+    """Groups of a job whose hosted larger model may be asked about so many of the rows."""
+    escalate = {
+        "to": {"endpoint": ENDPOINT},
+        "when": {"probability_below": 0.8},
+        "at_most": at_most,
+    }
+    return {
+        "engine": {"model": "demo"},
+        "sampling": {"choice": ["bank", "farm"]},
+        "output": {"uri": "out", "escalate": escalate},
+    }
+
+
 def test_a_cascade_that_may_ask_its_larger_model_about_no_row_is_told(plan: Any) -> None:
-    code, out, err = plan(
-        engine={"model": "demo"},
-        sampling={"choice": ["bank", "farm"]},
-        output={
-            "uri": "out",
-            "escalate": {
-                "to": {"endpoint": ENDPOINT},
-                "when": {"probability_below": 0.8},
-                "at_most": 0.3,
-            },
-        },
-    )
+    code, out, err = plan(**cascade(0.3))
     assert code == 0, err
     told = " ".join(out.split())
     assert "output.escalate.at_most 0.3 of 3 rows is less than one" in told
@@ -109,18 +112,7 @@ def test_a_cascade_that_may_ask_its_larger_model_about_no_row_is_told(plan: Any)
 
 
 def test_a_cascade_costs_what_its_larger_model_may_be_asked_about(plan: Any) -> None:
-    code, out, err = plan(
-        engine={"model": "demo"},
-        sampling={"choice": ["bank", "farm"]},
-        output={
-            "uri": "out",
-            "escalate": {
-                "to": {"endpoint": ENDPOINT},
-                "when": {"probability_below": 0.8},
-                "at_most": 0.34,
-            },
-        },
-    )
+    code, out, err = plan(**cascade(0.34))
     assert code == 0, err
     assert "Larger model, which answers at most 1 row:" in out
     assert re.search(r"cost of larger +about [0-9.e-]+ EUR for 1 row,", out)

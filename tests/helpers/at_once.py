@@ -20,5 +20,5 @@ class Told:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", None):  # one process alone stops where one looks
+    if getattr(config.option, "numprocesses", None):  # a run in one process is short
         config.pluginmanager.register(Told(config))
