@@ -15,7 +15,7 @@ from prefect_raybatch.api.diff import ROWS_FILE
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, draw
 from prefect_raybatch.compile.job import compile_plan, planned_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
-from prefect_raybatch.distill.classifier import check_can_train
+from prefect_raybatch.distill.classifier import Training, check_can_train
 from prefect_raybatch.distill.measure import (
     Distilled,
     EmbeddedRows,
@@ -136,7 +136,8 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
     """Return the classifier and what it could answer, once all rows are embedded."""
     job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
     table = finalize_run(job, run).to_arrow()
-    finish = compile_plan(finished_member(open_store(run.uri)).plan).finish
+    embedded = finished_member(open_store(run.uri)).plan
+    finish = compile_plan(embedded).finish
     column = compile_plan(plan).finish.column
     texts: list[Hashable] = [
         tuple(map(str, row.values()))
@@ -145,9 +146,14 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
     answers = _answers(sample, column)
     numbers = table[finish.row_number].to_numpy()
     rows = EmbeddedRows(texts, answers, _vectors(table[finish.column], numbers, len(texts)))
-    template = str(job.prompt.template)
+    training = Training.of(
+        job.engine.model,
+        str(embedded.model["identity"]),
+        planned_job(plan).sampling.choice or (),
+        prepared.asked.identity.parts,
+    )
     seed = int(plan.hash[:15], 16)
-    return distill(prepared.member.key, rows, prepared.agreement, seed, job.engine.model, template)
+    return distill(prepared.member.key, rows, prepared.agreement, seed, training)
 
 
 def _answers(sample: DrawnRows, column: str) -> list[str | None]:

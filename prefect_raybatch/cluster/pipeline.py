@@ -23,6 +23,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 from prefect_raybatch.bounded import ANSWER, Question
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.cascade import escalated
+from prefect_raybatch.cluster.classifier import planned_classifier
 from prefect_raybatch.cluster.endpoint import endpoint_launch, limiter_of
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
@@ -56,6 +57,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.cascade import EscalatePrepare
+from prefect_raybatch.stages.classified import FinishClassified
 from prefect_raybatch.stages.endpoint.client import SharedLimiter
 from prefect_raybatch.stages.endpoint.limiter import Usage
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
@@ -147,7 +149,11 @@ class Pipeline:
         self.task = Pooling.of(self.spec, self.model)
         self.increment = increment_of(self.plan)
         asks = self.increment is not None and self.increment.ledger == OF_ASKS
+        classifier = planned_classifier(self.spec, self.plan)
+        finish_stage: Callable[..., Finish]
         finish_stage = RawFinish if asks else partial(finish_of, self.task)
+        if classifier is not None:
+            finish_stage = partial(FinishClassified, classifier=classifier)
         self.finish: Finish = finish_stage(
             self.spec.finish, self.spec.sampling, self.model, self.store, self.attempt
         )

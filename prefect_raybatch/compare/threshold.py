@@ -17,7 +17,7 @@ from prefect_raybatch.sizing.agreement import CONFIDENCE, least_sample
 from prefect_raybatch.sizing.threshold import TestedThreshold, find_threshold, thresholds
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.result import FinishSpec
-from prefect_raybatch.stages.cascade import FAILS_SCHEMA, MEASURES
+from prefect_raybatch.stages.cascade import MEASURES, failing_kinds
 from prefect_raybatch.words import counted
 
 
@@ -98,10 +98,11 @@ class SampleAnswers:
         if cascade is not None and cascade.measure is not None and numbers:
             column = pa.concat_arrays(table[cascade.measure_column].chunks)
             sureness[numbers] = MEASURES[cascade.measure](column)
-        if cascade is not None and cascade.fails_schema and report.failed:
+        kinds = () if cascade is None else failing_kinds(cascade)
+        if kinds and report.failed:
             failed = report.quarantine(options).to_table(columns=[finish.row_number, "error"])
             for row, error in zip(*(column.to_pylist() for column in failed.columns), strict=True):
-                if error in FAILS_SCHEMA:
+                if error in kinds:
                     sureness[row] = -np.inf
         return cls([found.get(row) for row in range(report.rows)], sureness)
 

@@ -135,6 +135,7 @@ def _compile_cascade(
         at_most=job.output.escalate.at_most,
         first_name=_model_name(first.engine),
         larger_name=f"{name} (larger)" if name == _model_name(first.engine) else name,
+        classifies=first.engine.classifier is not None,
         column=first.output.column,
         measure_column=column,
         columns=() if not column or wanted[column] else (column,),
@@ -145,6 +146,8 @@ def _compile_cascade(
 
 
 def _model_name(engine: Engine) -> str:
+    if engine.classifier is not None:
+        return f"classifier on {engine.model}"
     return str(engine.endpoint.model if engine.endpoint.asked else engine.model)
 
 
@@ -325,6 +328,7 @@ def finish_spec(
         vector_type=output.vector_type,
         parsing=parsing_spec(job),
         inputs=None if job.prompt.function else tuple(job.prompt.columns),
+        classifier=job.engine.classifier,
     )
 
 

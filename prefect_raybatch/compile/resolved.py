@@ -10,6 +10,12 @@ from operator import getitem
 from typing import Any
 
 from prefect_raybatch.compile.job import model_request
+from prefect_raybatch.distill.classifier import (
+    Classifier,
+    Training,
+    classifier_identity,
+    read_file,
+)
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
@@ -42,7 +48,8 @@ class Resolved:
 
     `pinned_model` is None while only Hugging Face could tell the model's commit, which is no part
     of the fingerprint. `checked`: `model.check` has checked the model's files. `first` is the job
-    of the first model of a cascade; the model is then the larger one.
+    of the first model of a cascade; the model is then the larger one. `training` is what the job's
+    classifier was trained on; its fields and labels are checked, and `check_encoder` the rest.
     """
 
     job: BatchJob
@@ -50,6 +57,7 @@ class Resolved:
     identity: Identity
     checked: bool = False
     first: Resolved | None = None
+    training: Training | None = None
 
     @classmethod
     def of(
@@ -60,14 +68,20 @@ class Resolved:
     ) -> Resolved:
         """Return the job resolved with that model; `retry` as for `fingerprint`.
 
-        Reads the chat template's file.
+        Reads the files of the chat template and the classifier. Raises `ConfigError` for a
+        classifier that does not fit the job.
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
         if job.output.escalate.engine is None:
-            return cls(job, model, fingerprint(job, model, retry))
+            identity = fingerprint(job, model, retry)
+            found = cls(job, model, identity, training=_training(job, identity))
+            found.check_encoder()
+            return found
         small = first_of(job)
         first = cls.of(small, _folder_model(model_request(small.engine)), retry)
+        if first.training is not None:
+            first.training.check_choice(str(job.engine.classifier), job.sampling.choice or ())
         return cls(job, model, fingerprint(job, model, retry), first=first)
 
     @property
@@ -83,6 +97,14 @@ class Resolved:
                 "first"
             )
         return dict(self.pinned_model)
+
+    def check_encoder(self) -> None:
+        """Raise `ConfigError` if the classifier was trained on the vectors of another model."""
+        if self.training is not None:
+            known = self.pinned_model
+            identity = None if known is None else str(known["identity"])
+            name, model = str(self.job.engine.classifier), self.job.engine.model
+            self.training.check_encoder(name, model, identity)
 
     def with_adapters(self) -> dict[str, Any]:
         """Return the model with the job's adapters pinned too, as a new plan keeps them."""
@@ -123,6 +145,20 @@ def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
     name = request.name
     is_here = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if is_here else None
+
+
+def _training(job: BatchJob, identity: Identity) -> Training | None:
+    """Return what the job's classifier was trained on; None for a job without one.
+
+    Raises `ConfigError` if the file is no classifier, or if the job makes other vectors.
+    """
+    name = job.engine.classifier
+    if name is None:
+        return None
+    data = read_file(name, job.output.options)
+    training = Classifier.from_bytes(data, f"engine.classifier: {name}").training
+    training.check_fields(name, identity.parts)
+    return training
 
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
@@ -183,7 +219,8 @@ COUNTED_WHEN: dict[str, Callable[[BatchJob], bool]] = {  # the other fields alwa
     "output.reasoning_column": lambda job: job.output.reasoning_parser is not None,
     "output.tool_calls_column": lambda job: job.output.tool_parser is not None,
 }
-BY_CONTENT = ("engine.adapter", "engine.adapters")  # fields that `fingerprint` itself looks up
+# Fields that `fingerprint` itself looks up.
+BY_CONTENT = ("engine.adapter", "engine.adapters", "engine.classifier")
 PART_NAMES = {"engine.(extra)": "engine", "output.output_schema": "output.schema"}
 
 
@@ -194,13 +231,17 @@ def fingerprint(
 ) -> Identity:
     """Return the SHA-256 of everything in the job that changes an answer, and its parts.
 
-    For a model in a local or s3:// folder, its content counts; a Hugging Face name counts as
-    written, because the plan pins its commit when the run begins. `retry` names the failed rows
-    that are the input ({parent, errors}), and replaces the source.
+    For a classifier, and for a model in a local or s3:// folder, its content counts; a Hugging Face
+    name counts as written, because the plan pins its commit when the run begins. `retry` names the
+    failed rows that are the input ({parent, errors}), and replaces the source.
     """
     parts = answer_fields(job)
     if found := adapters.identities(model_request(job.engine)):
         parts["engine.adapters"] = found
+    if job.engine.classifier is not None:
+        parts["engine.classifier"] = classifier_identity(
+            read_file(job.engine.classifier, job.output.options)
+        )
     if job.prompt.function:
         parts["prompt.function.source"] = (
             REQUEST_FORM
@@ -241,7 +282,8 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 # Parts of a fingerprint that are looked up: in the functions' modules, adapters and model.
 LOOKED_UP = (
-    *("engine.adapters", "prompt.function.source", "output.postprocess.source"),
+    *("engine.adapters", "engine.classifier"),
+    *("prompt.function.source", "output.postprocess.source"),
     *("model.identity", "first.model.identity", "retry"),
 )
 

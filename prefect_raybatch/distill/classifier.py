@@ -6,8 +6,11 @@ objective and minimizer, L-BFGS of scipy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,9 @@ from pydantic import TypeAdapter
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
+from prefect_raybatch.storage import open_store
 
-CLASSIFIER_FORMAT = 1
+CLASSIFIER_FORMAT = 2
 LARGEST_FILE = 64 << 20  # bytes: 1,000 labels of 4,096 numbers each take about 50 MB
 STRENGTHS = (1.0, 10.0, 100.0)  # tried for C; embeddings of length 1 need large ones
 EVERY = 5  # of so many training rows, one chooses among the strengths
@@ -26,13 +30,99 @@ MOST_STEPS = 1000
 GRADIENT = 1e-4  # largest component at which the minimizer ends, as in scikit-learn
 
 
+# Parts of a job's fingerprint that decide the vector of a row, besides the encoder's weights.
+VECTOR_FIELDS = (
+    *("prompt.template", "prompt.on_null", "prompt.on_too_long", "prompt.special_tokens_in_rows"),
+    *("engine.max_model_len", "engine.adapters", "engine"),
+    *("output.normalize", "output.vector_type"),
+)
+
+
+@dataclass(frozen=True)
+class Training(StrictRecord):
+    """What a classifier was trained on; a job that uses it must have the same.
+
+    `encoder` is the model as its job named it, `identity` its commit or the hash of its files.
+    `choice` are the labels that the answers were chosen among, and `fields` the values of
+    VECTOR_FIELDS in the job that embedded the rows.
+    """
+
+    encoder: str
+    identity: str
+    choice: tuple[str, ...]
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, encoder: str, identity: str, choice: Sequence[str], parts: Mapping[str, Any]
+    ) -> Training:
+        """Return the record of a job with these `parts` of a fingerprint."""
+        return cls(encoder, identity, tuple(choice), _vector_fields(parts))
+
+    def check_fields(self, name: str, parts: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` if a job with these `parts` makes other vectors of its rows.
+
+        `name` is the classifier's file.
+        """
+        fields = _vector_fields(parts)
+        for field in VECTOR_FIELDS:
+            trained, given = self.fields.get(field), fields.get(field)
+            if trained != given:
+                raise ConfigError(
+                    f"{field}: {name} was trained with {_short(trained)}, and the job embeds with "
+                    f"{_short(given)}. Set the same, or train a classifier with raybatch distill"
+                )
+
+    def check_choice(self, name: str, choice: Sequence[str]) -> None:
+        """Raise `ConfigError` if a job chooses among other labels."""
+        for label in (*self.choice, *choice):
+            if (label in self.choice) != (label in choice):
+                where = "the job" if label in self.choice else name
+                raise ConfigError(
+                    f"sampling.choice: {where} lacks the label {_short(label)}. Use the labels "
+                    "that the classifier was trained on, or train one with raybatch distill"
+                )
+
+    def check_encoder(self, name: str, model: str, identity: str | None) -> None:
+        """Raise `ConfigError` if the engine's model is not the encoder.
+
+        `identity` is None while a Hugging Face name is not pinned to a commit.
+        """
+        named = identity is None and self.identity.startswith(f"{model}@")
+        if named or identity == self.identity:
+            return
+        raise ConfigError(
+            f"engine.model: {name} was trained on vectors of "
+            f"{_pinned(self.encoder, self.identity)}, and the job names "
+            f"{_pinned(model, identity)}. Set engine.model and engine.revision to that "
+            "encoder, or train a classifier with raybatch distill"
+        )
+
+
+def _pinned(model: str, identity: str | None) -> str:
+    """Return a model with its commit, or the hash of its files, as far as known."""
+    if identity is None:
+        return model
+    return identity if "@" in identity else f"{model} (files {identity[:16]})"
+
+
+def _vector_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of VECTOR_FIELDS as a JSON file holds them."""
+    found: dict[str, Any] = json.loads(dump({n: parts[n] for n in VECTOR_FIELDS if n in parts}))
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
+
+
 @dataclass(frozen=True)
 class Classifier(StrictRecord):
-    """Weights and bias of each label, for the vectors of `encoder` over texts from `template`."""
+    """Weights and bias of each label, for vectors made as in `training`."""
 
     format: int
-    encoder: str
-    template: str
+    training: Training
     labels: tuple[str, ...]
     weights: tuple[tuple[Number, ...], ...]
     bias: tuple[Number, ...]
@@ -50,10 +140,15 @@ class Classifier(StrictRecord):
         if vectors.shape[1] != self.size:
             raise ConfigError(
                 f"the classifier takes vectors of {self.size:,} numbers, and these have "
-                f"{vectors.shape[1]:,}. Use the encoder that it was trained with, {self.encoder}"
+                f"{vectors.shape[1]:,}. Use the encoder that it was trained with, "
+                f"{self.training.encoder}"
             )
-        scores = vectors.astype(np.float64) @ np.array(self.weights, np.float64).T
-        return _softmax(scores + np.array(self.bias, np.float64))
+        weights, bias = self._arrays
+        return _softmax(vectors.astype(np.float64) @ weights.T + bias)
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.weights, np.float64), np.array(self.bias, np.float64)
 
     def to_bytes(self) -> bytes:
         """Return the classifier as a JSON file; raise `ConfigError` for one too large to read."""
@@ -84,7 +179,10 @@ class Classifier(StrictRecord):
         wrong = {
             f"format {made.format} is not {CLASSIFIER_FORMAT}": made.format != CLASSIFIER_FORMAT,
             "it needs two labels or more": len(made.labels) < 2,
-            "a label is named twice": len(set(made.labels)) < len(made.labels),
+            "labels names a label twice": len(set(made.labels)) < len(made.labels),
+            "training.choice lacks one of its labels": not (
+                set(made.labels) <= set(made.training.choice)
+            ),
             "weights, bias and labels differ in number": not (
                 len(made.labels) == len(made.weights) == len(made.bias)
             ),
@@ -101,6 +199,26 @@ class Classifier(StrictRecord):
 _RECORD = TypeAdapter(Classifier)
 
 
+def classifier_identity(data: bytes) -> str:
+    """Return what identifies a classifier by its file's content, as a plan keeps it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_file(uri: str, options: Mapping[str, object]) -> bytes:
+    """Return the bytes of the file that `engine.classifier` names, in a folder or a store.
+
+    `options` are those of the store. Raises `ConfigError` for a missing and for a too large file.
+    """
+    folder, _, name = uri.rpartition("/")
+    store = open_store(folder or ("/" if uri.startswith("/") else "."), dict(options) or None)
+    try:
+        return store.read(name, LARGEST_FILE)
+    except FileNotFoundError:
+        raise ConfigError(f"engine.classifier: no file {uri}. Correct the path") from None
+    except CorruptRun as error:
+        raise ConfigError(f"engine.classifier: {error}. Name a file of raybatch distill") from None
+
+
 def check_can_train(answers: Sequence[str | None]) -> None:
     """Raise `ConfigError` if scipy is missing, or if no two answers differ; None: a failed row."""
     _scipy_optimize()
@@ -114,7 +232,7 @@ def check_can_train(answers: Sequence[str | None]) -> None:
         )
 
 
-def train(vectors: np.ndarray, answers: Sequence[str], encoder: str, template: str) -> Classifier:
+def train(vectors: np.ndarray, answers: Sequence[str], training: Training) -> Classifier:
     """Return the classifier of rows with these vectors and answers.
 
     Every fifth row chooses the strength of the penalty, by the log loss of a classifier of the
@@ -135,8 +253,7 @@ def train(vectors: np.ndarray, answers: Sequence[str], encoder: str, template: s
     weights, bias = fit(vectors, numbers, len(labels), strength)
     return Classifier(
         CLASSIFIER_FORMAT,
-        encoder,
-        template,
+        training,
         tuple(str(label) for label in labels),
         tuple(tuple(row) for row in np.round(weights, DECIMALS).tolist()),
         tuple(np.round(bias, DECIMALS).tolist()),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from prefect_raybatch.distill.classifier import Classifier, train
+from prefect_raybatch.distill.classifier import Classifier, Training, train
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.sizing.agreement import CONFIDENCE, least_sample
 from prefect_raybatch.sizing.threshold import TestedThreshold, find_threshold, thresholds
@@ -120,7 +120,7 @@ class Distilled:
         classifier = self.classifier
         return {
             "run": self.run,
-            "encoder": classifier.encoder,
+            "encoder": classifier.training.encoder,
             "labels": list(classifier.labels),
             "agreement": self.agreement,
             "confidence": self.confidence,
@@ -152,7 +152,7 @@ def check_rows(rows: int, agreement: float) -> None:
 
 
 def distill(
-    run: str, rows: EmbeddedRows, agreement: float, seed: int, encoder: str, template: str
+    run: str, rows: EmbeddedRows, agreement: float, seed: int, training: Training
 ) -> Distilled:
     """Train on half of the rows, and measure on the others.
 
@@ -171,7 +171,7 @@ def distill(
         i for i, good in enumerate(learned.embedded) if good and learned.answers[i] is not None
     ]
     answers = [str(learned.answers[i]) for i in usable]
-    classifier = train(learned.vectors[usable], answers, encoder, template)
+    classifier = train(learned.vectors[usable], answers, training)
     sureness, agrees = np.full(number, -np.inf), np.zeros(number, bool)
     embedded = np.flatnonzero(tested.embedded)
     if len(embedded):

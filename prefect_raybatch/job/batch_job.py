@@ -227,6 +227,8 @@ def _check_pooling(job: BatchJob, task: str) -> None:
                 "without a chat; remove it"
             )
     for name in OF_A_TEXT:
+        if name == "probabilities" and job.engine.classifier is not None:
+            continue
         if getattr(job.output, name):
             raise ValueError(f"output.{name}: engine.task {task} generates no text; remove it")
     for name in job.output.extras:
@@ -237,6 +239,36 @@ def _check_pooling(job: BatchJob, task: str) -> None:
             )
     if "runner" in job.engine.given:
         raise ValueError("engine.runner is set from engine.task; remove it")
+
+
+def check_classifier(job: BatchJob) -> None:
+    """Raise ValueError for a field that does not go with engine.classifier."""
+    if job.engine.classifier is None:
+        return
+    cascade, when = job.output.escalate.engine is not None, job.output.escalate.when
+    if not cascade and job.engine.task != "embed":
+        raise ValueError(
+            "engine.classifier needs output.escalate, which names the larger model; set it, or "
+            "set engine.task: embed to use the classifier alone"
+        )
+    if job.prompt.template is None:
+        raise ValueError("engine.classifier needs prompt.template, the text to embed; set it")
+    if cascade and (when.logprob_below is not None or when.fails_schema):
+        raise ValueError(
+            "output.escalate.when: a classifier gives only probabilities; remove all but "
+            "probability_below"
+        )
+    refused = {
+        "sampling.logprobs": job.sampling.extra.get("logprobs") is not None,
+        "output.postprocess": job.output.postprocess is not None,
+        "reuse": job.reuse is not None,
+        "output.keep_answers": job.output.keep_answers is not None,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"engine.classifier cannot be combined with {name}; remove one of them"
+            )
 
 
 def check_adapters(job: BatchJob) -> None:
@@ -427,7 +459,7 @@ def check_logprobs(job: BatchJob) -> None:
 
 def check_probabilities(job: BatchJob) -> None:
     """Raise ValueError if the probabilities of labels cannot be written."""
-    if not job.output.probabilities:
+    if not job.output.probabilities or pools(job.engine.task):
         return
     if not job.sampling.choice:
         raise ValueError("output.probabilities needs labels; set sampling.choice")
@@ -596,8 +628,7 @@ def check_cascade(job: BatchJob) -> None:
             f"output.escalate writes a column {ANSWERED_BY}; rename the column of that name"
         )
     value, to = job.to_dict(), "output.escalate.to"
-    logprobs = job.sampling.extra.get("logprobs")
-    if error := _errors_of(value, first_changes(value["output"], logprobs)):
+    if error := _errors_of(value, first_changes(value)):
         if error != _errors_of(value, {"output.escalate": {}}):  # those are reported anyway
             raise ValueError(f"{error}, for the first model of output.escalate")
     elif error := _errors_of(value, larger_changes(value["output"])):
@@ -646,5 +677,6 @@ COMBINATIONS = (
     check_logprobs,
     check_probabilities,
     check_answer_schema,
+    check_classifier,
     check_cascade,
 )

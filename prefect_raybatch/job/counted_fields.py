@@ -47,6 +47,7 @@ FINGERPRINTED = {
     "engine.max_model_len": "decides which prompts are too long",
     "engine.max_model_len_percentile": "decides it, where max_model_len is auto",
     "engine.task": "other answers",
+    "engine.classifier": "other answers; its content counts",
     "engine.adapter": "other answers; its content counts",
     "engine.adapters": "other answers; their content counts",
     "engine.endpoint.url": "another server; counts with an endpoint",

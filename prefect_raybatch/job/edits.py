@@ -44,8 +44,7 @@ def job_of_fields(fields: Mapping[str, Any], changes: Mapping[str, object], wher
 
 def first_of(job: BatchJob) -> BatchJob:
     """Return the job of the first model of a cascade: it answers all rows."""
-    output, logprobs = job.to_dict()["output"], job.sampling.extra.get("logprobs")
-    return edited(job, first_changes(output, logprobs), "the first model of the cascade")
+    return edited(job, first_changes(job.to_dict()), "the first model of the cascade")
 
 
 def larger_of(job: BatchJob) -> BatchJob:

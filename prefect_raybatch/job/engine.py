@@ -142,6 +142,14 @@ class Engine(Group):
         text="What the model produces for a row. generate: text. embed: an embedding. "
         "classify: a label and the probability of every label. score: how well two texts match.",
     )
+    classifier: str | None = field(
+        None,
+        title="Classifier",
+        text="JSON file of raybatch distill, local or in a store. The model embeds each row, and "
+        "the classifier answers with a label: as the first model of output.escalate, or alone "
+        "with task: embed. Its content is fixed when the run is planned.",
+        min_length=1,
+    )
     adapter: str | None = field(
         None,
         title="LoRA adapter",

@@ -113,6 +113,7 @@ def check_second_engine(value: Mapping[str, Any], who: str, may_name_block: bool
         "task": engine.task != "generate",
         "adapter": engine.adapter is not None,
         "adapters": bool(engine.adapters),
+        "classifier": engine.classifier is not None,
         "order": engine.order == "run",
         "max_model_len": engine.max_model_len == "auto",
         "endpoint.block": engine.endpoint.block is not None and not may_name_block,
@@ -134,12 +135,23 @@ def _short(engine: Engine, name: str) -> str:
     return str(value)[:80]
 
 
-def first_changes(output: Mapping[str, Any], logprobs: object) -> dict[str, object]:
+# Fields that only the larger model uses if the first one is a classifier, which embeds the text of
+# prompt.template alone. What is too long for the encoder goes to the larger model.
+OF_LARGER_ALONE: dict[str, object] = {
+    "sampling": {},
+    **dict.fromkeys(("prompt.system", "prompt.chat_template", "prompt.prefill", "prompt.tools")),
+    "prompt.chat_template_kwargs": {},
+    "prompt.on_too_long": "quarantine",
+}
+
+
+def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
     """Return the changes that make a job with a cascade the job of its first model.
 
-    `output` are the job's plain values, `logprobs` its sampling.logprobs.
+    `job` are the job's plain values.
     """
-    when = output["escalate"].get("when", {})
+    output, logprobs = job["output"], job.get("sampling", {}).get("logprobs")
+    when, classifies = output["escalate"].get("when", {}), "classifier" in job.get("engine", {})
     changes: dict[str, object] = {
         "output.escalate": {},
         "output.publish": [],
@@ -152,7 +164,9 @@ def first_changes(output: Mapping[str, Any], logprobs: object) -> dict[str, obje
         changes["output.probabilities"] = True
     if when.get("logprob_below") is not None and logprobs is None:
         changes["sampling.logprobs"] = 0
-    if when.get("fails_schema"):  # such rows are not lost yet
+    if classifies:
+        changes |= {"engine.task": "embed", **OF_LARGER_ALONE}
+    if when.get("fails_schema") or classifies:  # such rows are not lost yet
         changes["limits.max_failed_fraction"], changes["limits.max_failed_rows"] = 1.0, None
     return changes
 

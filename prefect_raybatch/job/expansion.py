@@ -25,6 +25,7 @@ EXPANDED_FIELDS = (
     "source.media_root",
     "prompt.chat_template",
     "engine.model",
+    "engine.classifier",
     "engine.adapter",
     "engine.adapters",
     "output.escalate.to.model",

@@ -84,6 +84,8 @@ def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     for name, adapter in {"": engine.adapter, **engine.adapters}.items():
         if adapter is not None:
             reach.model(f"engine.adapters.{name}" if name else "engine.adapter", adapter)
+    if engine.classifier is not None:
+        reach.read("engine.classifier", engine.classifier)
     reach.write("output.uri", output.uri)
     reach.options("output.options", output.options)
     if job.reuse is not None and job.reuse not in ("latest", "all"):

@@ -25,6 +25,7 @@ NEVER_ACCEPTED = {
     "retry": _ROWS,
     "output.": _COLUMNS,
     "engine.task": _COLUMNS,
+    "engine.classifier": "the run keeps to the classifier of its plan",
     "sampling.n": _COLUMNS,
     "sampling.logprobs": _COLUMNS,
     "prompt.images.columns": _COLUMNS,  # the result leaves them out

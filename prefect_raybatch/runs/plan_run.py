@@ -170,7 +170,11 @@ def _check_same(
 
 
 def _checked(resolved: Resolved) -> Resolved:
-    """Check from its files, once, that the model can be loaded and can answer."""
+    """Check from its files, once, that the model can be loaded and can answer.
+
+    A classifier must have been trained on its vectors.
+    """
+    resolved.check_encoder()
     if not resolved.checked:
         check_pinned_model(compile_job(resolved.job), resolved.model)
     first = None if resolved.first is None else _checked(resolved.first)

@@ -14,7 +14,7 @@ class CascadeSpec:
     `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
     decides. In the first model's result, `column` holds the answers, `measure_column` what the rule
     compares, and `columns` what only the rule needs. At most `at_most` of the rows go to the larger
-    model.
+    model. `classifies`: the first model embeds, and rows that it cannot embed are unsure.
     """
 
     measure: str | None
@@ -26,6 +26,7 @@ class CascadeSpec:
     column: str
     columns: tuple[str, ...]
     measure_column: str
+    classifies: bool = False
 
 
 def most_rows(at_most: float, rows: int) -> int:

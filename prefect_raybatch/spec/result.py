@@ -46,7 +46,8 @@ class FinishSpec:
     first shard. `schema` is the text of the JSON Schema that each answer must fit, None for free
     text. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
     its row. `inputs` are the input columns whose missing and new values are counted, None for all.
-    `answered_by`: a column names the model of a cascade that answered.
+    `answered_by`: a column names the model of a cascade that answered. `classifier` is the file
+    that turns vectors into labels, None if there is none.
     """
 
     column: str
@@ -63,6 +64,7 @@ class FinishSpec:
     parsing: ParsingSpec | None
     inputs: tuple[str, ...] | None
     answered_by: bool = False
+    classifier: str | None = None
 
     def kept(self, names: list[str]) -> list[str]:
         """Return which of the input's columns `names` the result keeps."""

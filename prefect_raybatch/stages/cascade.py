@@ -50,6 +50,7 @@ from prefect_raybatch.stages.text_answers import CUT_OFF
 
 KEEPS_FIRST = Failure("cascade", "KeepsFirstAnswer", "the first model's answer is kept")
 FAILS_SCHEMA = ("AnswerNotValid", CUT_OFF)
+NOT_EMBEDDED = ("PromptTooLong", "OddVector", "NotFinite")
 AT = "__rb_index"
 
 
@@ -103,12 +104,12 @@ class FirstAnswers:
 def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
     """Return how sure the first model was of rows, as far as they are unsure (float64).
 
-    Infinite for a row whose answer is kept, minus infinite for an answer that fails the schema.
+    Infinite for a row whose answer is kept, minus infinite for one that `failing_kinds` names.
     """
     cascade, sureness = first.cascade, np.full(len(numbers), np.inf)
-    if cascade.fails_schema:
+    if kinds := failing_kinds(cascade):
         for i, failure in enumerate(first.failures(numbers)):
-            if failure is not None and failure.kind in FAILS_SCHEMA:
+            if failure is not None and failure.kind in kinds:
                 sureness[i] = -np.inf
     if cascade.measure is not None and cascade.below is not None:
         column = cascade.measure_column
@@ -118,6 +119,13 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
             measured[~(measured < cascade.below)] = np.inf
             sureness[there] = measured
     return sureness
+
+
+def failing_kinds(cascade: CascadeSpec) -> tuple[str, ...]:
+    """Return the errors of rows that failed at the first model and go to the larger one."""
+    return (FAILS_SCHEMA if cascade.fails_schema else ()) + (
+        NOT_EMBEDDED if cascade.classifies else ()
+    )
 
 
 def highest_probabilities(column: pa.Array) -> np.ndarray:

@@ -34,6 +34,8 @@ def result_columns(
         given = (output.types or {}).items()
         made = [(name, kind) for name, kind in given]
         made = made or [(f"what {output.postprocess} returns", LATER)]
+    elif output.classifier is not None:
+        made = [(output.column, "string")]
     elif pools(task):
         made = _pooled(output.column, task, output.vector_type)
     elif output.schema is not None:
@@ -72,6 +74,8 @@ def result_types(
         known = output.types is not None
     elif output.schema is not None:
         fields += [shape.field(name) for name, shape in columns_of(output.schema).items()]
+    elif output.classifier is not None:
+        fields.append(pa.field(output.column, text))
     elif task == "embed":
         number = pa.float16() if output.vector_type == "float16" else pa.float32()
         fields.append(pa.field(output.column, pa.list_(number)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from scipy.special import softmax
 
 from prefect_raybatch.distill import classifier as classifiers
-from prefect_raybatch.distill.classifier import Classifier, fit, train
+from prefect_raybatch.distill.classifier import Classifier, Training, fit, train
 from prefect_raybatch.errors import ConfigError
+
+TRAINING = Training("encoder", "encoder@1", ("a", "b", "c"), {"prompt.template": "{text}"})
 
 
 def blobs(seed: int, rows: int, size: int, labels: int) -> tuple[np.ndarray, np.ndarray]:
@@ -58,7 +61,7 @@ def test_weights_are_those_of_scikit_learn(strength, monkeypatch):
 def trained(seed: int = 3) -> tuple[Classifier, np.ndarray, list[str]]:
     vectors, numbers = blobs(seed, 200, 4, 3)
     answers = ["abc"[number] for number in numbers]
-    return train(vectors, answers, "encoder", "{text}"), vectors, answers
+    return train(vectors, answers, TRAINING), vectors, answers
 
 
 def test_probabilities_are_the_softmax_of_the_stored_numbers_and_name_the_right_labels():
@@ -73,10 +76,10 @@ def test_probabilities_are_the_softmax_of_the_stored_numbers_and_name_the_right_
 def test_the_strength_is_the_one_with_the_least_loss_on_every_fifth_row(monkeypatch):
     vectors, _ = blobs(3, 200, 4, 3)
     noise = ["ab"[number] for number in np.random.default_rng(1).integers(2, size=200)]
-    weak, strong = (train(vectors, noise, "e", "t") for _ in range(2))
+    weak, strong = (train(vectors, noise, TRAINING) for _ in range(2))
     assert weak == strong
     monkeypatch.setattr(classifiers, "STRENGTHS", (1.0,))
-    least = train(vectors, noise, "e", "t")
+    least = train(vectors, noise, TRAINING)
     assert weak == least, "labels that are noise are learned least"
 
 
@@ -90,13 +93,16 @@ def test_a_file_holds_the_same_classifier():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2 is not 1"),
+        ({"format": 1}, "format 1 is not 2"),
         ({"labels": ["a", "b"]}, "differ in number"),
-        ({"labels": ["a", "b", "a"]}, "named twice"),
+        ({"labels": ["a", "b", "a"]}, "names a label twice"),
         ({"labels": [], "weights": [], "bias": []}, "two labels"),
         ({"weights": [[1.0], [1.0, 2.0], [3.0]]}, "differ in length"),
         ({"weights": [[], [], []]}, "differ in length"),
         ({"weights": [["x"], [1.0], [1.0]]}, r"weights\.0\.0"),
+        ({"training": {}}, r"training"),
+        ({"training": asdict(TRAINING) | {"choice": ["a", "b"]}}, r"training\.choice lacks"),
+        ({"training": asdict(TRAINING) | {"code": 1}}, "unknown fields training.code"),
         ({"code": "import os"}, "unknown fields code"),
     ],
 )
@@ -126,6 +132,6 @@ def test_vectors_of_another_encoder_are_refused():
 def test_equal_answers_teach_nothing():
     vectors, _ = blobs(3, 20, 4, 3)
     with pytest.raises(ConfigError, match=r"all 20 answers.*'a'"):
-        train(vectors, ["a"] * 20, "e", "t")
+        train(vectors, ["a"] * 20, TRAINING)
     with pytest.raises(ConfigError, match="no answer to learn from"):
-        train(vectors[:0], [], "e", "t")
+        train(vectors[:0], [], TRAINING)

@@ -47,7 +47,9 @@ def test_labels_that_follow_from_the_vectors_are_learned_and_no_row_is_asked_aga
     assert sorted(nights.asked) == sorted(f"Say {name}" for name in NAMES), "embedded once each"
     assert found.classifier.labels == ("long", "short")
     assert (found.learned, found.tested, found.same, found.share) == (40, 40, 40, 1.0)
-    assert found.classifier.template == "Say {text}" and found.classifier.encoder == "demo"
+    assert found.classifier.training.fields["prompt.template"] == "Say {text}"
+    assert found.classifier.training.encoder == "demo"
+    assert found.classifier.training.choice == ("long", "short")
     assert verify(open_store(str(nights.folder / "out/n1"))).ok
 
 
@@ -108,7 +110,7 @@ def test_fields_of_the_engine_and_the_template_can_be_set(nights):
     made = prepared(nights, **{"engine.dtype": "float32", "prompt.template": "query: {text}"})
     job = made.asked.job
     assert job.engine.given["dtype"] == "float32" and job.prompt.template == "query: {text}"
-    assert distilled(nights, made).classifier.template == "query: {text}"
+    assert distilled(nights, made).classifier.training.fields["prompt.template"] == "query: {text}"
 
 
 def test_runs_that_cannot_be_distilled_are_refused(nights):

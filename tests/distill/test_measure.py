@@ -14,12 +14,14 @@ from scipy import stats
 
 from prefect_raybatch.distill import classifier as classifiers
 from prefect_raybatch.distill import measure
+from prefect_raybatch.distill.classifier import Training
 from prefect_raybatch.distill.measure import EmbeddedRows, distill
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.sizing import threshold
 from prefect_raybatch.sizing.agreement import lower_bound
 
 LABELS = "abc"
+TRAINING = Training("encoder", "encoder@1", ("a", "b", "c", "another"), {})
 CENTRES = np.array([[1.0, 0.0], [-0.5, 0.9], [-0.5, -0.9]])
 
 
@@ -40,7 +42,7 @@ def rows_of(chance: np.random.Generator, rows: int, spread: float = 0.5) -> Embe
 
 
 def distilled(rows: EmbeddedRows, agreement: float = 0.9, seed: int = 1) -> measure.Distilled:
-    return distill("n1", rows, agreement, seed, "encoder", "{text}")
+    return distill("n1", rows, agreement, seed, TRAINING)
 
 
 @settings(max_examples=15, deadline=None)

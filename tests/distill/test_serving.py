@@ -1,0 +1,268 @@
+"""A distilled classifier as the first model of a cascade, and alone, with an engine that fakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.nights import Killed, Nights, rows_in, words
+
+from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
+from prefect_raybatch.compile.resolved import fingerprint
+from prefect_raybatch.distill.classifier import Classifier
+from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import first_of
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.result.verify import verify
+from prefect_raybatch.storage import open_store
+
+LONG = "and more and more words"
+TRAINED = [f"w{n} {LONG if n % 3 else 'x'}" for n in range(80)]
+CHOICE = ["long", "short"]
+# The fake vectors are (length, first letter): the last texts are near the border.
+BORDER = ["v and more word"] * 3
+TONIGHT = [*(f"v{n} {LONG}" for n in range(6)), *(f"v{n} y" for n in range(6)), *BORDER]
+
+
+class Classified(Nights):
+    """Nights whose first run was distilled to `file`."""
+
+    def answer(self, prompt: str) -> str:
+        return "long" if "more" in words(prompt) else "short"
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "classifier.json"
+
+    @property
+    def classifier(self) -> Classifier:
+        return Classifier.from_bytes(self.file.read_bytes(), "classifier.json")
+
+    def distill(self, **changes: Any) -> None:
+        prepared = prepare_distill(str(self.folder / "out/n1"), "demo", 0.9, 80, changes)
+        run = begin_distill(prepared)
+        self.infer(prepared.asked.job, run)
+        self.file.write_bytes(finish_distill(prepared, run).classifier.to_bytes())
+
+    def cascade(self, **groups: Any) -> BatchJob:
+        escalate = {"to": {"model": "demo"}, "when": {"probability_below": 0.9}}
+        output = {"uri": str(self.folder / "out"), "columns": ["text"]}
+        value = {
+            "sampling": {"choice": CHOICE},
+            "prompt": {"template": "Say {text}", "system": "You sort texts."},
+            "engine": {"model": "demo", "classifier": str(self.file), "device": "cpu"},
+            **groups,
+            "output": {**output, "escalate": escalate, **groups.get("output", {})},
+        }
+        return self.job(**{**value, "reuse": groups.get("reuse")})
+
+    def sure_of(self, text: str) -> bool:
+        """Return whether the classifier answers a text, by its own file."""
+        import numpy as np
+
+        said = f"Say {text}"
+        vectors = np.array([[len(said), ord(said[0])]], np.float32)
+        return bool(self.classifier.probabilities(vectors).max() >= 0.9)
+
+
+@pytest.fixture
+def nights(tmp_path: Path) -> Classified:
+    made = Classified(tmp_path)
+    made.write(*TRAINED)
+    made.night("n1", made.job(sampling={"choice": CHOICE}))
+    made.distill()
+    made.write(*TONIGHT)
+    made.asked.clear()
+    return made
+
+
+def whole(nights: Classified, key: str, report: RunReport) -> list[dict[str, Any]]:
+    assert verify(open_store(str(nights.folder / "out" / key))).faults == []
+    rows = sorted(nights.result(key), key=lambda row: row["_row"])
+    assert [row["text"] for row in rows] == TONIGHT[: len(rows)] and report.rows == len(TONIGHT)
+    return rows
+
+
+def test_the_classifier_answers_what_it_is_sure_of_and_the_larger_model_the_rest(nights):
+    report = nights.night("n2", nights.cascade())
+    rows = whole(nights, "n2", report)
+    sure = [row["answered_by"] == "classifier on demo" for row in rows]
+    assert sure == [nights.sure_of(row["text"]) for row in rows]
+    assert 0 < sum(sure) < len(rows), "both answered"
+    assert all(row["response"] == nights.answer(f"Say {row['text']}") for row in rows)
+    asked = [text for text in nights.asked if "You sort texts." in text]
+    embedded = set(nights.asked) - set(asked)
+    assert embedded == {f"Say {text}" for text in TONIGHT}, "as in training, without prompt.system"
+    assert {words(text) for text in asked} == {*BORDER}
+    first, larger = report.cascade
+    assert (first.model, first.answered, larger.answered) == (
+        "classifier on demo",
+        sum(sure),
+        len(rows) - sum(sure),
+    )
+    assert "probabilities" not in rows[0]
+
+
+def test_the_first_model_keeps_the_probabilities_of_the_file(nights):
+    nights.night("n2", nights.cascade())
+    rows = rows_in(nights.folder / "out/n2/_raybatch/asks/data")
+    assert [row["_row"] for row in rows] == list(range(len(TONIGHT)))
+    for row in rows:
+        chances = dict(row["probabilities"])
+        assert sum(chances.values()) == pytest.approx(1) and set(chances) == set(CHOICE)
+        assert next(iter(chances)) == max(chances, key=lambda label: chances[label])
+        assert row["response"] == next(iter(chances))
+        sure = nights.sure_of(TONIGHT[row["_row"]])
+        assert (max(chances.values()) >= 0.9) == sure
+
+
+@pytest.mark.parametrize("receipts", [0, 2, 5])
+def test_a_killed_run_resumes_and_ends_with_the_same_answers(nights, receipts):
+    job = nights.cascade()
+    nights.night("whole", job)
+    nights.stop_after = receipts
+    with pytest.raises(Killed):
+        nights.night("n2", job)
+    nights.stop_after = None
+    assert whole(nights, "n2", nights.night("n2", job)) == nights.result("whole")
+
+
+def test_rows_that_cannot_be_embedded_go_to_the_larger_model(nights):
+    """Distilling counts them as left to the model, so its bound holds only if they are."""
+    nights.write(*TRAINED)
+    nights.distill(**{"engine.max_model_len": 40})
+    engine = {"model": "demo", "classifier": str(nights.file), "max_model_len": 40}
+    nights.write("v1 y", f"v2 {'more ' * 60}", None)
+    report = nights.night("n2", nights.cascade(engine=engine))
+    assert [(row["_row"], row["response"], row["answered_by"]) for row in nights.result("n2")] == [
+        (0, "short", "classifier on demo"),
+        (1, "long", "demo"),
+    ]
+    assert [row["_row"] for row in nights.quarantined("n2")] == [2], "a null fails as ever"
+    assert report.cascade[1].asked == 1
+
+
+def test_alone_it_answers_every_row(nights):
+    job = nights.job(
+        engine={"model": "demo", "task": "embed", "classifier": str(nights.file)},
+        output={"uri": str(nights.folder / "out"), "probabilities": True},
+        reuse=None,
+    )
+    nights.night("n2", job)
+    rows = rows_in(nights.folder / "out/n2/data")
+    assert [row["response"] for row in rows][:12] == ["long"] * 6 + ["short"] * 6
+    assert all(dict(row["probabilities"]).keys() == set(CHOICE) for row in rows)
+
+
+def test_its_content_counts_and_not_its_name(nights):
+    job, before = nights.cascade(), fingerprint(nights.cascade())
+    other = nights.folder / "other.json"
+    other.write_bytes(nights.file.read_bytes())
+    engine = {"model": "demo", "classifier": str(other), "device": "cpu"}
+    assert fingerprint(nights.cascade(engine=engine)) == before
+    nights.stop_after = 1
+    with pytest.raises(Killed):
+        nights.night("n2", job)
+    nights.stop_after = None
+    made = nights.classifier
+    nights.file.write_bytes(replace(made, bias=tuple(b + 1 for b in made.bias)).to_bytes())
+    assert fingerprint(job) != before
+    with pytest.raises(PlanMismatch, match=r"engine\.classifier"):
+        plan_run(job, "n2")
+
+
+def test_a_file_that_changed_after_planning_ends_the_run(nights):
+    job = nights.cascade()
+    run = plan_run(job, "n2")
+    nights.file.write_bytes(nights.file.read_bytes() + b"\n")
+    with pytest.raises(RayBatchError, match=r"changed since the run was planned"):
+        nights.drive(job, run)
+
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": {"template": "Tell {text}"}}, r"prompt\.template: .*'Say \{text\}'.*'Tell"),
+    ({"prompt": {"template": "Say {text}", "on_null": "empty"}}, r"prompt\.on_null: .*'fail'"),
+    ({"sampling": {"choice": ["long", "short", "odd"]}}, r"sampling\.choice: .*lacks.*'odd'"),
+    ({"sampling": {"choice": ["long", "odd"]}}, r"sampling\.choice: the job lacks.*'short'"),
+    ({"engine": {"dtype": "float16"}}, r"engine: .*trained with \{\}.*float16"),
+    ({"engine": {"max_model_len": 64}}, r"engine\.max_model_len: .*None.*64"),
+    ({"engine": {"classifier": "none.json"}}, r"engine\.classifier: no file none\.json"),
+    ({"engine": {"model": "BAAI/other"}}, r"engine\.model: .*trained on.*demo.*BAAI/other"),
+]
+
+
+@pytest.mark.parametrize(("groups", "message"), FIELDS)
+def test_a_job_that_differs_from_the_training_is_refused(nights, groups, message):
+    groups = dict(groups)
+    if "engine" in groups:
+        groups["engine"] = {"model": "demo", "classifier": str(nights.file), **groups["engine"]}
+    job = nights.cascade(**groups)
+    for check in (dry_run, lambda job: plan_run(job, "n2")):
+        with pytest.raises(ConfigError, match=message):
+            check(job)
+    assert not (nights.folder / "out/n2").exists()
+
+
+def test_another_encoder_under_the_same_name_is_refused(nights):
+    made = nights.classifier
+    training = replace(made.training, identity="0" * 64)
+    nights.file.write_bytes(replace(made, training=training).to_bytes())
+    with pytest.raises(ConfigError, match=r"engine\.model: .*demo \(files 0000.*raybatch distill"):
+        plan_run(nights.cascade(), "n2")
+
+
+def test_a_file_that_is_no_classifier_is_refused_with_its_name_and_field(nights):
+    value = json.loads(nights.file.read_bytes())
+    value["weights"][0][0] = "x"
+    nights.file.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=r"engine\.classifier: .*json.*weights\.0\.0"):
+        plan_run(nights.cascade(), "n2")
+
+
+def test_vectors_of_another_length_end_the_run(nights):
+    made = nights.classifier
+    wider = tuple((*row, 0.0) for row in made.weights)
+    nights.file.write_bytes(replace(made, weights=wider).to_bytes())
+    with pytest.raises(RayBatchError, match=r"vectors of 3 numbers, and these have 2"):
+        nights.night("n2", nights.cascade())
+
+
+COMBINATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"output": {"escalate": {}}}, r"needs output\.escalate"),
+    (
+        {"output": {"escalate": {"to": {"model": "demo"}, "when": {"logprob_below": -1}}}},
+        "only probabilities",
+    ),
+    ({"sampling": {"choice": CHOICE, "logprobs": 2}}, r"sampling\.logprobs"),
+    ({"output": {"postprocess": "helpers.functions:whole_row"}}, r"output\.postprocess"),
+    ({"output": {"extras": ["finish_reason"]}}, "finish_reason"),
+    ({"reuse": "latest"}, "reuse"),
+    (
+        {
+            "output": {
+                "escalate": {
+                    "to": {"model": "demo", "classifier": "c.json"},
+                    "when": {"probability_below": 0.9},
+                }
+            }
+        },
+        "classifier",
+    ),
+]
+
+
+@pytest.mark.parametrize(("groups", "message"), COMBINATIONS)
+def test_fields_that_do_not_go_with_it_are_refused(nights, groups, message):
+    with pytest.raises(ConfigError, match=message):
+        nights.cascade(**groups)
+
+
+def test_the_first_job_embeds_the_template_alone(nights):
+    job = first_of(nights.cascade())
+    assert job.engine.task == "embed" and job.prompt.system is None
+    assert job.sampling.choice is None and job.output.probabilities
