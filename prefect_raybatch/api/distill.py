@@ -13,7 +13,7 @@ import pyarrow as pa
 from prefect_raybatch.api import finalize_run, plan_run
 from prefect_raybatch.api.diff import ROWS_FILE
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, draw
-from prefect_raybatch.compile.job import compile_plan, planned_job
+from prefect_raybatch.compile.job import compile_plan, planned_job, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.distill.classifier import Training, check_can_train
 from prefect_raybatch.distill.measure import (
@@ -24,7 +24,8 @@ from prefect_raybatch.distill.measure import (
     distill,
 )
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.edits import job_of_fields
+from prefect_raybatch.job.edits import job_of_fields, larger_of
+from prefect_raybatch.job.escalate import LARGER, check_second_engine
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.family import Member, place
@@ -36,6 +37,8 @@ from prefect_raybatch.words import counted
 
 DISTILL_FOLDER = "_distill"  # beside the run; no run key begins with an underscore
 SETTABLE = ("engine.", "cluster.", "limits.", "prompt.template")
+NOT_OF_LARGER = ("order", "max_model_len_percentile")  # they change no answer, or go with auto
+ROWS_TO_CHECK = 200  # of each run, in the job that is shown
 NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 
@@ -154,6 +157,39 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
     )
     seed = int(plan.hash[:15], 16)
     return distill(prepared.member.key, rows, prepared.agreement, seed, training)
+
+
+def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str, Any]:
+    """Return the fields of a job by which the classifier in `file` answers before the run's model.
+
+    Keys and other possible secrets are left out. Raises `ConfigError` if no job can use it: it
+    answers no text, it learned other texts than the run's, or its model cannot be the larger one.
+    """
+    job, training = planned_job(prepared.member.plan), found.classifier.training
+    if found.found is None or not found.answered:
+        raise ConfigError("the classifier could answer no text. Lower --agreement")
+    if training.fields.get("prompt.template") != job.prompt.template:
+        raise ConfigError(
+            "no cascade can use the classifier, because it learned other texts than those that "
+            "the run's model gets. Leave out --set prompt.template"
+        )
+    engine = {**public_job(prepared.asked.job)["engine"], "classifier": file}
+    del engine["task"]
+    if "@" in training.identity:
+        engine["revision"] = training.identity.rpartition("@")[2]
+    larger = public_job(larger_of(job)).get("engine", {})
+    if "endpoint" not in larger:
+        larger = {"model": larger_of(job).engine.model, **larger}
+    larger = {name: value for name, value in larger.items() if name not in NOT_OF_LARGER}
+    try:
+        check_second_engine(larger, LARGER)
+    except ValueError as error:
+        raise ConfigError(f"no cascade can use the run's model as it is: engine.{error}") from None
+    when = {"probability_below": found.found.below}
+    return {
+        "engine": engine,
+        "output": {"escalate": {"to": larger, "when": when, "check": ROWS_TO_CHECK}},
+    }
 
 
 def _answers(sample: DrawnRows, column: str) -> list[str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ from prefect_raybatch.cli.drive import with_keys
 from prefect_raybatch.cli.show import TerminalProgress, print_json
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefect_raybatch.api.distill import Embedding
+    from prefect_raybatch.distill.measure import Distilled
 
 distilling = typer.Typer()
 
@@ -33,7 +37,7 @@ def distill_command(
 ) -> None:
     """Train a classifier on a run, and show what it could answer.
 
-    Exits with status 1 if it could answer none. The same command takes the same rows, embeds none
+    Writes the fields of a job that uses it beside the classifier. Exits with status 1 if it could answer none. The same command takes the same rows, embeds none
     twice and resumes after a failure.
     """
     from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
@@ -50,11 +54,39 @@ def distill_command(
         write.write_bytes(found.classifier.to_bytes())
     except OSError as error:
         raise ConfigError(f"--write {write}: {error.strerror}. Choose another file") from None
+    job_file = write.with_suffix(".job.yaml")
+    fields, note = _write_job(prepared, found, write, job_file) if found.answered else ({}, "")
     if as_json:
-        print_json({**found.to_dict(), "written": str(write), "lines": found.lines()})
+        value = {**found.to_dict(), "written": str(write), "lines": found.lines()}
+        print_json({**value, "job": fields})
     else:
         for line in found.lines():
             out.print(line, markup=False)
         out.print(f"wrote {write}", markup=False)
+        out.print(note, markup=False)
     if not found.answered:
         raise typer.Exit(1)
+
+
+def _write_job(
+    prepared: Embedding, found: Distilled, classifier: Path, file: Path
+) -> tuple[dict[str, Any], str]:
+    """Write the fields of a job that uses the classifier; return them with what to tell.
+
+    No fields if no job can use it.
+    """
+    import yaml
+
+    from prefect_raybatch.api.distill import cascade_fields
+
+    try:
+        fields = cascade_fields(prepared, found, str(classifier))
+    except ConfigError as error:
+        return {}, str(error)
+    text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    title = f"Fields for the job of {prepared.member.key}, to use {classifier}. Keys are left out."
+    try:
+        file.write_text(f"# {title}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}. Choose another --write") from None
+    return fields, f"wrote {file}, the fields of a job that uses it:\n\n{text}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import Increment
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.source.row_sample import RowSample
 from prefect_raybatch.spec.cascade import CascadeSpec, most_rows
 from prefect_raybatch.stages.cascade import (
     EscalateFinish,
@@ -41,7 +44,7 @@ def escalated(
     """Return prepare and finish of the larger model, which may be `hosted`, from its usual ones."""
     if cascade is None:
         raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
-    first = first_answers(store, increment, cascade)
+    first = first_answers(store, increment, cascade, plan)
     rows = plan.rows_per_shard
     given = {item.name: getattr(finish, item.name) for item in fields(finish)}
     return (
@@ -50,12 +53,15 @@ def escalated(
     )
 
 
-def first_answers(store: Store, increment: Increment, cascade: CascadeSpec) -> FirstAnswers:
+def first_answers(
+    store: Store, increment: Increment, cascade: CascadeSpec, plan: Plan
+) -> FirstAnswers:
     """Return the answers of the first model, with which of them go to the larger one.
 
     The choice follows from the first model's result alone, so every attempt chooses the same rows:
-    the unsure ones, and of too many the least sure, then the first in input order. `store` is that
-    of the run. Raises `CorruptRun` if the first model has not answered all rows.
+    the unsure ones, and of too many the least sure, then the first in input order; and the rows to
+    check, by a hash of row number and run key, so that runs differ. `store` is that of the run.
+    Raises `CorruptRun` if the first model has not answered all rows.
     """
     success = finished_asks(store, increment)
     if success is None:
@@ -63,7 +69,28 @@ def first_answers(store: Store, increment: Increment, cascade: CascadeSpec) -> F
     data = AnswerFiles(store, numbered_parts(store, success, "data"), _columns(store, success))
     failed = AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY)
     answers = FirstAnswers(data, failed, cascade)
-    return answers.choosing(*_cut(answers, success.rows))
+    answers = answers.choosing(*_cut(answers, success.rows))
+    return replace(answers, checked=_checked(answers, success.rows, plan.run_key))
+
+
+def _checked(answers: FirstAnswers, rows: int, run_key: str) -> np.ndarray:
+    """Return the numbers of the rows to check: a random sample of those the first model answered.
+
+    Of these, too, that `at_most` left to it.
+    """
+    if not answers.cascade.check:
+        return np.empty(0, np.int64)
+
+    data = replace(answers.data, columns=answers.data.columns[:1])
+
+    def kept() -> Iterator[np.ndarray]:
+        for start in range(0, rows, SURENESS_ROWS):
+            numbers = np.arange(start, min(rows, start + SURENESS_ROWS))
+            there, _ = data.take(numbers)
+            yield numbers[there & ~answers.chosen(numbers)]
+
+    seed = int(hashlib.sha256(f"check {run_key}".encode()).hexdigest()[:15], 16)
+    return RowSample(answers.cascade.check, seed).among(kept())
 
 
 def _columns(store: Store, success: Success) -> tuple[str, ...]:

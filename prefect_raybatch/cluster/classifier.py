@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prefect_raybatch.distill.classifier import Classifier, classifier_identity, read_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.spec.run import RunSpec
 
 
-def planned_classifier(spec: RunSpec, plan: Plan) -> Classifier | None:
-    """Return the classifier of a run; None for a run without one.
+def planned_classifier(
+    name: str | None, options: Mapping[str, object], plan: Plan
+) -> Classifier | None:
+    """Return the classifier in the file `name`, None if there is none; `options` of its store.
 
     Raises `ConfigError` if the file changed since the run was planned.
     """
-    name = spec.finish.classifier
     if name is None:
         return None
-    data = read_file(name, spec.output.options)
+    data = read_file(name, options)
     if classifier_identity(data) != plan.parts.get("engine.classifier"):
         raise ConfigError(
             f"engine.classifier: {name} changed since the run was planned. Restore the file, or "

@@ -149,13 +149,14 @@ class Pipeline:
         self.task = Pooling.of(self.spec, self.model)
         self.increment = increment_of(self.plan)
         asks = self.increment is not None and self.increment.ledger == OF_ASKS
-        classifier = planned_classifier(self.spec, self.plan)
+        finishes, options = self.spec.finish, self.spec.output.options
+        classifier = planned_classifier(finishes.classifier, options, self.plan)
         finish_stage: Callable[..., Finish]
         finish_stage = RawFinish if asks else partial(finish_of, self.task)
         if classifier is not None:
             finish_stage = partial(FinishClassified, classifier=classifier)
         self.finish: Finish = finish_stage(
-            self.spec.finish, self.spec.sampling, self.model, self.store, self.attempt
+            finishes, self.spec.sampling, self.model, self.store, self.attempt
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -301,7 +302,7 @@ class Pipeline:
         if increment.ledger == OF_LARGER:
             stages = (prepare, finish, hosted)
             first, last = escalated(spec.cascade, self.plan, increment, self.store, *stages)
-            return first, launch if first.first.escalated else None, last
+            return first, launch if first.first.asked else None, last
         pinned = self.plan.model.get("adapters") or {}
         keying = Keying.under(increment.context, pinned, spec.prompt.adapter_column)
         if increment.ledger == OF_ASKS:

@@ -136,6 +136,7 @@ def _compile_cascade(
         first_name=_model_name(first.engine),
         larger_name=f"{name} (larger)" if name == _model_name(first.engine) else name,
         classifies=first.engine.classifier is not None,
+        check=job.output.escalate.check,
         column=first.output.column,
         measure_column=column,
         columns=() if not column or wanted[column] else (column,),

@@ -13,6 +13,7 @@ from prefect_raybatch.job.group import Group, field, field_check
 
 ANSWERED_BY = "answered_by"  # the column with the model that answered a row
 LARGER = "the larger model"
+MOST_CHECKED = 100_000
 
 
 class EscalateWhen(Group):
@@ -66,6 +67,16 @@ class Escalate(Group):
         gt=0,
         le=1,
         allow_inf_nan=False,
+    )
+
+    check: int = field(
+        0,
+        title="Rows to check",
+        text="Number of rows, chosen at random among those that the first model answered, that the "
+        "larger model is asked about too. The report says how many of these answers agree; the "
+        "result keeps the first model's.",
+        ge=0,
+        le=MOST_CHECKED,
     )
 
     _to = field_check("to", by=lambda value: check_second_engine(value, LARGER) if value else None)

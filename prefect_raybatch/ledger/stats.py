@@ -19,6 +19,8 @@ ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", 
 # its value, which comes after a separator.
 INPUT_NULLS, INPUT_FILLED, INPUT_VALUES = "inputs.null.", "inputs.filled.", "inputs.value."
 AND_VALUE = "\x1f"
+# Likewise of figures that count rows whose first answer a cascade compared with the larger model's.
+CHECKED, AGREED = "cascade.checked", "cascade.agreed"
 _Value = TypeVar("_Value", str, bytes)
 MOST_COUNTED = 64  # of a column that are counted separately
 MOST_NAMES = 8192  # figures in memory, at which rare values of columns are no longer counted

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from prefect_raybatch.cluster.cascade import first_answers
-from prefect_raybatch.ledger.increments import Increment
+from prefect_raybatch.ledger.increments import increment_of
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.stats import AGREED, CHECKED
+from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import ModelShare, RunReport
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.storage import Store
@@ -16,17 +19,20 @@ from prefect_raybatch.words import counted
 def with_shares(
     report: RunReport,
     store: Store,
-    increment: Increment,
+    plan: Plan,
     cascade: CascadeSpec,
     first: RunReport | None,
+    figures: Mapping[str, float],
 ) -> RunReport:
     """Return the report with the rows, tokens and cost of each model; `first` is that of its own.
 
-    Notes say which rows the larger model answered, and whether `at_most` left any out.
+    Notes say which rows the larger model answered, whether `at_most` left any out, and by the
+    run's `figures` in how many checked rows both models agree.
     """
-    if first is None:
+    increment = increment_of(plan)
+    if first is None or increment is None:
         return report
-    answers = first_answers(store, increment, cascade)
+    answers = first_answers(store, increment, cascade, plan)
     unsure, asked = answers.unsure, answers.escalated
     shares = (
         ModelShare(
@@ -34,7 +40,7 @@ def with_shares(
         ),
         ModelShare(
             cascade.larger_name,
-            asked,
+            answers.asked,
             asked,
             _without(_tokens(report), _tokens(first)),
             _without(_spent(report), _spent(first)),
@@ -49,7 +55,20 @@ def with_shares(
             f". output.escalate.at_most ({cascade.at_most:g}) left {unsure - asked:,} to "
             f"{cascade.first_name}, so a guarantee of raybatch tune does not hold for this run"
         )
-    return replace(report, cascade=shares, notes=(note, *report.notes))
+    notes = (note, *_agreement(cascade, figures))
+    return replace(report, cascade=shares, notes=(*notes, *report.notes))
+
+
+def _agreement(cascade: CascadeSpec, figures: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the note on the checked rows; () for a run that checked none."""
+    checked, agreed = int(figures.get(CHECKED, 0)), int(figures.get(AGREED, 0))
+    if not checked:
+        return ()
+    low, high = interval(agreed, checked)
+    return (
+        f"checked: {cascade.larger_name} gave {agreed:,} of {counted(checked, 'row')} the answer "
+        f"of {cascade.first_name}: {agreed / checked:.1%} ({low:.1%} to {high:.1%}, 95 % interval)",
+    )
 
 
 def with_tokens_of(report: RunReport, first: RunReport | None) -> RunReport:

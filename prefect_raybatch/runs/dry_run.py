@@ -241,7 +241,7 @@ def _cost(
     if hosted is None or endpoint is None:
         return estimate(spec.cluster, spec.sizes, spec.output, most, fitted.capacity, rows)
     if spec.cascade is not None:
-        rows = most_rows(spec.cascade.at_most, rows)
+        rows = min(rows, most_rows(spec.cascade.at_most, rows) + spec.cascade.check)
     cost = hosted.cost(endpoint, rows)
     return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
 

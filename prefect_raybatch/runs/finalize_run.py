@@ -145,9 +145,8 @@ def completed_report(
     if increment is None or spec.cascade is None:
         return with_cost(made, ledger, plan, spec.cluster.prices, asks)
     made = with_tokens_of(made, asks)
-    return with_shares(
-        with_cost(made, ledger, plan, spec.cluster.prices), store, increment, spec.cascade, asks
-    )
+    made = with_cost(made, ledger, plan, spec.cluster.prices)
+    return with_shares(made, store, plan, spec.cascade, asks, tally.stats.others)
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:

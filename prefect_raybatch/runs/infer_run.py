@@ -103,8 +103,8 @@ def _without_unneeded(rows: Phase) -> Phase:
         return rows
     from prefect_raybatch.cluster.cascade import first_answers
 
-    answers = first_answers(rows.ledger.store, rows.increment, cascade)
-    return replace(rows, keeps_all=not answers.escalated)
+    answers = first_answers(rows.ledger.store, rows.increment, cascade, rows.plan)
+    return replace(rows, keeps_all=not answers.asked)
 
 
 def _check_larger_fits(rows: Phase, capacity: Capacity) -> None:

@@ -14,7 +14,8 @@ class CascadeSpec:
     `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
     decides. In the first model's result, `column` holds the answers, `measure_column` what the rule
     compares, and `columns` what only the rule needs. At most `at_most` of the rows go to the larger
-    model. `classifies`: the first model embeds, and rows that it cannot embed are unsure.
+    model. `classifies`: the first model embeds, and rows that it cannot embed are unsure. `check`:
+    rows with the first model's answer that the larger model is asked about too, to compare.
     """
 
     measure: str | None
@@ -27,6 +28,7 @@ class CascadeSpec:
     columns: tuple[str, ...]
     measure_column: str
     classifies: bool = False
+    check: int = 0
 
 
 def most_rows(at_most: float, rows: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.escalate import ANSWERED_BY
 from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.stats import AGREED, CHECKED
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.stages.block import (
     Failure,
@@ -59,7 +60,8 @@ class FirstAnswers:
     """The result of the first model, by row number, and which rows go to the larger one.
 
     `unsure` rows meet the conditions, and `escalated` of them are chosen: all whose (sureness,
-    number) is at most `last`, if that is set.
+    number) is at most `last`, if that is set. The larger model is asked about the `checked` rows
+    too (their numbers, in increasing order), which keep the first model's answer.
     """
 
     data: AnswerFiles
@@ -68,9 +70,19 @@ class FirstAnswers:
     unsure: int = 0
     escalated: int = 0
     last: tuple[float, int] | None = None
+    checked: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def choosing(self, unsure: int, escalated: int, last: tuple[float, int] | None) -> FirstAnswers:
         return replace(self, unsure=unsure, escalated=escalated, last=last)
+
+    @property
+    def asked(self) -> int:
+        """Return how many rows the larger model is asked about."""
+        return self.escalated + len(self.checked)
+
+    def is_checked(self, numbers: np.ndarray) -> np.ndarray:
+        """Return which of these rows (bool) both models answer, to compare them."""
+        return np.isin(numbers, self.checked)
 
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
         """Return which of these rows (bool) the larger model answers."""
@@ -182,7 +194,8 @@ class EscalatePrepare:
             return table
         began = time.time()
         try:
-            chosen = self.first.chosen(numbers_of(table, self.rows_per_shard))
+            numbers = numbers_of(table, self.rows_per_shard)
+            chosen = self.first.chosen(numbers) | self.first.is_checked(numbers)
         except CorruptRun as error:
             return lost_all(table, Loss(type(error).__name__, str(error), fatal=True))
         except Exception as error:  # the store's, and no row's fault
@@ -197,7 +210,7 @@ class EscalatePrepare:
         for column in (PARAMS, *([CHAT] if self.hosted else [])):
             kept = column.add_to(kept, [None] * kept.num_rows)
         kept = with_failures(kept, [KEEPS_FIRST] * kept.num_rows)
-        if not self.first.escalated:
+        if not self.first.asked:
             kept = _unasked(kept, began)
         kept = timed(kept, "prepare", began)
         if asked is None:
@@ -224,7 +237,7 @@ class EscalateFinish(Finish):
 
     def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
         outcomes = super()._outcomes(table)
-        kept = _kept_rows(table)
+        kept = self._kept_rows(table)
         if not kept:
             return outcomes
         numbers = numbers_of(table, self.rows_per_shard)[kept]
@@ -252,7 +265,7 @@ class EscalateFinish(Finish):
         self, table: pa.Table, rows: Mapping[int, ColumnValues]
     ) -> tuple[list[ResultColumn], dict[int, Failure]]:
         """Return all columns of the valid rows, those of `_extras` too."""
-        kept = set(_kept_rows(table))
+        kept = set(self._kept_rows(table))
         asked = {i: columns for i, columns in rows.items() if i not in kept}
         columns, misfits = super()._result(table, asked) if asked else ([], {})
         good = [i for i in asked if i not in misfits]
@@ -274,14 +287,31 @@ class EscalateFinish(Finish):
 
     def _part(self, columns: Sequence[ResultColumn], rows: Sequence[int], name: str) -> pa.Table:
         made = pa.table({AT: pa.array(rows, pa.int64())})
-        for field, values in columns:
-            made = made.append_column(field, values)
+        for column, values in columns:
+            made = made.append_column(column, values)
         return made.append_column(ANSWERED_BY, pa.array([name] * len(rows), pa.string()))
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
         return []
 
+    def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
+        """Return the counts of the answers, and in how many checked rows both models agree."""
+        counts = super()._counts(table, outcomes)
+        checked = np.flatnonzero(self._is_checked(table)).tolist()
+        if not checked:
+            return counts
+        agreed = 0
+        larger = super()._outcomes(table.take(pa.array(checked)))
+        for i, other in zip(checked, larger, strict=True):
+            first = outcomes[i]
+            if isinstance(first, OutputRow) and isinstance(other, OutputRow):
+                agreed += all(first.columns.get(name) == own for name, own in other.columns.items())
+        return {**counts, CHECKED: float(len(checked)), AGREED: float(agreed)}
 
-def _kept_rows(table: pa.Table) -> list[int]:
-    """Return the rows of a block that keep their first answer."""
-    return [i for i, why in enumerate(failures_of(table)) if why is not None and why == KEEPS_FIRST]
+    def _is_checked(self, table: pa.Table) -> np.ndarray:
+        return self.first.is_checked(numbers_of(table, self.rows_per_shard))
+
+    def _kept_rows(self, table: pa.Table) -> list[int]:
+        """Return the rows of a block that keep their first answer."""
+        checked = self._is_checked(table)
+        return [i for i, why in enumerate(failures_of(table)) if checked[i] or why == KEEPS_FIRST]

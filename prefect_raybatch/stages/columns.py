@@ -156,7 +156,7 @@ ENDS = HiddenColumn(
 STEPS = HiddenColumn("steps", STEPS_TYPE, "engine lookup", "raw_answers text_answers")
 """Log probabilities of the answers' tokens."""
 CHANCES = HiddenColumn(
-    "chances", PROBABILITIES_TYPE, "engine lookup", "finish raw_answers text_answers"
+    "chances", PROBABILITIES_TYPE, "classified engine lookup", "finish raw_answers text_answers"
 )
 """The probability of each label."""
 VECTOR = HiddenColumn("vector", None, "engine lookup", "raw_answers vectors")

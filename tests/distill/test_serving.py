@@ -11,12 +11,20 @@ import pytest
 from helpers.nights import Killed, Nights, rows_in, words
 
 from prefect_raybatch.api import dry_run, plan_run
-from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
+from prefect_raybatch.api.distill import (
+    Embedding,
+    begin_distill,
+    cascade_fields,
+    finish_distill,
+    prepare_distill,
+)
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.distill.classifier import Classifier
+from prefect_raybatch.distill.measure import Distilled
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import first_of
+from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -25,6 +33,7 @@ LONG = "and more and more words"
 TRAINED = [f"w{n} {LONG if n % 3 else 'x'}" for n in range(80)]
 CHOICE = ["long", "short"]
 # The fake vectors are (length, first letter): the last texts are near the border.
+ESCALATE = {"to": {"model": "demo"}, "when": {"probability_below": 0.9}}
 BORDER = ["v and more word"] * 3
 TONIGHT = [*(f"v{n} {LONG}" for n in range(6)), *(f"v{n} y" for n in range(6)), *BORDER]
 
@@ -43,21 +52,22 @@ class Classified(Nights):
     def classifier(self) -> Classifier:
         return Classifier.from_bytes(self.file.read_bytes(), "classifier.json")
 
-    def distill(self, **changes: Any) -> None:
+    def distill(self, **changes: Any) -> tuple[Embedding, Distilled]:
         prepared = prepare_distill(str(self.folder / "out/n1"), "demo", 0.9, 80, changes)
         run = begin_distill(prepared)
         self.infer(prepared.asked.job, run)
-        self.file.write_bytes(finish_distill(prepared, run).classifier.to_bytes())
+        found = finish_distill(prepared, run)
+        self.file.write_bytes(found.classifier.to_bytes())
+        return prepared, found
 
     def cascade(self, **groups: Any) -> BatchJob:
-        escalate = {"to": {"model": "demo"}, "when": {"probability_below": 0.9}}
         output = {"uri": str(self.folder / "out"), "columns": ["text"]}
         value = {
             "sampling": {"choice": CHOICE},
             "prompt": {"template": "Say {text}", "system": "You sort texts."},
             "engine": {"model": "demo", "classifier": str(self.file), "device": "cpu"},
             **groups,
-            "output": {**output, "escalate": escalate, **groups.get("output", {})},
+            "output": {**output, "escalate": ESCALATE, **groups.get("output", {})},
         }
         return self.job(**{**value, "reuse": groups.get("reuse")})
 
@@ -266,3 +276,57 @@ def test_the_first_job_embeds_the_template_alone(nights):
     job = first_of(nights.cascade())
     assert job.engine.task == "embed" and job.prompt.system is None
     assert job.sampling.choice is None and job.output.probabilities
+
+
+def test_checked_rows_are_asked_twice_and_the_report_says_how_many_agree(nights):
+    usual, other = nights.answer, next(text for text in TONIGHT if nights.sure_of(text))
+    nights.answer = lambda prompt: "short" if words(prompt) == other else usual(prompt)
+    report = nights.night("n2", nights.cascade(output={"escalate": {**ESCALATE, "check": 100}}))
+    rows = whole(nights, "n2", report)
+    assert {words(text) for text in nights.asked if "You sort" in text} == {*TONIGHT}
+    assert rows[0]["answered_by"] == "classifier on demo" and rows[0]["response"] == "long"
+    assert [share.asked for share in report.cascade] == [15, 15]
+    assert [share.answered for share in report.cascade] == [12, 3]
+    low, high = interval(11, 12)
+    assert report.notes[1] == (
+        "checked: demo gave 11 of 12 rows the answer of classifier on demo: 91.7% "
+        f"({low:.1%} to {high:.1%}, 95 % interval)"
+    )
+
+
+def test_the_sample_is_the_same_after_a_kill_and_another_in_another_run(nights):
+    job = nights.cascade(output={"escalate": {**ESCALATE, "check": 4}})
+
+    def checked() -> set[str]:
+        found = {words(text) for text in nights.asked if "You sort" in text} - {*BORDER}
+        nights.asked.clear()
+        return found
+
+    nights.night("whole", job)
+    first = checked()
+    nights.stop_after = 5
+    with pytest.raises(Killed):
+        nights.night("n2", job)
+    nights.stop_after = None
+    report = nights.night("n2", job)
+    again = checked()
+    assert len(first) == len(again) == 4 and first != again
+    assert whole(nights, "n2", report) == nights.result("whole")
+    assert report.notes[1].startswith("checked: demo gave 4 of 4 rows")
+
+
+def test_the_fields_that_distill_shows_make_a_job_that_runs(nights):
+    nights.write(*TRAINED)
+    fields = cascade_fields(*nights.distill(**{"engine.max_model_len": 60}), str(nights.file))
+    assert fields["engine"]["max_model_len"] == 60 and "task" not in fields["engine"]
+    assert fields["output"]["escalate"]["to"] == {"model": "demo"}
+    nights.write(*TONIGHT)
+    report = nights.night("n2", nights.cascade(**fields))
+    assert sum(share.answered for share in report.cascade) == len(whole(nights, "n2", report))
+
+
+def test_no_fields_are_shown_for_other_texts_than_the_runs(nights):
+    nights.write(*TRAINED)
+    made = nights.distill(**{"prompt.template": "query: {text}"})
+    with pytest.raises(ConfigError, match=r"other texts.*--set prompt\.template"):
+        cascade_fields(*made, "c.json")

@@ -43,6 +43,7 @@ def golden_jobs() -> list[GoldenJob]:
         *_engines(),
         *_endpoints(),
         *_cascades(),
+        *_classifiers(),
         *_tasks(),
         *_runs(),
         *_refused(),
@@ -568,6 +569,35 @@ def _cascades() -> Iterator[GoldenJob]:
                 "when": {"fails_schema": True, "logprob_below": -0.5},
             },
         },
+    )
+
+
+def _classifiers() -> Iterator[GoldenJob]:
+    engine = {"model": "models/bert", "classifier": "classifier.json"}
+    escalate = {"to": {"model": "demo"}, "when": {"probability_below": 0.9}}
+    prompt = {"template": "{Note}", "system": "Name the industry."}
+    choice = {"choice": ["bank", "farm", "shop"]}
+    yield made(
+        "cascade-classifier",
+        "A distilled classifier answers first; 50 of its rows are checked by the larger model.",
+        prompt=prompt,
+        sampling=choice,
+        engine=engine,
+        output={"escalate": {**escalate, "check": 50}},
+    )
+    yield made(
+        "task-embed-classifier",
+        "A distilled classifier answers every row.",
+        prompt={"template": "{Note}"},
+        engine={**engine, "task": "embed"},
+    )
+    yield made(
+        "refused-classifier-of-another-template",
+        "A classifier that was trained on other texts.",
+        prompt={**prompt, "template": "{Company}"},
+        sampling=choice,
+        engine=engine,
+        output={"escalate": escalate},
     )
 
 

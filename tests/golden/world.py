@@ -25,6 +25,9 @@ from helpers.models import LLAMA_8B, LLAMA_70B, MIXTRAL
 from PIL import Image
 
 from prefect_raybatch import demo
+from prefect_raybatch.distill.classifier import CLASSIFIER_FORMAT, Classifier, Training
+from prefect_raybatch.model import pinned
+from prefect_raybatch.spec.engine import ModelRequest
 
 ROWS = 24
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -139,6 +142,7 @@ def world(folder: Path) -> Iterator[Path]:
     (folder / "chat.jinja").write_text(TEMPLATE, encoding="utf-8")
     (folder / "golden.csv").write_text("id,right\n1,a\n", encoding="utf-8")
     (folder / "cluster.yaml").write_text(yaml.safe_dump(MANIFEST), encoding="utf-8")
+    _write_classifier(folder)
     (folder / "answer.json").write_text(
         json.dumps({"type": "object", "properties": {"rating": {"type": "integer"}}}), "utf-8"
     )
@@ -156,6 +160,37 @@ def world(folder: Path) -> Iterator[Path]:
         os.chdir(there)
         os.environ.clear()
         os.environ.update(before)
+
+
+def _write_classifier(folder: Path) -> None:
+    """Write a classifier of the labels over the vectors of the encoder `bert`."""
+    encoder = ModelRequest(
+        name=str(folder / "models" / "bert"),
+        revision=None,
+        task="embed",
+        context=None,
+        context_auto=False,
+        context_share=0.99,
+        adapter=None,
+        adapters={},
+        given={},
+        env={},
+    )
+    parts = {
+        "prompt.template": "{Note}",
+        "prompt.on_null": "fail",
+        "prompt.on_too_long": "quarantine",
+        "prompt.special_tokens_in_rows": "split",
+        "engine.max_model_len": None,
+        "engine": {},
+        "output.normalize": True,
+        "output.vector_type": "float32",
+    }
+    identity = str(pinned.pin(encoder)["identity"])
+    training = Training.of("models/bert", identity, LABELS, parts)
+    weights = tuple((float(number), *[0.0] * 127) for number in range(len(LABELS)))
+    made = Classifier(CLASSIFIER_FORMAT, training, LABELS, weights, (0.0, 0.0, 0.0))
+    (folder / "classifier.json").write_bytes(made.to_bytes())
 
 
 def _make_catalog() -> None:

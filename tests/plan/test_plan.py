@@ -261,6 +261,8 @@ CHANGED: dict[str, Any] = {
     "output.escalate.when.probability_below": 0.5,
     "output.escalate.when.logprob_below": -2.0,
     "output.escalate.when.fails_schema": True,
+    "output.escalate.check": 20,
+    "engine.classifier": __file__,  # any file: its bytes count
     "output.escalate.at_most": 0.1,
     "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
     "output.compact": False,
@@ -357,6 +359,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "output.escalate.to": CASCADE,
     "output.escalate.when.logprob_below": CASCADE,
     "output.escalate.at_most": CASCADE,
+    "output.escalate.check": CASCADE,
+    "engine.classifier": {"engine.task": "embed"},
     "output.escalate.when.fails_schema": {
         **CASCADE,
         "output.schema_model": {"type": "object", "properties": {"a": {"type": "string"}}},
