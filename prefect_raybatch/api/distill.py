@@ -173,7 +173,8 @@ def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str
             "no cascade can use the classifier, because it learned other texts than those that "
             "the run's model gets. Leave out --set prompt.template"
         )
-    engine = {**public_job(prepared.asked.job)["engine"], "classifier": file}
+    embeds = prepared.asked.job
+    engine = {"model": embeds.engine.model, **public_job(embeds)["engine"], "classifier": file}
     del engine["task"]
     if "@" in training.identity:
         engine["revision"] = training.identity.rpartition("@")[2]

@@ -37,8 +37,9 @@ def distill_command(
 ) -> None:
     """Train a classifier on a run, and show what it could answer.
 
-    Writes the fields of a job that uses it beside the classifier. Exits with status 1 if it could answer none. The same command takes the same rows, embeds none
-    twice and resumes after a failure.
+    Writes the fields of a job that uses it beside the classifier. Exits with status 1 if it could
+    answer none. The same command takes the same rows, embeds none twice and resumes after a
+    failure.
     """
     from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
     from prefect_raybatch.api.submission import infer_in_place

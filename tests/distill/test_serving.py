@@ -318,7 +318,11 @@ def test_the_sample_is_the_same_after_a_kill_and_another_in_another_run(nights):
 def test_the_fields_that_distill_shows_make_a_job_that_runs(nights):
     nights.write(*TRAINED)
     fields = cascade_fields(*nights.distill(**{"engine.max_model_len": 60}), str(nights.file))
-    assert fields["engine"]["max_model_len"] == 60 and "task" not in fields["engine"]
+    assert fields["engine"] == {
+        "model": "demo",
+        "max_model_len": 60,
+        "classifier": str(nights.file),
+    }
     assert fields["output"]["escalate"]["to"] == {"model": "demo"}
     nights.write(*TONIGHT)
     report = nights.night("n2", nights.cascade(**fields))
