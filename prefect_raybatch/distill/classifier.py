@@ -210,6 +210,8 @@ def read_file(uri: str, options: Mapping[str, object]) -> bytes:
     `options` are those of the store. Raises `ConfigError` for a missing and for a too large file.
     """
     folder, _, name = uri.rpartition("/")
+    if not name:
+        raise ConfigError(f"engine.classifier: {uri} is a folder. Name a file of raybatch distill")
     store = open_store(folder or ("/" if uri.startswith("/") else "."), dict(options) or None)
     try:
         return store.read(name, LARGEST_FILE)

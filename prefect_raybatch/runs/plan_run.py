@@ -92,8 +92,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     if plan is not None:
         _check_same(plan, resolved, store.uri, accept)
         return resolved
-    if resolved.pinned_model is not None:
-        resolved = _checked(resolved)
+    resolved = _checked(resolved)
     read = read_spec(job.source)
     if source.needs_snapshot(read):
         schema = source.peek(read).schema
@@ -170,15 +169,17 @@ def _check_same(
 
 
 def _checked(resolved: Resolved) -> Resolved:
-    """Check from its files, once, that the model can be loaded and can answer.
+    """Check from its files, once, that each model can be loaded and can answer.
 
-    A classifier must have been trained on its vectors.
+    A Hugging Face model that is not pinned yet is left out. A classifier must have been trained on
+    the vectors of its model.
     """
     resolved.check_encoder()
-    if not resolved.checked:
+    is_pinned = resolved.pinned_model is not None
+    if is_pinned and not resolved.checked:
         check_pinned_model(compile_job(resolved.job), resolved.model)
     first = None if resolved.first is None else _checked(resolved.first)
-    return replace(resolved, checked=True, first=first)
+    return replace(resolved, checked=is_pinned, first=first)
 
 
 def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) -> None:

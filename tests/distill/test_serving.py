@@ -202,6 +202,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"dtype": "float16"}}, r"engine: .*trained with \{\}.*float16"),
     ({"engine": {"max_model_len": 64}}, r"engine\.max_model_len: .*None.*64"),
     ({"engine": {"classifier": "none.json"}}, r"engine\.classifier: no file none\.json"),
+    ({"engine": {"classifier": "/tmp/"}}, r"engine\.classifier: /tmp/ is a folder"),
     ({"engine": {"model": "BAAI/other"}}, r"engine\.model: .*trained on.*demo.*BAAI/other"),
 ]
 

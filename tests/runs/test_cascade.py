@@ -23,11 +23,13 @@ from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.api.tune import tune_cascade
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import pipeline
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.plan_run import precheck_resolved
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.spec.cascade import most_rows
 from prefect_raybatch.stages.block import passes_by
@@ -474,3 +476,10 @@ def test_no_difference_is_accepted_in_a_cascade(server, tmp_path):
 )
 def test_a_share_of_the_rows_is_counted_exactly(share: float, rows: int, most: int) -> None:
     assert most_rows(share, rows) == most
+
+
+def test_the_precheck_takes_a_first_model_of_hugging_face(server, tmp_path):
+    """Its commit is not known before the run is planned; the larger model's is."""
+    job = job_of(server, tmp_path, engine={"model": "someone/small"})
+    resolved = precheck_resolved(resolve(job), open_store(str(tmp_path / "out/night")))
+    assert resolved.checked and resolved.first is not None and not resolved.first.checked

@@ -299,6 +299,7 @@ ATTACKS = (
         )
         for group, name, verb, given in (
             ("prompt", "chat_template", "read", {"messages": "m", "chat_template": "/etc/passwd"}),
+            ("engine", "classifier", "read", {"task": "embed", "classifier": "/etc/passwd"}),
             ("output", "schema_model", "read", {"uri": "{folder}/out", "schema_model": "/x.json"}),
             ("output", "uri", "write", {"uri": "/etc/cron.d"}),
             ("output", "uri", "write", {"uri": "{folder}/in"}),
