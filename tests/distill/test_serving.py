@@ -11,6 +11,7 @@ import pytest
 from helpers.nights import Killed, Nights, rows_in, words
 
 from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api import tune as tuning
 from prefect_raybatch.api.distill import (
     Embedding,
     begin_distill,
@@ -335,3 +336,13 @@ def test_no_fields_are_shown_for_other_texts_than_the_runs(nights):
     made = nights.distill(**{"prompt.template": "query: {text}"})
     with pytest.raises(ConfigError, match=r"other texts.*--set prompt\.template"):
         cascade_fields(*made, "c.json")
+
+
+def test_tune_finds_the_threshold_on_rows_of_tonight(nights, monkeypatch):
+    nights.write(*(f"v{n} {LONG if n % 2 else 'y'}" for n in range(40)), *BORDER)
+    monkeypatch.setattr(
+        tuning, "infer_in_place", lambda job, keys, run, told: nights.infer(job, run)
+    )
+    found = tuning.tune_cascade(nights.cascade(), 0.9)
+    assert found.field == "output.escalate.when.probability_below"
+    assert found.rows == 43 and found.found is not None and found.same >= 40
