@@ -145,9 +145,10 @@ class Engine(Group):
     classifier: str | None = field(
         None,
         title="Classifier",
-        text="JSON file of raybatch distill, local or in a store. The model embeds each row, and "
-        "the classifier answers with a label: as the first model of output.escalate, or alone "
-        "with task: embed. Its content is fixed when the run is planned.",
+        text="JSON file of raybatch distill, in a folder that the run's driver reads or in a "
+        "store. The model embeds each row, and the classifier answers with a label: as the first "
+        "model of output.escalate, or alone with task: embed. Its content is fixed when the run is "
+        "planned.",
         min_length=1,
     )
     adapter: str | None = field(
