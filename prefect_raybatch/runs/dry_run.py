@@ -23,7 +23,8 @@ from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate
+from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
+from prefect_raybatch.runs.judge_cost import UnknownCost, judge_cost_text, most_judge_cost
 from prefect_raybatch.runs.plan_run import (
     check_pinned_model,
     check_places,
@@ -86,7 +87,7 @@ class DryRun:
     cost: CostEstimate | None = None  # of a job with prices
     rows_guessed: bool = False  # from a part of the input
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
-    judged: str = ""  # how many rows a judge would be asked about
+    judged: str = ""  # how many rows a judge would be asked about, and what a hosted one costs
     at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
 
 
@@ -197,6 +198,8 @@ def dry_run_resolved(
     made = [] if tokens or what_if else _function_problem(checked)
     fitted = _with_warnings(_fitted(checked, what_if), checked, what_if)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
+    cost = _cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked)
+    judged, cost = _judge_plan(checked, cost)
     first = None
     if checked.resolved.first is not None:
         first = dry_run_resolved(checked.resolved.first, run_key, what_if, sample)
@@ -226,10 +229,10 @@ def dry_run_resolved(
         publish=checked.publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
-        cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
+        cost=cost,
         rows_guessed=found.guessed,
         first=first,
-        judged=judge_plan(job.quality, rows),
+        judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
 
@@ -244,6 +247,20 @@ def _cost(
         rows = most_rows(spec.cascade.at_most, rows)
     cost = hosted.cost(endpoint, rows)
     return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
+
+
+def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
+    """Return what a judge would be asked and cost, and the cost of the run with its warning."""
+    spec, job, rows = checked.spec, checked.resolved.job, checked.rows
+    text, currency = judge_plan(job.quality, rows), spec.cluster.prices.currency
+    try:
+        judge = most_judge_cost(job, spec, checked.inventory, checked.copied, rows)
+    except UnknownCost as error:
+        return f"{text}; its cost is unknown: {error}", cost
+    if judge is None:
+        return text, cost
+    text = f"{text}; {judge_cost_text(judge, currency)}"
+    return text, with_judge(cost, judge, spec.limits.max_cost, currency)
 
 
 def _hosted_rows(checked: _Checked) -> HostedRows | None:
