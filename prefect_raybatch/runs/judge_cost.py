@@ -50,7 +50,7 @@ def most_judge_cost(
     given -= {
         name for name, _ in result_columns(spec.finish, spec.sampling, spec.engine.model.task)
     }
-    columns = tuple(name for name in judging.prompt.columns if name in given)
+    columns = {name: of for name, of in judging.prompt.columns.items() if name in given}
     sample = hosted_rows.HOSTED_SAMPLE
     if copied:
         blocks: Iterable[Block] = counting.blocks_of_heads(spec.read, sample)
