@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.judge import judge_fields
+from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.model.pinned import pin
 from prefect_raybatch.plan import hosted_rows
 from prefect_raybatch.plan import prompt_lengths as counting
-from prefect_raybatch.runs.quality import golden_of
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
 from prefect_raybatch.stages.endpoint.body import CAREFUL_CHARACTERS
-from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.words import money
 
 if TYPE_CHECKING:
@@ -29,53 +28,55 @@ class UnknownCost(Exception):
     """The cost of the judge cannot be estimated; the message says why."""
 
 
-def most_judge_cost(
-    job: BatchJob, spec: RunSpec, found: Inventory, copied: bool, rows: int
-) -> float | None:
-    """Return what the hosted judge of the job costs at most; None without one.
+@dataclass(frozen=True)
+class HostedJudge:
+    """A hosted judge: the parts of the job that asks it, and its `rows` at most."""
 
-    The judge's requests are made of sampled input rows, with an answer in each column of the result
-    that is as long as an answer may be. Raises `UnknownCost`.
-    """
-    if not job.quality.judge.endpoint:
-        return None
-    judging = compile_job(judging_job(job, "rows.parquet", "runs"))
-    endpoint = judging.engine.model.endpoint
-    assert endpoint is not None
-    if endpoint.price_in is None and endpoint.price_out is None:
-        raise UnknownCost("quality.judge.endpoint has no price_in and price_out")
-    if spec.sampling.fills_context:
-        raise UnknownCost("an answer may fill the context (sampling.max_tokens: null)")
-    given = set(found.schema.names)
-    given -= {
-        name for name, _ in result_columns(spec.finish, spec.sampling, spec.engine.model.task)
-    }
-    columns = {name: of for name, of in judging.prompt.columns.items() if name in given}
-    sample = hosted_rows.HOSTED_SAMPLE
-    if copied:
-        blocks: Iterable[Block] = counting.blocks_of_heads(spec.read, sample)
-    else:
-        read = replace(judging.prompt, columns=columns)
-        blocks = counting.spread_blocks(read, spec.read, found, None, sample)
-    answers = [name for name in judging.prompt.columns if name not in given]
-    try:
-        looked = hosted_rows.look_at(
-            *(endpoint, judging.prompt, judging.sampling, judging.limits),
-            pin(judging.engine.model),
-            _with_answers(blocks, answers, _longest_answer(spec)),
-        )
-    except ConfigError as error:
-        raise UnknownCost(judge_fields(str(error))) from None
-    cost = looked.cost(endpoint, judged_rows(job, rows))
-    if cost is None:
-        raise UnknownCost(judge_fields(looked.trouble) or "the input has no row to sample")
-    return cost
+    endpoint: EndpointSpec
+    model: ModelRequest
+    prompt: PromptSpec
+    sampling: SamplingSpec
+    limits: Limits
+    rows: int
 
+    def most_cost(
+        self,
+        answers: SamplingSpec,
+        added: Collection[str],
+        read: ReadSpec,
+        found: Inventory,
+        copied: bool,
+    ) -> float:
+        """Return what the judge costs at most.
 
-def judged_rows(job: BatchJob, rows: int) -> int:
-    """Return the most rows that the judge is asked about: the sample and the golden rows."""
-    golden = golden_of(job.quality, job.output)
-    return min(job.quality.judge.sample + (len(golden.answers) if golden else 0), rows)
+        Its requests are made of sampled input rows, with an answer as long as `answers` allow in
+        each of the columns `added` to the input. `copied`: the input is copied first, so the sample
+        is from its beginning. Raises `UnknownCost`.
+        """
+        if self.endpoint.price_in is None and self.endpoint.price_out is None:
+            raise UnknownCost("quality.judge.endpoint has no price_in and price_out")
+        if answers.fills_context:
+            raise UnknownCost("an answer may fill the context (sampling.max_tokens: null)")
+        given = set(found.schema.names) - set(added)
+        sample = hosted_rows.HOSTED_SAMPLE
+        if copied:
+            blocks: Iterable[Block] = counting.blocks_of_heads(read, sample)
+        else:
+            columns = {name: of for name, of in self.prompt.columns.items() if name in given}
+            prompt = replace(self.prompt, columns=columns)
+            blocks = counting.spread_blocks(prompt, read, found, None, sample)
+        names = [name for name in self.prompt.columns if name not in given]
+        try:
+            looked = hosted_rows.look_at(
+                *(self.endpoint, self.prompt, self.sampling, self.limits, pin(self.model)),
+                _with_answers(blocks, names, _longest_answer(answers)),
+            )
+        except ConfigError as error:
+            raise UnknownCost(judge_fields(str(error))) from None
+        cost = looked.cost(self.endpoint, self.rows)
+        if cost is None:
+            raise UnknownCost(judge_fields(looked.trouble) or "the input has no row to sample")
+        return cost
 
 
 def judge_cost_text(cost: float, currency: str) -> str:
@@ -83,11 +84,11 @@ def judge_cost_text(cost: float, currency: str) -> str:
     return f"at most {money(cost, currency)}, if each answer is as long as it may be"
 
 
-def _longest_answer(spec: RunSpec) -> str:
+def _longest_answer(answers: SamplingSpec) -> str:
     """Return a text that counts as many tokens as an answer may have."""
-    if spec.sampling.choices:
-        return max(spec.sampling.choices, key=len)
-    return "x" * CAREFUL_CHARACTERS * spec.sampling.max_tokens * spec.sampling.answers
+    if answers.choices:
+        return max(answers.choices, key=len)
+    return "x" * CAREFUL_CHARACTERS * answers.max_tokens * answers.answers
 
 
 def _with_answers(blocks: Iterable[Block], names: list[str], answer: str) -> Iterator[Block]:
