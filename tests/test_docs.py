@@ -173,7 +173,7 @@ def test_every_environment_variable_of_ours_is_told() -> None:
 
 
 def test_every_event_and_metric_is_told() -> None:
-    events = set(re.findall(r'emit\(\s*"([a-z.]+)"', sources()))
+    events = set(re.findall(r'(?:emit|events\.send)\(\s*"([a-z.]+)"', sources()))
     metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {COMPLETED_METRIC}
     page = text_of("reference/events-and-metrics.md")
     assert len(events) == 16 and len(metrics) > 10

@@ -9,8 +9,9 @@ from typing import Any
 
 from prefect_raybatch.api import dry_run, finalize_run, plan_run
 from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
+from prefect_raybatch.compare.predicted_time import PredictedTime, predicted_time
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, compared_columns, draw
-from prefect_raybatch.compile.job import compile_plan
+from prefect_raybatch.compile.job import compile_plan, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.edits import edited
@@ -37,8 +38,8 @@ ROWS_FILE = "rows.parquet"
 class Prepared:
     """A comparison before anything is asked: the job of its run, the sample, and the whole run.
 
-    `whole` is what a run of the job over all its rows would do; `before` the report of the run
-    that it is compared with.
+    `whole` is what a run of the job over all its rows would do, `time` how long it would take, and
+    `before` the report of the run that it is compared with.
     """
 
     asked: Resolved
@@ -47,6 +48,7 @@ class Prepared:
     member: Member
     before: RunReport
     whole: DryRun
+    time: PredictedTime
 
     def lines(self) -> list[str]:
         """Return what the comparison and the whole would take."""
@@ -57,6 +59,7 @@ class Prepared:
             f"a run of {self.whole.job} would have {counted(self.whole.rows, 'row')}; "
             f"{before.run_key} took {duration(before.seconds)} for {counted(before.rows, 'row')}",
         ]
+        made.append(f"time of that run: {self.time.line()}")
         if self.whole.cost is not None:
             made.append(f"cost of that run: {self.whole.cost.line()}")
         return made + [f"problem: {text}" for text in self.whole.problems]
@@ -72,6 +75,8 @@ class Prepared:
             "whole": {
                 "rows": self.whole.rows,
                 "cost": None if cost is None else cost.cost,
+                "seconds": self.time.seconds,
+                "time": self.time.line(),
                 "run_seconds": self.before.seconds,
                 "run_rows": self.before.rows,
             },
@@ -80,7 +85,7 @@ class Prepared:
 
 
 def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
-    """Choose the rows, and find out what all rows would cost; write nothing, start nothing.
+    """Choose the rows, and find out what all rows would take; write nothing, start nothing.
 
     Raises `ConfigError` for what cannot be compared, `IncompleteRun` for an unfinished run, and
     errors of planning.
@@ -105,7 +110,9 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
     parts = (member.plan.hash, resolved.identity.fingerprint, str(rows))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     place = join(job.output.uri, f"{DIFF_FOLDER}/{key}")
-    return Prepared(_asked(resolved, place, member), place, sample, member, before, whole)
+    rows_asked = whole.rows if whole.reuse is None else whole.reuse.counts.asked
+    time = predicted_time(public_job(job), whole.model, rows_asked, member.plan, before)
+    return Prepared(_asked(resolved, place, member), place, sample, member, before, whole, time)
 
 
 def _asked(resolved: Resolved, place: str, member: Member) -> Resolved:

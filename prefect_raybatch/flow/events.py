@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from prefect.runtime import task_run
 from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Beat, alive
 from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDrained, is_transient
 from prefect_raybatch.flow.texts import prefect_text_in
-from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.report.verdict import is_slow
 from prefect_raybatch.words import are, counted, money
@@ -42,23 +41,19 @@ class RunEvents:
         }
 
     def emit(self, name: str, **payload: object) -> None:
-        emit_event(
-            event=f"raybatch.{name}", resource=self.resource, payload=prefect_text_in(payload)
-        )
+        self.queue(**self.event(name, payload))
 
-    def completed(self, report: RunReport) -> None:
-        self.emit(
-            "run.completed",
-            run=report.run,
-            rows=report.rows,
-            answered=report.good,
-            quarantined=report.failed,
-            skipped=report.skipped,
-            seconds=report.seconds,
-            rows_per_second=report.rows_per_s,
-            published=[publication.target for publication in report.published],
-            cost=dict(report.cost),
-        )
+    def event(self, name: str, payload: Mapping[str, object]) -> dict[str, Any]:
+        """Return the fields of the event `name` of this run."""
+        return {
+            "event": f"raybatch.{name}",
+            "resource": self.resource,
+            "payload": prefect_text_in(dict(payload)),
+        }
+
+    def queue(self, **fields: Any) -> None:
+        """Queue an event, which Prefect sends from another thread."""
+        emit_event(**fields)
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:

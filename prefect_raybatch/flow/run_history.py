@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
-from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, put
-from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.flow.completion import ASSET, CompletionEvents
 from prefect_raybatch.flow.nights import nights_of_deployment, with_nights
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.quality.told import put_told, read_told
 from prefect_raybatch.report.plots import data_uri, of_history
 from prefect_raybatch.report.run_history import (
     HistoryLine,
     HistoryPage,
     history_markdown,
-    remarks,
+    unusual_figures,
 )
 from prefect_raybatch.report.verdict import DRIFT_REMARK, FALLEN_REMARK
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 from prefect_raybatch.spec.options import StoreOptions
-from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
@@ -94,19 +91,13 @@ def put_history(page: HistoryPage, run_key: str) -> None:
 
 
 def show_history(
-    name: str,
-    output: Output,
-    run_key: str,
-    tell: bool = False,
-    uri: str | None = None,
-    limited: bool = False,
-) -> None:
+    name: str, output: Output, run_key: str, uri: str | None = None
+) -> tuple[HistoryPage, HistoryLine] | None:
     """Show the history of the job `name` whose run has just ended.
 
-    `output` has the credentials; `uri` is its URI as written in the job. `tell` emits an event if
-    the run has far fewer rows than usual, unless `limited`, or if it drifted. An accuracy that fell
-    is told whatever `tell` says, until a record says that it was. An error here is only logged and
-    never fails the run.
+    `output` has the credentials; `uri` is its URI as written in the job. Return the history and the
+    run's line if that is completed, else None. An error here is only logged and never fails the
+    run.
     """
     try:
         written = uri or output.uri
@@ -115,67 +106,75 @@ def show_history(
         line = next((line for line in page.runs if line.run_key == run_key), None)
     except Exception as error:
         log.warning("could not show the run history: %s: %s", type(error).__name__, error)
+        return None
+    return None if line is None or line.good is None else (page, line)
+
+
+def send_history_events(
+    events: CompletionEvents,
+    name: str,
+    output: Output,
+    uri: str | None = None,
+    limited: bool = False,
+) -> None:
+    """Show the history of the job `name`, and send what is unusual about its completed run.
+
+    `uri` is the output URI as written in the job. A run whose input was `limited` is not compared
+    by its rows and its time. An error of the history is only logged.
+    """
+    shown = show_history(name, output, events.run.run_key, uri)
+    if shown is None:
         return
-    if line is None or line.good is None:
-        return
-    unusual = [] if limited else remarks(page, line)
+    page, line = shown
+    few, slow = ("", "") if limited else unusual_figures(page, line)
     if (notes := _notes.get()) is not None:
-        about = {DRIFT_REMARK: bool(line.drift), FALLEN_REMARK: line.has_fallen}
-        notes.remarks = [*unusual, *(text for text, applies in about.items() if applies)]
+        about = {few: few, slow: slow, DRIFT_REMARK: line.drift, FALLEN_REMARK: line.has_fallen}
+        notes.remarks = [text for text, applies in about.items() if applies]
         notes.seconds = line.elapsed or 0.0
-    try:
-        _tell_fallen(line, name, output.options or None)
-    except RayBatchError as error:
-        log.warning("could not record that the accuracy fell: %s", error)
-    if tell:
-        _tell_few_rows(line, name, unusual)
-        _tell_drift(line, name, changed_fields(page, line, output.options))
+    _send_fallen(events, line)
+    _send_few_rows(events, line, few)
+    if slow and not events.is_sent(ASSET):
+        log.warning("%s", slow)
+    _send_drift(events, line, lambda: changed_fields(page, line, output.options))
 
 
-def _tell_fallen(line: HistoryLine, job: str, options: StoreOptions | None) -> None:
-    """Emit one event for all measures by which the accuracy fell, unless a record says it was.
+def _send_fallen(events: CompletionEvents, line: HistoryLine) -> None:
+    """Send one event for all measures by which the accuracy fell.
 
-    The record is written afterwards, so an attempt that ended between judgement and event, or
-    between event and record, only leads to a second event.
+    Other e-values, as after another judgement, make another event.
     """
     fallen = {measure: series for measure, series in line.series.items() if series.rings}
     e_values = {measure: series.e_value for measure, series in fallen.items()}
-    if not fallen:
+    version = repr(sorted(e_values.items()))
+    if not fallen or events.is_sent("accuracy.fell", version):
         return
-    store = open_store(line.run, dict(options) if options else None)
-    try:
-        if read_told(store) == e_values:
-            return
-    except RayBatchError as error:  # twice is better than never
-        log.warning("could not read whether the fall of accuracy was told before: %s", error)
     texts = [f"{measure}: {series.text()}" for measure, series in fallen.items()]
     for text in texts:
         log.warning("run %s: %s", line.run_key, text)
-    RunEvents(line.run_key, job).emit(
-        "accuracy.fell", run=line.run, about="; ".join(texts), e_values=e_values
-    )
-    put_told(store, e_values)
+    about = "; ".join(texts)
+    events.send("accuracy.fell", version, run=line.run, about=about, e_values=e_values)
 
 
-def _tell_few_rows(line: HistoryLine, job: str, unusual: list[str]) -> None:
-    for text in unusual:
-        log.warning("%s", text)
-        RunEvents(line.run_key, job).emit("rows.low", run=line.run, rows=line.rows, about=text)
+def _send_few_rows(events: CompletionEvents, line: HistoryLine, text: str) -> None:
+    if not text or events.is_sent("rows.low"):
+        return
+    log.warning("%s", text)
+    events.send("rows.low", run=line.run, rows=line.rows, about=text)
 
 
-def _tell_drift(line: HistoryLine, job: str, changed: str) -> None:
-    """Emit one event for all drift, so that a run sends one notification.
+def _send_drift(events: CompletionEvents, line: HistoryLine, changed: Callable[[], str]) -> None:
+    """Send one event for all drift, so that a run sends one notification.
 
     `changed` names the fields of the job that changed since the run before, if any.
     """
-    if not line.drift:
+    if not line.drift or events.is_sent("answers.drifted"):
         return
     texts = [shift.line() for shift in line.drift]
-    if changed:
-        texts.append(f"the job changed in {changed} since then")
+    if fields := changed():
+        texts.append(f"the job changed in {fields} since then")
     for text in texts:
         log.warning("the run has drifted from those before it: %s", text)
-    RunEvents(line.run_key, job).emit(
+    events.send(
         "answers.drifted",
         run=line.run,
         before=line.drift[0].before,

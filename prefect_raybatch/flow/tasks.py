@@ -37,11 +37,11 @@ from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.endpoint import endpoint_of
 from prefect_raybatch.flow.blocks.store import options_of
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
-from prefect_raybatch.flow.events import RunEvents
+from prefect_raybatch.flow.completion import ASSET, CompletionEvents
 from prefect_raybatch.flow.failure import COMMAND, ROWS_SHOWN, crash_advice, explained, is_explained
 from prefect_raybatch.flow.origin import add_pull_folder
 from prefect_raybatch.flow.page import Observer, Page
-from prefect_raybatch.flow.run_history import show_history, written_uri
+from prefect_raybatch.flow.run_history import send_history_events, show_history, written_uri
 from prefect_raybatch.flow.texts import STORABLE_LINES
 from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
@@ -57,7 +57,6 @@ from prefect_raybatch.job.run_words import date_of_key, today
 from prefect_raybatch.job.trust import check_blocks, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.quality.judgement import is_judging
 from prefect_raybatch.report import plots
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import DEADLINE_MISSED
@@ -211,20 +210,15 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     """
     with logs_in_page(), _failures_shown("finalize_run", job, run):
         loaded = with_blocks(with_run_words(job, run.run_key))
-        # An attempt that was stopped while the answers were judged has told nothing.
-        is_new = not run.finished or is_judging(run_store(loaded.output, run.run_key))
         with _recorded(loaded, run, FINALIZING), _ended_if_cancelled(loaded):
             report = finalize(loaded, run, progress, written_uri(job.output.uri))
         with watched() as api, api.within():
             _show_report(job.name, report)
         written = written_uri(job.output.uri)
-        show_history(
-            *(loaded.name, loaded.output, run.run_key),
-            tell=is_new,
-            uri=written,
-            limited=loaded.source.most_rows is not None,
-        )
-        if is_new:  # else an earlier flow run has logged it
+        events = CompletionEvents(run, job.name, loaded.output.options)
+        limited = loaded.source.most_rows is not None
+        send_history_events(events, loaded.name, loaded.output, written, limited)
+        if not events.is_sent(ASSET):  # else an earlier flow run has logged it
             get_run_logger().info(
                 "run %s: %s = %s answered + %s in quarantine + %s left out, in %s",
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
@@ -237,9 +231,28 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                         "%s: %s. Use %s", advice.about, advice.evidence, advice.change
                     )
             materialize_result(report, job.name, written, loaded.source)
-            if not job.output.publish:  # else `publish_run` completes it
-                RunEvents(run.run_key, job.name).completed(report)
+            events.record(ASSET)
+        if not job.output.publish:  # else `publish_run` completes it
+            _send_completed(events, report)
         return report
+
+
+def _send_completed(events: CompletionEvents, report: RunReport) -> None:
+    """Send that the run is completed; also once it has been published to a further target."""
+    published = [publication.target for publication in report.published]
+    events.send(
+        "run.completed",
+        ", ".join(sorted(published)),
+        run=report.run,
+        rows=report.rows,
+        answered=report.good,
+        quarantined=report.failed,
+        skipped=report.skipped,
+        seconds=report.seconds,
+        rows_per_second=report.rows_per_s,
+        published=published,
+        cost=dict(report.cost),
+    )
 
 
 @task(name="publish_run", task_run_name="publish-run-{run.run_key}", **RETRY)
@@ -255,16 +268,14 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
         loaded = with_blocks(with_run_words(job, run.run_key))
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
-        steps: list[str] = []
         began = time.time()
         with _ended_if_cancelled(loaded):
-            report = publish(loaded, run.uri, steps.append, written=written_uri(job.output.uri))
+            report = publish(loaded, run.uri, written=written_uri(job.output.uri))
         for publication in report.published:
             verb, text = published_verb(publication, began), published_text(publication)
             get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
         put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
-        if not run.finished or "recording" in steps:  # else an earlier flow run completed it
-            RunEvents(run.run_key, job.name).completed(report)
+        _send_completed(CompletionEvents(run, job.name, loaded.output.options), report)
         return report
 
 

@@ -41,7 +41,7 @@ RECORD_KINDS = (
     Kind(layout.BY_ROW_RECORD, 64 << 20, _PARTS),
     Kind(f"{layout.JOBS}/", 64 << 20, _URIS),
     Kind(layout.QUALITY, 1 << 20, "Name fewer columns in quality.key"),
-    Kind(layout.ALARM_TOLD, 1 << 16, "Remove the file; the event is emitted again"),
+    Kind(layout.SENT_EVENTS, 1 << 16, "Remove the file; the events are sent again"),
     Kind(layout.JUDGEMENT, 1 << 20, "Name fewer columns in quality.judge.prompt"),
     Kind(layout.PRECISION, 1 << 20, "Remove try-fp8"),
     Kind(f"{layout.PARTIAL_FOLDER}/", 64 << 20, _PARTS),

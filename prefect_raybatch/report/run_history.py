@@ -247,11 +247,15 @@ def _failure_line(run: HistoryLine) -> str:
 
 def remarks(page: HistoryPage, run: HistoryLine) -> list[str]:
     """Return what is unusual about a completed run of the page, its answers apart."""
+    return [text for text in unusual_figures(page, run) if text]
+
+
+def unusual_figures(page: HistoryPage, run: HistoryLine) -> tuple[str, str]:
+    """Return the remarks on too few rows and on too long a time, "" for a usual figure."""
     before = page.runs[page.runs.index(run) + 1 :]
     earlier = [line.rows for line in before if line.good is not None and line.rows is not None]
     times = [line.elapsed for line in before if line.good is not None and line.elapsed]
-    texts = (few_rows(run.rows or 0, earlier), slow(run.elapsed or 0.0, times))
-    return [text for text in texts if text]
+    return few_rows(run.rows or 0, earlier) or "", slow(run.elapsed or 0.0, times) or ""
 
 
 def failures(page: HistoryPage) -> list[tuple[str, str]]:

@@ -11,8 +11,10 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import compile_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
+from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
@@ -23,7 +25,8 @@ from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate
+from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
+from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
     check_pinned_model,
     check_places,
@@ -33,6 +36,7 @@ from prefect_raybatch.runs.plan_run import (
 from prefect_raybatch.runs.quality import (
     check_judge,
     check_quality_columns,
+    golden_of,
     judge_plan,
     judge_warning,
 )
@@ -41,6 +45,8 @@ from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.spec.cascade import most_rows
+from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join, open_store
@@ -86,7 +92,7 @@ class DryRun:
     cost: CostEstimate | None = None  # of a job with prices
     rows_guessed: bool = False  # from a part of the input
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
-    judged: str = ""  # how many rows a judge would be asked about
+    judged: str = ""  # how many rows a judge would be asked about, and what a hosted one costs
     at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
 
 
@@ -141,8 +147,7 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    answered = (spec.finish, spec.sampling, spec.engine.model.task)
-    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
+    check_quality_columns(job.quality, job.output, *_answered(spec), found.schema.names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input
@@ -197,6 +202,8 @@ def dry_run_resolved(
     made = [] if tokens or what_if else _function_problem(checked)
     fitted = _with_warnings(_fitted(checked, what_if), checked, what_if)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
+    cost = _cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked)
+    judged, cost = _judge_plan(checked, cost)
     first = None
     if checked.resolved.first is not None:
         first = dry_run_resolved(checked.resolved.first, run_key, what_if, sample)
@@ -208,7 +215,7 @@ def dry_run_resolved(
         format=found.format,
         sizing=fitted.sizing,
         columns=tuple(found.schema.names),
-        result=result_columns(spec.finish, spec.sampling, spec.engine.model.task),
+        result=result_columns(*_answered(spec)),
         model=checked.model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
@@ -226,10 +233,10 @@ def dry_run_resolved(
         publish=checked.publish,
         types=tuple(str(found.schema.field(name).type) for name in found.schema.names),
         reuse=reuse,
-        cost=_cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked),
+        cost=cost,
         rows_guessed=found.guessed,
         first=first,
-        judged=judge_plan(job.quality, rows),
+        judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
     )
 
@@ -244,6 +251,46 @@ def _cost(
         rows = min(rows, most_rows(spec.cascade.at_most, rows) + spec.cascade.check)
     cost = hosted.cost(endpoint, rows)
     return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
+
+
+def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
+    """Return what a judge would be asked and cost, and the cost of the run with its warning."""
+    spec, job = checked.spec, checked.resolved.job
+    text, currency = judge_plan(job.quality, checked.rows), spec.cluster.prices.currency
+    judge = _hosted_judge(checked)
+    if judge is None:
+        return text, cost
+    added = [name for name, _ in result_columns(*_answered(spec))]
+    try:
+        most = judge.most_cost(
+            *(spec.sampling, added, spec.read, checked.inventory, checked.copied)
+        )
+    except UnknownCost as error:
+        return f"{text}; its cost is unknown: {error}", cost
+    text = f"{text}; {judge_cost_text(most, currency)}"
+    return text, with_judge(cost, most, spec.limits.max_cost, currency)
+
+
+def _hosted_judge(checked: _Checked) -> HostedJudge | None:
+    """Return the hosted judge of the job; None without one."""
+    job = checked.resolved.job
+    if not job.quality.judge.endpoint:
+        return None
+    judging = compile_job(judging_job(job, "rows.parquet", "runs"))
+    model = judging.engine.model
+    if model.endpoint is None:
+        return None
+    golden = golden_of(job.quality, job.output)
+    most = job.quality.judge.sample + (0 if golden is None else len(golden.answers))
+    return HostedJudge(
+        *(model.endpoint, model, judging.prompt, judging.sampling, judging.limits),
+        rows=min(most, checked.rows),
+    )
+
+
+def _answered(spec: RunSpec) -> tuple[FinishSpec, SamplingSpec, TaskName]:
+    """Return the parts of a spec from which the columns of its answers follow."""
+    return spec.finish, spec.sampling, spec.engine.model.task
 
 
 def _hosted_rows(checked: _Checked) -> HostedRows | None:

@@ -98,6 +98,25 @@ def hosted_estimate(cost: float, rows: int, most: float | None, currency: str) -
     return replace(found, warning=f"{limit} may stop the run before it is complete: {found.line()}")
 
 
+def with_judge(
+    found: CostEstimate | None, judge: float, most: float | None, currency: str
+) -> CostEstimate | None:
+    """Return the estimate with a warning if rows and judge together exceed limits.max_cost.
+
+    `judge` is what a hosted judge costs at most, `most` the limit.
+    """
+    if found is None or most is None or (found.cost is not None and found.cost > most):
+        return found
+    if (found.cost or 0.0) + judge <= most:
+        # A limit that has no effect on the engines holds for the judge.
+        return found if found.cost is not None else replace(found, warning=None)
+    text = (
+        f"limits.max_cost {money(most, currency)} may stop the judge before it is done. Judge: at "
+        f"most {money(judge, currency)}; rows: {found.line()}"
+    )
+    return replace(found, warning=text)
+
+
 def _last_known(output: str, options: StoreOptions, job: str) -> tuple[str, float] | None:
     """Return (run key, GPU-hours per asked row) of the newest run of the job that knows it."""
     lines = list_runs(output, options, job)

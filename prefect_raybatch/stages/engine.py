@@ -615,8 +615,8 @@ def answered(
                     continue
             if completion.steps is not None:
                 steps[i] = steps_of(completion.steps)
-            elif completion.told is not None:
-                steps[i] = completion.told
+            elif completion.named_steps is not None:
+                steps[i] = completion.named_steps
             columns[ANSWERS][i] = completion.token_ids
             columns[TEXTS][i] = completion.texts
             columns[FINISH][i] = completion.finish_reason

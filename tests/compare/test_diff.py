@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ from helpers.nights import Killed, Nights, words
 
 from prefect_raybatch.api.diff import Prepared, begin_diff, finish_diff, prepare_diff
 from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
+from prefect_raybatch.compare.predicted_time import predicted_time
+from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.report.html import diff_html
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
+from prefect_raybatch.runs.finalize_run import load_report
 
 NAMES = [f"w{n}" for n in range(40)]
 
@@ -66,6 +72,51 @@ def test_preparing_writes_nothing_and_says_what_the_whole_would_take(nights):
     made = prepared(nights, **OTHER)
     assert not (nights.folder / "out/_diff").exists() and nights.asked == []
     assert "12 of 40 rows" in made.lines()[0] and made.to_dict()["whole"]["rows"] == 40
+
+
+def test_the_time_of_the_whole_is_predicted_by_the_rate_of_the_run(nights, monkeypatch):
+    def took_80_seconds(*arguments: Any) -> RunReport:
+        return replace(load_report(*arguments), seconds=80.0)
+
+    monkeypatch.setattr("prefect_raybatch.api.diff.load_report", took_80_seconds)
+    nights.write(*NAMES, *(f"more {n}" for n in range(60)))
+    made = prepared(nights, **OTHER)
+    assert made.whole.rows == 100 and made.before.rows == 40
+    expected = 80.0 * 100 / 40  # all rows of a new prompt are asked
+    assert made.time.seconds == made.to_dict()["whole"]["seconds"] == pytest.approx(expected)
+    (line,) = [line for line in made.lines() if line.startswith("time of that run: ")]
+    assert line == (
+        f"time of that run: about {duration(expected)} without start-up, at the rate of n1. "
+        "Longer prompts or answers take longer"
+    )
+    # With the run's own prompt only the new rows are asked.
+    assert prepared(nights).time.seconds == pytest.approx(80.0 * 60 / 40)
+    priced = prepared(nights, **OTHER, cluster={"price_per_gpu_hour": 1.0})
+    assert priced.time.seconds == expected  # no price makes a run faster
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ({"engine": {"max_num_seqs": 7}}, "n1 has another engine"),
+        ({"cluster": {"prepare": {"concurrency": 1}}}, "n1 has another cluster"),
+    ],
+)
+def test_the_time_is_unknown_with_another_engine(nights, groups, why):
+    made = prepared(nights, **OTHER, **groups)
+    assert made.time.seconds is None and made.to_dict()["whole"]["seconds"] is None
+    assert f"time of that run: unknown: {why}" in made.lines()
+
+
+def test_the_time_is_unknown_with_another_model_and_without_a_measured_rate(nights):
+    made = prepared(nights, **OTHER)
+    job, plan, before = public_job(nights.job(**OTHER)), made.member.plan, made.before
+    other = {**plan.model, "identity": "another"}
+    found = predicted_time(job, other, 100, plan, before)
+    assert found.line() == "unknown: n1 has another model"
+    for odd in (replace(before, seconds=0.0), replace(before, reuse={"asked": 0})):
+        found = predicted_time(job, plan.model, 100, plan, odd)
+        assert found.seconds is None and found.line() == "unknown: n1 has no measured rate"
 
 
 def test_equal_requests_are_taken_from_the_run_and_not_asked(nights):

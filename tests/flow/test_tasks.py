@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.heard import caught_events
 from helpers.prefect_server import artifacts_of
 from helpers.reports import report
 from helpers.retries import first_run, numbers, work
@@ -32,7 +33,7 @@ from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shard
 from prefect_raybatch.cluster.early import EarlyStart, current_early
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
-from prefect_raybatch.flow import artifacts, tasks
+from prefect_raybatch.flow import artifacts, completion, tasks
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats
@@ -74,6 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     monkeypatch.setattr("prefect_raybatch.api.submission.infer_run", infer_run)
     monkeypatch.setattr("prefect_raybatch.flow.tasks.finalize", finalize_run)
+    monkeypatch.setattr(completion, "put_sent", lambda *_: None)  # the run has no directory
     return made
 
 
@@ -254,7 +256,7 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
 
     monkeypatch.setattr("prefect_raybatch.flow.tasks.plan_run", plan_run)
     # It would ask the store, which nobody answers for, for as long as a store is asked.
-    monkeypatch.setattr("prefect_raybatch.flow.tasks.show_history", lambda *_, **__: None)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.send_history_events", lambda *_, **__: None)
     name = "keys-like-aws/night"
     job = make_job(output={"uri": "s3://b/out", "credentials_block": name})
     state = batch_inference(job, "k", return_state=True)
@@ -292,12 +294,7 @@ def test_a_page_that_is_away_stops_nothing(
 
 
 def test_a_night_is_completed_once_it_is_published_to_all(tmp_path, monkeypatch):
-    told: list[tuple[str, Any]] = []
-
-    def emit(self: Any, name: str, **payload: Any) -> None:
-        told.append((name, payload.get("published")))
-
-    monkeypatch.setattr(tasks.RunEvents, "emit", emit)
+    sent = caught_events(monkeypatch)
     (tmp_path / "file").write_text("in the way")
     broken = {"format": "jsonl", "uri": str(tmp_path / "file")}
     made = first_run(tmp_path / "out", finish=False, output={"publish": [delta(tmp_path), broken]})
@@ -309,12 +306,13 @@ def test_a_night_is_completed_once_it_is_published_to_all(tmp_path, monkeypatch)
         tasks.publish_run.with_options(retries=0)(job, begun)
 
     assert night(run, return_state=True).is_failed()
-    assert [name for name, _ in told] == ["run.failed"]
+    assert [event["event"] for event in sent] == ["raybatch.run.failed"]
     (tmp_path / "file").unlink()
     again = replace(run, finished=True)
     assert night(again, return_state=True).is_completed()
-    assert told[1:] == [("run.completed", ["delta", "jsonl"])]
-    assert night(again, return_state=True).is_completed() and len(told) == 2  # it was before
+    assert sent[1]["event"] == "raybatch.run.completed"
+    assert sent[1]["payload"]["published"] == ["delta", "jsonl"]
+    assert night(again, return_state=True).is_completed() and len(sent) == 2  # it was before
 
 
 def test_the_flow_that_retries_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
-"""Heartbeats in tests: counts, a listener that keeps them, and waiting for them."""
+"""Heartbeats and events in tests: counts, what keeps them, and waiting for them."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
@@ -11,6 +14,7 @@ from prefect_raybatch.driver.heartbeat import (
     Counts,
     Listener,
 )
+from prefect_raybatch.flow import completion, events
 
 
 def wait_for(what, seconds: float = 120.0):
@@ -40,3 +44,11 @@ class Heard(Listener):
 
     def hear(self, beat: Beat) -> None:
         self.beats.append(beat)
+
+
+def caught_events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The events that flows of this process send from now on, each of which Prefect confirms."""
+    caught = list[dict[str, Any]]()
+    monkeypatch.setattr(events, "emit_event", lambda **event: caught.append(event))
+    monkeypatch.setattr(completion, "send_confirmed", lambda **event: caught.append(event))
+    return caught

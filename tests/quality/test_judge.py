@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from helpers.command_line import called
@@ -48,6 +49,7 @@ from prefect_raybatch.runs.judge import with_verdicts
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint.body import CAREFUL_CHARACTERS, LABEL_JSON_TOKENS
 from prefect_raybatch.storage import open_store
 
 ROWS = 60
@@ -500,12 +502,112 @@ def test_plan_says_how_many_rows_are_judged_and_warns_of_a_model_that_judges_its
     tmp_path, server, caplog
 ):
     plan = dry_run(job_of(tmp_path, server))
-    assert plan.judged == "20 of 60 rows, by large"
+    assert plan.judged.startswith("20 of 60 rows, by large; at most ")
     assert not any("judge" in warning for warning in plan.sizing.warnings)
     own = job_of(tmp_path, server, {"endpoint": {}, "model": "demo"})
     assert any("judges its own answers" in warning for warning in dry_run(own).sizing.warnings)
     plan_run(own, "night")
     assert "judges its own answers" in caplog.text
+
+
+def judge_cost_in(text: str) -> float:
+    """The most that a judge costs, in the words of a plan."""
+    found = re.search(r"; at most ([\d.]+), if each answer is as long as it may be$", text)
+    assert found is not None, text
+    return float(found[1])
+
+
+def test_plan_says_what_a_hosted_judge_costs_at_most_and_the_judgement_costs_less(tmp_path, server):
+    """The server counts 8 tokens of prompt and 3 of an answer, which is fewer than any request."""
+    verdict_of(server, lambda row: True)
+    priced = {"price_in": 1000.0, "price_out": 2000.0}
+    endpoint = {"url": server.url, "model": "large", **priced}
+    job = job_of(tmp_path, server, {"endpoint": endpoint})
+    text = f"{PROMPT.format(id='10', Company='Company 10', answer='')}"
+    longest = job.sampling.max_tokens
+    plan = dry_run(job)
+    assert plan.judged.startswith("20 of 60 rows, by large; at most ")
+    most = judge_cost_in(plan.judged)
+    # A request has the prompt with an answer of full length; an answer is a label in JSON.
+    prompt, answer = len(text) / CAREFUL_CHARACTERS + longest, LABEL_JSON_TOKENS
+    least = 20 * (prompt * 1000.0 + answer * 2000.0) / 1e6
+    assert least <= most <= 2 * least
+    report = completed(job, "night")
+    assert report.judgement is not None and report.judgement.rows == 20
+    assert 0 < report.cost["judge"] <= most
+    twice = job_of(tmp_path, server, {"endpoint": endpoint, "sample": 40})
+    assert judge_cost_in(dry_run(twice).judged) == pytest.approx(2 * most, rel=0.01)
+    all_rows = job_of(tmp_path, server, {"endpoint": endpoint, "sample": 99})
+    assert judge_cost_in(dry_run(all_rows).judged) == pytest.approx(3 * most, rel=0.01)
+    label = edited(job, {"sampling.choice": ["yes", "no"]}, "the job")
+    assert judge_cost_in(dry_run(label).judged) < most  # its answers are short
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "changes", "why"),
+    [
+        ({}, {}, "quality.judge.endpoint has no price_in and price_out"),
+        (
+            {"price_in": 1.0},
+            {"sampling.max_tokens": None},
+            "an answer may fill the context (sampling.max_tokens: null)",
+        ),
+    ],
+)
+def test_plan_says_that_the_cost_of_a_judge_is_unknown_and_why(
+    tmp_path, server, endpoint, changes, why
+):
+    judge = {"endpoint": {"url": server.url, "model": "large", **endpoint}}
+    job = edited(job_of(tmp_path, server, judge), changes, "the job")
+    assert dry_run(job).judged == f"20 of 60 rows, by large; its cost is unknown: {why}"
+
+
+def test_plan_shows_no_cost_for_a_judge_of_the_cluster(tmp_path, server):
+    own = job_of(tmp_path, server, {"endpoint": {}, "model": "demo"})
+    assert dry_run(own).judged == "20 of 60 rows, by demo"
+
+
+def test_plan_counts_golden_rows_and_input_that_is_copied_first(tmp_path, server):
+    table = pa.table({"id": range(ROWS), "Company": [f"Company {i}" for i in range(ROWS)]})
+    pa.csv.write_csv(table, tmp_path / "in.csv")
+    quality = golden_file(tmp_path, range(5), lambda row: True)
+    job = edited(
+        job_of(tmp_path, server, quality=quality),
+        {"source.uri": str(tmp_path / "in.csv")},
+        "the job",
+    )
+    plain = edited(job, {"quality.golden": None, "quality.key": []}, "the job")
+    golden, without = (judge_cost_in(dry_run(one).judged) for one in (job, plain))
+    rows = len(range(5)) - (FakeEngine.FAILS in range(5))
+    assert golden == pytest.approx(without * (20 + rows) / 20, rel=0.01)
+
+
+def test_plan_counts_the_judge_against_the_cost_limit(tmp_path, server):
+    """Rows cost little at the hosted model; rows and judge together more than the limit."""
+    cheap = {"url": server.url, "model": "small", "price_in": 0.01, "price_out": 0.01}
+
+    def planned(most: float) -> Any:
+        hosted = {"engine": {"endpoint": cheap}, "limits": {"max_cost": most}}
+        value = job_of(tmp_path, server).to_dict() | hosted
+        plan = dry_run(BatchJob.from_dict(value))
+        assert plan.cost is not None and plan.cost.cost is not None
+        return plan.cost
+
+    rows = planned(1000.0)
+    assert rows.warning is None
+    assert "may stop the run before it is complete" in str(planned(rows.cost / 2).warning)
+    warning = str(planned(2 * rows.cost).warning)
+    assert "may stop the judge before it is done. Judge: at most " in warning
+    assert rows.line() in warning
+
+
+def test_a_limit_without_effect_on_engines_without_gpus_holds_for_their_judge(tmp_path, server):
+    groups = {"limits": {"max_cost": 1000.0}, "cluster": {"price_per_gpu_hour": 1.0}}
+    plan = dry_run(job_of(tmp_path, server, **groups))
+    assert plan.cost is not None and plan.cost.warning is None
+    groups["limits"] = {"max_cost": judge_cost_in(plan.judged) / 2}
+    plan = dry_run(job_of(tmp_path, server, **groups))
+    assert plan.cost is not None and "may stop the judge" in str(plan.cost.warning)
 
 
 def test_the_policy_in_force_limits_the_judge_as_the_model(tmp_path, server):

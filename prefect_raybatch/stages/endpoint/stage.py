@@ -173,7 +173,7 @@ def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
         next((one for one in finishes if one != "stop"), "stop"),
         prompt_tokens=answer.prompt_tokens,
         finish_reasons=finishes if len(choices) > 1 else None,
-        told=[choice.steps or [] for choice in choices] if _asks_logprobs(params) else None,
+        named_steps=[choice.steps or [] for choice in choices] if _asks_logprobs(params) else None,
     )
 
 

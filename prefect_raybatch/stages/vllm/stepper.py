@@ -89,7 +89,7 @@ class Completion:
         `stop`, so that a cut-off one shows. None with an error.
     logprobs: where `logprob_token_ids` were asked for, those of the answer's first step.
     steps: where `logprobs` were asked for, those of each answer and each of its tokens.
-    told: the same from a hosted model, which names tokens by their texts. None elsewhere.
+    named_steps: the same from a hosted model, which names tokens by their texts. None elsewhere.
     later: those of the further requests that went with this one (`label_probabilities`).
     finish_reasons: that of each answer, where there are several.
     prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
@@ -107,7 +107,7 @@ class Completion:
     logprobs: dict[int, float] | None = None
     later: list[dict[int, float]] = field(default_factory=list)
     steps: list[list[dict[int, float]]] | None = None
-    told: list[list[TokenLogprobs]] | None = None
+    named_steps: list[list[TokenLogprobs]] | None = None
     vector: np.ndarray | None = None
 
 

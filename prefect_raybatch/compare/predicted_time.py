@@ -1,0 +1,67 @@
+"""The time that all rows would take, by the rate of the run that a job is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import duration
+
+
+@dataclass(frozen=True)
+class PredictedTime:
+    """The predicted `seconds` of a run, start-up excluded; None if `why` it is unknown."""
+
+    seconds: float | None
+    by: str  # the run key of the run whose rate was taken
+    why: str = ""
+
+    def line(self) -> str:
+        if self.seconds is None:
+            return f"unknown: {self.why}"
+        return (
+            f"about {duration(self.seconds)} without start-up, at the rate of {self.by}. Longer "
+            "prompts or answers take longer"
+        )
+
+
+def predicted_time(
+    job: Mapping[str, Any], model: Mapping[str, Any], rows: int, plan: Plan, before: RunReport
+) -> PredictedTime:
+    """Return how long a run of a job would take to ask `rows` rows.
+
+    `job` and `model` are as a plan of that run would record them; `plan` and `before` are those of
+    the earlier run, whose rate holds only for the same model and engine on the same cluster.
+    """
+    key = before.run_key
+    differing = [
+        name
+        for name, new, old in (
+            ("model", dict(model), dict(plan.model)),
+            ("engine", job.get("engine", {}), plan.job.get("engine", {})),
+            ("cluster", job.get("cluster", {}), plan.job.get("cluster", {})),
+            ("output.escalate", _escalate(job), _escalate(plan.job)),
+        )
+        if _without_prices(new) != _without_prices(old)
+    ]
+    if differing:
+        return PredictedTime(None, key, f"{key} has another {' and '.join(differing)}")
+    asked = before.reuse.get("asked", before.rows)
+    if not asked or not before.seconds:
+        return PredictedTime(None, key, f"{key} has no measured rate")
+    return PredictedTime(rows * before.seconds / asked, key)
+
+
+def _without_prices(value: Any) -> Any:
+    """Return the fields of a job without those that change its cost alone."""
+    if not isinstance(value, Mapping):
+        return value
+    kept = {k: v for k, v in value.items() if not k.startswith("price_") and k != "currency"}
+    return {name: _without_prices(one) for name, one in kept.items()}
+
+
+def _escalate(job: Mapping[str, Any]) -> object:
+    return job.get("output", {}).get("escalate", {})

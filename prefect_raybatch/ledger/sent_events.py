@@ -1,0 +1,28 @@
+"""Records which events of a completed run were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import TypeAdapter
+
+from prefect_raybatch.ledger.layout import SENT_EVENTS
+from prefect_raybatch.ledger.record_files import put_record, read_record
+from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.ledger.strict import read_json
+from prefect_raybatch.storage import Store
+
+_RECORD: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
+
+
+def read_sent(store: Store) -> dict[str, str]:
+    """Return the id of the latest event of each name that was sent."""
+    try:
+        return read_json(_RECORD, read_record(store, SENT_EVENTS), SENT_EVENTS)
+    except FileNotFoundError:
+        return {}
+
+
+def put_sent(store: Store, ids: Mapping[str, str]) -> None:
+    """Record the ids of the events that were sent."""
+    put_record(store, SENT_EVENTS, dump(dict(ids)))

@@ -1,0 +1,103 @@
+"""Estimates before a run what its hosted judge would cost at most."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.judge import judge_fields
+from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.model.pinned import pin
+from prefect_raybatch.plan import hosted_rows
+from prefect_raybatch.plan import prompt_lengths as counting
+from prefect_raybatch.spec.endpoint import EndpointSpec
+from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
+from prefect_raybatch.stages.endpoint.body import CAREFUL_CHARACTERS
+from prefect_raybatch.words import money
+
+if TYPE_CHECKING:
+    from prefect_raybatch.plan.prompt_lengths import Block
+    from prefect_raybatch.source import Inventory
+
+
+class UnknownCost(Exception):
+    """The cost of the judge cannot be estimated; the message says why."""
+
+
+@dataclass(frozen=True)
+class HostedJudge:
+    """A hosted judge: the parts of the job that asks it, and its `rows` at most."""
+
+    endpoint: EndpointSpec
+    model: ModelRequest
+    prompt: PromptSpec
+    sampling: SamplingSpec
+    limits: Limits
+    rows: int
+
+    def most_cost(
+        self,
+        answers: SamplingSpec,
+        added: Collection[str],
+        read: ReadSpec,
+        found: Inventory,
+        copied: bool,
+    ) -> float:
+        """Return what the judge costs at most.
+
+        Its requests are made of sampled input rows, with an answer as long as `answers` allow in
+        each of the columns `added` to the input. `copied`: the input is copied first, so the sample
+        is from its beginning. Raises `UnknownCost`.
+        """
+        if self.endpoint.price_in is None and self.endpoint.price_out is None:
+            raise UnknownCost("quality.judge.endpoint has no price_in and price_out")
+        if answers.fills_context:
+            raise UnknownCost("an answer may fill the context (sampling.max_tokens: null)")
+        given = set(found.schema.names) - set(added)
+        sample = hosted_rows.HOSTED_SAMPLE
+        if copied:
+            blocks: Iterable[Block] = counting.blocks_of_heads(read, sample)
+        else:
+            columns = {name: of for name, of in self.prompt.columns.items() if name in given}
+            prompt = replace(self.prompt, columns=columns)
+            blocks = counting.spread_blocks(prompt, read, found, None, sample)
+        names = [name for name in self.prompt.columns if name not in given]
+        try:
+            looked = hosted_rows.look_at(
+                *(self.endpoint, self.prompt, self.sampling, self.limits, pin(self.model)),
+                _with_answers(blocks, names, _longest_answer(answers)),
+            )
+        except ConfigError as error:
+            raise UnknownCost(judge_fields(str(error))) from None
+        cost = looked.cost(self.endpoint, self.rows)
+        if cost is None:
+            raise UnknownCost(judge_fields(looked.trouble) or "the input has no row to sample")
+        return cost
+
+
+def judge_cost_text(cost: float, currency: str) -> str:
+    """Return the most that the judge costs, in words."""
+    return f"at most {money(cost, currency)}, if each answer is as long as it may be"
+
+
+def _longest_answer(answers: SamplingSpec) -> str:
+    """Return a text that counts as many tokens as an answer may have."""
+    if answers.choices:
+        return max(answers.choices, key=len)
+    return "x" * CAREFUL_CHARACTERS * answers.max_tokens * answers.answers
+
+
+def _with_answers(blocks: Iterable[Block], names: list[str], answer: str) -> Iterator[Block]:
+    """Yield blocks of input rows with that answer in each of the columns `names`."""
+    import pyarrow as pa
+
+    for file, start, table in blocks:
+        stand_in = pa.repeat(answer, table.num_rows)
+        kept = table.drop_columns([name for name in names if name in table.column_names])
+        for name in names:
+            kept = kept.append_column(name, stand_in)
+        yield file, start, kept
