@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from prefect_raybatch.spec.engine import EngineFields
 
 MOST_TOKENS = 512  # of a step with a graph, also in vLLM's own list
-SMALL = (1, 2, 4, 8, 16, 32, 48, 64, 96)
-APART = 32  # tokens between two larger sizes
+SMALL_GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64, 96)
+GRAPHS_APART = 32  # tokens between two larger sizes
 
 MEASURED_ONCE = {"VLLM_ENABLE_STARTUP_PLAN": "1"}
 """Has vLLM keep the memory that it measured, and skip the measurement in later starts."""
@@ -34,8 +34,8 @@ def with_fewer_graphs(arguments: EngineFields) -> EngineFields:
     if any(arguments.get(n) for n in ("compilation_config", "enforce_eager", "speculative_config")):
         return arguments
     most = min(MOST_TOKENS, 2 * arguments["max_num_seqs"])
-    large = range(128, most + 1, APART)
-    sizes = [size for size in (*SMALL, *large) if size <= most]
+    large = range(128, most + 1, GRAPHS_APART)
+    sizes = [size for size in (*SMALL_GRAPHS, *large) if size <= most]
     return {**arguments, "compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
