@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 
 from prefect_raybatch.doctor.finding import ANY_JOB, CheckContext, Finding, failed
 from prefect_raybatch.doctor.machine import (
+    check_bytecode,
     check_caches,
     check_engine,
     check_engines,
@@ -58,6 +59,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "cluster": (check_cluster, 75, "use a larger cluster, or request less in engine and cluster"),
     "GPUs": (check_gpus, 10, "reload NVIDIA's driver, or restart the machine"),
     "compile caches": (check_caches, 30, "correct VLLM_CACHE_ROOT"),
+    "bytecode": (check_bytecode, 5, "reinstall vllm"),
     "engine": (check_engine, 120, "reinstall: pip install 'prefect-raybatch[cpu]'"),
     "output": (check_output, 30, "correct output.uri, output.options or output.credentials_block"),
     "disk": (check_disk, 30, "correct output.uri"),

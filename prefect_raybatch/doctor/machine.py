@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
+from importlib.machinery import PathFinder
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Protocol
 
@@ -221,6 +223,29 @@ def check_caches(context: CheckContext) -> Iterator[Finding]:
         )
     else:
         yield passed("compile caches", text)
+
+
+def check_bytecode(context: CheckContext) -> Iterator[Finding]:
+    """Warn if each process that starts here compiles the source of vLLM and torch again."""
+    bare = []
+    for name in ("vllm", "torch"):
+        found = PathFinder.find_spec(name)
+        source = Path(found.origin) if found and found.origin else None
+        if source is None or Path(cache_from_source(str(source))).exists():
+            continue
+        # Otherwise the first process to import it keeps what it compiles.
+        if sys.dont_write_bytecode or not os.access(source.parent, os.W_OK):
+            bare.append((name, source.parent))
+    if bare:
+        names, folders = zip(*bare, strict=True)
+        yield warned(
+            "bytecode",
+            f"{' and '.join(names)}: not compiled, and nothing keeps what a process compiles "
+            "(PYTHONDONTWRITEBYTECODE, or a folder that cannot be written), so each start takes "
+            "some 10 s longer",
+            f"python -m compileall -q -j 0 {' '.join(map(str, folders))}, once, by who may write "
+            "there; uv compiles with --compile-bytecode",
+        )
 
 
 class MountPoint(Protocol):

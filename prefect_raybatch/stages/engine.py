@@ -73,6 +73,7 @@ from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, forking, internals, multimodal, note, phases
+from prefect_raybatch.stages.vllm.shorter_start import memory_settings, with_fewer_graphs
 from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, with_whole_prompts
 from prefect_raybatch.words import error_text
 
@@ -174,12 +175,12 @@ def engine_launch(
         # Where the run stands in a placement group of Ray, vLLM would take that for the engine's
         # own and wait there for GPUs which the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")
-    ours = {k: os.environ.get(k, v) for k, v in CPU_ENV.items()} if cpu else {}
+    ours = CPU_ENV if cpu else memory_settings(request.given, spec.prompt.images is not None)
     return EngineLaunch(
         model=models.with_tokenizer(model, request),
         sampling=sampling,
         arguments=arguments,
-        env={**ours, **request.env},
+        env={**{k: os.environ.get(k, v) for k, v in ours.items()}, **request.env},
         engines_per_gpu=size.pool.engines_per_gpu,
         gpu_bytes=size.pool.gpu_bytes,
         share=size.share,
@@ -207,6 +208,8 @@ def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineF
     """Return vLLM's engine arguments that follow from the run and its sizes."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
+    if not cpu:
+        arguments = with_fewer_graphs(arguments)
     if cpu and (dtype := models.cpu_dtype(spec.engine.model)) is not None:
         arguments["dtype"] = dtype
     if spec.prompt.images is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import resource
 import socket
 import socketserver
@@ -243,6 +244,25 @@ def test_compile_caches_that_end_with_the_container_are_named(
     assert "vLLM's" not in finding.found
     hosted = {"endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
     assert not found(machine.check_caches, make_job(engine=hosted))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "writes", "warned"),
+    [(False, False, True), (False, True, False), (True, False, False)],
+)
+def test_an_engine_that_each_start_compiles_again_is_named(
+    compiled: bool, writes: bool, warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("vllm", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        if compiled:
+            py_compile.compile(str(tmp_path / name / "__init__.py"), doraise=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+    findings = found(machine.check_bytecode)
+    assert [finding.mark for finding in findings.values()] == ["warn"] * warned
+    assert all(str(tmp_path / "vllm") in finding.remedy for finding in findings.values())
 
 
 @pytest.mark.parametrize("device", ["auto", "gpu", "cpu"])

@@ -38,12 +38,27 @@ PHASE_LINES = {
     "KV cache size: ": "graphs",  # after "GPU", or after the kind of device (vLLM 0.30)
 }
 
+# What the process that drives an engine imports before it starts the core.
+FRONT_MODULES = (
+    "vllm.engine.arg_utils",
+    "vllm.engine.llm_engine",
+    "vllm.v1.metrics.prometheus",
+    "vllm.renderers.hf",
+    "pandas",
+    "pyarrow.compute",
+)
+
 # What the process of an engine's core imports before it makes its model.
 CORE_MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu_worker",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.structured_output.backend_xgrammar",
+    "vllm.v1.structured_output.backend_guidance",
+    "vllm.v1.structured_output.backend_outlines",
+    "vllm.v1.structured_output.backend_lm_format_enforcer",
 )
 
 

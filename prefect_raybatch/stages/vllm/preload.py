@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-from prefect_raybatch.stages.vllm.internals import CORE_MODULES
+from prefect_raybatch.stages.vllm.internals import CORE_MODULES, FRONT_MODULES
 
 # A process can be given a title only where its environment lies as it did when it was started: this
 # finds the place before anything changes the environment, vLLM's import here and a process that is
@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):
 
     setproctitle.getproctitle()
 
-NEEDED = ("ray", *CORE_MODULES, "prefect_raybatch.stages.vllm.plugin")
+NEEDED = ("ray", *FRONT_MODULES, *CORE_MODULES, "prefect_raybatch.stages.vllm.plugin")
 
 for _name in NEEDED:
     with contextlib.suppress(Exception):
