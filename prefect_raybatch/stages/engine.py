@@ -209,7 +209,7 @@ def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineF
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
     if not cpu:
-        arguments = with_fewer_graphs(arguments)
+        arguments = dict(with_fewer_graphs(arguments))
     if cpu and (dtype := models.cpu_dtype(spec.engine.model)) is not None:
         arguments["dtype"] = dtype
     if spec.prompt.images is not None:
