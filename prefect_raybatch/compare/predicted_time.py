@@ -24,7 +24,7 @@ class PredictedTime:
             return f"unknown: {self.why}"
         return (
             f"about {duration(self.seconds)} without start-up, at the rate of {self.by}. Longer "
-            "prompts or answers take longer"
+            "prompts or answers, or other machines, change it"
         )
 
 
@@ -34,7 +34,8 @@ def predicted_time(
     """Return how long a run of a job would take to ask `rows` rows.
 
     `job` and `model` are as a plan of that run would record them; `plan` and `before` are those of
-    the earlier run, whose rate holds only for the same model and engine on the same cluster.
+    the earlier run, whose rate holds only for the same model, engine and machines. Of these the
+    fields of `cluster` are compared.
     """
     key = before.run_key
     differing = [
@@ -49,10 +50,11 @@ def predicted_time(
     ]
     if differing:
         return PredictedTime(None, key, f"{key} has another {' and '.join(differing)}")
-    asked = before.reuse.get("asked", before.rows)
-    if not asked or not before.seconds:
+    if before.reuse.get("asked", before.rows) < before.rows:  # its seconds are not of asking alone
+        return PredictedTime(None, key, f"{key} reused answers")
+    if not before.rows or not before.seconds:
         return PredictedTime(None, key, f"{key} has no measured rate")
-    return PredictedTime(rows * before.seconds / asked, key)
+    return PredictedTime(rows * before.seconds / before.rows, key)
 
 
 def _without_prices(value: Any) -> Any:

@@ -227,14 +227,20 @@ def check_caches(context: CheckContext) -> Iterator[Finding]:
 
 def check_bytecode(context: CheckContext) -> Iterator[Finding]:
     """Warn if each process that starts here compiles the source of vLLM and torch again."""
+    job = context.keyed()
+    if job is not None and job.engine.endpoint.asked:
+        return
     bare = []
     for name in ("vllm", "torch"):
         found = PathFinder.find_spec(name)
         source = Path(found.origin) if found and found.origin else None
-        if source is None or Path(cache_from_source(str(source))).exists():
+        if source is None:
             continue
-        # Otherwise the first process to import it keeps what it compiles.
-        if sys.dont_write_bytecode or not os.access(source.parent, os.W_OK):
+        compiled = Path(cache_from_source(str(source)))
+        place = next(folder for folder in compiled.parents if folder.exists())
+        # Where it may, the first process to import it keeps what it compiles.
+        keeps = not sys.dont_write_bytecode and os.access(place, os.W_OK)
+        if not (compiled.exists() or keeps):
             bare.append((name, source.parent))
     if bare:
         names, folders = zip(*bare, strict=True)

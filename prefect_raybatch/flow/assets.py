@@ -104,12 +104,12 @@ def metadata(report: RunReport) -> dict[str, Any]:
     }
 
 
-def materialize_result(report: RunReport, name: str, output: str, source: Source) -> None:
+def materialize_result(report: RunReport, name: str, output: str, source: Source) -> bool:
     """Record the result as an asset with row count and location, and its inputs as upstream assets.
 
     `name` is the job's; `output` is its output URI before {run_date} and {run_key} are filled in,
-    if known; `source` has its credentials. An error is only logged, because the result exists in
-    any case.
+    if known; `source` has its credentials. Return whether it was recorded: an error is only logged,
+    because the result exists in any case.
     """
     try:
         key = asset_key(output, name)
@@ -128,3 +128,5 @@ def materialize_result(report: RunReport, name: str, output: str, source: Source
         result_asset()
     except Exception as error:
         log.warning("could not record the result as an asset: %s: %s", type(error).__name__, error)
+        return False
+    return True

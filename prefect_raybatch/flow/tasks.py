@@ -230,8 +230,8 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                     get_run_logger().warning(
                         "%s: %s. Use %s", advice.about, advice.evidence, advice.change
                     )
-            materialize_result(report, job.name, written, loaded.source)
-            events.record(ASSET)
+            if materialize_result(report, job.name, written, loaded.source):
+                events.record(ASSET)
         if not job.output.publish:  # else `publish_run` completes it
             _send_completed(events, report)
         return report

@@ -262,9 +262,7 @@ def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, Cost
         return text, cost
     added = [name for name, _ in result_columns(*_answered(spec))]
     try:
-        most = judge.most_cost(
-            *(spec.sampling, added, spec.read, checked.inventory, checked.copied)
-        )
+        most = judge.cost(*(spec.sampling, added, spec.read, checked.inventory, checked.copied))
     except UnknownCost as error:
         return f"{text}; its cost is unknown: {error}", cost
     text = f"{text}; {judge_cost_text(most, currency)}"

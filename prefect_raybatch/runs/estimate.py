@@ -103,7 +103,7 @@ def with_judge(
 ) -> CostEstimate | None:
     """Return the estimate with a warning if rows and judge together exceed limits.max_cost.
 
-    `judge` is what a hosted judge costs at most, `most` the limit.
+    `judge` is what a hosted judge costs, `most` the limit.
     """
     if found is None or most is None or (found.cost is not None and found.cost > most):
         return found
@@ -111,8 +111,8 @@ def with_judge(
         # A limit that has no effect on the engines holds for the judge.
         return found if found.cost is not None else replace(found, warning=None)
     text = (
-        f"limits.max_cost {money(most, currency)} may stop the judge before it is done. Judge: at "
-        f"most {money(judge, currency)}; rows: {found.line()}"
+        f"limits.max_cost {money(most, currency)} may stop the judge before it is done. Judge: "
+        f"about {money(judge, currency)}; rows: {found.line()}"
     )
     return replace(found, warning=text)
 

@@ -1,4 +1,4 @@
-"""Estimates before a run what its hosted judge would cost at most."""
+"""Estimates before a run what its hosted judge would cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostedJudge:
     limits: Limits
     rows: int
 
-    def most_cost(
+    def cost(
         self,
         answers: SamplingSpec,
         added: Collection[str],
@@ -47,11 +47,11 @@ class HostedJudge:
         found: Inventory,
         copied: bool,
     ) -> float:
-        """Return what the judge costs at most.
+        """Return what the judge costs if each answer is as long as it may be.
 
         Its requests are made of sampled input rows, with an answer as long as `answers` allow in
-        each of the columns `added` to the input. `copied`: the input is copied first, so the sample
-        is from its beginning. Raises `UnknownCost`.
+        each of the columns `added` to the input; the others count as these on average. `copied`:
+        the input is copied first, so the sample is from its beginning. Raises `UnknownCost`.
         """
         if self.endpoint.price_in is None and self.endpoint.price_out is None:
             raise UnknownCost("quality.judge.endpoint has no price_in and price_out")
@@ -80,8 +80,8 @@ class HostedJudge:
 
 
 def judge_cost_text(cost: float, currency: str) -> str:
-    """Return the most that the judge costs, in words."""
-    return f"at most {money(cost, currency)}, if each answer is as long as it may be"
+    """Return what the judge costs, in words."""
+    return f"about {money(cost, currency)} if each answer is as long as it may be"
 
 
 def _longest_answer(answers: SamplingSpec) -> str:

@@ -73,7 +73,7 @@ from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
 from prefect_raybatch.stages.vllm import canary, forking, internals, multimodal, note, phases
-from prefect_raybatch.stages.vllm.shorter_start import memory_settings, with_fewer_graphs
+from prefect_raybatch.stages.vllm.shorter_start import MEASURED_ONCE, memory_settings
 from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, with_whole_prompts
 from prefect_raybatch.words import error_text
 
@@ -175,7 +175,8 @@ def engine_launch(
         # Where the run stands in a placement group of Ray, vLLM would take that for the engine's
         # own and wait there for GPUs which the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")
-    ours = CPU_ENV if cpu else memory_settings(request.given, spec.prompt.images is not None)
+    images = spec.prompt.images is not None
+    ours = CPU_ENV if cpu else memory_settings(request, size.pool.gpus_a_replica, images)
     return EngineLaunch(
         model=models.with_tokenizer(model, request),
         sampling=sampling,
@@ -208,8 +209,6 @@ def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineF
     """Return vLLM's engine arguments that follow from the run and its sizes."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
-    if not cpu:
-        arguments = dict(with_fewer_graphs(arguments))
     if cpu and (dtype := models.cpu_dtype(spec.engine.model)) is not None:
         arguments["dtype"] = dtype
     if spec.prompt.images is not None:
@@ -430,9 +429,13 @@ class EngineStage:
                     said += f"; {unfit}"
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
-                # has not given back yet.
-                if not isinstance(error, RuntimeError) or attempt + 1 == canary.ENGINE_STARTS:
+                # has not given back yet, and any error may come of memory measured long ago.
+                measured = os.environ.get(MEASURED_ONCE) == "1"
+                again = isinstance(error, RuntimeError) or measured
+                if not again or attempt + 1 == canary.ENGINE_STARTS:
                     return
+                if measured:
+                    os.environ[MEASURED_ONCE] = "0"
                 time.sleep(PAUSE)
 
     def arguments(self) -> EngineFields:

@@ -502,7 +502,7 @@ def test_plan_says_how_many_rows_are_judged_and_warns_of_a_model_that_judges_its
     tmp_path, server, caplog
 ):
     plan = dry_run(job_of(tmp_path, server))
-    assert plan.judged.startswith("20 of 60 rows, by large; at most ")
+    assert plan.judged.startswith("20 of 60 rows, by large; about ")
     assert not any("judge" in warning for warning in plan.sizing.warnings)
     own = job_of(tmp_path, server, {"endpoint": {}, "model": "demo"})
     assert any("judges its own answers" in warning for warning in dry_run(own).sizing.warnings)
@@ -511,13 +511,13 @@ def test_plan_says_how_many_rows_are_judged_and_warns_of_a_model_that_judges_its
 
 
 def judge_cost_in(text: str) -> float:
-    """The most that a judge costs, in the words of a plan."""
-    found = re.search(r"; at most ([\d.]+), if each answer is as long as it may be$", text)
+    """What a judge costs, in the words of a plan."""
+    found = re.search(r"; about ([\d.]+) if each answer is as long as it may be$", text)
     assert found is not None, text
     return float(found[1])
 
 
-def test_plan_says_what_a_hosted_judge_costs_at_most_and_the_judgement_costs_less(tmp_path, server):
+def test_plan_says_what_a_hosted_judge_costs_and_shorter_answers_cost_less(tmp_path, server):
     """The server counts 8 tokens of prompt and 3 of an answer, which is fewer than any request."""
     verdict_of(server, lambda row: True)
     priced = {"price_in": 1000.0, "price_out": 2000.0}
@@ -526,7 +526,7 @@ def test_plan_says_what_a_hosted_judge_costs_at_most_and_the_judgement_costs_les
     text = f"{PROMPT.format(id='10', Company='Company 10', answer='')}"
     longest = job.sampling.max_tokens
     plan = dry_run(job)
-    assert plan.judged.startswith("20 of 60 rows, by large; at most ")
+    assert plan.judged.startswith("20 of 60 rows, by large; about ")
     most = judge_cost_in(plan.judged)
     # A request has the prompt with an answer of full length; an answer is a label in JSON.
     prompt, answer = len(text) / CAREFUL_CHARACTERS + longest, LABEL_JSON_TOKENS
@@ -597,7 +597,7 @@ def test_plan_counts_the_judge_against_the_cost_limit(tmp_path, server):
     assert rows.warning is None
     assert "may stop the run before it is complete" in str(planned(rows.cost / 2).warning)
     warning = str(planned(2 * rows.cost).warning)
-    assert "may stop the judge before it is done. Judge: at most " in warning
+    assert "may stop the judge before it is done. Judge: about " in warning
     assert rows.line() in warning
 
 

@@ -51,6 +51,7 @@ from prefect_raybatch.stages.columns import (
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.vllm import canary, note, phases, stepper
+from prefect_raybatch.stages.vllm.shorter_start import MEASURED_ONCE
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
 __all__ = ["started"]  # a fixture
@@ -495,6 +496,14 @@ def test_memory_that_is_not_free_yet_is_tried_again(started):
     made, factory = started(RuntimeError("no memory"), echo)
     assert not is_lost(made(block(Unit(0, 0, 1))))
     assert len(factory.arguments) == 2
+
+
+def test_memory_that_was_measured_for_an_earlier_engine_is_measured_anew(started, monkeypatch):
+    monkeypatch.setenv(MEASURED_ONCE, "1")
+    made, factory = started(ValueError("the KV cache is too small"), echo)
+    assert not is_lost(made(block(Unit(0, 0, 1))))
+    assert len(factory.arguments) == 2
+    assert os.environ[MEASURED_ONCE] == "0"
 
 
 def test_an_engine_that_started_late_is_also_restarted_after_a_death(started):

@@ -1,52 +1,67 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from helpers.needs import needs_vllm
 
+from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.stages.vllm.shorter_start import (
+    DECIDE_GRAPHS,
     MEASURED_ONCE,
     memory_settings,
     with_fewer_graphs,
 )
 
+HOPPER, BLACKWELL = 9, 10
+
 
 @pytest.mark.parametrize(("seqs", "largest", "count"), [(1024, 512, 22), (100, 192, 12), (4, 8, 4)])
-def test_graphs_reach_as_far_as_vllms_own(seqs: int, largest: int, count: int) -> None:
-    sizes = with_fewer_graphs({"max_num_seqs": seqs})["compilation_config"][
-        "cudagraph_capture_sizes"
-    ]
+def test_graphs_are_few_and_near_enough_to_each_other(seqs: int, largest: int, count: int) -> None:
+    arguments = with_fewer_graphs({"max_num_seqs": seqs}, HOPPER)
+    sizes = arguments["compilation_config"]["cudagraph_capture_sizes"]
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert (sizes[-1], len(sizes)) == (largest, count)
     assert max(b - a for a, b in pairwise(sizes)) <= 32, "too much padding"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"compilation_config": {"mode": 3}},
-        {"enforce_eager": True},
-        {"speculative_config": {"method": "ngram"}},
-    ],
-)
-def test_graphs_of_the_job_stay_as_they_are(given: dict[str, Any]) -> None:
-    arguments = {"max_num_seqs": 256, **given}
-    assert with_fewer_graphs(arguments) == arguments
+@pytest.mark.parametrize("name", DECIDE_GRAPHS)
+def test_graphs_of_the_job_stay_as_they_are(name: str) -> None:
+    arguments = {"max_num_seqs": 256, name: {"mode": 3}}
+    assert with_fewer_graphs(arguments, HOPPER) == arguments
+
+
+def test_graphs_stay_as_they_are_where_vllm_has_more() -> None:
+    assert with_fewer_graphs({"max_num_seqs": 256}, BLACKWELL) == {"max_num_seqs": 256}
+
+
+@pytest.mark.whole
+@needs_vllm
+def test_each_argument_that_decides_about_graphs_is_one_of_vllms() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert set(DECIDE_GRAPHS) <= set(EngineArgs.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "images", "kept"),
+    ("given", "more", "kept"),
     [
-        ({}, False, True),
-        ({"max_model_len": 512, "quantization": "fp8"}, False, True),
-        ({"gpu_memory_utilization": 0.5}, False, False),
-        ({"kv_cache_memory_bytes": 1 << 30}, False, False),
-        ({}, True, False),
+        ({}, {}, True),
+        ({"max_model_len": 512, "quantization": "fp8", "load_format": "dummy"}, {}, True),
+        ({"gpu_memory_utilization": 0.5}, {}, False),
+        ({"kv_cache_memory_bytes": 1 << 30}, {}, False),
+        ({"load_format": "runai_streamer"}, {}, False),
+        ({}, {"images": True}, False),
+        ({}, {"gpus": 2}, False),
+        ({}, {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, False),
     ],
 )
-def test_memory_is_measured_anew_where_the_key_does_not_tell_it_apart(
-    arguments: dict[str, Any], images: bool, kept: bool
+def test_memory_is_measured_anew_where_vllm_does_not_tell_engines_apart(
+    given: EngineFields, more: dict[str, Any], kept: bool
 ) -> None:
-    assert memory_settings(arguments, images) == (MEASURED_ONCE if kept else {})
+    request = SimpleNamespace(given=given, env=more.get("env", {}))
+    found = memory_settings(cast(Any, request), more.get("gpus", 1), more.get("images", False))
+    assert found == ({MEASURED_ONCE: "1"} if kept else {})

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import forking
+from prefect_raybatch.stages.vllm.shorter_start import with_fewer_graphs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,8 +128,11 @@ def start(arguments: EngineFields) -> LLMEngine:
     """Start a vLLM engine with these fields of `EngineArgs`."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
     fields = dict(arguments)
+    if current_platform.is_cuda() and (gpu := current_platform.get_device_capability()) is not None:
+        fields = dict(with_fewer_graphs(fields, gpu.major))
     for name in ("structured_outputs_config", "reasoning_config"):
         if isinstance(given := fields.get(name), dict):  # EngineArgs writes into the class of it
             fields[name] = _class_of(name)(**given)

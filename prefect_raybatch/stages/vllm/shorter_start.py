@@ -7,43 +7,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prefect_raybatch.spec.engine import EngineFields
+from prefect_raybatch.spec.engine import EngineFields, ModelRequest
 
-MOST_TOKENS = 512  # of a step with a graph, also in vLLM's own list
+MOST_TOKENS = 512  # of a step with a graph in vLLM's own list; 1,024 on Blackwell
+BLACKWELL = 10  # the major number of its compute capability
 SMALL_GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64, 96)
 GRAPHS_APART = 32  # tokens between two larger sizes
-
-MEASURED_ONCE = {"VLLM_ENABLE_STARTUP_PLAN": "1"}
-"""Has vLLM keep the memory that it measured, and skip the measurement in later starts."""
-
-# They change how much memory is left, but not the key under which vLLM keeps what it measured.
-_NOT_IN_KEY = (
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "limit_mm_per_prompt",
-    "mm_processor_kwargs",
+DECIDE_GRAPHS = (
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+    "performance_mode",
+    "speculative_config",
 )
 
+MEASURED_ONCE = "VLLM_ENABLE_STARTUP_PLAN"
+"""The variable with which vLLM keeps the memory that it measured, for later starts."""
 
-def with_fewer_graphs(arguments: EngineFields) -> EngineFields:
-    """Return an engine's arguments with sizes of CUDA graphs, unless the job sets any.
+IN_KEY = {
+    "dtype",
+    "enable_prefix_caching",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "quantization",
+}
+"""Engine arguments that vLLM compares before it trusts what it measured, or that change no memory.
+It leaves out others that do, such as gpu_memory_utilization, and all variables."""
 
-    `arguments` hold `max_num_seqs`. A step that fits no size is padded to the next one. vLLM
-    captures 51 sizes up to `MOST_TOKENS`, each twice; these are 22.
+
+def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
+    """Return an engine's arguments with sizes of CUDA graphs, unless they decide them already.
+
+    `capability` is the major number of the GPU's. A step that fits no size is padded to the next
+    one. vLLM captures 51 sizes up to `MOST_TOKENS`, each twice; these are 22.
     """
-    if any(arguments.get(n) for n in ("compilation_config", "enforce_eager", "speculative_config")):
+    seqs = arguments.get("max_num_seqs")
+    if not seqs or capability >= BLACKWELL or any(arguments.get(name) for name in DECIDE_GRAPHS):
         return arguments
-    most = min(MOST_TOKENS, 2 * arguments["max_num_seqs"])
+    most = min(MOST_TOKENS, 2 * seqs)
     large = range(128, most + 1, GRAPHS_APART)
     sizes = [size for size in (*SMALL_GRAPHS, *large) if size <= most]
     return {**arguments, "compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
-def memory_settings(arguments: EngineFields, images: bool) -> Mapping[str, str]:
+def memory_settings(request: ModelRequest, gpus: int, images: bool) -> Mapping[str, str]:
     """Return variables with which an engine measures its memory once, empty where it must anew.
 
-    `arguments` are the job's. vLLM compares the model, most arguments, the GPU and its free memory
-    before it trusts what it measured.
+    `request` is the job's, `gpus` are those of the engine: with several, each process would decide
+    for itself whether to measure, and then wait for the others. vLLM compares `IN_KEY`, the model,
+    the GPU and its free memory before it trusts what it measured.
     """
-    depends = images or any(arguments.get(name) is not None for name in _NOT_IN_KEY)
-    return {} if depends else MEASURED_ONCE
+    load = request.given.get("load_format", "auto")
+    differs = request.given.keys() - IN_KEY - {"load_format"} or request.env or images
+    return {} if differs or gpus > 1 or load not in ("auto", "dummy") else {MEASURED_ONCE: "1"}
