@@ -72,8 +72,8 @@ def prepare_distill(
 
     `changes` are fields of that job. Only the prompt and the labels are taken from the run, because
     a run directory does not decide where rows are sent. Raises `ConfigError` for a run without
-    labels, for too few rows and for fields that cannot be set, and `IncompleteRun` for an
-    unfinished run.
+    labels, for one that several models answered, for too few rows and for fields that cannot be
+    set, and `IncompleteRun` for an unfinished run.
     """
     check_agreement(agreement)
     for name in changes or ():
@@ -86,6 +86,12 @@ def prepare_distill(
     root, key = place(run_dir)
     member = finished_member(open_store(join(root.uri, key)))
     job = planned_job(member.plan)
+    if job.output.escalate.engine is not None or job.engine.classifier is not None:
+        raise ConfigError(
+            f"{run_dir}: its job sets output.escalate or engine.classifier, so a classifier would "
+            "be trained on, and tested against, answers of another small model. Name a run that "
+            "the larger model alone answered"
+        )
     if not job.sampling.choice:
         raise ConfigError(
             f"{run_dir} has no labels to learn: its job does not set sampling.choice. Name a run "

@@ -51,7 +51,7 @@ from prefect_raybatch.stages.text_answers import CUT_OFF
 
 KEEPS_FIRST = Failure("cascade", "KeepsFirstAnswer", "the first model's answer is kept")
 FAILS_SCHEMA = ("AnswerNotValid", CUT_OFF)
-NOT_EMBEDDED = ("PromptTooLong", "OddVector", "NotFinite")
+NOT_EMBEDDED = ("PromptTooLong", "EmptyPrompt", "ControlTokenInRow", "OddVector", "NotFinite")
 AT = "__rb_index"
 
 

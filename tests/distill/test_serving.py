@@ -20,6 +20,7 @@ from prefect_raybatch.api.distill import (
     prepare_distill,
 )
 from prefect_raybatch.compile.resolved import fingerprint
+from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.distill.classifier import Classifier
 from prefect_raybatch.distill.measure import Distilled
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
@@ -28,6 +29,7 @@ from prefect_raybatch.job.edits import first_of
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.stages.block import load_tokenizer
 from prefect_raybatch.storage import open_store
 
 LONG = "and more and more words"
@@ -143,19 +145,39 @@ def test_a_killed_run_resumes_and_ends_with_the_same_answers(nights, receipts):
     assert whole(nights, "n2", nights.night("n2", job)) == nights.result("whole")
 
 
-def test_rows_that_cannot_be_embedded_go_to_the_larger_model(nights):
+def test_rows_that_cannot_be_embedded_go_to_the_larger_model(tmp_path):
     """Distilling counts them as left to the model, so its bound holds only if they are."""
+    nights = Classified(tmp_path)
+    prompt = {"template": "{text}", "special_tokens_in_rows": "refuse"}
+    nights.answer = lambda prompt: "long" if "more" in prompt else "short"
     nights.write(*TRAINED)
+    nights.night("n1", nights.job(sampling={"choice": CHOICE}, prompt=prompt))
     nights.distill(**{"engine.max_model_len": 40})
     engine = {"model": "demo", "classifier": str(nights.file), "max_model_len": 40}
-    nights.write("v1 y", f"v2 {'more ' * 60}", None)
-    report = nights.night("n2", nights.cascade(engine=engine))
-    assert [(row["_row"], row["response"], row["answered_by"]) for row in nights.result("n2")] == [
+    control = sorted(load_tokenizer(str(demo_model_path()), None).all_special_tokens)[0]
+    nights.write("v1 y", f"v2 {'more ' * 60}", None, "", f"v3 {control}")
+    report = nights.night("n2", nights.cascade(engine=engine, prompt=prompt))
+    rows = sorted(nights.result("n2"), key=lambda row: row["_row"])
+    assert [(row["_row"], row["response"], row["answered_by"]) for row in rows] == [
         (0, "short", "classifier on demo"),
         (1, "long", "demo"),
+        (3, "short", "demo"),
     ]
-    assert [row["_row"] for row in nights.quarantined("n2")] == [2], "a null fails as ever"
-    assert report.cascade[1].asked == 1
+    failed = {row["_row"]: row["error"] for row in nights.quarantined("n2")}
+    assert set(failed) == {2, 4}, "a null fails as ever"
+    assert failed[4] == "ControlTokenInRow", "the larger model's tokenizer has the token too"
+    assert report.cascade[1].asked == 3
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_run_that_a_classifier_answered_is_not_distilled_again(nights, alone):
+    """Else the classifier would be tested against its own answers."""
+    engine = {"model": "demo", "task": "embed", "classifier": str(nights.file)}
+    output = {"uri": str(nights.folder / "out")}
+    job = nights.job(engine=engine, output=output, reuse=None) if alone else nights.cascade()
+    nights.night("n2", job)
+    with pytest.raises(ConfigError, match=r"n2: .*output\.escalate or engine\.classifier.*alone"):
+        prepare_distill(str(nights.folder / "out/n2"), "demo", 0.9, 80)
 
 
 def test_alone_it_answers_every_row(nights):
