@@ -26,6 +26,7 @@ from prefect_raybatch.distill.measure import Distilled
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import first_of
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
@@ -250,6 +251,22 @@ def test_another_encoder_under_the_same_name_is_refused(nights):
         plan_run(nights.cascade(), "n2")
 
 
+def test_another_commit_of_the_encoder_is_refused(nights, monkeypatch):
+    """The commit is known only once the model is pinned."""
+    made = nights.classifier
+    name = "BAAI/encoder"
+    training = replace(made.training, encoder=name, identity=f"{name}@{'a' * 40}")
+    nights.file.write_bytes(replace(made, training=training).to_bytes())
+    monkeypatch.setattr(models, "hub_commit", lambda *_: "b" * 40)
+    engine = {"model": name, "classifier": str(nights.file)}
+    alone = nights.job(engine={**engine, "task": "embed"}, reuse=None)
+    for job in (nights.cascade(engine=engine), alone):
+        for check in (dry_run, lambda job: plan_run(job, "n2")):
+            with pytest.raises(ConfigError, match=r"engine\.model: .*encoder@a+, .*encoder@b+\."):
+                check(job)
+    assert not (nights.folder / "out/n2/_raybatch/plan.json").exists()
+
+
 def test_a_file_that_is_no_classifier_is_refused_with_its_name_and_field(nights):
     value = json.loads(nights.file.read_bytes())
     value["weights"][0][0] = "x"
@@ -337,6 +354,18 @@ def test_the_sample_is_the_same_after_a_kill_and_another_in_another_run(nights):
     assert len(first) == len(again) == 4 and first != again
     assert whole(nights, "n2", report) == nights.result("whole")
     assert report.notes[1].startswith("checked: demo gave 4 of 4 rows")
+
+
+def test_a_resumed_run_checks_the_rows_of_its_plan(nights):
+    """Rows that were committed before a change are not checked, so the sample would not be random."""
+    nights.stop_after = 5
+    with pytest.raises(Killed):
+        nights.night("n2", nights.cascade())
+    nights.stop_after = None
+    more = nights.cascade(output={"escalate": {**ESCALATE, "check": 100}})
+    report = nights.night("n2", more)
+    assert {words(text) for text in nights.asked if "You sort" in text} == {*BORDER}
+    assert not any(note.startswith("checked:") for note in report.notes)
 
 
 def test_the_fields_that_distill_shows_make_a_job_that_runs(nights):
