@@ -24,6 +24,7 @@ from prefect_raybatch.distill.measure import (
     distill,
 )
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import job_of_fields, larger_of
 from prefect_raybatch.job.escalate import LARGER, check_second_engine
 from prefect_raybatch.job.prompt import Prompt
@@ -44,13 +45,17 @@ NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 @dataclass(frozen=True)
 class Embedding:
-    """A sample of a run, and the job that embeds it in a folder beside the run."""
+    """A sample of a run, and the job that embeds it in a folder beside the run.
+
+    `problem` says why the run's job could not use a classifier as it is; "" if it could.
+    """
 
     asked: Resolved
     place: str
     sample: DrawnRows
     member: Member
     agreement: float
+    problem: str = ""
 
     @property
     def line(self) -> str:
@@ -115,7 +120,7 @@ def prepare_distill(
     asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
     check_kept(sample, asked.job.prompt.columns, report.run)
     check_can_train(_answers(sample, compile_plan(member.plan).finish.column))
-    return Embedding(asked, at, sample, member, agreement)
+    return Embedding(asked, at, sample, member, agreement, _problem(job, asked.job, member.key))
 
 
 def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
@@ -171,19 +176,36 @@ def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str
     Keys and other possible secrets are left out. Raises `ConfigError` if no job can use it: it
     answers no text, it learned other texts than the run's, or its model cannot be the larger one.
     """
-    job, training = planned_job(prepared.member.plan), found.classifier.training
     if found.found is None or not found.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")
-    if training.fields.get("prompt.template") != job.prompt.template:
+    job, identity = planned_job(prepared.member.plan), found.classifier.training.identity
+    fields = _fields(job, prepared.asked.job, file, found.found.below)
+    if "@" in identity:
+        fields["engine"]["revision"] = identity.rpartition("@")[2]
+    return fields
+
+
+def _problem(job: BatchJob, embeds: BatchJob, run: str) -> str:
+    """Return why the `job` of a run cannot use a classifier as it is; "" if it can."""
+    try:
+        value, fields = job.to_dict(), _fields(job, embeds, "classifier.json", 0.5)
+        output = {**value["output"], **fields["output"]}
+        where = f"the job of {run} with a classifier"
+        BatchJob.from_dict({**value, "engine": fields["engine"], "output": output}, where)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _fields(job: BatchJob, embeds: BatchJob, file: str, below: float) -> dict[str, Any]:
+    """Return the fields of a cascade of the classifier and the model of `job`."""
+    if embeds.prompt.template != job.prompt.template:
         raise ConfigError(
             "no cascade can use the classifier, because it learned other texts than those that "
             "the run's model gets. Leave out --set prompt.template"
         )
-    embeds = prepared.asked.job
     engine = {"model": embeds.engine.model, **public_job(embeds)["engine"], "classifier": file}
     del engine["task"]
-    if "@" in training.identity:
-        engine["revision"] = training.identity.rpartition("@")[2]
     larger = public_job(larger_of(job)).get("engine", {})
     if "endpoint" not in larger:
         larger = {"model": larger_of(job).engine.model, **larger}
@@ -192,7 +214,7 @@ def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str
         check_second_engine(larger, LARGER)
     except ValueError as error:
         raise ConfigError(f"no cascade can use the run's model as it is: engine.{error}") from None
-    when = {"probability_below": found.found.below}
+    when = {"probability_below": below}
     return {
         "engine": engine,
         "output": {"escalate": {"to": larger, "when": when, "check": ROWS_TO_CHECK}},

@@ -48,6 +48,8 @@ def distill_command(
         raise ConfigError(f"--write {write} is a folder. Name a file")
     prepared = prepare_distill(run_dir, encoder, agreement, sample, field_changes(set_))
     err.print(prepared.line, markup=False)
+    if prepared.problem:
+        err.print(prepared.problem, markup=False)
     job = prepared.asked.job
     run = begin_distill(prepared)
     with closing(TerminalProgress(as_json)) as show:
@@ -62,7 +64,7 @@ def distill_command(
         lines = [*lines, f"wrote {write}", note]
     if as_json:
         value = {**found.to_dict(), "written": written, "lines": found.lines()}
-        print_json({**value, "job": fields})
+        print_json({**value, "job": fields, "problem": prepared.problem})
     else:
         for line in lines:
             out.print(line, markup=False)

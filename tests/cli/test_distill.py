@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from helpers.command_line import called
 from helpers.nights import Nights, words
 
 from prefect_raybatch.api import submission
+from prefect_raybatch.api.distill import prepare_distill
 
-TEXTS = [f"w{n} {'and more and more words' if n % 3 else 'x'}" for n in range(80)]
+TEXTS = [f"w{n} {'and more and more words' if n % 3 else 'x'}" for n in range(10, 90)]
 
 
 @pytest.fixture
@@ -55,12 +57,34 @@ def test_a_classifier_with_other_content_stays(nights, capsys):
 
 
 def test_nothing_is_written_if_the_classifier_can_answer_nothing(nights, capsys):
-    nights.answer = lambda prompt: "long" if "1" in words(prompt) else "short"
+    nights.answer = lambda prompt: "long" if words(prompt)[2] in "02468" else "short"
     nights.night("n2", nights.job(sampling={"choice": ["long", "short"]}, reuse=None))
     code, out, _ = called(capsys, *distill("n2", "--json"))
     found = json.loads(out)
     assert code == 1 and found["answered"] == 0 and found["written"] is None
     assert not list(nights.folder.glob("classifier*"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"extras": ["finish_reason"]}, "output.extras: finish_reason: .*remove it"),
+        ({"on_cut_off": "fail"}, "output.on_cut_off: .*remove it"),
+    ],
+)
+def test_fields_of_the_runs_job_that_no_cascade_can_have_are_named_first(nights, fields, message):
+    output = {"uri": "out", "columns": ["text"], **fields}
+    sampling = {"choice": ["long", "short"]}
+    nights.night("n2", nights.job(sampling=sampling, reuse=None, output=output))
+    prepared = prepare_distill("out/n2", "demo", 0.9, 80)
+    assert re.search(f"the job of n2 with a classifier: {message}", prepared.problem)
+
+
+def test_the_command_says_so_and_its_json_too(nights, capsys):
+    """The job of n1 reuses answers, which no cascade can."""
+    _, out, err = called(capsys, *distill("n1", "--json"))
+    assert "cannot be combined with reuse" in err
+    assert "cannot be combined with reuse" in json.loads(out)["problem"]
 
 
 def test_a_folder_is_refused(nights, capsys):
