@@ -328,6 +328,7 @@ def test_checked_rows_are_asked_twice_and_the_report_says_how_many_agree(nights)
     assert rows[0]["answered_by"] == "classifier on demo" and rows[0]["response"] == "long"
     assert [share.asked for share in report.cascade] == [15, 15]
     assert [share.answered for share in report.cascade] == [12, 3]
+    assert report.notes[0].endswith(", and demo was asked about 3, and about 12 more to check")
     low, high = interval(11, 12)
     assert report.notes[1] == (
         "checked: demo gave 11 of 12 rows the answer of classifier on demo: 91.7% "
