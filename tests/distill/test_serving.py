@@ -19,13 +19,15 @@ from prefect_raybatch.api.distill import (
     finish_distill,
     prepare_distill,
 )
+from prefect_raybatch.api.submission import check_recorded_job
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.distill.classifier import Classifier
 from prefect_raybatch.distill.measure import Distilled
-from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import first_of
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import RunReport
@@ -210,6 +212,22 @@ def test_its_content_counts_and_not_its_name(nights):
         plan_run(job, "n2")
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_cluster_takes_a_classifier_that_moved_but_no_job_without_one(nights, alone):
+    def job(file: Path | None) -> BatchJob:
+        engine = {"model": "demo"} if file is None else {"model": "demo", "classifier": str(file)}
+        if not alone:
+            return nights.cascade(engine=engine)
+        return nights.job(engine={**engine, "task": "embed"}, reuse=None)
+
+    plan_run(job(nights.file), "n2")
+    plan = Ledger(open_store(str(nights.folder / "out/n2"))).load_plan()
+    moved = nights.file.rename(nights.folder / "moved.json")
+    check_recorded_job(job(moved), (), plan, "a record")
+    with pytest.raises(CorruptRun, match=r"engine\.classifier: True -> False"):
+        check_recorded_job(job(None), (), plan, "a record")
+
+
 def test_a_file_that_changed_after_planning_ends_the_run(nights):
     job = nights.cascade()
     run = plan_run(job, "n2")
@@ -289,10 +307,8 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
         {"output": {"escalate": {"to": {"model": "demo"}, "when": {"logprob_below": -1}}}},
         "only probabilities",
     ),
-    ({"sampling": {"choice": CHOICE, "logprobs": 2}}, r"sampling\.logprobs"),
-    ({"output": {"postprocess": "helpers.functions:whole_row"}}, r"output\.postprocess"),
+    ({"sampling": {"choice": CHOICE, "logprobs": 2}}, r"with sampling\.logprobs"),
     ({"output": {"extras": ["finish_reason"]}}, "finish_reason"),
-    ({"reuse": "latest"}, "reuse"),
     (
         {
             "output": {
@@ -311,6 +327,22 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
 def test_fields_that_do_not_go_with_it_are_refused(nights, groups, message):
     with pytest.raises(ConfigError, match=message):
         nights.cascade(**groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "name"),
+    [
+        ({"output": {"postprocess": "helpers.functions:whole_row"}}, r"output\.postprocess"),
+        ({"output": {"keep_answers": 3}}, r"output\.keep_answers"),
+        ({"reuse": "latest"}, "reuse"),
+    ],
+)
+def test_fields_that_do_not_go_with_it_alone_are_refused(nights, groups, name):
+    """In a cascade output.escalate refuses them already."""
+    output = {"uri": "out", **groups.get("output", {})}
+    engine = {"model": "demo", "task": "embed", "classifier": str(nights.file)}
+    with pytest.raises(ConfigError, match=rf"engine\.classifier cannot be combined with {name};"):
+        nights.job(**{"reuse": None, **groups, "output": output, "engine": engine})
 
 
 def test_the_first_job_embeds_the_template_alone(nights):
