@@ -37,8 +37,8 @@ def distill_command(
 ) -> None:
     """Train a classifier on a run, and show what it could answer.
 
-    Writes the fields of a job that uses it beside the classifier. If it could answer none, writes
-    nothing and exits with status 1. The same command takes the same rows, embeds none twice and
+    Writes the fields of a job that uses it beside the classifier. Writes nothing and exits with
+    status 1 if it could answer none. The same command takes the same rows, embeds none twice and
     resumes after a failure.
     """
     from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
