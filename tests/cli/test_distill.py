@@ -51,7 +51,7 @@ def test_a_classifier_with_other_content_stays(nights, capsys):
     assert code != 0 and "--write classifier.json exists with other content" in err
     assert Path("classifier.json").read_text() == "in use"
     assert not Path("classifier.job.yaml").exists()
-    code, out, err = called(capsys, *distill("n1", "--write", "classifier-0.95"))
+    code, _, err = called(capsys, *distill("n1", "--write", "classifier-0.95"))
     assert code == 0, err
     assert Path("classifier-0.95").exists() and Path("classifier-0.95.job.yaml").exists()
 

@@ -390,7 +390,7 @@ def test_the_sample_is_the_same_after_a_kill_and_another_in_another_run(nights):
 
 
 def test_a_resumed_run_checks_the_rows_of_its_plan(nights):
-    """Rows that were committed before a change are not checked, so the sample would not be random."""
+    """Rows committed before a change are not checked, so the sample would not be random."""
     nights.stop_after = 5
     with pytest.raises(Killed):
         nights.night("n2", nights.cascade())
