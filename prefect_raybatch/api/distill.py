@@ -24,7 +24,6 @@ from prefect_raybatch.distill.measure import (
     distill,
 )
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import job_of_fields, larger_of
 from prefect_raybatch.job.escalate import LARGER, check_second_engine
 from prefect_raybatch.job.prompt import Prompt
@@ -120,7 +119,7 @@ def prepare_distill(
     asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
     check_kept(sample, asked.job.prompt.columns, report.run)
     check_can_train(_answers(sample, compile_plan(member.plan).finish.column))
-    return Embedding(asked, at, sample, member, agreement, _problem(job, asked.job, member.key))
+    return Embedding(asked, at, sample, member, agreement, _problem(member, asked))
 
 
 def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
@@ -178,27 +177,29 @@ def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str
     """
     if found.found is None or not found.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")
-    job, identity = planned_job(prepared.member.plan), found.classifier.training.identity
-    fields = _fields(job, prepared.asked.job, file, found.found.below)
+    identity = found.classifier.training.identity
+    fields = _fields(prepared.member, prepared.asked, file, found.found.below)
     if "@" in identity:
         fields["engine"]["revision"] = identity.rpartition("@")[2]
     return fields
 
 
-def _problem(job: BatchJob, embeds: BatchJob, run: str) -> str:
-    """Return why the `job` of a run cannot use a classifier as it is; "" if it can."""
+def _problem(member: Member, asked: Resolved) -> str:
+    """Return why the job of a run cannot use a classifier as it is; "" if it can."""
+    value = planned_job(member.plan).to_dict()
     try:
-        value, fields = job.to_dict(), _fields(job, embeds, "classifier.json", 0.5)
+        fields = _fields(member, asked, "classifier.json", 0.5)
         output = {**value["output"], **fields["output"]}
-        where = f"the job of {run} with a classifier"
-        BatchJob.from_dict({**value, "engine": fields["engine"], "output": output}, where)
+        where = f"the job of {member.key} with a classifier"
+        job_of_fields({**value, "engine": fields["engine"], "output": output}, {}, where)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def _fields(job: BatchJob, embeds: BatchJob, file: str, below: float) -> dict[str, Any]:
-    """Return the fields of a cascade of the classifier and the model of `job`."""
+def _fields(member: Member, asked: Resolved, file: str, below: float) -> dict[str, Any]:
+    """Return the fields of a cascade of the classifier and the model of a run."""
+    job, embeds = planned_job(member.plan), asked.job
     if embeds.prompt.template != job.prompt.template:
         raise ConfigError(
             "no cascade can use the classifier, because it learned other texts than those that "
