@@ -44,13 +44,17 @@ NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 @dataclass(frozen=True)
 class Embedding:
-    """A sample of a run, and the job that embeds it in a folder beside the run."""
+    """A sample of a run, and the job that embeds it in a folder beside the run.
+
+    `problem` says why the run's job could not use a classifier as it is; "" if it could.
+    """
 
     asked: Resolved
     place: str
     sample: DrawnRows
     member: Member
     agreement: float
+    problem: str = ""
 
     @property
     def line(self) -> str:
@@ -72,8 +76,8 @@ def prepare_distill(
 
     `changes` are fields of that job. Only the prompt and the labels are taken from the run, because
     a run directory does not decide where rows are sent. Raises `ConfigError` for a run without
-    labels, for too few rows and for fields that cannot be set, and `IncompleteRun` for an
-    unfinished run.
+    labels, for one that several models answered, for too few rows and for fields that cannot be
+    set, and `IncompleteRun` for an unfinished run.
     """
     check_agreement(agreement)
     for name in changes or ():
@@ -86,6 +90,12 @@ def prepare_distill(
     root, key = place(run_dir)
     member = finished_member(open_store(join(root.uri, key)))
     job = planned_job(member.plan)
+    if job.output.escalate.engine is not None or job.engine.classifier is not None:
+        raise ConfigError(
+            f"{run_dir}: its job sets output.escalate or engine.classifier, so a classifier would "
+            "be trained on, and tested against, answers of another small model. Name a run that "
+            "the larger model alone answered"
+        )
     if not job.sampling.choice:
         raise ConfigError(
             f"{run_dir} has no labels to learn: its job does not set sampling.choice. Name a run "
@@ -109,7 +119,7 @@ def prepare_distill(
     asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
     check_kept(sample, asked.job.prompt.columns, report.run)
     check_can_train(_answers(sample, compile_plan(member.plan).finish.column))
-    return Embedding(asked, at, sample, member, agreement)
+    return Embedding(asked, at, sample, member, agreement, _problem(member, asked))
 
 
 def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
@@ -165,19 +175,38 @@ def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str
     Keys and other possible secrets are left out. Raises `ConfigError` if no job can use it: it
     answers no text, it learned other texts than the run's, or its model cannot be the larger one.
     """
-    job, training = planned_job(prepared.member.plan), found.classifier.training
     if found.found is None or not found.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")
-    if training.fields.get("prompt.template") != job.prompt.template:
+    identity = found.classifier.training.identity
+    fields = _fields(prepared.member, prepared.asked, file, found.found.below)
+    if "@" in identity:
+        fields["engine"]["revision"] = identity.rpartition("@")[2]
+    return fields
+
+
+def _problem(member: Member, asked: Resolved) -> str:
+    """Return why the job of a run cannot use a classifier as it is; "" if it can."""
+    value = planned_job(member.plan).to_dict()
+    try:
+        fields = _fields(member, asked, "classifier.json", 0.5)
+        output = {**value["output"], **fields["output"]}
+        where = f"the job of {member.key} with a classifier"
+        job_of_fields({**value, "engine": fields["engine"], "output": output}, {}, where)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _fields(member: Member, asked: Resolved, file: str, below: float) -> dict[str, Any]:
+    """Return the fields of a cascade of the classifier and the model of a run."""
+    job, embeds = planned_job(member.plan), asked.job
+    if embeds.prompt.template != job.prompt.template:
         raise ConfigError(
             "no cascade can use the classifier, because it learned other texts than those that "
             "the run's model gets. Leave out --set prompt.template"
         )
-    embeds = prepared.asked.job
     engine = {"model": embeds.engine.model, **public_job(embeds)["engine"], "classifier": file}
     del engine["task"]
-    if "@" in training.identity:
-        engine["revision"] = training.identity.rpartition("@")[2]
     larger = public_job(larger_of(job)).get("engine", {})
     if "endpoint" not in larger:
         larger = {"model": larger_of(job).engine.model, **larger}
@@ -186,7 +215,7 @@ def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str
         check_second_engine(larger, LARGER)
     except ValueError as error:
         raise ConfigError(f"no cascade can use the run's model as it is: engine.{error}") from None
-    when = {"probability_below": found.found.below}
+    when = {"probability_below": below}
     return {
         "engine": engine,
         "output": {"escalate": {"to": larger, "when": when, "check": ROWS_TO_CHECK}},

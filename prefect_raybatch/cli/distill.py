@@ -37,40 +37,55 @@ def distill_command(
 ) -> None:
     """Train a classifier on a run, and show what it could answer.
 
-    Writes the fields of a job that uses it beside the classifier. Exits with status 1 if it could
-    answer none. The same command takes the same rows, embeds none twice and resumes after a
-    failure.
+    Writes the fields of a job that uses it beside the classifier. Writes nothing and exits with
+    status 1 if it could answer none. The same command takes the same rows, embeds none twice and
+    resumes after a failure.
     """
     from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
     from prefect_raybatch.api.submission import infer_in_place
 
+    if write.is_dir():
+        raise ConfigError(f"--write {write} is a folder. Name a file")
     prepared = prepare_distill(run_dir, encoder, agreement, sample, field_changes(set_))
     err.print(prepared.line, markup=False)
+    if prepared.problem:
+        err.print(prepared.problem, markup=False)
     job = prepared.asked.job
     run = begin_distill(prepared)
     with closing(TerminalProgress(as_json)) as show:
         infer_in_place(job, with_keys(job), run, show)
     found = finish_distill(prepared, run)
-    try:
-        write.write_bytes(found.classifier.to_bytes())
-    except OSError as error:
-        raise ConfigError(f"--write {write}: {error.strerror}. Choose another file") from None
-    job_file = write.with_suffix(".job.yaml")
-    fields, note = _write_job(prepared, found, write, job_file) if found.answered else ({}, "")
+    fields: dict[str, Any] = {}
+    lines, written = found.lines(), None
+    if found.answered:
+        _write_classifier(found, write)
+        written = str(write)
+        fields, note = _write_job(prepared, found, write)
+        lines = [*lines, f"wrote {write}", note]
     if as_json:
-        value = {**found.to_dict(), "written": str(write), "lines": found.lines()}
-        print_json({**value, "job": fields})
+        value = {**found.to_dict(), "written": written, "lines": found.lines()}
+        print_json({**value, "job": fields, "problem": prepared.problem})
     else:
-        for line in found.lines():
+        for line in lines:
             out.print(line, markup=False)
-        out.print(f"wrote {write}", markup=False)
-        out.print(note, markup=False)
     if not found.answered:
         raise typer.Exit(1)
 
 
+def _write_classifier(found: Distilled, file: Path) -> None:
+    """Write the classifier unless the file exists with other content, which jobs may use."""
+    from prefect_raybatch.storage import open_store
+
+    folder = file.resolve().parent
+    if not open_store(str(folder)).put_if_absent(file.name, found.classifier.to_bytes()):
+        raise ConfigError(
+            f"--write {file} exists with other content, and runs that use it can be resumed only "
+            "while it is unchanged. Name another file; no row is embedded again"
+        )
+
+
 def _write_job(
-    prepared: Embedding, found: Distilled, classifier: Path, file: Path
+    prepared: Embedding, found: Distilled, classifier: Path
 ) -> tuple[dict[str, Any], str]:
     """Write the fields of a job that uses the classifier; return them with what to tell.
 
@@ -79,15 +94,14 @@ def _write_job(
     import yaml
 
     from prefect_raybatch.api.distill import cascade_fields
+    from prefect_raybatch.storage import open_store
 
     try:
-        fields = cascade_fields(prepared, found, str(classifier))
+        fields = cascade_fields(prepared, found, str(classifier.resolve()))
     except ConfigError as error:
         return {}, str(error)
     text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     title = f"Fields for the job of {prepared.member.key}, to use {classifier}. Keys are left out."
-    try:
-        file.write_text(f"# {title}\n{text}", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}. Choose another --write") from None
+    file = classifier.with_name(f"{classifier.name.removesuffix('.json')}.job.yaml")
+    open_store(str(file.resolve().parent)).put(file.name, f"# {title}\n{text}".encode())
     return fields, f"wrote {file}, the fields of a job that uses it:\n\n{text}"

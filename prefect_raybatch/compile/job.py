@@ -53,7 +53,8 @@ class Planned:
     The files and classes that its job names may have changed since. `context` is the context length
     that `auto` resolved to; `schema` and `chat_template` are the texts that were read from files or
     classes; None where the job does not use them. `names` maps a field of GIVE_WAY to the name that
-    its column got, {} if none was renamed. `layout` is that of the result's files.
+    its column got, {} if none was renamed. `layout` is that of the result's files. `check` is how
+    many rows both models of a cascade answer: all attempts must choose the same random sample.
     """
 
     context: int | None
@@ -61,16 +62,18 @@ class Planned:
     chat_template: str | None
     names: Mapping[str, str]
     layout: Layout
+    check: int
 
     @classmethod
     def of(cls, plan: Plan) -> Planned:
-        kept, context = plan.job.get("output", {}), plan.context
+        kept, context, output = plan.job.get("output", {}), plan.context, planned_job(plan).output
         return cls(
             context=None if context is None else context["max_model_len"],
             schema=plan.parts.get("output.schema_model"),
             chat_template=plan.parts.get("prompt.chat_template"),
             names={f: kept[f] for f in GIVE_WAY if isinstance(kept.get(f), str)},
-            layout=layout_spec(planned_job(plan).output),
+            layout=layout_spec(output),
+            check=output.escalate.check,
         )
 
 
@@ -136,7 +139,7 @@ def _compile_cascade(
         first_name=_model_name(first.engine),
         larger_name=f"{name} (larger)" if name == _model_name(first.engine) else name,
         classifies=first.engine.classifier is not None,
-        check=job.output.escalate.check,
+        check=output.escalate.check if planned is None else planned.check,
         column=first.output.column,
         measure_column=column,
         columns=() if not column or wanted[column] else (column,),

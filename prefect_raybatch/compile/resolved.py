@@ -49,7 +49,7 @@ class Resolved:
     `pinned_model` is None while only Hugging Face could tell the model's commit, which is no part
     of the fingerprint. `checked`: `model.check` has checked the model's files. `first` is the job
     of the first model of a cascade; the model is then the larger one. `training` is what the job's
-    classifier was trained on; its fields and labels are checked, and `check_encoder` the rest.
+    classifier was trained on; the job embeds with the same fields and, as far as known, model.
     """
 
     job: BatchJob
@@ -112,12 +112,17 @@ class Resolved:
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
-        """Return the job with its Hugging Face names pinned to the commits that they mean now."""
+        """Return the job with its Hugging Face names pinned to the commits that they mean now.
+
+        Raises `ConfigError` if a classifier was trained on the vectors of another commit.
+        """
         both = (self,) if self.first is None else (self, self.first)
         if all(one.pinned_model is not None for one in both):
             return self
         first = None if self.first is None else self.first.pinned()
-        return replace(self, pinned_model=models.pin(self.request), first=first)
+        found = replace(self, pinned_model=models.pin(self.request), first=first)
+        found.check_encoder()
+        return found
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
         """Return the job with the failed rows `retry` as its input."""

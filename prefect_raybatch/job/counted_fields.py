@@ -112,7 +112,7 @@ FREE = {
     "output.compact": "layout of the result, not its rows",
     "output.file_mb": "layout of the result, not its rows",
     "output.read_back": "how the result is proved, not its rows",
-    "output.escalate.check": "what is measured; the result is the same",
+    "output.escalate.check": "what is measured; the plan of a run keeps its own",
     "output.publish": "where else the rows go, once they are there",
     "output.options": "how to reach the output; may hold secrets",
     "output.credentials_block": "how to reach the output",

@@ -50,6 +50,8 @@ def with_shares(
         f"{counted(unsure, 'row')} of {first.rows:,} met output.escalate.when, and "
         f"{cascade.larger_name} was asked about {asked:,}"
     )
+    if answers.asked > asked:
+        note += f", and about {answers.asked - asked:,} more to check"
     if asked < unsure:
         note += (
             f". output.escalate.at_most ({cascade.at_most:g}) left {unsure - asked:,} to "

@@ -171,10 +171,8 @@ def _check_same(
 def _checked(resolved: Resolved) -> Resolved:
     """Check from its files, once, that each model can be loaded and can answer.
 
-    A Hugging Face model that is not pinned yet is left out. A classifier must have been trained on
-    the vectors of its model.
+    A Hugging Face model that is not pinned yet is left out.
     """
-    resolved.check_encoder()
     is_pinned = resolved.pinned_model is not None
     if is_pinned and not resolved.checked:
         check_pinned_model(compile_job(resolved.job), resolved.model)

@@ -51,7 +51,7 @@ from prefect_raybatch.stages.text_answers import CUT_OFF
 
 KEEPS_FIRST = Failure("cascade", "KeepsFirstAnswer", "the first model's answer is kept")
 FAILS_SCHEMA = ("AnswerNotValid", CUT_OFF)
-NOT_EMBEDDED = ("PromptTooLong", "OddVector", "NotFinite")
+NOT_EMBEDDED = ("PromptTooLong", "EmptyPrompt", "ControlTokenInRow", "OddVector", "NotFinite")
 AT = "__rb_index"
 
 
@@ -295,17 +295,25 @@ class EscalateFinish(Finish):
         return []
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        """Return the counts of the answers, and in how many checked rows both models agree."""
+        """Return the counts of the answers, and in how many checked rows both models agree.
+
+        Thoughts may differ.
+        """
         counts = super()._counts(table, outcomes)
         checked = np.flatnonzero(self._is_checked(table)).tolist()
         if not checked:
             return counts
-        agreed = 0
+        agreed, parsing = 0, self.spec.parsing
+        thoughts = None if parsing is None else parsing.reasoning_column
         larger = super()._outcomes(table.take(pa.array(checked)))
         for i, other in zip(checked, larger, strict=True):
             first = outcomes[i]
             if isinstance(first, OutputRow) and isinstance(other, OutputRow):
-                agreed += all(first.columns.get(name) == own for name, own in other.columns.items())
+                agreed += all(
+                    first.columns.get(name) == own
+                    for name, own in other.columns.items()
+                    if name != thoughts
+                )
         return {**counts, CHECKED: float(len(checked)), AGREED: float(agreed)}
 
     def _is_checked(self, table: pa.Table) -> np.ndarray:

@@ -19,15 +19,20 @@ from prefect_raybatch.api.distill import (
     finish_distill,
     prepare_distill,
 )
+from prefect_raybatch.api.submission import check_recorded_job
 from prefect_raybatch.compile.resolved import fingerprint
+from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.distill.classifier import Classifier
 from prefect_raybatch.distill.measure import Distilled
-from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
+from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import first_of
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.stages.block import load_tokenizer
 from prefect_raybatch.storage import open_store
 
 LONG = "and more and more words"
@@ -143,19 +148,39 @@ def test_a_killed_run_resumes_and_ends_with_the_same_answers(nights, receipts):
     assert whole(nights, "n2", nights.night("n2", job)) == nights.result("whole")
 
 
-def test_rows_that_cannot_be_embedded_go_to_the_larger_model(nights):
+def test_rows_that_cannot_be_embedded_go_to_the_larger_model(tmp_path):
     """Distilling counts them as left to the model, so its bound holds only if they are."""
+    nights = Classified(tmp_path)
+    prompt = {"template": "{text}", "special_tokens_in_rows": "refuse"}
+    nights.answer = lambda prompt: "long" if "more" in prompt else "short"
     nights.write(*TRAINED)
+    nights.night("n1", nights.job(sampling={"choice": CHOICE}, prompt=prompt))
     nights.distill(**{"engine.max_model_len": 40})
     engine = {"model": "demo", "classifier": str(nights.file), "max_model_len": 40}
-    nights.write("v1 y", f"v2 {'more ' * 60}", None)
-    report = nights.night("n2", nights.cascade(engine=engine))
-    assert [(row["_row"], row["response"], row["answered_by"]) for row in nights.result("n2")] == [
+    control = sorted(load_tokenizer(str(demo_model_path()), None).all_special_tokens)[0]
+    nights.write("v1 y", f"v2 {'more ' * 60}", None, "", f"v3 {control}")
+    report = nights.night("n2", nights.cascade(engine=engine, prompt=prompt))
+    rows = sorted(nights.result("n2"), key=lambda row: row["_row"])
+    assert [(row["_row"], row["response"], row["answered_by"]) for row in rows] == [
         (0, "short", "classifier on demo"),
         (1, "long", "demo"),
+        (3, "short", "demo"),
     ]
-    assert [row["_row"] for row in nights.quarantined("n2")] == [2], "a null fails as ever"
-    assert report.cascade[1].asked == 1
+    failed = {row["_row"]: row["error"] for row in nights.quarantined("n2")}
+    assert set(failed) == {2, 4}, "a null fails as ever"
+    assert failed[4] == "ControlTokenInRow", "the larger model's tokenizer has the token too"
+    assert report.cascade[1].asked == 3
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_run_that_a_classifier_answered_is_not_distilled_again(nights, alone):
+    """Else the classifier would be tested against its own answers."""
+    engine = {"model": "demo", "task": "embed", "classifier": str(nights.file)}
+    output = {"uri": str(nights.folder / "out")}
+    job = nights.job(engine=engine, output=output, reuse=None) if alone else nights.cascade()
+    nights.night("n2", job)
+    with pytest.raises(ConfigError, match=r"n2: .*output\.escalate or engine\.classifier.*alone"):
+        prepare_distill(str(nights.folder / "out/n2"), "demo", 0.9, 80)
 
 
 def test_alone_it_answers_every_row(nights):
@@ -185,6 +210,22 @@ def test_its_content_counts_and_not_its_name(nights):
     assert fingerprint(job) != before
     with pytest.raises(PlanMismatch, match=r"engine\.classifier"):
         plan_run(job, "n2")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_cluster_takes_a_classifier_that_moved_but_no_job_without_one(nights, alone):
+    def job(file: Path | None) -> BatchJob:
+        engine = {"model": "demo"} if file is None else {"model": "demo", "classifier": str(file)}
+        if not alone:
+            return nights.cascade(engine=engine)
+        return nights.job(engine={**engine, "task": "embed"}, reuse=None)
+
+    plan_run(job(nights.file), "n2")
+    plan = Ledger(open_store(str(nights.folder / "out/n2"))).load_plan()
+    moved = nights.file.rename(nights.folder / "moved.json")
+    check_recorded_job(job(moved), (), plan, "a record")
+    with pytest.raises(CorruptRun, match=r"engine\.classifier: True -> False"):
+        check_recorded_job(job(None), (), plan, "a record")
 
 
 def test_a_file_that_changed_after_planning_ends_the_run(nights):
@@ -228,6 +269,22 @@ def test_another_encoder_under_the_same_name_is_refused(nights):
         plan_run(nights.cascade(), "n2")
 
 
+def test_another_commit_of_the_encoder_is_refused(nights, monkeypatch):
+    """The commit is known only once the model is pinned."""
+    made = nights.classifier
+    name = "BAAI/encoder"
+    training = replace(made.training, encoder=name, identity=f"{name}@{'a' * 40}")
+    nights.file.write_bytes(replace(made, training=training).to_bytes())
+    monkeypatch.setattr(models, "hub_commit", lambda *_: "b" * 40)
+    engine = {"model": name, "classifier": str(nights.file)}
+    alone = nights.job(engine={**engine, "task": "embed"}, reuse=None)
+    for job in (nights.cascade(engine=engine), alone):
+        for check in (dry_run, lambda job: plan_run(job, "n2")):
+            with pytest.raises(ConfigError, match=r"engine\.model: .*encoder@a+, .*encoder@b+\."):
+                check(job)
+    assert not (nights.folder / "out/n2/_raybatch/plan.json").exists()
+
+
 def test_a_file_that_is_no_classifier_is_refused_with_its_name_and_field(nights):
     value = json.loads(nights.file.read_bytes())
     value["weights"][0][0] = "x"
@@ -250,10 +307,8 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
         {"output": {"escalate": {"to": {"model": "demo"}, "when": {"logprob_below": -1}}}},
         "only probabilities",
     ),
-    ({"sampling": {"choice": CHOICE, "logprobs": 2}}, r"sampling\.logprobs"),
-    ({"output": {"postprocess": "helpers.functions:whole_row"}}, r"output\.postprocess"),
+    ({"sampling": {"choice": CHOICE, "logprobs": 2}}, r"with sampling\.logprobs"),
     ({"output": {"extras": ["finish_reason"]}}, "finish_reason"),
-    ({"reuse": "latest"}, "reuse"),
     (
         {
             "output": {
@@ -274,6 +329,22 @@ def test_fields_that_do_not_go_with_it_are_refused(nights, groups, message):
         nights.cascade(**groups)
 
 
+@pytest.mark.parametrize(
+    ("groups", "name"),
+    [
+        ({"output": {"postprocess": "helpers.functions:whole_row"}}, r"output\.postprocess"),
+        ({"output": {"keep_answers": 3}}, r"output\.keep_answers"),
+        ({"reuse": "latest"}, "reuse"),
+    ],
+)
+def test_fields_that_do_not_go_with_it_alone_are_refused(nights, groups, name):
+    """In a cascade output.escalate refuses them already."""
+    output = {"uri": "out", **groups.get("output", {})}
+    engine = {"model": "demo", "task": "embed", "classifier": str(nights.file)}
+    with pytest.raises(ConfigError, match=rf"engine\.classifier cannot be combined with {name};"):
+        nights.job(**{"reuse": None, **groups, "output": output, "engine": engine})
+
+
 def test_the_first_job_embeds_the_template_alone(nights):
     job = first_of(nights.cascade())
     assert job.engine.task == "embed" and job.prompt.system is None
@@ -289,6 +360,7 @@ def test_checked_rows_are_asked_twice_and_the_report_says_how_many_agree(nights)
     assert rows[0]["answered_by"] == "classifier on demo" and rows[0]["response"] == "long"
     assert [share.asked for share in report.cascade] == [15, 15]
     assert [share.answered for share in report.cascade] == [12, 3]
+    assert report.notes[0].endswith(", and demo was asked about 3, and about 12 more to check")
     low, high = interval(11, 12)
     assert report.notes[1] == (
         "checked: demo gave 11 of 12 rows the answer of classifier on demo: 91.7% "
@@ -315,6 +387,18 @@ def test_the_sample_is_the_same_after_a_kill_and_another_in_another_run(nights):
     assert len(first) == len(again) == 4 and first != again
     assert whole(nights, "n2", report) == nights.result("whole")
     assert report.notes[1].startswith("checked: demo gave 4 of 4 rows")
+
+
+def test_a_resumed_run_checks_the_rows_of_its_plan(nights):
+    """Rows committed before a change are not checked, so the sample would not be random."""
+    nights.stop_after = 5
+    with pytest.raises(Killed):
+        nights.night("n2", nights.cascade())
+    nights.stop_after = None
+    more = nights.cascade(output={"escalate": {**ESCALATE, "check": 100}})
+    report = nights.night("n2", more)
+    assert {words(text) for text in nights.asked if "You sort" in text} == {*BORDER}
+    assert not any(note.startswith("checked:") for note in report.notes)
 
 
 def test_the_fields_that_distill_shows_make_a_job_that_runs(nights):

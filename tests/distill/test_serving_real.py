@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from helpers.command_line import raybatch_in
 from helpers.environ import clean
+from helpers.processes import below, running_but_agents, until
 
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -53,12 +53,15 @@ def test_a_distilled_run_becomes_a_cascade_that_resumes_after_a_kill(tmp_path: P
         stdout=subprocess.DEVNULL,
     ) as driver:
         try:
-            while driver.poll() is None and not first.exists():
-                time.sleep(0.05)
+            until(lambda: driver.poll() is not None or first.exists(), 600, "its answers")
             assert first.exists(), "the classifier answered all rows"
         finally:
+            everything = below(driver.pid)
             with suppress(ProcessLookupError):
                 os.killpg(driver.pid, signal.SIGKILL)
+    # What is left may still commit.
+    until(lambda: not running_but_agents(everything), 120, "the end of its processes")
+    assert not (tmp_path / "out/n2/_SUCCESS").exists(), "killed before the larger model was done"
     before = first.stat().st_mtime_ns
     done = raybatch_in(tmp_path, *command)
     assert done.returncode == 0, done.stderr[-3000:]

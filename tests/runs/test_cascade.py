@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from helpers.batch_server import batch_server
 from helpers.engines import with_answers
+from helpers.nights import Nights
 from helpers.openai_server import OpenAIServer, completion, openai_server
 
 from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
@@ -483,3 +485,21 @@ def test_the_precheck_takes_a_first_model_of_hugging_face(server, tmp_path):
     job = job_of(server, tmp_path, engine={"model": "someone/small"})
     resolved = precheck_resolved(resolve(job), open_store(str(tmp_path / "out/night")))
     assert resolved.checked and resolved.first is not None and not resolved.first.checked
+
+
+def test_checked_answers_with_other_thoughts_agree(tmp_path):
+    nights, thoughts = Nights(tmp_path), count()
+    answer = json.dumps({"label": "car"})
+    nights.answer = lambda prompt: f"<think>{next(thoughts)}</think>{answer}"
+    nights.write("a", "b", "c")
+    form = tmp_path / "form.json"
+    form.write_text(json.dumps(FORM))
+    escalate = {"to": {"model": "demo"}, "when": {"fails_schema": True}, "check": 3}
+    output = {"uri": str(tmp_path / "out"), "schema_model": str(form), "escalate": escalate}
+    job = nights.job(
+        output={**output, "reasoning_parser": "qwen3", "reasoning_column": "thoughts"}, reuse=None
+    )
+    report = nights.night("n1", job)
+    rows = nights.result("n1")
+    assert sorted(row["thoughts"] for row in rows) == ["0", "1", "2"] and next(thoughts) == 6
+    assert report.notes[1].startswith("checked: demo (larger) gave 3 of 3 rows the answer of demo")
