@@ -30,7 +30,13 @@ STOPS, SLOW = 666, 5000
 DIES, WORKER_DIES, FAILS, UNFORMED = 667, 668, 669, 670
 SLOW_S = 0.4
 ANSWER = [5]
-MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.sampling_params")
+MODULES = (
+    "vllm",
+    "vllm.engine",
+    "vllm.engine.arg_utils",
+    "vllm.platforms",
+    "vllm.sampling_params",
+)
 
 
 def install_for(test: pytest.MonkeyPatch) -> None:
@@ -46,6 +52,8 @@ def install() -> None:
         module.__spec__ = ModuleSpec(name, None)
     modules["vllm"].LLMEngine = LLMEngine  # type: ignore[attr-defined]
     modules["vllm.engine.arg_utils"].EngineArgs = SimpleNamespace  # type: ignore[attr-defined]
+    no_gpu = SimpleNamespace(is_cuda=lambda: False)
+    modules["vllm.platforms"].current_platform = no_gpu  # type: ignore[attr-defined]
     params = modules["vllm.sampling_params"]
     params.SamplingParams = SamplingParams  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY=2)  # type: ignore[attr-defined]

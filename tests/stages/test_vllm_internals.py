@@ -80,7 +80,9 @@ CONTRACT = {
     "config/lora.py": {"LoRAConfig": ["max_loras", "max_cpu_loras", "max_lora_rank"]},
     # The process and its GPU.
     "distributed/parallel_state.py": {"": ["cleanup_dist_env_and_memory"]},
-    "platforms/interface.py": {"Platform": ["get_device_total_memory"]},
+    "platforms/interface.py": {
+        "Platform": ["get_device_capability", "get_device_total_memory", "is_cuda"],
+    },
     "logging_utils/dump_input.py": {},
     # Requests with images, prepared outside of an engine.
     "renderers/registry.py": {"": ["renderer_from_config(config)"]},
