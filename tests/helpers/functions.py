@@ -198,7 +198,7 @@ def deadly(row: Row) -> Any:
     if what == "hold":  # as an extension that never gives the interpreter back
         ctypes.PyDLL(None).sleep(600)
     if what == "closed":
-        os.closerange(3, 1000)
+        os.closerange(3, 1 + max(map(int, os.listdir("/proc/self/fd"))))
         time.sleep(600)
     if what == "forked" and os.fork() == 0:
         return {"said": "answer of a copy"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -49,7 +49,10 @@ def instead_of_ray(patch: pytest.MonkeyPatch) -> None:
 def one_pass(self: Pipeline, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
     self.on_pass()
     first, spec, finish = self.stages(isolated)
-    engine = self.engine(spec) if spec is not None else lambda table: table
-    for task in self.read_tasks(units, isolated):
-        for table in self.reader.read(task):
-            yield from receipts(finish(engine(first(table))))
+    with ExitStack() as held:
+        engine = self.engine(spec) if spec is not None else lambda table: table
+        if spec is not None:  # a hosted model's connections would stay open until the last test
+            held.callback(engine.close)
+        for task in self.read_tasks(units, isolated):
+            for table in self.reader.read(task):
+                yield from receipts(finish(engine(first(table))))

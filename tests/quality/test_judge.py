@@ -200,15 +200,13 @@ def test_a_judge_is_drained_before_its_first_heartbeat_and_its_rows_are_judgemen
     tmp_path, server, monkeypatch, capsys
 ):
     in_small_shards(monkeypatch)
-    run = tmp_path / "out/night"
+    run, said = tmp_path / "out/night", list[str]()
 
     def drained_early(number: int, body: dict[str, Any]) -> Answer:
         if number == 8:
             for beat in run.glob("_raybatch/judge/*/runs/verdicts/_raybatch/heartbeats/*"):
                 beat.unlink()
-            _, said, _ = called(capsys, "drain", str(run))
-            assert "No active driver in the last minute" in said
-            assert "of 20 judgements committed" in said
+            said.append(called(capsys, "drain", str(run))[1])
         return 200, {}, completion('{"label": "right"}')
 
     server.fault = drained_early
@@ -216,6 +214,8 @@ def test_a_judge_is_drained_before_its_first_heartbeat_and_its_rows_are_judgemen
     job = job_of(tmp_path, server)
     with pytest.raises(RunDrained):
         completed(job, "night")
+    assert "No active driver in the last minute" in said[0]
+    assert "of 20 judgements are committed" in said[0]
     verdict_of(server, lambda row: True)
     report = finalize_run(job, plan_run(job, "night"))
     assert report.judgement is not None and report.judgement.rows == 20

@@ -6,11 +6,11 @@ import faulthandler
 import gc
 import os
 import pickle
-import select
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def test_a_process_that_may_open_a_thousand_million_files_closes_those_it_has() 
     watching = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
     try:
         assert watching.stdout is not None
-        assert select.select([watching.stdout], [], [], 120)[0] == [watching.stdout]
+        assert wait([watching.stdout], 120) == [watching.stdout]
         assert watching.stdout.read() == b"" and watching.poll() is None
         leader.kill()
         assert watching.wait(120) == 0
