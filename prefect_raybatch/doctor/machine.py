@@ -249,8 +249,8 @@ def check_bytecode(context: CheckContext) -> Iterator[Finding]:
             f"{' and '.join(names)}: not compiled, and nothing keeps what a process compiles "
             "(PYTHONDONTWRITEBYTECODE, or a folder that cannot be written), so each start takes "
             "some 10 s longer",
-            f"python -m compileall -q -j 0 {' '.join(map(str, folders))}, once, by who may write "
-            "there; uv compiles with --compile-bytecode",
+            f"python -m compileall -q -j 0 {' '.join(map(str, folders))}, once, as a user who may "
+            "write there; uv compiles with --compile-bytecode",
         )
 
 
