@@ -166,6 +166,9 @@ class VectorEngine(EngineStage):
     def ready(self) -> Any:
         return Stepped(lambda requests: [vector_of(request) for request in requests])
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class WideVectorEngine(VectorEngine):
     """The same, as wide as the vectors of the bundled model."""
