@@ -24,8 +24,8 @@ class RayBatchError(Exception):
     """Base of every error that this package raises on purpose.
 
     `transient` says whether a retry can help. Terminal errors are never retried: the message says
-    what to change. `remedy` is the advice for the class, in one line. `plain` is the message alone,
-    if a page's version of it has advice appended.
+    what to change. `remedy` is the advice for the class, in one line. `plain` is the message
+    without advice, set once advice was appended to the message for the Prefect page.
     """
 
     transient = False
@@ -40,7 +40,7 @@ class ConfigError(RayBatchError):
 
 
 class SourceError(RayBatchError):
-    """The input is missing, unreadable, of changing schema, or not what the plan recorded."""
+    """The input is missing, unreadable, inconsistent in its schema, or changed since the plan."""
 
     remedy = "Fix the input that the message names, then run the job again, or use a new run key."
 
@@ -61,7 +61,7 @@ class CorruptRun(RayBatchError):
 
 
 class NoSuchRun(RayBatchError):
-    """There is no run at that place; the message names similar runs."""
+    """No run exists at the given path; the message names similar runs."""
 
     remedy = "Correct the path or the run key. List the runs with raybatch runs OUTPUT."
 
@@ -90,7 +90,7 @@ class CredentialsUnusable(StoreError):
 
 
 class AccessDenied(StoreError):
-    """The store does not let these credentials do what a run has to do there."""
+    """The store denies these credentials an operation that a run needs."""
 
     remedy = "Grant the permission that the message names, then run the job again."
 
@@ -135,7 +135,7 @@ class EngineStartError(RayBatchError):
 
 
 class EngineFailure(RayBatchError):
-    """Engines kept dying before any shard was done: nodes are at fault, not rows."""
+    """Engines kept dying, or nothing was committed: nodes are at fault, not rows."""
 
     remedy = "Check the nodes and their memory, then run the job again."
     transient = True
@@ -181,7 +181,7 @@ class JobServerUnavailable(RayBatchError):
 
 
 class JobLost(RayBatchError):
-    """The Ray job of a run ended without a reason: its process or node was lost."""
+    """The Ray job of a run ended without recording a reason: its process or node was lost."""
 
     remedy = (
         "Check the Ray head and the node of the Ray job, then run the job again to finish the "

@@ -35,11 +35,11 @@ _PLAIN_URL = re.compile(r"https?://[A-Za-z0-9.-]+(?::\d{1,5})?(?:/[A-Za-z0-9/.#-
 
 
 class PageLink(str):
-    """A web address that pages link to, made by `link`."""
+    """A web address that our pages show as a link; made by `link`."""
 
 
 def link(url: str) -> str:
-    """Return the address as a `PageLink` if it has a plain form, else as text."""
+    """Return the URL as a `PageLink` if it is http(s) without special characters, else as it is."""
     return PageLink(url) if _PLAIN_URL.fullmatch(url) else url
 
 

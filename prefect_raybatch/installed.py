@@ -1,6 +1,7 @@
 """Finds incompatible installed packages from their metadata.
 
-If only the names of two builds differ, an import in another process decides.
+If only the build tags of two packages differ (`+cpu`, `+cu129`), they may still work: an import in
+a child process decides.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def code_version() -> str:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return {package: version} of those of these packages that are installed."""
+    """Return {package: version} for the packages in `names` that are installed."""
     found = {name: _version(name) for name in names}
     return {name: str(version) for name, version in found.items() if version is not None}
 
@@ -69,7 +70,7 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 class Misfit:
     """A package that is incompatible with another installed one.
 
-    `proved` is false if only the names of two builds differ, which may work.
+    `found` describes the conflict. `proved` is false if only the build tags differ, which may work.
     """
 
     package: str
@@ -85,11 +86,11 @@ def misfits() -> list[Misfit]:
 
 
 def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
-    """Return the packages that are proved to be incompatible or that fail to import.
+    """Return the misfits that are proved, or whose package fails to import in a child process.
 
-    Raises `subprocess.TimeoutExpired` if that takes longer than `seconds`.
+    Raises `subprocess.TimeoutExpired` if the imports take longer than `seconds`.
     """
-    modules = {name: "vllm" for name in ENGINE_EXTRAS}  # of other packages: their names
+    modules = {name: "vllm" for name in ENGINE_EXTRAS}  # other packages: module of the same name
     doubtful = [modules.get(each.package, each.package) for each in found if not each.proved]
     fails: list[str] = []
     if doubtful:
@@ -103,12 +104,12 @@ def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
 
 
 def in_words(found: Sequence[Misfit]) -> str:
-    """Return each package with its version and what it requires, in one line."""
+    """Return the descriptions of the incompatible packages `found` in one line."""
     return ", ".join(misfit.found for misfit in found)
 
 
 def remedy(found: Sequence[Misfit]) -> str:
-    """Return the one or two pip commands that fix all of these."""
+    """Return the one or two pip commands that replace the incompatible packages `found`."""
     parts, names = [], [misfit.package for misfit in found]
     if unneeded := [name for name in COMPANIONS if name in names]:
         why = f"not needed for text; builds for a CPU torch are at {TORCH_CPU}"
@@ -121,7 +122,10 @@ def remedy(found: Sequence[Misfit]) -> str:
 
 
 def misfits_line() -> str:
-    """Return all incompatible packages with the remedy, or ""; for use after a failure."""
+    """Return a line with all incompatible packages and the remedy; "" if there are none.
+
+    For messages about a failure.
+    """
     found = misfits()
     return f"incompatible packages: {in_words(found)}; {remedy(found)}" if found else ""
 
@@ -146,7 +150,7 @@ def extra() -> str:
 def _unmet(owner: str) -> Iterator[Misfit]:
     """Yield the requirements of `owner` on VITAL packages that are not met.
 
-    A missing package does not count: lock files leave out packages that text does not need.
+    A missing package does not count: lock files leave out packages that jobs on text do not need.
     """
     owner_version = _version(owner)
     if owner_version is None:
@@ -164,7 +168,7 @@ def _unmet(owner: str) -> Iterator[Misfit]:
 
 
 def _builds() -> Iterator[Misfit]:
-    """Yield packages whose build has another tag than torch's.
+    """Yield each package of `COMPANIONS` whose build tag (`+cpu`, `+cu129`) is not torch's.
 
     The builds on PyPI for Linux on x86-64 are for CUDA and have no tag; torch's CPU build cannot
     load them, although their version is compatible.

@@ -12,7 +12,7 @@ def bypass_for_local_addresses() -> None:
     """Add this machine's addresses to NO_PROXY if a proxy is set in the environment.
 
     Prefect's server and Ray's dashboard listen on 127.0.0.1, where a proxy elsewhere cannot reach
-    them: Prefect then waits 160 s for its own server. Child processes inherit it.
+    them: Prefect then waits 160 s for its own server. Child processes inherit NO_PROXY.
     """
     proxies = getproxies_environment()
     bypassed = [name.strip() for name in proxies.pop("no", "").split(",") if name.strip()]

@@ -32,13 +32,14 @@ Options = Mapping[str, Any] | None
 
 
 class FinishedRows:
-    """The rows of a run's result: exactly the files that its `_SUCCESS` names.
+    """The rows of a run's result, read from exactly the files that its `_SUCCESS` names.
 
-    For a partial result (RUN_DIR/partial/_UUID), the files that its own record names. `options` are
-    s3fs's, as in `output.options`; without them, credentials come from the environment. With
-    `quarantine`, a method returns the failed rows in place of the answered ones. Each method raises
-    `IncompleteRun` while the run is not finished, `CorruptRun` for a file that is missing or has
-    another size, and `ConfigError` if the run was not compacted.
+    A partial result (RUN_DIR/partial/_UUID) is read from the files that its own record names.
+    `options` are s3fs options, as in `output.options`; without them, credentials come from the
+    environment. With `quarantine`, a method returns the failed rows in place of the answered ones.
+    Each method raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that
+    is missing or has another size, and `ConfigError` if the run has `output.compact: false`, so
+    that it has no such files.
     """
 
     @abstractmethod
@@ -127,7 +128,10 @@ def _files(
 
 
 def _copied(store: Store, success: Success | PartialResult, kind: str) -> list[str]:
-    """Copy the files into a temporary folder, which is removed when the process ends."""
+    """Copy the result's files into a temporary folder; return their paths.
+
+    The folder is removed when the process ends. `kind` is data or quarantine.
+    """
     check_parts(store, success.parts)
     folder = Path(tempfile.mkdtemp(prefix="raybatch-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -142,7 +146,10 @@ def _copied(store: Store, success: Success | PartialResult, kind: str) -> list[s
 def rows_of_result(
     store: Store, success: Success | PartialResult, kind: str
 ) -> pyarrow.dataset.Dataset:
-    """Return the rows of data or quarantine in the files that a record names."""
+    """Return the rows of `kind`, data or quarantine, from the files that `success` names.
+
+    Raises `CorruptRun` if a file is missing, has another size, or cannot be read.
+    """
     import pyarrow.dataset
 
     if isinstance(store, CloudStore):
@@ -158,7 +165,11 @@ def rows_of_result(
 
 
 def _empty(success: Success | PartialResult, kind: str) -> pyarrow.Table:
-    """Return a table without rows: a run without answered rows has no types."""
+    """Return a table without rows, for a result without files of this `kind`.
+
+    No file tells the types of columns, so for data the table has only the row number; the columns
+    of quarantine are text.
+    """
     import pyarrow as pa
 
     columns = {name: pa.array([], pa.string()) for name in QUARANTINE if kind == "quarantine"}

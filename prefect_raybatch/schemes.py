@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 
-# Each scheme that a URI may have, and the one that it is turned into.
+# Schemes that a store's URI may have, and the canonical scheme of each.
 STORES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-EXTRAS = {"gs": "gcs", "az": "azure"}  # extras of this package that these need
+EXTRAS = {"gs": "gcs", "az": "azure"}  # scheme: extra of this package that it needs
 SUPPORTED = (
     "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder, or a local path"
 )
@@ -16,8 +16,8 @@ INSTALL = (
     'gs:// needs pip install "prefect-raybatch[gcs]", az:// and abfss:// '
     'pip install "prefect-raybatch[azure]"'
 )
-# The options of the stores of Google and Azure, by obstore's names for them. Its other spellings
-# of them are refused, so that no secret passes under a name that nobody expects.
+# Options of Google and Azure stores, by obstore's names. Other spellings that obstore accepts are
+# refused, so that no secret goes unmasked under an unexpected name.
 CLOUD_OPTIONS = {
     "gs": (
         *("application_credentials", "base_url", "bearer_token", "service_account"),
@@ -35,19 +35,22 @@ CLOUD_SECRETS = (
 
 
 def store_scheme(uri: str) -> str:
-    """Return s3, gs or az for a URI of such a store, else ""."""
+    """Return s3, gs or az for the URI of an object store, else ""."""
     scheme, separator, _ = uri.partition("://")
     return STORES.get(scheme.lower(), "") if separator else ""
 
 
-# Of the URLs that Spark takes: abfss://container@account.dfs.core.windows.net/path.
+# Container and account in a URL of Spark: abfss://container@account.dfs.core.windows.net/path.
 _ACCOUNT = re.compile(
     r"([^/@:]+)@([a-z0-9]{3,24})(?:\.(?:dfs|blob)\.core\.windows\.net)?(?=/|\Z)", re.IGNORECASE
 )
 
 
 def store_place(uri: str) -> str:
-    """Return the one form of a store's URI: s3://, gs:// or az://, with an account as in az://c@a/x."""
+    """Return a store's URI in canonical form: s3://, gs:// or az://.
+
+    An Azure URI with an account becomes az://container@account/path.
+    """
     scheme, rest = store_scheme(uri), uri.partition("://")[2]
     if scheme == "az" and (named := _ACCOUNT.match(rest)):
         rest = f"{named[1]}@{named[2].lower()}{rest[named.end() :]}"
@@ -55,12 +58,15 @@ def store_place(uri: str) -> str:
 
 
 def names_account(uri: str) -> bool:
-    """Return whether a URI of Azure names container@account, and no password."""
+    """Return whether a URI is az://container@account/...; user:password@ does not count."""
     return store_scheme(uri) == "az" and _ACCOUNT.match(uri.partition("://")[2]) is not None
 
 
 def with_account(uri: str, options: Mapping[str, object]) -> str:
-    """Return a URI of Azure with its account: containers of two accounts are two places."""
+    """Add the account to an Azure URI, because two accounts may have containers of one name.
+
+    The account comes from the options or AZURE_STORAGE_ACCOUNT_NAME; other URIs are unchanged.
+    """
     account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     if store_scheme(uri) != "az" or names_account(uri) or not account:
         return uri
@@ -69,9 +75,9 @@ def with_account(uri: str, options: Mapping[str, object]) -> str:
 
 
 def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return options that are given for another place, if the store of `uri` can take them too.
+    """Return `options`, made for another store, if the store of `uri` accepts their names, else {}.
 
-    Otherwise none: for a store of another kind credentials come from the environment.
+    A store without options takes its credentials from the environment.
     """
     clouds = {name for names in CLOUD_OPTIONS.values() for name in names}
     scheme = store_scheme(uri)
@@ -81,7 +87,7 @@ def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_cloud_options(uri: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError, without their values, for options that a store of Google or Azure lacks."""
+    """Raise ValueError for unknown options of a Google or Azure store; do not show their values."""
     scheme = store_scheme(uri)
     known = CLOUD_OPTIONS.get(scheme, tuple(options))
     unknown = sorted(set(options) - set(known))

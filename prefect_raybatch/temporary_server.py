@@ -16,8 +16,8 @@ from prefect_raybatch.proxies import bypass_for_local_addresses
 def guard_temporary_server(server: ModuleType) -> None:
     """Shield Prefect's server from signals and proxies, and end it when this process ends.
 
-    `server` is the module `prefect.server.api.server`, which starts it. An import hook calls this
-    when Prefect imports that module, which is before it runs code of a flow.
+    `server` is the module `prefect.server.api.server`, which starts the server. An import hook
+    calls this function when Prefect imports that module, which is before code of a flow runs.
     """
     bypass_for_local_addresses()
     vars(server)["subprocess"] = _Subprocess()
@@ -27,7 +27,7 @@ def guard_temporary_server(server: ModuleType) -> None:
 
 
 class _Subprocess:
-    """The module `subprocess` as Prefect's server uses it, with our `Popen`."""
+    """Stands in for the module `subprocess` in Prefect's server, with our `Popen`."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(subprocess, name)
@@ -44,10 +44,10 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []  # referenced here to keep their p
 
 
 def _end_with_us(pid: int) -> None:
-    """Start a process that ends `pid` when this process ends, however it ends.
+    """Start a watcher process that kills `pid` when this process ends, however it ends.
 
-    The kernel then closes the pipe that it reads from. In a normal exit Prefect's own handler has
-    already ended `pid`, and `kill` finds nothing.
+    The kernel then closes the pipe that the watcher reads from. In a normal exit Prefect's own
+    handler has already ended `pid`, and the watcher's `kill` has no effect.
     """
     script = "trap '' INT TERM; cat > /dev/null; kill $0 2> /dev/null"
     command = ["sh", "-c", script, str(pid)]

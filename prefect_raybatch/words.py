@@ -21,7 +21,7 @@ def money(value: float, currency: str = "") -> str:
 
 
 def are(number: float) -> str:
-    """Return the verb for that number: is or are."""
+    """Return "is" for the number 1, else "are"."""
     return "is" if number == 1 else "are"
 
 
@@ -41,7 +41,7 @@ def storable(text: str) -> str:
 
 
 def storable_in(value: Any) -> Any:
-    """Return the value with all its texts made storable."""
+    """Return the value with `storable` applied to all its texts, at any depth."""
     return change_texts(value, storable)
 
 
@@ -61,7 +61,7 @@ def change_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's message; of Pydantic errors only field and fault."""
+    """Return an error's message; for a Pydantic error the model, and each field and its fault."""
     if not isinstance(error, ValidationError):
         return str(error)
     lines = []

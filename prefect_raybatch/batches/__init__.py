@@ -1,1 +1,1 @@
-"""OpenAI batch files: requests of a JSON Lines file as a run, and its answers as such a file."""
+"""OpenAI batch files: runs the requests of a JSON Lines file, and writes its output file."""

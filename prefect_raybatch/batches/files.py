@@ -69,12 +69,15 @@ def batch_fields(
 
 
 def batch_key(fingerprint: str) -> str:
-    """Return the key of the run of a batch file, from its job's fingerprint."""
+    """Return the run key for a batch file: `batch-` and the start of its job's fingerprint."""
     return f"batch-{fingerprint[:_KEY_LENGTH]}"
 
 
 def write_output(output: str, run: str) -> None:
-    """Write the answers and errors of a finished run to one file, whole or not at all."""
+    """Write the answers and errors of the run at `run` atomically to file `output`.
+
+    Does nothing if the run is not finished.
+    """
     folder, name = _split(output)
     store = open_store(run)
     ledger = Ledger(store)
@@ -94,9 +97,10 @@ def _split(output: str) -> tuple[str, str]:
 
 
 def _copied(file: File, place: str) -> tuple[str, str | None]:
-    """Copy a batch file, compressed and named by its content.
+    """Copy a batch file to `inputs/` below `place`, compressed and named by its content.
 
-    Return the URI of the copy, and the URL of the first request that has one.
+    Return the URI of the copy, and the API path (`url`) of the first request that names one, or
+    None.
     """
     digest, url, is_empty = hashlib.sha256(), None, True
     with tempfile.TemporaryDirectory() as scratch:

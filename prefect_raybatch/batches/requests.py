@@ -1,4 +1,4 @@
-"""Prompt functions of OpenAI batch files: the request that a row of such a file makes."""
+"""Prompt functions for OpenAI batch files: make a request from a row of such a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the messages and sampling fields of a row; raise ValueError for what is wrong in it.
+    """Return the messages and sampling fields of a row; raise ValueError if it is invalid.
 
     This is the prompt function of a run with `source.format: openai_batch` and a hosted model.
     """
@@ -56,9 +56,9 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a row asks a local model: the messages of a chat, or the text of a completion.
+    """Return a row's request for a local model: messages of a chat, or prompt of a completion.
 
-    Raises ValueError for what is wrong in the row.
+    Either comes with its sampling fields. Raises ValueError if the row is invalid.
     """
     if row["fault"] is None and row["url"] == COMPLETION_URL:
         made = completion_request(row)
@@ -69,8 +69,8 @@ def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
 def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt of a row as its only message, and its sampling fields.
 
-    This is the prompt function of such a run with `engine.endpoint.api: completions`. Raises
-    ValueError for what is wrong in the row.
+    This is the prompt function of a batch file's run with `engine.endpoint.api: completions`.
+    Raises ValueError if the row is invalid.
     """
     body, line = _opened(row, COMPLETION_URL)
     sampling = _sampling(body, line, "prompt")
@@ -79,9 +79,10 @@ def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
-    """Return the sampling fields of a body; raise ValueError for what is not supported.
+    """Return the sampling fields of a body; raise ValueError for an unsupported field.
 
-    `asked` is the field that holds the request itself.
+    `asked` names the field that holds the prompt (messages or prompt). `line` is the line's number
+    for errors, such as `line 7`.
     """
     sampling = {
         name: value for name, value in body.items() if name in SAMPLED and value is not None
@@ -97,9 +98,9 @@ def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
 
 
 def embedding_request(row: Mapping[str, Any]) -> str:
-    """Return the text of a row to embed; raise ValueError for what is wrong in it.
+    """Return the text of a row to embed; raise ValueError if the row is invalid.
 
-    This is the prompt function of such a run with `engine.task: embed`.
+    This is the prompt function of a batch file's run with `engine.task: embed`.
     """
     body, line = _opened(row, EMBEDDING_URL)
     for name, value in body.items():
@@ -118,7 +119,7 @@ def _one_text(body: Mapping[str, Any], name: str, line: str) -> str:
 
 
 def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
-    """Return the body of a row and the words for its line; raise ValueError if it has a fault."""
+    """Return (body, `line N` for errors); raise ValueError if a row is faulty or not for `url`."""
     if row["fault"] is not None:
         raise ValueError(row["fault"])
     line = f"line {row['line']}"
@@ -132,7 +133,7 @@ def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
 
 
 def _refuse(name: str, value: object, line: str) -> None:
-    """Raise ValueError for a field that would change the answer and is not supported."""
+    """Raise ValueError for an unsupported field of a body, unless it cannot change the answer."""
     if name not in IGNORED and value is not None and not _is_empty(name, value):
         raise ValueError(f"{line}: body.{_ascii(name)} is not supported; remove it")
 
@@ -146,7 +147,7 @@ def _is_empty(name: str, value: object) -> bool:
 
 
 def _form(value: object, line: str) -> dict[str, Any]:
-    """Return the sampling fields of a response_format."""
+    """Convert a response_format to sampling fields; raise ValueError if it is not supported."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return {}

@@ -51,9 +51,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")
 
 
 def kept_seconds(text: str | None) -> float:
-    """Return for how long engines wait for the next command; 0 unless somebody asks for it.
+    """Return the seconds that engines wait for the next command, from e.g. `10m`; 0 by default.
 
-    A waiting engine holds its GPU, so other commands would find no room there.
+    The default is 0 because a waiting engine holds its GPU, which other commands may need.
     """
     return seconds_of(text) if text else 0.0
 

@@ -26,8 +26,8 @@ from prefect_raybatch.harmless import visible
 
 UNFOLDED = 10_000  # width of a table that is printed into a file
 _FORMATTER = logging.Formatter()
-# The base class of argument errors. Newer versions of Typer carry a copy of click, so it is not
-# click's own.
+# The base class of argument errors: newer versions of Typer contain a copy of click, whose class
+# is not click's own.
 _ARGUMENT_ERROR = cast(
     type[Exception],
     next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
@@ -39,9 +39,9 @@ class Terminal(Console):
 
     @property
     def options(self) -> ConsoleOptions:
-        """Return how wide to print: as the terminal, or without a limit into a file or pipe.
+        """Return rich's options: the terminal's width, or no limit for a file or a pipe.
 
-        Other programs read those, so no table may fold there.
+        Programs read files and pipes, so tables must not be folded in them.
         """
         options = super().options
         folds = self.is_terminal or "COLUMNS" in self._environ
@@ -65,7 +65,7 @@ def _harmless_segment(segment: Segment) -> Segment:
     return Segment(visible(segment.text), style)
 
 
-# Without emoji, so that `:x:` in a row is printed as it is.
+# Emoji codes are off, so that `:x:` in a row is printed unchanged.
 out = Terminal(highlight=False, soft_wrap=True, emoji=False)
 err = Terminal(highlight=False, soft_wrap=True, emoji=False, stderr=True)
 
@@ -89,8 +89,8 @@ class HelpfulCommand(TyperCommand):
 class VisibleGroup(TyperGroup):
     """The commands of the program.
 
-    Argument errors are printed through `err`, because they quote what was typed, e.g. a file name.
-    `order` lists the names in the order of `--help`.
+    Errors in the arguments are printed with hidden characters escaped, because they quote what was
+    typed, e.g. a file name. `order` lists the names of commands in the order of `--help`.
     """
 
     order: Sequence[str] = ()
@@ -146,8 +146,8 @@ def _paragraphs(text: str) -> str:
 def _plain_flags(params: list[Any]) -> list[Any]:
     """Return the parameters, with no type shown for flags.
 
-    `<bool>` would suggest that they take a value. `--help`, whose text is Typer's, ends without a
-    full stop like the others.
+    `<bool>` would suggest that they take a value. The full stop that ends Typer's own text of
+    `--help` is removed. Changes the parameters in place.
     """
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:

@@ -15,7 +15,7 @@ from prefect_raybatch.storage import Store
 
 
 class ActorLimiter:
-    """Reaches the run's limiter from any worker of the cluster."""
+    """The handle by which any worker of the cluster calls the run's rate limiter, an actor."""
 
     def __init__(self, actor: Any):
         self._actor = actor
@@ -57,9 +57,10 @@ class ActorLimiter:
 
 
 def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter:
-    """Return the limiter of a run: an actor, or an object of this process outside of Ray.
+    """Return the rate limiter of a run's requests to a hosted model.
 
-    `others` is as in `Limiter`.
+    It is an actor, or an object of this process if Ray is not up. `others` is for how many more
+    seconds requests of earlier attempts may count against the limits per minute.
     """
     import ray
 
@@ -75,9 +76,9 @@ def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter
 def endpoint_launch(
     launch: EngineLaunch, spec: EndpointSpec, store: Store, run: str, limiter: SharedLimiter
 ) -> EndpointLaunch:
-    """Return the launch of a hosted model; fill in the variable that holds its key.
+    """Return what the stage of a hosted model is started with: `launch`, and the API key.
 
-    Raises `ConfigError` if the variable is not set.
+    Raises `ConfigError` if the variable of the key is not set.
     """
     given = {one.name: getattr(launch, one.name) for one in fields(EngineLaunch)}
     return EndpointLaunch(

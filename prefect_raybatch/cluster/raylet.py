@@ -29,7 +29,10 @@ def find_raylet() -> psutil.Process | None:
 
 
 def raylet_watch() -> Callable[[], bool]:
-    """Return a function that says whether the raylet died while this driver is connected to it."""
+    """Return a function that returns whether the raylet died while this driver is connected.
+
+    It always returns False if the raylet is unknown.
+    """
     raylet = find_raylet()
     if raylet is None:
         return lambda: False
@@ -37,7 +40,7 @@ def raylet_watch() -> Callable[[], bool]:
 
 
 def _is_gone(process: psutil.Process) -> bool:
-    """Return whether a process has ended, also as a zombie."""
+    """Return whether a process has ended or is a zombie."""
     with suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True

@@ -64,8 +64,8 @@ def _check_sockets(owner: str, remedy: str, variable: str, folder: str, socket_n
 def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
     """Raise `ClusterUnavailable` within 5 s if no Ray head answers at host:port.
 
-    For `auto`, if none runs on this machine. Raises `ConfigError` if the head rejects our token or
-    requires one.
+    The address `auto` means the head on this machine. Raises `ConfigError` if the head rejects our
+    token or requires one.
     """
     if trouble := silent(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}. {REMEDY}")
@@ -76,8 +76,8 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
 def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
     """Return what is wrong with the token that we would send to the head at an address.
 
-    None if the head accepts it, or if that cannot be found out. Ray itself would retry for 20 s, or
-    forever.
+    None if the head accepts it or does not answer, or with TLS. Ray itself would retry for 20 s,
+    or forever.
     """
     token = token_sent(access)
     try:
@@ -140,7 +140,7 @@ def _host_and_port(address: str) -> tuple[str | None, int]:
 
 
 def _plain() -> bool:
-    """Return whether Ray uses no TLS, with which this module cannot connect."""
+    """Return whether Ray is set to connect without TLS; this module cannot connect with TLS."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
 
 

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class _Made(PlacementGroupSchedulingStrategy):
-    """A bundle in a placement group that is created when an actor starts there.
+    """A scheduling strategy whose placement group is created when an actor starts in it.
 
     Ray Data also requests an actor's options without starting one, to watch the memory of tasks. A
     group created then would take the GPUs from the engine, and the run would hang.
@@ -32,11 +32,11 @@ class _Made(PlacementGroupSchedulingStrategy):
 
 
 class SpanningGroups:
-    """Returns the options of each engine's actor to Ray Data.
+    """The placement groups of engines that may span nodes; a call returns options for an actor.
 
-    Creates a bundle for each of the engine's `gpus`, on as few nodes as possible. The actor is in
-    the first bundle and takes its CPUs from it. vLLM finds the group through the actor and starts a
-    worker in each bundle.
+    Ray Data calls it for each engine's actor. A group has a bundle for each of the engine's `gpus`,
+    on as few nodes as possible. The actor is in the first bundle and takes its CPUs from it. vLLM
+    finds the group through the actor and starts a worker in each bundle.
     """
 
     def __init__(self, gpus: int, num_cpus: float, accelerator: str | None = None):

@@ -21,9 +21,10 @@ BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH
 
 
 def token_sent(access: ClusterAccess) -> str | None:
-    """Return the token sent to the cluster: the block's, else the environment's.
+    """Return the token sent to the cluster: the RayCluster block's, else the environment's.
 
     Ray reads the latter from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    None if there is no token.
     """
     if access.token is not None:
         return access.token
@@ -69,7 +70,7 @@ def token_file() -> Path | None:
 
 
 def open_token_mode() -> tuple[Path, int] | None:
-    """Return the token's file and its mode if other users may read or write it."""
+    """Return the token's file and its mode if other users may access it, else None."""
     with suppress(OSError, RuntimeError):
         if (file := token_file()) is not None and (mode := file.stat().st_mode) & 0o077:
             return file, stat.S_IMODE(mode)

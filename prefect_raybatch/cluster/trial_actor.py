@@ -30,10 +30,11 @@ def trial_on_worker(
     resources: ActorOptions,
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> Iterator[AskSample]:
-    """Yield `ask(again)`, which returns the outcomes of a `TrialEngine` that exists for the block.
+    """Yield `ask(again)`, which sends the sampled rows to an engine and returns their outcomes.
 
-    The engine runs with these Ray `resources`. Raises like `TrialEngine`, `EngineFailure` if the
-    worker dies, and what `halted` returns once the run is stopped.
+    `again` sends them in another order. The engine, a `TrialEngine`, exists for the block, in an
+    actor with these Ray `resources`. Raises like `TrialEngine`, `EngineFailure` if the worker dies,
+    and the error that `halted` returns once the run is stopped.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Finds which answers changed, and estimates the share of all rows that would change. Pure."""
+"""Finds which answers changed, and estimates the share of all rows that would change. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_COLUMN = "(no such column)"
 
 @dataclass(frozen=True)
 class Change:
-    """A row whose answer changed: its number in the run, its input, and {column: (old, new)}."""
+    """A row whose answer changed: its number, its input as text, and {column: (old, new value)}."""
 
     row: int
     input: str
@@ -26,11 +26,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """The outcome of a comparison: `rows` were sampled of `total` rows.
+    """The outcome of a comparison of a run's answers with a job's, on `rows` of `total` rows.
 
     `low` and `high` are the ends of the exact 95 % interval of the share of all rows that change.
-    `columns` counts the changed rows by column. `reused` rows were not asked again, because their
-    requests are those of the run.
+    `columns` counts the changed rows by column. `newly_failed` rows were answered in the run,
+    `newly_answered` rows failed there. `reused` rows were not asked again and kept the run's
+    answers, because the job makes equal requests of them.
     """
 
     run: str
@@ -53,7 +54,7 @@ class Diff:
         return self.changed / self.rows
 
     def line(self) -> str:
-        """Return the finding in a sentence."""
+        """Return the outcome in a sentence."""
         return (
             f"{self.changed:,} of {counted(self.rows, 'sampled row')} changed: {self.share:.1%}; "
             f"of all {self.total:,} rows {self.low:.1%} to {self.high:.1%} (95 % interval)"
@@ -71,7 +72,7 @@ class Diff:
         return made + [("note", text) for text in self.notes]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the changed values, a row of the table for each."""
+        """Return a table row (dict) for each changed value."""
         return [
             {"row": change.row, "input": change.input, "column": name, "old": before, "new": after}
             for change in self.changes
@@ -79,7 +80,7 @@ class Diff:
         ]
 
     def page(self) -> dict[str, Any]:
-        """Return what the HTML page shows."""
+        """Return the texts, figures and table that the HTML page shows, by name."""
         return {
             "title": f"Answers of {self.job}",
             "line": self.line(),
@@ -100,7 +101,10 @@ def changes_of(
     new: Sequence[AnswerValues],
     renamed: Mapping[str, str],
 ) -> tuple[Change, ...]:
-    """Return the changed rows. `renamed` maps columns of the new answers to the old names."""
+    """Return the changed rows; all four sequences have an entry for each sampled row.
+
+    `numbers` are the row numbers. `renamed` maps columns of the new answers to the old names.
+    """
     made = []
     for number, given, before, after in zip(numbers, inputs, old, new, strict=True):
         if after is not None:
@@ -121,7 +125,7 @@ def diff_of(
     reused: int,
     notes: tuple[str, ...],
 ) -> Diff:
-    """Return the finding with its interval."""
+    """Return the comparison of `old` and `new` answers to the sampled rows, of `total` in all."""
     low, high = interval(len(changes), len(old))
     if len(old) == total:  # nothing is left to be estimated
         low = high = len(changes) / total

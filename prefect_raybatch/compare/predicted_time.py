@@ -1,4 +1,4 @@
-"""The time that all rows would take, by the rate of the run that a job is compared with."""
+"""Predicts how long all rows would take, from the rate of the run that a job is compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from prefect_raybatch.report.report import duration
 
 @dataclass(frozen=True)
 class PredictedTime:
-    """The predicted `seconds` of a run, start-up excluded; None if `why` it is unknown."""
+    """The predicted duration of a run in seconds, without start-up.
+
+    If it is unknown, `seconds` is None and `why` is the reason. `by` is the run key of the run
+    whose rate was taken.
+    """
 
     seconds: float | None
     by: str  # the run key of the run whose rate was taken
@@ -33,9 +37,9 @@ def predicted_time(
 ) -> PredictedTime:
     """Return how long a run of a job would take to ask `rows` rows.
 
-    `job` and `model` are as a plan of that run would record them; `plan` and `before` are those of
-    the earlier run, whose rate holds only for the same model, engine and machines. Of these the
-    fields of `cluster` are compared.
+    `job` and `model` are as a plan of that run would record them; `plan` and `before` are the plan
+    and the report of an earlier run, whose rate is used. It holds only for the same model, engine,
+    `cluster` fields and `output.escalate`; otherwise the time is unknown.
     """
     key = before.run_key
     differing = [
@@ -58,7 +62,7 @@ def predicted_time(
 
 
 def _without_prices(value: Any) -> Any:
-    """Return the fields of a job without those that change its cost alone."""
+    """Return a job's values without prices and currency, at any depth; other values unchanged."""
     if not isinstance(value, Mapping):
         return value
     kept = {k: v for k, v in value.items() if not k.startswith("price_") and k != "currency"}

@@ -1,4 +1,4 @@
-"""Draws rows of a finished run: their input as the run keeps it, and their answers."""
+"""Draws rows of a finished run: the input columns that its result keeps, and the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ AnswerValues = Mapping[str, Any] | None  # values by column; None for a failed r
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """Rows of a run by increasing number; `total` is how many they were drawn from."""
+    """A sample of a run's rows: their numbers (ascending), inputs and answers (None: failed).
+
+    The run has `total` rows.
+    """
 
     numbers: tuple[int, ...]
     inputs: pa.Table
@@ -45,9 +48,9 @@ class DrawnRows:
 def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows: int) -> DrawnRows:
     """Return `rows` rows of a finished run, chosen by a hash of row number and plan.
 
-    So that the same command takes the same rows, and another run has others. Rows that postprocess
-    left out are not among them, because no file has them. Raises `ConfigError` for a run without
-    rows or without compaction.
+    So the same command always draws the same rows, and other row numbers in another run. Rows that
+    postprocess left out are never drawn, because no file has them. Raises `ConfigError` for a run
+    without rows, or without a result in data/ (`output.compact: false`).
     """
     finish = compile_plan(plan).finish
     name = finish.row_number
@@ -80,7 +83,10 @@ def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows:
 
 
 def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[str]) -> list[str]:
-    """Return which of a result's columns hold what was answered: no input, no details."""
+    """Return the columns among `names` that hold answers.
+
+    Leaves out input columns (`kept`) and details of answers, such as token counts or reasoning.
+    """
     parsing = finish.parsing
     details = {finish.row_number, *finish.extras, PROBABILITIES, LOGPROBS}
     details |= {ANSWERED_BY} if finish.answered_by else set()
@@ -91,7 +97,7 @@ def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[st
 def check_kept(sample: DrawnRows, needed: Mapping[str, str], run: str) -> None:
     """Raise `ConfigError` if the run does not keep a column that the job needs.
 
-    `needed` has the field that names each column.
+    `needed` is {column: job field that names it}.
     """
     for name, field in needed.items():
         if name not in sample.inputs.column_names:
@@ -108,7 +114,7 @@ def _numbers(rows: pyarrow.dataset.Dataset, name: str) -> np.ndarray:
 
 
 def _inputs(answered: pa.Table, failed: pa.Table | None, columns: list[str]) -> pa.Table:
-    """Return the input of answered rows and then of failed ones, as far as both have it."""
+    """Return the input columns that both tables have, answered rows first, then failed ones."""
     if failed is None or not failed.num_rows:
         return answered.select(columns)
     names = [field.name for field in failed.schema.field("input").type]

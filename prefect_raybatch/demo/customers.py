@@ -66,7 +66,7 @@ _PLAIN = tuple(" " + suffix for suffix in lex.SUFFIXES)
 
 
 class _Word(NamedTuple):
-    """An industry word and the kind of pattern it goes into."""
+    """An industry word and its kind, the key in `_TEMPLATES` of the company names it goes into."""
 
     text: str
     kind: str
@@ -89,7 +89,11 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Company(NamedTuple):
-    """A generated company. ``(stem, word)`` is the combination that decides its split."""
+    """A generated company: its full name, and the industry that is the right answer for it.
+
+    ``stem`` is the invented, family or place name and ``word`` the industry word in its name. Both
+    decide whether it is for training or held out.
+    """
 
     name: str
     label: str

@@ -23,8 +23,8 @@ LEAST_PAUSE = 60.0  # seconds: shorter pauses are normal
 INTERVALS = 10  # mean times between commits without one
 PAUSE_FACTOR = 3  # times the slowest shard: engines that began together also end together
 STALL_LOOK = 1.0  # seconds between looks whether a stalled run is to fail
-STOP = 5.0  # seconds for a pass that was given up to end
-GIVE_UP = 30.0  # seconds for Ray to be told to end it, of which Ray itself waits some
+STOP = 5.0  # seconds that an abandoned pass may take to end
+GIVE_UP = 30.0  # seconds that the call which tells Ray to end it may take
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Flowing:
 
 
 def starts(counts: Counts, passes: int) -> bool:
-    """Return whether the engines are still starting.
+    """Return whether the engines of the current pass are still starting.
 
     `counts` are those of the latest commit, `passes` is the number of passes begun. Commits of
     earlier attempts do not show that engines have started.
@@ -60,9 +60,9 @@ def starts(counts: Counts, passes: int) -> bool:
 class StallWatch:
     """Reports when a run stalls and when it resumes; call `look` about every second.
 
-    It warns at the limit, then at 2, 4 and 8 times the limit. A new pass starts new engines, so the
-    longer limit applies until its first commit. Times are seconds of a monotonic clock that the
-    caller supplies.
+    It warns at the limit, then at 2, 4, 8, ... times the limit. A new pass starts new engines, so
+    limits.stall_start_seconds applies until its first commit. Times are seconds of a monotonic
+    clock that the caller supplies.
     """
 
     def __init__(self, limits: Limits, now: float):
@@ -87,10 +87,10 @@ class StallWatch:
     def look(
         self, now: float, counts: Counts, passes: int, longest: float = 0.0
     ) -> Stall | Flowing | None:
-        """Return what changed, or None.
+        """Return a `Stall` when a limit is passed, `Flowing` when commits resume, else None.
 
         `counts` are those of the latest commit, `passes` is the number of passes begun, `longest`
-        as in `limit`.
+        the duration in seconds of this attempt's slowest shard.
         """
         self.starting = starts(counts, passes)
         before, self._seen = self._seen, (counts.committed, passes)
@@ -114,11 +114,11 @@ def interruptible(
     stop: Callable[[], None],
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> RunPass:
-    """Return a pass that `failure()` and `halted()` can end.
+    """Wrap a pass so that errors returned by `failure()` and `halted()` end it.
 
-    `failure()` is raised while the pass waits for a receipt, `halted()` at any time. Ray cannot be
-    interrupted from outside, so the pass runs in a thread of its own. `stop` is called when the
-    pass is abandoned and must make it end; a thread that hangs is left behind.
+    The error of `failure()` is raised while the pass waits for a receipt, that of `halted()` at any
+    time. Ray cannot be interrupted from outside, so the pass runs in a separate thread. `stop` is
+    called when the pass is abandoned and must make it end; a thread that hangs is left behind.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -147,7 +147,7 @@ def interruptible(
 
 
 class _PassInThread:
-    """A pass that runs in a thread of its own, which waits until each receipt is taken."""
+    """A pass in a separate thread, which waits until each receipt is taken."""
 
     def __init__(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
         self._receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -163,7 +163,7 @@ class _PassInThread:
     def take(self) -> Any:
         """Return the next receipt, `_END`, or the exception that ended the pass.
 
-        Raises `queue.Empty` if there is none yet.
+        Raises `queue.Empty` if there is none within STALL_LOOK seconds.
         """
         item = self._receipts.get(timeout=STALL_LOOK)
         self._ended = item is _END or isinstance(item, BaseException)
@@ -174,7 +174,7 @@ class _PassInThread:
         self._left.set()
         if not self._ended:
             _give_up(stop)
-            self._thread.join(STOP)  # what it holds of Ray it should let go of before Ray is left
+            self._thread.join(STOP)  # it should release Ray's objects before the run leaves Ray
 
     def _pump(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
         end: Any = _END
@@ -187,7 +187,7 @@ class _PassInThread:
         self._give(end)
 
     def _give(self, item: object) -> bool:
-        """Hand an item over; return False if nobody takes it any more."""
+        """Hand an item to `take`; return False if the pass was abandoned."""
         while not self._left.is_set():
             try:
                 self._receipts.put(item, timeout=STALL_LOOK)

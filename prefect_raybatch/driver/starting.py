@@ -1,6 +1,6 @@
 """Start-up phases of a run until its first shard is committed, with their durations.
 
-The driver knows how long it waits for the cluster and for Ray's workers; from then on the engines
+The driver measures how long it waits for the cluster and for Ray's workers; after that the engines
 report their own phases (`stages/vllm/phases.py`). Of several engines, the slowest one is shown.
 """
 
@@ -22,7 +22,7 @@ from prefect_raybatch.stages.vllm.phases import (
 
 
 class Starting:
-    """The start of a pass. Thread-safe; times are seconds of `clock`."""
+    """The start of a pass, phase by phase. Thread-safe; times are seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self.clock = clock
@@ -70,7 +70,7 @@ class Starting:
         self._since = now
 
     def seconds(self) -> dict[str, float]:
-        """Return {phase: seconds so far}, in order; the last phase is still running.
+        """Return {phase: seconds so far} in the order of time; the last phase is still running.
 
         Phases that were never reported are left out.
         """
@@ -85,8 +85,8 @@ class Starting:
             if not began:
                 return _rounded(found)
             before = found.pop(ON_WORKERS)
-            # What engines did before the run had them, started while its input was copied, is no
-            # part of what it waited for.
+            # Prewarmed engines started before the run had them; the run did not wait for that
+            # part of their start.
             began = _since(now - before, began)
             found[ON_WORKERS] = max(0.0, before - max(0.0, now - began[0][0]))
             for (at, name), (until, _) in zip(began, [*began[1:], (now, "")], strict=True):
@@ -94,7 +94,7 @@ class Starting:
             return _rounded(found)
 
     def text(self) -> str:
-        """Return the phases and how many engines are ready.
+        """Return a text with the duration of each phase and how many engines are ready.
 
         For example `cluster 3 s, workers 2 s, imports 9 s, weights 12 s`.
         """
@@ -107,7 +107,11 @@ class Starting:
 
 
 def _since(start: float, began: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Return the phases that were not over at `start`; the one under way then begins there."""
+    """Return the phases in `began` without those that ended before `start`.
+
+    The phase in progress at `start` then begins there. Phases are (start time, name), in the order
+    of time.
+    """
     over = sum(at <= start for at, _ in began[1:])
     return [(max(at, start), name) for at, name in began[over:]]
 

@@ -1,7 +1,7 @@
 """Why an attempt stopped over its error budget: how many rows had failed, and a sample of them.
 
 The shard that would cross the limit is not committed, so no commit counts its failed rows. They are
-kept in the attempt's note for people; correctness never depends on them. `failed_sample` adds
+kept in the attempt's record for people; correctness never depends on them. `failed_sample` adds
 failed rows of committed shards.
 """
 
@@ -25,8 +25,8 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-KEPT, SAID = 20, 2  # failed rows that a stop keeps, and that are said in a message
-TEXT, LINE = 500, 160  # characters of a row's message that are kept and said
+KEPT, SAID = 20, 2  # failed rows that a stop keeps, and that a message shows
+TEXT, LINE = 500, 160  # characters of a row's message that are kept and shown
 MAX_PIECE = 1 << 30  # bytes
 COMMITS_READ = 1000  # commits that are looked through for failed rows: more would take too long
 FROM_A_SHARD = 5  # sampled rows of one shard at most, so that others are shown too
@@ -34,7 +34,7 @@ FROM_A_SHARD = 5  # sampled rows of one shard at most, so that others are shown 
 
 @dataclass(frozen=True)
 class Sample:
-    """A failed row: its row number, and what the quarantine files say about it."""
+    """A failed row: its row number, with stage, error and message from the quarantine files."""
 
     row: int
     stage: str
@@ -46,8 +46,9 @@ class Sample:
 class Stop:
     """An attempt that stopped over its error budget.
 
-    `failed` of the `rows` planned had failed, and the limit allows `allowed`; `held_back` of them
-    belong to a shard that was not committed. `tried` are the rows that were tried, None if unknown.
+    Of the `rows` planned, `failed` had failed, and the limit allows `allowed`. `held_back` of the
+    failed rows belong to `shard`, which was not committed. `tried` counts the rows that had been
+    tried; None if unknown.
     """
 
     failed: int
@@ -63,7 +64,7 @@ class Stop:
 
     @classmethod
     def from_note(cls, note: JsonObject) -> Stop | None:
-        """Read the stop from an attempt's note; None if there is none or it is unreadable."""
+        """Read the stop from the note of an attempt's end; None if it has none or is unreadable."""
         try:
             value = dict(note["stopped"])
             value["sample"] = tuple(Sample(**one) for one in value["sample"])
@@ -76,7 +77,7 @@ class Stop:
             return None
 
     def line(self) -> str:
-        """Return what happened in one sentence without a full stop."""
+        """Describe the stop in one sentence without a full stop."""
         text = f"{self.share()}, at most {self.allowed:,} may{self.rest()}"
         if self.held_back:
             rest = "all" if self.held_back == self.failed else f"{self.held_back:,} of them"
@@ -84,18 +85,18 @@ class Stop:
         return text
 
     def share(self) -> str:
-        """Return how many of the rows that were tried failed."""
+        """Describe how many of the tried rows failed."""
         if self.tried is None:
             return f"{self.failed:,} of {counted(self.rows, 'row')} failed"
         return f"{self.failed:,} of {counted(self.tried, 'row')} tried failed"
 
     def rest(self) -> str:
-        """Return how many rows were not tried, as the rest of a sentence."""
+        """Return the end of a sentence: how many rows were not tried; "" if none or unknown."""
         left = 0 if self.tried is None else self.rows - self.tried
         return f"; {left:,} {'was' if left == 1 else 'were'} not tried" if left > 0 else ""
 
     def lines(self) -> list[str]:
-        """Return a line for each failed row of the sample."""
+        """Return a line for each of the first SAID failed rows of the sample."""
         return [
             f"row {one.row:,}: {one.stage}: {one.error}: {_short(one.message, LINE)}"
             for one in self.sample[:SAID]
@@ -107,8 +108,9 @@ def failed_rows(
 ) -> tuple[Sample, ...]:
     """Return the first failed rows in the quarantine `pieces` of one shard.
 
-    `start` is the shard's first row in the run's input, and `numbers` returns the run's row
-    numbers. Rows that cannot be read are left out, because the sample only explains a stop.
+    `start` is the shard's first row in the run's input, and `numbers` returns what maps positions
+    there to row numbers, which in a retry are those of the original input. Rows that cannot be read
+    are left out, because the sample only explains a stop.
     """
     found: list[Sample] = []
     for piece in pieces:
@@ -145,8 +147,8 @@ def failed_sample(
 ) -> list[Sample]:
     """Return up to `most` failed rows of a run whose latest attempt ended with `stop`.
 
-    They are of the shard that crossed the error budget, which no commit covers, and of committed
-    shards. Unreadable rows are left out, because the sample only explains.
+    They come from the shard that crossed the error budget, which has no commit, and from committed
+    shards. Rows that cannot be read are left out, because the sample only explains.
     """
     try:
         return _sample(Ledger(open_store(uri, options)), most, stop)
@@ -156,7 +158,10 @@ def failed_sample(
 
 
 def last_stop(uri: str, options: StoreOptions | None) -> Stop | None:
-    """Return why the latest attempt at a run stopped, if it was the error budget."""
+    """Return the stop of a run's latest attempt if that was over its error budget, else None.
+
+    Earlier attempts do not count. Also returns None if the run cannot be read.
+    """
     try:
         return _latest_stop(Ledger(open_store(uri, options)))
     except (RayBatchError, OSError) as error:
@@ -177,7 +182,7 @@ def _sample(ledger: Ledger, most: int, stop: Stop | None) -> list[Sample]:
 
 
 def _latest_stop(ledger: Ledger) -> Stop | None:
-    """Return why the latest attempt stopped, if it was the error budget."""
+    """Return the stop of the latest attempt if that was over its error budget, else None."""
     notes = []
     for name in ledger.attempts():
         try:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["backfill_job", "batch_inference", "retry_failed", "tune_job"]
 
-# Here, since calling a flow reaches for Prefect's server before any code of ours runs.
+# At import, because Prefect contacts its server before it runs the code of a flow.
 bypass_for_local_addresses()
 
 
 def __getattr__(name: str) -> Any:
-    """Import the flows on demand, because Prefect imports the blocks at each of its starts."""
+    """Import the flows on first use, because Prefect imports this package at each of its starts."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from prefect_raybatch.flow import flows

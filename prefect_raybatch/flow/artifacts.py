@@ -51,8 +51,8 @@ def tune_key(job: str) -> str:
 def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
     """Create the artifact, or update the one that this flow run has under the key; return its id.
 
-    So a retry and the end of a run continue the same artifact. With a run key, the description
-    ends with it, and only an artifact of that run is updated.
+    A retry and the end of a run then continue the same artifact. With `run_key`, the description
+    ends with that key, and only an artifact of that run is updated.
     """
     if run_key is not None:
         artifact.description = f"{artifact.description} {of_run(run_key)}"
@@ -67,7 +67,7 @@ def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
 
 
 def of_run(run_key: str) -> str:
-    """Return the end of the description of a run's artifacts, which tells them from other runs'."""
+    """Return the text that ends the description of a run's artifacts and identifies the run."""
     return f"Run {code_span(run_key)}."
 
 
@@ -92,7 +92,7 @@ def _existing(key: str, run_key: str | None) -> UUID | None:
 
 
 def update(id: UUID, artifact: Artifact) -> None:
-    """Replace data and description of the artifact with this id by those of `artifact`."""
+    """Replace data and description of the artifact `id` by those of `artifact`."""
     _make_harmless(artifact)
     data: Any = artifact.format(_sync=True)  # type: ignore[call-arg]
     client = get_client(sync_client=True)

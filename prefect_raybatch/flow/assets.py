@@ -36,9 +36,9 @@ def asset_key(output: str, job: str) -> str:
 
 
 def source_keys(source: Source) -> list[str]:
-    """Return the asset keys of a job's sources.
+    """Return the asset keys of a job's sources, at most UPSTREAM.
 
-    The result of another run of this package has the key of the job that wrote it.
+    A source that is the result of a run gets the asset key of the job that wrote it.
     """
     keys: dict[str, None] = {}
     for uri in source.uris[:UPSTREAM]:
@@ -57,7 +57,7 @@ def _named(uri: str) -> str:
 
 
 def _result_of(uri: str, options: dict[str, Any]) -> str | None:
-    """Return the key of the job whose run wrote that place; None if no run did."""
+    """Return the asset key of the job whose run wrote the result at `uri`; None if no run did."""
     place = uri.rstrip("/").removesuffix("/data")
     if VARIES.search(place):
         return None
@@ -69,7 +69,7 @@ def _result_of(uri: str, options: dict[str, Any]) -> str | None:
 
 
 def _fixed(uri: str) -> str:
-    """Return the part of a URI that does not change from run to run."""
+    """Return the folder part of a URI before its first run-dependent part, such as {run_date}."""
     found = VARIES.search(uri)
     if found is None:
         return uri.rstrip("/")
@@ -90,7 +90,7 @@ def _key(uri: str) -> str:
 
 
 def metadata(report: RunReport) -> dict[str, Any]:
-    """Return the asset's metadata about a run."""
+    """Return the asset's metadata: location, run key, job, row counts, files and model."""
     return {
         "location": report.run.rstrip("/") + "/data/",
         "run_key": report.run_key,
@@ -107,9 +107,9 @@ def metadata(report: RunReport) -> dict[str, Any]:
 def materialize_result(report: RunReport, name: str, output: str, source: Source) -> bool:
     """Record the result as an asset with row count and location, and its inputs as upstream assets.
 
-    `name` is the job's; `output` is its output URI before {run_date} and {run_key} are filled in,
-    if known; `source` has its credentials. Return whether it was recorded: an error is only logged,
-    because the result exists in any case.
+    `name` is the job's name; `output` is its output URI before {run_date} and {run_key} are filled
+    in, if known; `source` is the job's source with its credentials. Return whether the result was
+    recorded: an error is only logged, because the result exists in any case.
     """
     try:
         key = asset_key(output, name)

@@ -22,7 +22,7 @@ from prefect_raybatch.storage import open_store
 
 log = logging.getLogger(__name__)
 
-ASSET = "result.asset"  # stands in the record for the asset, which Prefect itself sends
+ASSET = "result.asset"  # name in the record for the asset event, which Prefect itself sends
 CONFIRM_SECONDS = 15.0  # for Prefect to confirm an event
 
 
@@ -31,7 +31,8 @@ class CompletionEvents:
 
     An event is recorded in the run directory once Prefect has confirmed it, so that a repeat of the
     command sends only what is missing. Its id follows from the plan, the event's name and `version`
-    alone, so that a receiver can drop an event that comes twice, as Prefect itself does.
+    alone, so that a receiver can drop an event that comes twice, as Prefect itself does. An event
+    with another `version` (any text) is sent again, e.g. after publishing to one more target.
     """
 
     def __init__(self, run: Run, job: str, options: StoreOptions | None):
@@ -41,7 +42,7 @@ class CompletionEvents:
         self._is_confirming = True
         try:
             self._sent = read_sent(self.store)
-        except RayBatchError as error:  # twice is better than never
+        except RayBatchError as error:  # sending events twice is better than never
             log.warning("cannot read which events were sent, so all are sent again: %s", error)
             self._sent = {}
 
@@ -49,7 +50,7 @@ class CompletionEvents:
         return self._sent.get(name) == str(self._id(name, version))
 
     def send(self, name: str, version: str = "", **payload: object) -> None:
-        """Send the event `name`, unless it was sent with this `version` before.
+        """Send the event `name`, unless a confirmed send with this `version` is recorded.
 
         An event that Prefect does not confirm is queued, and sent again by a repeat of the command.
         """
@@ -85,7 +86,7 @@ class CompletionEvents:
 
 
 def send_confirmed(**fields: Any) -> None:
-    """Send an event and wait until Prefect has received it; else raise."""
+    """Send an event and wait until Prefect has confirmed it; raise if it does not."""
     event = Event(**fields)
     within(CONFIRM_SECONDS, lambda: asyncio.run(_send(event)))
 

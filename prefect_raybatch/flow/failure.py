@@ -80,7 +80,8 @@ PLAIN_MESSAGE = "plain"  # attribute of an explained error: its message before t
 class Cause:
     """The failure of a task and what to do about it.
 
-    `run` is the run directory, if known; `rows` are some of the failed rows.
+    `error` is the name of the exception's class. `run` is the run directory, if known; `rows` are
+    examples of failed rows.
     """
 
     task: str
@@ -132,9 +133,11 @@ def explained(
 ) -> Iterator[None]:
     """Explain an exception of the block, then raise it again.
 
-    An exception that Prefect will retry is only reported as an event. Takes the name and limits of
-    the job, and the run's key and directory, None if not known yet. `sample` returns failed rows,
-    `stop` how many had failed when the error budget ended the run.
+    The explanation is logged, shown as an artifact and appended to the message. `RunDrained` is
+    only reported as an event, and an exception after which Prefect retries the task (`retries`
+    times) is only raised. `name` is the job's name; `run_key` and `run`, the run directory, are
+    None if not known yet. `sample` returns failed rows, `stop` the counts of failed and tried rows
+    when the error budget ended the run, and `limits` are those of the job.
     """
     try:
         yield
@@ -205,7 +208,8 @@ def command_for(
 ) -> str:
     """Return the command that fixes the error or continues the run.
 
-    `stop` is how many rows had failed when the error budget ended the run, None if unknown.
+    `limits` are the job's, `run` is the run directory. `stop` has the counts of failed and tried
+    rows if the error budget ended the run, else it is None.
     """
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
@@ -221,10 +225,10 @@ def command_for(
 
 
 def raised_limits(limits: Limits, stop: Stop | None) -> dict[str, float]:
-    """Return a higher limit of failed rows with which the run can pass.
+    """Return {field: value} of higher limits on failed rows, with which the run can pass.
 
-    At least doubled, and with room for the share of failed rows so far. If almost all rows that
-    were tried failed, no limit helps: return no change.
+    They are at least twice the present `limits`, with room for the share of failed rows so far.
+    Empty if almost all rows that were tried failed, since no limit helps then.
     """
     share = stop.failed / stop.tried if stop is not None and stop.tried else 0.0
     if share > HOPELESS:
@@ -320,7 +324,7 @@ def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:
 class _ShortErrors(logging.Filter):
     """Drops the tracebacks that Prefect logs for the task and for the flow of an explained error.
 
-    If Prefect ends a flow run itself, adds what to do to its message.
+    Prefect's message about a lost lease (`LEASE_LOST`) is replaced by advice.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

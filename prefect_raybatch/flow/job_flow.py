@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_schema_reference(value: Any) -> bool:
-    """Return whether a `$ref` is a schema's: neither the id nor the mapping of a block."""
+    """Return whether the value of `$ref` belongs to a JSON Schema, not to a Prefect block."""
     if isinstance(value, Mapping):
         return not any(key in value for key in BLOCK_KEYS)
     try:

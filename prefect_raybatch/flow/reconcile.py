@@ -66,7 +66,7 @@ OPEN = [
 
 
 def owner(retries: int = 0) -> Owner:
-    """Return the current flow run as the owner of a Ray job; without an id outside Prefect.
+    """Return the current flow run as the owner of a Ray job; outside of Prefect, it has no id.
 
     The task that follows the job is retried `retries` times.
     """
@@ -101,10 +101,10 @@ def owner(retries: int = 0) -> Owner:
 
 @dataclass(frozen=True)
 class Action:
-    """An action of `reconcile_jobs`, or the one that it would take without a dry run.
+    """An action of `reconcile_jobs` or `restart_crashed`; in a dry run, not carried out.
 
-    `what` is stopped, crashed, restarted, deleted or kept; `job` is the Ray job, the run key of a
-    restarted flow run, or the RayCluster.
+    `what` is stopped, crashed, restarted, deleted or kept; `job` is the id of a Ray job, the run
+    key of a crashed flow run, or the name of a RayCluster.
     """
 
     what: str
@@ -148,7 +148,10 @@ def _clusters(kubernetes: Kubernetes, dry_run: bool) -> list[Action]:
 
 
 def _access(job_server: str) -> ClusterAccess:
-    """Return the job server of that URL or block, or the namespace of clusters on Kubernetes."""
+    """Return how to reach the job server or Kubernetes namespace that `job_server` names.
+
+    It is a URL, ray-cluster/NAME or kubernetes/NAMESPACE. Raises `ConfigError` for anything else.
+    """
     if job_server.startswith(ON_KUBERNETES):
         namespace = job_server.removeprefix(ON_KUBERNETES)
         try:
@@ -225,7 +228,7 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def _at_work(client: SyncPrefectClient, run_key: str) -> bool:
-    """Return whether a flow run of that run key, which is its name, is active or has completed."""
+    """Return whether a flow run named `run_key` is active or has completed."""
     ours = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             name=FlowRunFilterName(any_=[run_key]),
@@ -340,7 +343,7 @@ def _label(run: FlowRun, name: str) -> Any:
 
 
 def _open_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
-    """Yield active flow runs that follow a job."""
+    """Yield active flow runs that follow a Ray job."""
     open_runs = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     offset = 0
     while True:

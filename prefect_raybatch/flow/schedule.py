@@ -25,9 +25,10 @@ def scheduled_start() -> datetime | None:
 
 
 def scheduled_date(start: datetime) -> date:
-    """Return the date of a scheduled start where the schedule of this flow run applies.
+    """Return the date of a scheduled start in the time zone of this flow run's schedule.
 
-    In UTC, a schedule at 01:00 in Berlin would skip one date and repeat another when clocks change.
+    In summer, 01:00 in Berlin is still the day before in UTC. With UTC dates, a schedule at that
+    time would repeat one date and skip another when clocks change.
     """
     return start.astimezone(_zone()).date()
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 TEXT_COLUMN = "text"  # the column of a list of texts
 
-# Adds the columns of a table, which has a row for each row of the data, to a copy of the data.
+# Returns a copy of the caller's data with the columns of a table of equal length added.
 AddColumns = Callable[["pa.Table"], Any]
 
 
 def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
-    """Return the columns `fields` of the data, how to add columns to it, and its column names.
+    """Return (columns `fields` of the data, function that adds columns to it, its column names).
 
     Other columns are not read, so they may hold any Python object. Raises `ConfigError` for data of
     another kind, a missing column, and values that no Arrow type holds.
@@ -47,9 +47,9 @@ def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns
 
 
 def _normal(table: pa.Table) -> pa.Table:
-    """Return the table with texts of one type and no metadata.
+    """Return the table with all texts as Arrow's `string` and without metadata.
 
-    So that equal texts of pandas, Polars and Arrow are the same input.
+    Equal texts of pandas, Polars and Arrow are then the same input.
     """
     import pyarrow as pa
 

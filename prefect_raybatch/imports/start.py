@@ -27,12 +27,13 @@ SWITCH = "RAYBATCH_IMPORT_EARLY"
 
 
 class ImportProcess:
-    """The process, until `end`. Actors that it has forked live on."""
+    """A child process that imports vLLM and forks actors until `end`; the actors live on."""
 
     def __init__(self, python: str, engine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Start the process with the interpreter `python`.
 
-        Its environment is that of this process, with `defaults` below and the `engine`'s above.
+        Its environment is that of this process, overridden by `engine`, an engine's variables;
+        `defaults` fill gaps.
         """
         self.python, self.engine = python, dict(engine)
         with contextlib.ExitStack() as undo:
@@ -60,12 +61,12 @@ class ImportProcess:
             self._undo = undo.pop_all()
 
     def program(self) -> str:
-        """Return the command line with which Ray starts an actor that is forked by the process."""
+        """Return the command line that Ray runs in place of Python, to get an actor forked."""
         words = [self.python, "-I", "-S", launcher.__file__, self._socket, self.python]
         return shlex.join(words)
 
     def end(self) -> None:
-        """End the process, also while it imports."""
+        """Kill the process, even while it imports."""
         self._process.kill()
         try:
             self._process.wait(IMPORTS_END)
@@ -82,15 +83,16 @@ _current: ImportProcess | None = None
 def import_process(
     python: str | None, engine: Mapping[str, str] | None, defaults: Mapping[str, str]
 ) -> Iterator[None]:
-    """Have engines of the block that start in new actors of this machine forked from one process.
+    """In the `with` block, fork new engine actors of this machine from one process with vLLM.
 
-    It begins to import at once, with the variables `engine` beside this process's, and `defaults`
-    where neither has one. `python` is that of Ray's workers if it is another one. Nothing is begun
+    The process begins to import at once. Its environment is this one's, overridden by `engine`, the
+    variables of the engines; `defaults` fill gaps. `python` is the interpreter of Ray's workers;
+    None stands for this process's interpreter. No process starts
 
     - within another such block,
     - if `engine` is None: no engine starts here,
-    - if the variables name how vLLM makes its processes,
-    - or if `SWITCH` is off.
+    - if the environment sets vLLM's VLLM_WORKER_MULTIPROC_METHOD,
+    - or if `SWITCH` is off, or this is not Linux.
     """
     global _current
     begun: ImportProcess | None = None
@@ -116,9 +118,9 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def actor_options(engine: Mapping[str, str] | None) -> dict[str, object]:
-    """Return the options for Ray with which an actor with an engine of these variables is forked.
+    """Return Ray's actor options that have an actor with environment `engine` forked.
 
-    None without a process, or if it has imported with other variables.
+    Empty if no process imports vLLM, or if it was started with another `engine`.
     """
     process = _current
     if process is None or engine is None or dict(engine) != process.engine:

@@ -1,1 +1,1 @@
-"""What a user writes, and what it is not allowed to do."""
+"""Job files: their fields, the checks of their values, and what a job may not do."""

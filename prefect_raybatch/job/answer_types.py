@@ -37,8 +37,8 @@ MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED
 class AnswerShape:
     """Type of one value of an answer.
 
-    `names`: a struct's properties; `item`: the type in a list or map; `why`: for JSON text, why it
-    has no type.
+    `names`: a struct's properties; `item`: the type in a list or map; `why`: why the value is kept
+    as JSON text and has no type of its own.
     """
 
     kind: AnswerKind
@@ -65,7 +65,10 @@ class AnswerShape:
         return pa.field(name, self.type(), nullable=self.nullable)
 
     def texts(self, place: str) -> Iterator[tuple[str, str]]:
-        """Yield (place, reason) of each part that is kept as JSON text."""
+        """Yield (place, reason) of each part of this value that is kept as JSON text.
+
+        `place` is the dotted name of the value, with which the yielded places begin.
+        """
         if self.kind == "json":
             yield place, self.why
         if self.item is not None:
@@ -93,7 +96,7 @@ def columns_of(text: str) -> dict[str, AnswerShape]:
 
 @dataclass
 class _Schema:
-    """A schema whose shapes are counted.
+    """A JSON Schema, and how many column types (shapes) were made from it so far.
 
     Each $ref creates its target's type anew, so a short schema of references to references can have
     more columns than memory holds.
@@ -141,7 +144,7 @@ def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
 def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
     """Return the only member of a union besides null, and whether the union has null.
 
-    None for a union of several members, and for none.
+    None for a union of several members, and for a part that is no union.
     """
     composed = [word for word in COMPOSED if word in part]
     if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):

@@ -21,11 +21,12 @@ RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterAccess:
-    """The address or the job server of a cluster, both None for a local one.
+    """How to reach a cluster: by address, by job server, or as created from `kubernetes`.
 
-    `token` is Ray's, by default that of the environment; `headers` are sent with each request to
-    the job server, including the token. `block` is the block that these come from, None for the
-    job. No secret is in the repr.
+    All three are None for a local cluster. `token` is Ray's authentication token, by default the
+    environment's token; `headers` are sent with each request to the job server, including the
+    token. `block` names the Prefect block with these settings, None if the job has them. The repr
+    hides token and headers.
     """
 
     address: str | None = None
@@ -37,7 +38,7 @@ class ClusterAccess:
 
     @property
     def remote(self) -> bool:
-        """Return whether runs are jobs of a Ray job server and so work in no process of ours."""
+        """Return whether runs are submitted as Ray jobs, and so do not work in this process."""
         return self.job_server is not None or self.kubernetes is not None
 
 
@@ -126,7 +127,7 @@ class Cluster(Group):
         text="Currency of the prices and of limits.max_cost, shown after each cost. Example: EUR. "
         "Default: none is shown.",
     )
-    _access: ClusterAccess | None = PrivateAttr(None)  # of the block; in no record
+    _access: ClusterAccess | None = PrivateAttr(None)  # loaded from the block; never recorded
 
     @property
     def access(self) -> ClusterAccess:
@@ -141,7 +142,7 @@ class Cluster(Group):
 
     @property
     def access_if_loaded(self) -> ClusterAccess | None:
-        """Return how to reach the cluster if its block is loaded, else None."""
+        """Return the access that `with_access` set from a block; None if there is none."""
         return self._access
 
     def with_access(self, access: ClusterAccess) -> Cluster:
@@ -152,7 +153,7 @@ class Cluster(Group):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the job names a running cluster, or one to create on Kubernetes."""
+        """Whether the job names a running cluster, a block, or one to create on Kubernetes."""
         address = self.address not in (None, LOCAL)
         return bool(address or self.block or self.kubernetes.asked)
 

@@ -131,7 +131,7 @@ class ModelEndpoint(Group):
 
     @property
     def asked(self) -> ModelEndpoint | None:
-        """Return None if the group is empty, which leaves the rows to vLLM."""
+        """Return the endpoint, or None if the group is empty: vLLM then answers the rows."""
         return self if self.url or self.block else None
 
     @classmethod
@@ -143,9 +143,9 @@ class ModelEndpoint(Group):
 
 
 def models_beside_endpoints(value: Mapping[str, Any]) -> dict[FieldPlace, str]:
-    """Return a fault for each `model` beside an `endpoint` that a job file names, by place.
+    """Return {place of the field: error} for each `model` that a job file sets beside `endpoint`.
 
-    The validated job does not tell a default that was written from one that was not.
+    The validated job does not show whether a default value was written in the job file.
     """
     faults: dict[FieldPlace, str] = {}
     for place in (("engine",), ("output", "escalate", "to")):

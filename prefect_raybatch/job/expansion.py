@@ -43,9 +43,9 @@ Faults = dict[FieldPlace, str]
 
 
 def expanded(value: Mapping[str, Any]) -> tuple[dict[str, Any], Faults]:
-    """Return the values of a job file with its paths expanded, and what is wrong by place.
+    """Return (values of a job file with its paths expanded, {place of a field: what is wrong}).
 
-    Returns them unchanged if the policy in force is that of jobs from elsewhere.
+    Expands nothing in a job that comes through Prefect's API or a job server.
     """
     made, faults = copy.deepcopy(dict(value)), Faults()
     if policy_in_force().limited:
@@ -86,7 +86,10 @@ def _expanded(value: object, place: FieldPlace, faults: Faults) -> object:
 
 
 def anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values of a job file with relative files of functions and classes in `folder`."""
+    """Return the values of a job file, with `folder` put before each relative `file.py:NAME`.
+
+    Such values name functions and classes. Changes `value`.
+    """
     for field in FUNCTION_FIELDS:
         group, name = field.split(".")
         fields = value.get(group)

@@ -62,8 +62,8 @@ def explain(
 ) -> str:
     """Return a pydantic error as lines that name the field, what is wrong, and the value.
 
-    `text` is the job file, from which come the numbers of lines and how a value was written.
-    `more` are further faults by place.
+    `where` begins each line. `text` is the job file, for line numbers and for values as written.
+    `more` maps places to further errors.
     """
     found = [] if error is None else error.errors(include_url=False)
     items = [(item, *_place(model, item["loc"])) for item in found]
@@ -92,7 +92,10 @@ def explain(
 
 
 def _line_of(message: str, place: FieldPlace, text: YamlText) -> int | None:
-    """Return the line of the field that a message is about: at `place`, or named by its start."""
+    """Return the line number, in `text`, of the field that a message is about.
+
+    This is the field below `place` with which the message begins, else `place` itself.
+    """
     first = re.match(r"\w+(\.\w+)*", message)
     inner = (*place, *first[0].split(".")) if first else place
     around, named = text.line(place), text.line(inner)
@@ -100,9 +103,9 @@ def _line_of(message: str, place: FieldPlace, text: YamlText) -> int | None:
 
 
 def _joined(messages: list[str]) -> Iterator[str]:
-    """Yield the messages about one place, with those of a union joined.
+    """Yield the lines of the messages about one place, of which those of a union become one.
 
-    Messages of several lines stay separate.
+    That one is such as "must be a number or a list (value: ...)".
     """
     value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
     plain = [message.removesuffix(value) for message in messages]
@@ -135,7 +138,7 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
 
 
 def _fault(item: ErrorDetails) -> str:
-    """Return what is wrong with a value: in the words of `MUST_BE`, or as our check said it."""
+    """Return what is wrong with a value: a text of MUST_BE, or the message of our own check."""
     needed = MUST_BE.get(item["type"])
     if needed is None:
         text: str = item["msg"].removeprefix("Value error, ")
@@ -150,13 +153,16 @@ def _fault(item: ErrorDetails) -> str:
 
 
 def _nearest_name(place: FieldPlace, kind: object) -> str | None:
-    """Return the field that an unknown one most likely means."""
+    """Return the field of `kind` most similar to an unknown one; None if none is similar."""
     close = get_close_matches(str(place[-1]), sorted(_names(kind)), n=1)
     return close[0] if close else None
 
 
 def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
-    """Return the message about a value in the place of a group of fields."""
+    """Return the message about a value `given` where the group `kind` (a mapping) must be.
+
+    `name` is the group's last name.
+    """
     first, field = next(iter(kind.model_fields.items()))
     kinds = (field.annotation, *get_args(field.annotation))
     taken = isinstance(given, str) and (str in kinds or given in kinds)
@@ -173,7 +179,10 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
 
 
 def _no_text(given: object, written: str | None, hidden: bool) -> str:
-    """Return the message about a value that YAML read as something other than text."""
+    """Return the message about a value that must be text and that YAML read as something else.
+
+    `given` is what YAML read, `written` its original text, if known. `hidden`: do not quote it.
+    """
     if isinstance(given, dict):
         return "must be text and is a mapping; put quotes around text that begins with {"
     if isinstance(given, (list, tuple)):
@@ -228,7 +237,7 @@ def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace
 
 
 def _options(kind: object) -> list[object]:
-    """Return the alternatives of a value besides None."""
+    """Return the members of a union except None; for any other type, return [`kind`]."""
     if get_origin(kind) in (Union, UnionType):
         return [one for one in get_args(kind) if one is not type(None)]
     return [kind]
@@ -244,14 +253,14 @@ def _label_of(part: str) -> str:
 
 
 def _names(kind: object) -> set[str]:
-    """Return the names of all fields of a group."""
+    """Return the names of all fields of a group; empty if `kind` is no group."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return set()
     return {field.alias or name for name, field in kind.model_fields.items()}
 
 
 def _short(value: object) -> str:
-    """Return the start of a value; never all of one that aliases have expanded."""
+    """Return at most 80 characters of a value, which YAML aliases may expand to billions."""
     if isinstance(value, str):
         return value[:80]
     brief = reprlib.Repr()

@@ -93,14 +93,17 @@ def parse_filter(text: str) -> Condition:
 
 
 def columns_in(condition: Condition) -> tuple[str, ...]:
-    """Return the columns it uses, in order of first use."""
+    """Return the columns that a condition uses, in order of first use."""
     if isinstance(condition, AllOf | AnyOf):
         return tuple(dict.fromkeys(name for part in condition.parts for name in columns_in(part)))
     return (condition.column,)
 
 
 def negate(condition: Condition) -> Condition:
-    """Return NOT, moved inwards. As in SQL, null satisfies neither a condition nor its negation."""
+    """Return NOT `condition`, with the NOT moved inwards to the comparisons.
+
+    As in SQL, null satisfies neither a condition nor its negation.
+    """
     if isinstance(condition, AllOf | AnyOf):
         parts = tuple(map(negate, condition.parts))
         return AnyOf(parts) if isinstance(condition, AllOf) else AllOf(parts)
@@ -121,12 +124,12 @@ class _Token:
 
     @property
     def keyword(self) -> str:
-        """Return the token as a keyword or a sign."""
+        """Return the token in capitals if it may be a keyword or is a sign, else ""."""
         return self.value.upper() if self.kind in ("word", "sign") else ""
 
 
 class _Reader:
-    """Parses the tokens from left to right; OR binds weaker than AND, AND weaker than NOT."""
+    """A recursive-descent parser of a filter; OR binds weaker than AND, AND weaker than NOT."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens(text))
@@ -144,7 +147,7 @@ class _Reader:
         return self._tokens[self._next]
 
     def _take(self, *keywords: str) -> _Token | None:
-        """Return the next token if it is one of these."""
+        """Consume and return the next token if it is one of `keywords`; else return None."""
         token = self._seen
         if token.keyword not in keywords or not keywords:
             return None

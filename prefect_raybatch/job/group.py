@@ -30,14 +30,14 @@ from prefect_raybatch.job.secrets import (
 
 
 def field(default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
-    """Return a described field."""
+    """Return a pydantic field with a title and, as its description, `text`."""
     return Field(default, title=title, description=text, **kwargs)
 
 
 def field_check(
     *fields: str, by: Callable[[Any], object], mode: Literal["before", "after"] = "after"
 ) -> Any:
-    """Return a validator that calls `by` with the value of each field.
+    """Return a pydantic validator that calls `by` with the value of each of the fields.
 
     With mode "after", None is not checked. The field gets what `by` returns; if that is None, it
     keeps its value.
@@ -60,8 +60,8 @@ def show_plainly(field: dict[str, Any]) -> None:
     """Simplify unions in a field's schema, for Prefect's form.
 
     The form shows a union as tabs named after Python's types, and users must find the right tab
-    first. An optional field becomes a plain one without a default, for which Prefect's server
-    accepts null as well, and int | float a number. Other unions get tabs with readable names.
+    first. So an optional field becomes a plain one without a default (Prefect's server accepts null
+    for it), int | float becomes a number, and other unions get tabs with readable names.
     """
     if "ge" in field:  # pydantic leaves the bound of a union as it is
         field["minimum"] = field.pop("ge")
@@ -89,7 +89,7 @@ def _is_group(annotation: object) -> bool:
 
 
 class Group(BaseModel):
-    """Fields that belong together; unknown ones are rejected."""
+    """A group of a job's fields, such as `source`; unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, hide_input_in_errors=True)
 
@@ -130,9 +130,10 @@ class Group(BaseModel):
     def _hidden(
         self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
-        """Serialize to JSON with credentials masked, unless the context asks for them.
+        """Serialize the group; in JSON mode, mask credentials.
 
-        `to_dict` asks for them.
+        Credentials are not masked in Python mode, or if the context is {"clear": True}, which a
+        job's `to_dict` uses.
         """
         value: dict[str, Any] = handler(self)
         if info.mode != "json" or (info.context or {}).get("clear"):
@@ -145,7 +146,7 @@ class Group(BaseModel):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Return whether it is a mapping with arbitrary names."""
+        """Return whether the field `name` may hold credentials, so that its value is masked."""
         return name in ("options", "env", "catalog")
 
     def _shown(self, name: str, value: Any) -> Any:

@@ -6,9 +6,9 @@ from pydantic import field_validator
 
 from prefect_raybatch.job.group import Group, field
 
-MOST_PIXELS = 178_956_970  # above these Pillow refuses whatever it is asked
+MOST_PIXELS = 178_956_970  # Pillow refuses larger images, whatever its settings
 ASPECT = 200  # ratio of the sides of an image from which on models refuse it
-UNKNOWN = (512, 512)  # the size that an image is taken for where none is set
+UNKNOWN = (512, 512)  # (width, height) assumed for images if no size is set
 DIGESTS_COLUMN = "image_digests"  # of output.extras
 
 

@@ -56,9 +56,10 @@ def read_job_file(path: str | Path) -> YamlText:
 
 
 def with_line(message: str, path: str) -> str:
-    """Return a message that begins with a field, with the job file and the line of that field.
+    """Return a message about a field with the job file and the line of the field put in front.
 
-    Unchanged if it begins with no field of the file, and if the file cannot be read.
+    The message is unchanged if it does not begin with a field of the file, or the file is
+    unreadable.
     """
     named = re.match(r"(\w+(?:\.\w+)+): ", message)
     if named is None:

@@ -27,8 +27,8 @@ SCALES: dict[str | None, Decimal] = {
     **{f"{letter}i": Decimal(1024**power) for power, letter in enumerate("KMGTP", 1)},
 }
 GPU = "nvidia.com/gpu"
-# What the fields give where they are left out. They stand here and not as defaults, so that a form
-# that shows the group sends nothing of a cluster that nobody asked for: an empty group is none.
+# Values of fields that are left out. They are no pydantic defaults, because Prefect's form would
+# send those and so request a cluster: only an empty group means no cluster.
 WORKERS, GPUS, WORKER_CPU, WORKER_MEMORY = 1, 1, "8", "32Gi"
 HEAD_CPU, HEAD_MEMORY = "2", "8Gi"
 # With less, Ray keeps an object store of 30 % of 32 GiB or more on the disk: see check_shm.
@@ -53,7 +53,7 @@ def quantity(text: object) -> Decimal:
 
 @dataclass(frozen=True)
 class PodShape:
-    """Settings of a cluster's pods without a manifest: each field, or its default."""
+    """Settings of a cluster's pods without a manifest: the job's fields, defaults filled in."""
 
     workers: int
     gpus: int
@@ -271,7 +271,7 @@ class Kubernetes(Group):
 
     @property
     def asked(self) -> Kubernetes | None:
-        """Return None if the group is empty, which asks for no cluster."""
+        """Return the group, or None if it is empty: the job then creates no cluster."""
         return self if self.image or self.manifest or self.manifest_file else None
 
     @property

@@ -1,4 +1,4 @@
-"""Jobs about OpenAI batch files: what such a file decides, and what does not go with it."""
+"""Jobs whose input is an OpenAI batch file: fields that the file decides or that it excludes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ANSWER_EXTRAS = ("finish_reason", "prompt_tokens", "output_tokens")
 
 
 def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a job; if it is about a batch file, with those that the file decides.
+    """Return the fields of a job, with those added that follow from a batch file as its input.
 
-    What the job itself sets stays. Groups may be wrong: they are checked later.
+    Fields that the job itself sets are unchanged. Groups of a wrong type are left to later checks.
     """
     source = _fields(job.get("source"))
     if source is None or source.get("format") != BATCH_FORMAT:
@@ -59,7 +59,10 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _decided_fields(engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the fields of the groups that follow from the engine."""
+    """Return the fields that a batch file as input decides, as {group: {field: value}}.
+
+    `engine` are the fields of the job's engine.
+    """
     if engine.get("task") == "embed":
         return {"prompt": {"function": EMBEDDING_REQUEST}}
     function = TEXT_REQUEST
@@ -80,11 +83,12 @@ def _is_hosted(engine: Mapping[str, Any]) -> bool:
 
 
 def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job without those that `with_batch_fields` sets again.
+    """Return the fields of a job without those that an OpenAI batch file as its input decides.
 
-    So they follow from the other fields once more after a change of these. What the job itself sets
-    stays, also where it is a default. `job` are the validated groups, `fields` those without
-    defaults.
+    After other fields are changed, `with_batch_fields` sets them anew, to suit the change. Fields
+    that the job itself sets stay, unless equal to the decided value. `job` has the validated
+    groups, `fields` their plain values without defaults. Returns `fields` if the source is no batch
+    file, or if the requests are not made by the function that `with_batch_fields` would set.
     """
     decided = _decided_fields(fields.get("engine", {}))
     own_function = job["prompt"].function != decided["prompt"]["function"]
@@ -105,7 +109,7 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
 
 
 def _unset(group: Mapping[str, Any], *names: str) -> bool:
-    """Return whether a group has none of these fields."""
+    """Return whether each of these fields is missing in the group, or None."""
     return all(group.get(name) is None for name in names)
 
 
@@ -119,7 +123,7 @@ def _fields(group: object) -> dict[str, Any] | None:
 def check_batch_file(
     source: Source, function: str | None, sampling: Sampling, task: str, output: Output
 ) -> None:
-    """Raise ValueError for a field that does not go with a batch file, or without one."""
+    """Raise ValueError for a field that does not go with an OpenAI batch file, or needs one."""
     if source.format != BATCH_FORMAT:
         if source.served_as is not None:
             raise ValueError(

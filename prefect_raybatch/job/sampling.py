@@ -12,7 +12,7 @@ from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.job.vllm import sampling_ranges
 from prefect_raybatch.job.vllm.structured_outputs import check_label_texts, with_schema_text
 
-# Fields of vLLM that change nothing but what a result does not hold.
+# Fields of vLLM that affect only output that a result does not hold; rejected.
 NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
 
 # The same, but runs have begun with them: refused where a run begins, not where one is continued.
@@ -50,7 +50,7 @@ class Sampling(Group):
 
     @property
     def expected_tokens(self) -> int:
-        """The most tokens of an answer; an assumption if the context is the only limit."""
+        """The most tokens of an answer; an assumed number if only the context limits it."""
         return ASSUMED_TOKENS if self.max_tokens is None else self.max_tokens
 
     def given(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Sampling(Group):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """vLLM's sampling fields that have no field here."""
+        """vLLM's sampling fields that the job sets and that have no field here, {name: value}."""
         return dict(self.model_extra or {})
 
     @field_validator("choice")

@@ -32,7 +32,7 @@ SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
 
 def check_schema_limits(schema: object) -> None:
-    """Raise ValueError, with the place in the schema, if it exceeds a limit of this module."""
+    """Raise ValueError, with the place in the schema, if the schema exceeds a limit."""
     _check_depth(schema)
     for number, (place, part) in enumerate(parts_of(schema), 1):
         if number > MOST_PARTS:
@@ -53,7 +53,10 @@ def check_schema_limits(schema: object) -> None:
 def parts_of(
     part: Any, place: str = "", by_name: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each schema in a schema with its place; `by_name`: `part` maps names to schemas."""
+    """Yield (place, schema) of each schema in `part`, which is a schema, or a list of schemas.
+
+    `by_name`: `part` maps names to schemas, as `properties` does. `place` is that of `part`.
+    """
     if isinstance(part, dict) and not by_name:
         yield place or "the root", part
     inner = part.items() if isinstance(part, dict) else enumerate(part)
@@ -64,7 +67,7 @@ def parts_of(
 
 
 def target_of(schema: object, reference: str) -> Any:
-    """Return the target of a $ref within this document; raise ValueError if there is none."""
+    """Return the part of `schema` to which a $ref refers; raise ValueError if there is none."""
     at: Any = schema
     for name in reference.lstrip("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -139,7 +142,7 @@ def _values_in(value: object) -> Iterator[object]:
 
 
 def _check_references(schema: object) -> None:
-    """Raise ValueError if references lead back to a schema without going into a part of the value.
+    """Raise ValueError if references lead back to a schema without entering a property or item.
 
     Validating any answer with such a schema would never end.
     """

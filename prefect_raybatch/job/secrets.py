@@ -2,8 +2,8 @@
 
 Prefect keeps a flow's parameters, and shows them to everybody who can see its page.
 
-A value is secret unless its name is known to be of something else, because nobody can list all
-names of credentials.
+A value counts as secret unless its name is known as harmless, because nobody can list all names of
+credentials.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 from prefect_raybatch.job.variables import VARIABLE
 
 MASK = "**********"
-CLEAR = {"clear": True}  # pydantic context that asks for a job as it is
+CLEAR = {"clear": True}  # pydantic context that leaves credentials unmasked
 SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # names, or beginnings with a *, that the operator knows
 # Store options that hold no secret.
 OPTIONS = frozenset(
@@ -90,7 +90,10 @@ _PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
 
 def hide_options(value: object, name: str = "") -> Any:
-    """Return store options with everything masked that `OPTIONS` does not name."""
+    """Return store options with values masked, except empty ones, booleans and harmless ones.
+
+    Names decide which values are harmless (`safe_option`); in URLs, credentials are masked.
+    """
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -99,15 +102,15 @@ def hide_options(value: object, name: str = "") -> Any:
 
 
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return properties of a catalog with all masked except those in `CATALOG` and `OPTIONS`.
+    """Return an Iceberg catalog's properties, masked except for those named in CATALOG or OPTIONS.
 
-    Names of environment variables are shown, because their values are not in the job.
+    A value such as ${NAME} is shown, because the variable's value is not in the job.
     """
     return {name: _shown_property(str(name), inner) for name, inner in value.items()}
 
 
 def catalog_secrets(properties: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the secret texts in a catalog's properties, with their variables filled in."""
+    """Yield the secret texts in a catalog's properties, in which ${NAME} is already filled in."""
     for name, inner in properties.items():
         if isinstance(inner, Mapping):
             yield from catalog_secrets(inner)
@@ -130,7 +133,7 @@ CATALOG_PLACE = ("type", "name", "uri", "warehouse", "prefix")
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a catalog that identify it, none of them a credential.
 
-    Anything left out is `...`, so that the job of a plan can be read.
+    Masked parts become `...`, so that the job in a plan is still valid.
     """
     return {
         name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
@@ -139,23 +142,24 @@ def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of a catalog that identify it, as the fingerprint counts them.
+    """Return the properties that identify a catalog, for the fingerprint, without users in URLs.
 
-    A part of a URL's path that resembles a token counts, because it may be the name of a warehouse.
+    A part of a URL's path that resembles a token stays, because it may be the name of a warehouse.
     """
     place = {name: _without_users(value[name]) for name in CATALOG_PLACE if name in value}
     return place or {"name": "default"}
 
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment variables with all masked except those in `VARIABLES`."""
+    """Return environment variables with values masked, except those that VARIABLES match."""
     return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 
 
 def hide_argument(value: object, name: str) -> Any:
-    """Return an engine argument with texts masked that are credentials by their name.
+    """Return an engine argument with the texts masked that are credentials by their name.
 
-    The name of the enclosing mapping counts too. Of URLs in other texts, only the host is shown.
+    The name of an enclosing mapping counts like the text's own. Of URLs in other texts, only the
+    host is shown.
     """
     if isinstance(value, Mapping):
         above = name if ARGUMENT.search(name) or name in FREE_ARGUMENTS else None
@@ -170,7 +174,7 @@ def hide_argument(value: object, name: str) -> Any:
 def hide_path(value: object) -> Any:
     """Return a text with each http(s) URL masked except for its host.
 
-    Many services put a credential into the path. Anything else as in `hide_users`.
+    Many services put a credential into the path. Other texts are treated as in `hide_users`.
     """
     if not isinstance(value, str):
         return value
@@ -223,17 +227,17 @@ def _is_token(segment: str, before: str) -> bool:
 
 
 def recorded(url: str) -> str:
-    """Return a URL as records and messages name it: `unsigned`, with `...` for tokens in its path.
+    """Return a URL for records and messages: `unsigned`, with `...` for tokens in its path.
 
-    It is still a URL, so that the job of a plan can be read.
+    It is still a valid URL, so that the job in a plan is still valid.
     """
     return hide_tokens(unsigned(url), "...")
 
 
 def unsigned(url: str) -> str:
-    """Return a URL as the fingerprint counts it: without its signature.
+    """Return a URL without its signature, for the fingerprint.
 
-    Signatures expire, and are secret.
+    Signatures expire, so they differ between runs of a job, and they are secret.
     """
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
@@ -268,7 +272,7 @@ def safe_variable(name: str) -> bool:
 
 
 def is_masked(value: object) -> bool:
-    """Return whether it contains a masked text."""
+    """Return whether a value contains a masked text, at any depth."""
     if isinstance(value, Mapping):
         return any(is_masked(inner) for inner in value.values())
     if isinstance(value, list):
@@ -277,7 +281,7 @@ def is_masked(value: object) -> bool:
 
 
 def masked(shown: object, where: str) -> Iterator[str]:
-    """Yield the dotted names of what is masked in `shown`, which is at `where`."""
+    """Yield the dotted names of masked values in `shown`; each begins with `where`."""
     if isinstance(shown, Mapping):
         for name, inner in shown.items():
             yield from masked(inner, f"{where}.{name}")
@@ -291,9 +295,9 @@ def _is_open(value: object) -> bool:
 
 
 def _named(name: str) -> bool:
-    """Return whether the operator declares the name as of no secret.
+    """Return whether the variable RAYBATCH_SAFE_NAMES lists a name as not secret.
 
-    A * does not match names with a word for a secret.
+    A * in it does not match names that contain a word such as "token" (`SECRET_WORD`).
     """
     given = [one.strip() for one in os.environ.get(SAFE_NAMES, "").split(",")]
     wild = not SECRET_WORD.search(name) and any(fnmatchcase(name, one) for one in given)

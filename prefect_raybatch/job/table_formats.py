@@ -19,12 +19,12 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:,\s*(?:tz=)?([\w/+:-]+))?\]"
 
 @dataclass(frozen=True)
 class TableFormat:
-    """A table format.
+    """A format of versioned tables that `source.format` may name.
 
     `title`: its official spelling. `module`: what must be importable; `extra`: the extra of `pip
-    install "prefect-raybatch[EXTRA]"` that installs it. `schemes`: those of its URIs; a scheme that
-    is no store's determines the format. `version`: the valid forms of source.version, in words for
-    an error; None if nothing can be pinned.
+    install "prefect-raybatch[EXTRA]"` that installs it. `schemes`: the schemes of its URIs; one
+    that no object store uses determines the format. `version`: the valid forms of source.version,
+    in words for an error; None if nothing can be pinned.
     """
 
     title: str
@@ -35,7 +35,7 @@ class TableFormat:
 
     @property
     def source(self) -> str:
-        """Return a source of this format, in words."""
+        """Return a source of this format in words, such as `a Delta source`."""
         return f"{'an' if self.title in ('Iceberg', 'SQL') else 'a'} {self.title} source"
 
     @property
@@ -74,7 +74,7 @@ def scheme_of(uri: str) -> str:
 
 
 def format_of_scheme(scheme: str) -> str | None:
-    """Return the table format that a scheme determines, if it is no store's; else None."""
+    """Return the table format that a scheme determines; None for a scheme of an object store."""
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
 
 

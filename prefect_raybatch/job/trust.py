@@ -1,8 +1,7 @@
-"""Limits what a job may do, and what data may be.
+"""Limits what a job may do, and rejects column types that run code when they are read.
 
 What a job names (code, settings, folders, hosts) is compared with the policy in force, which is
-decided where the job arrives and never by the job itself. docs/security.md has the rules for
-people.
+decided where the job arrives and never by the job itself. docs/security.md explains the policies.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CANONICAL = re.compile(r"arrow\.(?!py_extension_type)")  # plain data under anot
 def check_trust(job: BatchJob) -> None:
     """Raise `ConfigError` for anything in a job that the policy in force does not allow.
 
-    That is code, settings, folders, hosts and secrets. Contacts no server, and imports no user
+    Checks code, settings, folders, hosts and secrets. Contacts no server, and imports no user
     module.
     """
     policy = policy_in_force()
@@ -154,10 +153,10 @@ def _check_cluster(reach: Reach, cluster: Cluster) -> None:
 
 
 def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:
-    """Raise `error` for a column whose type is more than data.
+    """Raise `error` for a column whose type may run code when it is read.
 
-    Ray's object columns, for example, are unpickled when a value is read, which runs whatever the
-    file's writer put there.
+    Ray's object columns, for example, are unpickled, which runs whatever the file's writer put
+    there.
     """
     for field in schema:
         for name in _extensions(field):

@@ -52,9 +52,9 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
 
 
 def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of what the policy does not allow in an argument's value.
+    """Yield the dotted names of what the policy does not allow in the value of argument `name`.
 
-    `kind` is vLLM's type of it, Any if unknown.
+    `kind` is the type of the argument in vLLM, Any if unknown.
     """
     yield from _runs_code(name, value, policy)
     if _is_harmless(value) or policy.may_set_argument(name):
@@ -79,7 +79,7 @@ def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> 
 
 
 def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the switches that run code, at any depth of a mapping."""
+    """Yield the dotted names of switches, at any depth, that run code and are not allowed."""
     last = name.rpartition(".")[2]
     if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
         yield name
@@ -90,7 +90,7 @@ def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
 
 
 def _allows(policy: JobPolicy, name: str) -> bool:
-    """Return whether the operator names such a switch itself, and not an enclosing mapping."""
+    """Return whether the policy names the switch itself; a mapping around it does not count."""
     return bool({name, name.rpartition(".")[2]} & set(policy.engine_arguments))
 
 
@@ -110,7 +110,7 @@ def _is_known_text(name: str, value: str, kind: object, policy: JobPolicy) -> bo
 
 
 def _options(kind: object) -> Iterator[object]:
-    """Yield the alternatives of a union, without bounds."""
+    """Yield the types of a union, without their bounds (`Annotated`)."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is not None and get_origin(kind) not in (list, set, dict, tuple, Literal):
@@ -121,10 +121,7 @@ def _options(kind: object) -> Iterator[object]:
 
 
 def _is_word_list(kind: object) -> bool:
-    """Return whether a type lists its words and accepts no other text.
-
-    vLLM rejects any other word, and the plan says so.
-    """
+    """Return whether a type allows only texts of a `Literal`; vLLM then rejects any other."""
     options = [option for option in _options(kind) if option is not type(None)]
     literals = [option for option in options if get_origin(option) is Literal]
     plain = [option for option in options if option in (int, float, bool)]
@@ -132,7 +129,10 @@ def _is_word_list(kind: object) -> bool:
 
 
 def _kind_in(kind: object, key: str) -> object:
-    """Return the type of a mapping's value; None where vLLM gives the mapping no fields."""
+    """Return the type of the value at `key` in a mapping of type `kind`, a dict or a class.
+
+    Returns Any for a key that the class does not have, None if vLLM does not type the values.
+    """
     for option in _options(kind):
         if isinstance(option, type) and issubclass(option, BaseModel):
             known = option.model_fields.get(key)

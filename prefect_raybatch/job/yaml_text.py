@@ -14,9 +14,9 @@ MOST_VALUES = 100_000  # of a text; a few aliases of aliases can stand for billi
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe reader, independent of libraries that change the shared one.
+    """YAML's safe reader, not affected by libraries that change the global `yaml.SafeLoader`.
 
-    Importing vLLM makes that one read dates as text (lm-format-enforcer).
+    Importing vLLM, for example, makes the global one read dates as text (lm-format-enforcer).
     """
 
 
@@ -40,7 +40,7 @@ _Dumper.add_representer(str, _quoted_text)
 
 
 def visible_yaml(value: object, **options: Any) -> str:
-    """Return the value as YAML with hidden characters as escapes, so that it reads as it is."""
+    """Return the value as YAML, with hidden characters shown as escapes."""
     text: str = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, **options)
     # What is left of them stands in double quotes, where these escapes mean the same.
     return visible(text)
@@ -56,7 +56,7 @@ class YamlText:
     def words(self, place: Sequence[int | str]) -> str | None:
         """Return the original text at `place` (names and numbers from the top).
 
-        None for a quoted text, a collection, or a value that comes from elsewhere.
+        None for a quoted text, a collection, or a value that is not in the text.
         """
         nodes = self._nodes(place)
         node = nodes[-1][0] if len(nodes) > len(place) else None
@@ -66,7 +66,8 @@ class YamlText:
     def line(self, place: Sequence[int | str]) -> int | None:
         """Return the line, from 1, in which the value at `place` is named.
 
-        If it is missing, the line of the group around it; None if that is the whole text.
+        If the value is missing, return the line of the enclosing group, or None if that is the
+        whole text.
         """
         nodes = self._nodes(place)
         return nodes[-1][1] if len(nodes) > 1 else None
@@ -249,7 +250,7 @@ _CAUSES = (
 
 
 def _problem(error: yaml.MarkedYAMLError, lines: Sequence[str]) -> str:
-    """Return where a text is no YAML, and the likely cause with its remedy."""
+    """Return where a text is not valid YAML, and the likely cause with its remedy."""
     problem, mark = error.problem or "", error.problem_mark or error.context_mark
     cause = ", ".join(filter(None, (error.context, error.problem)))
     if problem == "mapping values are not allowed here" and mark is not None:

@@ -20,8 +20,9 @@ CRASHES = 3  # restarts of a head before giving up
 class PodsState:
     """The state of a cluster's pods.
 
-    `head`: the head is ready. `fatal` is a fault that waiting does not fix, `trouble` one that
-    waiting may fix, such as a missing node that an autoscaler may add; "" for none.
+    `head`: the head is ready. Of `wanted` workers, `workers` are ready. `fatal` is a fault that
+    waiting does not fix, `trouble` one that waiting may fix, such as a missing node that an
+    autoscaler may add; "" for none.
     """
 
     head: bool
@@ -68,7 +69,7 @@ def _status(pod: JsonMapping) -> JsonMapping:
 
 
 def _containers(pod: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
-    """Yield the status of each container and what it waits for."""
+    """Yield each container's status and its `waiting` state, empty if it is not waiting."""
     status = _status(pod)
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(kind) or ():

@@ -1,1 +1,1 @@
-"""The truth about a run: its records, and how they are read and written."""
+"""The records of a run, which alone decide what is done, and how they are read and written."""

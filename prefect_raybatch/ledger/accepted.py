@@ -1,6 +1,6 @@
 """Differences between a job and its run's plan that a person accepted, with both values.
 
-Not all rows of such a run were made in the same way, so its report says so.
+The rows of such a run were not all inferred in the same way, so its report lists the differences.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Accepted(StrictRecord):
-    """One fingerprint field that differs, with both values as text cut to 120 characters.
+    """An accepted difference: a field of the fingerprint, with its value in plan and job.
 
-    `by` is user@host, `at` seconds since 1970.
+    `old` is the plan's value, `new` the job's, as text cut to 120 characters. `by` is the person
+    who accepted the difference (user@host), `at` when, in seconds since 1970.
     """
 
     field: str
@@ -43,15 +44,15 @@ _RECORDS = TypeAdapter(tuple[Accepted, ...])
 
 
 def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
-    """Return what an attempt's note says of accepted differences; {} without any."""
+    """Return {"accepted": differences} to add to an attempt's note; {} if there are none."""
     differences = [asdict(one) for one in accepted]
     return {"accepted": differences} if differences else {}
 
 
 def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
-    """Return the accepted differences in an attempt's note.
+    """Return the differences that `accepted_note` added to an attempt's note; () if there are none.
 
-    Raises `CorruptRun` for a note that `accepted_note` did not write.
+    Raises `CorruptRun` if they are malformed; its message calls the note `what`.
     """
     return read_json(_RECORDS, dump(note.get("accepted") or []), f"accepted in {what}")
 

@@ -24,14 +24,14 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 
-DRAIN_LOOK = 2.0  # seconds between two looks of one process
+DRAIN_LOOK = 2.0  # seconds between two reads of the request by one process
 
 
 @dataclass(frozen=True)
 class Drain(StrictRecord):
     """`_raybatch/drain.json`: the attempts that are to stop.
 
-    `by` is user@host, `at` seconds since 1970.
+    `by` is who asked for it (user@host), `at` when, in seconds since 1970.
     """
 
     attempts: tuple[str, ...]
@@ -43,14 +43,14 @@ _RECORD = TypeAdapter(Drain)
 
 
 def put_drain(ledger: Ledger, by: str) -> Drain:
-    """Ask all attempts known now to stop."""
+    """Write a request that all attempts recorded so far stop; return it."""
     drain = Drain(tuple(ledger.attempts()), by, round(time.time(), 3))
     put_record(ledger.store, DRAIN, dump(asdict(drain)))
     return drain
 
 
 def read_drain(store: Store) -> Drain | None:
-    """Return the latest drain request, or None. Raises `CorruptRun`."""
+    """Return the latest drain request, or None. Raises `CorruptRun` if it is malformed."""
     try:
         return read_json(_RECORD, read_record(store, DRAIN), DRAIN)
     except FileNotFoundError:
@@ -58,9 +58,9 @@ def read_drain(store: Store) -> Drain | None:
 
 
 class Draining:
-    """Tell whether an attempt is to stop.
+    """A function without arguments that returns whether a drain request tells the attempt to stop.
 
-    Reads the run directory at most every DRAIN_LOOK seconds; a copy in another process reads for
+    It reads the run directory at most every DRAIN_LOOK seconds; a copy in another process reads for
     itself. An unreachable store counts as no request.
     """
 
@@ -77,10 +77,11 @@ class Draining:
         return self._known
 
     def look(self) -> bool:
-        """Read the request now.
+        """Read the request now; return whether the attempt is to stop.
 
-        A driver must: its engines may have seen the request a moment ago and skipped shards because
-        of it, which the driver would take for engine deaths.
+        The driver calls this and not the object, which may have read up to DRAIN_LOOK seconds ago:
+        if its engines saw the request since then and skipped shards, the driver would take that for
+        engine deaths.
         """
         if self._known:
             return True

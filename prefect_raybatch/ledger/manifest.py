@@ -48,7 +48,7 @@ def _table(pieces: Sequence[PieceRow]) -> bytes:
 
 
 def pieces_named(store: Store, success: Success) -> set[str]:
-    """Return the pieces that are the result of a finished run without compaction.
+    """Return the names of the pieces that are the result of a finished run without compaction.
 
     Raises `CorruptRun` if no manifest is named or its pieces do not hold all rows: only a complete
     manifest can tell which pieces are orphans.

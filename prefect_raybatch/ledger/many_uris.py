@@ -1,4 +1,4 @@
-"""Inputs of very many URIs that a job names one by one: kept in a table beside the plan.
+"""Inputs whose very many URIs a job names one by one: the plan keeps them in a table.
 
 The fingerprint covers all of them. The plan holds the first few in its job, and their number and
 hash among the parts of the fingerprint.
@@ -18,12 +18,12 @@ URI_PART = "source.uri"  # name of the URIs among the parts of a fingerprint
 
 
 def too_many(uris: Any) -> bool:
-    """Return whether these URIs go into a table of their own."""
+    """Return whether `uris` is a list too long for plan.json, so that it goes into a table."""
     return isinstance(uris, list) and len(uris) > MOST_URIS
 
 
 def uris_table(uris: Sequence[str]) -> bytes:
-    """Return the table as Parquet bytes (column uri)."""
+    """Return URIs as the bytes of a Parquet table (column uri)."""
     import pyarrow as pa
 
     return to_parquet(pa.table({"uri": pa.array(uris, pa.string())}))
@@ -35,7 +35,7 @@ def read_uris(data: bytes) -> list[str]:
 
 
 def bounded_parts(parts: JsonObject) -> dict[str, Any]:
-    """Return the parts of a fingerprint as a plan holds them."""
+    """Return the parts of a fingerprint, with very many URIs replaced by their number and hash."""
     uris = parts.get(URI_PART, ())
     if not too_many(uris):
         return dict(parts)
@@ -43,7 +43,7 @@ def bounded_parts(parts: JsonObject) -> dict[str, Any]:
 
 
 def bounded_job(job: JsonObject) -> dict[str, Any]:
-    """Return a public job as a plan holds it."""
+    """Return a job's fields, with very many URIs cut to the first FIRST_URIS."""
     source = job.get("source", {})
     if not too_many(source.get("uri")):
         return dict(job)

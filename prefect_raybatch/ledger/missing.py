@@ -1,4 +1,4 @@
-"""The error for a place that holds no run: what was looked for, and which runs are nearby."""
+"""Builds the error for a location that holds no run, with the names of runs nearby."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def no_run(store: Store) -> RayBatchError:
         )
     try:
         hint = _hint(store)
-    except RayBatchError as error:  # a store that lists nothing takes nothing from what is wrong
+    except RayBatchError as error:  # the hint is optional
         log.info("Cannot list the runs near %s: %s", store.uri, error)
         hint = ""
     return NoSuchRun(f"{store.uri} is not a run directory: it has no {PLAN}{hint}")
@@ -77,7 +77,7 @@ def _hint(store: Store) -> str:
 
 
 def _runs(root: Store, names: list[str]) -> list[str]:
-    """Return the first of the folders `names` that hold a run."""
+    """Return the first folders in `names` that hold a run, at most RUNS_NAMED."""
     runs = []
     for name in names[: 10 * RUNS_NAMED]:
         if not root.holds(f"{name}/{PLAN}"):

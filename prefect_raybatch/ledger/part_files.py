@@ -1,4 +1,4 @@
-"""Write Parquet files to a store one after the other, each made on the local disk first."""
+"""Writes Parquet files to a store one after the other; each is first completed on local disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REPEATS_ROWS = 4096  # rows that tell whether a column's values repeat
 
 
 class PartFiles:
-    """FOLDER/part-00000.parquet ... of `store`, numbered from `first` on.
+    """Writer of the files part-00000.parquet and so on in `folder`, numbered from `first` on.
 
-    `rows` counts those of the part being written.
+    `rows` is the number of rows in the part being written.
 
     A part appears complete when it is finished, and is then checked against what was written.
     Raises StoreError if the local disk (TMPDIR) is full, and the store's errors; `discard` cleans
@@ -59,7 +59,7 @@ class PartFiles:
         return f"{self._local.name}/part.parquet" if self._local else ""
 
     def finish(self) -> tuple[Part, FileInfo] | None:
-        """Store the part. Return None if nothing was written since the last one."""
+        """Store the current part and return it; None if nothing was written since the last one."""
         if self._local is None:
             return None
         with local_disk():
@@ -74,9 +74,9 @@ class PartFiles:
         return part, info
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
-        """Store a local file with these checksums.
+        """Store a local file whose checksums are `sums`.
 
-        Return the SHA-256 of the stored file and its info.
+        Return SHA-256 and info of the stored file. A subclass may keep an existing file instead.
         """
         return sums.sha256, put_file_proved(self._store, path, local_path, sums)
 
@@ -92,9 +92,10 @@ class PartFiles:
 
 
 def dictionary_columns(table: pa.Table) -> bool | list[str]:
-    """Return the columns to write with a dictionary, judged by the first row group; True for all.
+    """Return the columns of `table`, a first row group, to write with a dictionary; True for all.
 
-    A dictionary of values that hardly repeat costs a quarter of the writing time, and space.
+    These are the columns whose values repeat: a dictionary of values that hardly repeat costs a
+    quarter of the writing time, and space.
     """
     import pyarrow.compute as pc
 

@@ -28,8 +28,8 @@ from prefect_raybatch.ledger.strict import Count, StrictRecord, read_json
 # Numbers and checksums of a file's rows are held while it is written: about 40 bytes a row, and
 # 256 MiB of narrow rows (an id and a label) are a hundred million of them.
 MOST_PART_ROWS = 1 << 22
-# Whoever hands its writing out holds the commits of a file's shards, about 2 KB each; where a few
-# rows of each shard fail, one file would be of all shards.
+# The process that assigns the writing of a file holds the commits of the file's shards, about 2 KB
+# each; where a few rows of each shard fail, a single quarantine file would cover all shards.
 MOST_PART_SHARDS = 10_000
 WHOLE_SHARDS = (
     "whole shards in input order, a new file before file_bytes of pieces or "
@@ -55,10 +55,12 @@ class PartSpan:
 
 @dataclass(frozen=True)
 class PartLayout(StrictRecord):
-    """`_raybatch/layout.json`.
+    """Which shards' rows go into which result file, decided once: `_raybatch/layout.json`.
 
-    `schemas` are the columns of each kind without the row number, as Arrow IPC in base64. `table`
-    names the table of the spans, with its hash.
+    `plan` is the plan's hash. `rule` says in words how the shards were divided into files,
+    `file_bytes` is the size that it used. `schemas` holds the schema of data and of quarantine
+    files (by kind), without the column `row_number`, as Arrow IPC in base64. `table` is the name,
+    which contains a hash, of the Parquet table with one `PartSpan` per file.
     """
 
     plan: str
@@ -71,7 +73,7 @@ class PartLayout(StrictRecord):
 
 @dataclass(frozen=True)
 class ShardSums:
-    """Rows and bytes of the pieces of each shard, by kind (int64)."""
+    """Rows and bytes of the pieces of each shard: {kind: int64[shards]}."""
 
     rows: Mapping[str, np.ndarray]
     bytes: Mapping[str, np.ndarray]
@@ -83,7 +85,10 @@ class ShardSums:
 
 
 def choose_spans(sums: ShardSums, file_bytes: int) -> tuple[PartSpan, ...]:
-    """Return the files that these shards make, by the rule WHOLE_SHARDS."""
+    """Divide the shards into files by the rule WHOLE_SHARDS; return files of data and quarantine.
+
+    A file gets at most `file_bytes` of pieces (besides the rule's other limits), or one shard.
+    """
     spans: list[PartSpan] = []
     for kind in KINDS:
         index = start = stop = rows = held = shards = 0
@@ -113,7 +118,7 @@ def spans_table(spans: Sequence[PartSpan]) -> bytes:
 
 
 def put_layout(ledger: Ledger, made: PartLayout, spans: Sequence[PartSpan]) -> None:
-    """Write a layout unless there is one; `read_layout` then returns the one that counts."""
+    """Write a layout unless there is one; `read_layout` then returns the stored one."""
     put_table(ledger.store, made.table, spans_table(spans))
     put_record_if_absent(ledger.store, LAYOUT, dump(asdict(made)))
 
@@ -126,7 +131,7 @@ def layout_table(spans: Sequence[PartSpan]) -> str:
 def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan, ...]] | None:
     """Return the layout of a run, None if there is none yet.
 
-    Raises `CorruptRun` for a file that is not a layout, or that is another plan's.
+    Raises `CorruptRun` for a file that is not a layout, or that belongs to another plan.
     """
     try:
         layout = read_json(_LAYOUT, read_record(ledger.store, LAYOUT), LAYOUT)
@@ -139,7 +144,10 @@ def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan,
 
 
 def check_spans(spans: Sequence[PartSpan], sums: ShardSums) -> None:
-    """Raise `CorruptRun`, with the file, unless the files hold each row once and in order."""
+    """Raise `CorruptRun` unless the files hold all committed rows once, in the shards' order.
+
+    `sums` are the committed rows of each shard.
+    """
     for kind in KINDS:
         reached = total = 0
         of_kind = [span for span in spans if span.kind == kind]

@@ -50,7 +50,11 @@ SomePositions = Annotated[PositionsText, _RangesOrBitmap()]
 
 @dataclass(frozen=True)
 class PieceText(StrictRecord):
-    """A piece in JSON. `positions` None: all that the record has of its kind."""
+    """A piece in JSON.
+
+    With `positions` None, the piece has all good positions of its receipt or commit (kind data), or
+    all failed ones (kind quarantine).
+    """
 
     path: PieceName
     kind: PieceKind

@@ -18,8 +18,8 @@ ROWS_NAMED = 5  # rows named one by one where they are not neighbours
 class RowNumbers:
     """Row numbers of a run of `rows` rows.
 
-    `table` (int64, ascending) is the plan's; without one a row's number is its position in the
-    run's input.
+    `table` (int64, ascending) is the table that the plan names; without it a row's number is its
+    position in the run's input.
     """
 
     def __init__(self, rows: int, table: np.ndarray | None = None):
@@ -41,14 +41,14 @@ class RowNumbers:
         return np.searchsorted(self.table, numbers[known]), numbers[~known]
 
     def name(self, start: int, stop: int) -> str:
-        """Return the rows at positions [start, stop) for people: `rows 4 to 9`, `rows 4, 7, 20`."""
+        """Name the rows at positions [start, stop), e.g. `rows 4 to 9` or `rows 4, 7, 20`."""
         if self.table is None:
             return f"rows {start} to {stop - 1}"
         return name_rows(self.table[start:stop])
 
 
 def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return for each of `numbers` whether it is in the ascending `table`."""
+    """Return bool[numbers]: whether each number is in the ascending `table`."""
     if not len(table):
         return np.zeros(len(numbers), bool)
     at = np.searchsorted(table, numbers)
@@ -57,7 +57,7 @@ def among(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def name_rows(numbers: np.ndarray) -> str:
-    """Return ascending row numbers for people: `rows 4 to 9` if adjacent, else the first few."""
+    """Return ascending row numbers as text: `rows 4 to 9` if adjacent, else the first few."""
     first, last = int(numbers[0]), int(numbers[-1])
     if last - first == len(numbers) - 1:
         return f"rows {first} to {last}"
@@ -67,16 +67,16 @@ def name_rows(numbers: np.ndarray) -> str:
 
 
 def numbers_table(numbers: np.ndarray) -> bytes:
-    """Return the table as Parquet bytes (column row, int64)."""
+    """Return row numbers as the bytes of a Parquet table (column row, int64)."""
     import pyarrow as pa
 
     return to_parquet(pa.table({"row": pa.array(numbers, pa.int64())}))
 
 
 def read_numbers(data: bytes, rows: int) -> RowNumbers:
-    """Return the table of a plan over `rows` rows.
+    """Decode the table that `numbers_table` encoded, for a run of `rows` rows.
 
-    Raises `CorruptRun` unless it holds that many, ascending.
+    Raises `CorruptRun` unless it holds that many distinct row numbers, ascending.
     """
     import pyarrow as pa
 

@@ -16,7 +16,7 @@ _RECORD: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
 
 
 def read_sent(store: Store) -> dict[str, str]:
-    """Return the id of the latest event of each name that was sent."""
+    """Return {event name: id of the latest sent event of that name}; {} if none is recorded."""
     try:
         return read_json(_RECORD, read_record(store, SENT_EVENTS), SENT_EVENTS)
     except FileNotFoundError:
@@ -24,5 +24,5 @@ def read_sent(store: Store) -> dict[str, str]:
 
 
 def put_sent(store: Store, ids: Mapping[str, str]) -> None:
-    """Record the ids of the events that were sent."""
+    """Write {event name: id} of the sent events, replacing an earlier record."""
     put_record(store, SENT_EVENTS, dump(dict(ids)))

@@ -30,7 +30,7 @@ Number = (
 )
 AS_RANGES, AS_BITMAP = "ranges", "bitmap"  # the two ways in which positions are written
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # of Number, in a location
-MOST_KEYS = 20_000  # of a record that are no fields of ours: each costs memory that it is told of
+MOST_KEYS = 20_000  # unknown keys in a record; pydantic holds an error in memory for each
 _KEY = re.compile(rb'"([^"]*)"\s*:')
 
 
@@ -41,7 +41,7 @@ class StrictRecord:
 
 
 def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Checked:
-    """Return the record in `data`. Raises `CorruptRun` with `what` and the field that is wrong."""
+    """Decode the record in `data`. Raises `CorruptRun`, which names `what` and the wrong field."""
     text = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     _refuse_strangers(adapter, text, what)
     try:
@@ -52,7 +52,7 @@ def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Ch
 
 
 def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None:
-    """Reject too many unknown keys, for each of which pydantic would collect an error.
+    """Raise `CorruptRun` for too many unknown keys, for each of which pydantic would hold an error.
 
     Errors for millions of keys would take several GB.
     """
@@ -84,7 +84,7 @@ def _note_fields(schema: Any, found: set[bytes]) -> None:
 
 
 def _refuse_constants(text: bytes, what: str) -> None:
-    """Reject NaN and Infinity, which JSON lacks but pydantic accepts in fields of free JSON."""
+    """Raise `CorruptRun` for NaN and Infinity, which pydantic accepts in fields for any JSON."""
     if b"NaN" not in text and b"Infinity" not in text:
         return
     try:
@@ -110,7 +110,7 @@ def _said(error: ValidationError, what: str) -> str:
 
 
 def _place(location: Sequence[Any]) -> str:
-    """Return a location as `pieces.0.path`, without the types that a value was tried as."""
+    """Return pydantic's location of an error as text, e.g. `pieces.0.path`, without union types."""
     parts = location[:-1] if location and location[-1] in _BRANCHES else location
     parts = [part for part in parts if part not in (AS_RANGES, AS_BITMAP)]
     return ".".join(str(part)[:40] for part in parts)

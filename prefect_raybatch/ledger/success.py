@@ -1,7 +1,7 @@
 """`_SUCCESS`: the record that the result of a plan is complete, and of which files it consists.
 
-Every reader goes through this module, which refuses a record that is not of the plan beside it:
-pieces that cannot be made again are deleted on its word.
+Every reader goes through this module, which rejects a record of another plan: once `_SUCCESS`
+exists, pieces are deleted that cannot be made again.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ INLINE_PARTS = 1000  # files that stand in the record itself
 
 @dataclass(frozen=True)
 class Success:
-    """The end of a run: rows by outcome, result files in order, and the time it finished.
+    """The record of a finished run: rows by outcome, result files in order, and when it finished.
 
     `plan` is the plan's hash, `finished` in seconds since 1970. `layout` names the table of the
-    layout that the files follow; `manifest` that of the pieces if these are the result. Very many
-    files are in `parts_table`. `accepted` are the differences from the plan's job that a person
-    accepted at some attempt.
+    layout that the files follow. Without compaction the pieces are the result, and `manifest` names
+    the table that lists them. Above INLINE_PARTS files, the stored record has no `parts`, but names
+    the table that lists them as `parts_table`. `accepted` are the differences from the plan's job
+    that a person accepted at some attempt.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -81,12 +82,13 @@ class Success:
     def from_bytes(
         cls, data: bytes, plan: Plan, where: str, table: Callable[[str], bytes] | None = None
     ) -> Success:
-        """Return the record of `plan`, found in run directory `where`.
+        """Decode `data`, the `_SUCCESS` of run directory `where`, and check it against `plan`.
 
-        `table` reads a table that it names.
+        If the record names a table of its parts (`parts_table`), `table` reads the table of that
+        name; with None, `parts` stays empty.
 
-        Raises `CorruptRun`, with what to do, for a file that is not such a record, or that is
-        another plan's.
+        Raises `CorruptRun`, with what to do, for a malformed record, one of another plan, or one
+        whose rows do not add up.
         """
         path = f"{where}/{SUCCESS}"
         try:
@@ -142,7 +144,10 @@ def _not_of(theirs: str | None, plan: Plan) -> str:
 
 
 def read_success(store: Store, plan: Plan) -> Success | None:
-    """Return the `_SUCCESS` record, or None while there is none. Raises as `Success.from_bytes`."""
+    """Return the `_SUCCESS` record, or None while there is none.
+
+    Raises the errors of `Success.from_bytes`.
+    """
     try:
         data = read_record(store, SUCCESS)
         return Success.from_bytes(data, plan, store.uri, partial(read_table, store, by=SUCCESS))
@@ -151,7 +156,10 @@ def read_success(store: Store, plan: Plan) -> Success | None:
 
 
 def put_success(store: Store, success: Success) -> None:
-    """Write `_SUCCESS` unless it exists. The table of very many files is written first."""
+    """Write `_SUCCESS` unless it exists.
+
+    Above INLINE_PARTS files, the table that lists them is written first.
+    """
     if len(success.parts) > INLINE_PARTS:
         data = to_parquet(_parts_rows(success.parts))
         name = f"parts-{digest(data)[:16]}.parquet"
@@ -213,7 +221,7 @@ def _listed(store: Store, folders: Iterable[str]) -> dict[str, FileInfo]:
 
 
 def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
-    """Return those of `paths` that are not `named`, but that readers of a folder would include.
+    """Return the `paths` that are not in `named`, but that readers of a folder would include.
 
     Readers skip names that begin with a dot or an underscore.
     """
@@ -226,7 +234,7 @@ def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
 
 
 def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
-    """Raise `CorruptRun` naming a file in the folders of the result that is not part of it."""
+    """Raise `CorruptRun` naming a file in the result's folders that is none of its `parts`."""
     unexpected = strays(_listed(store, RESULT_FOLDERS.values()), (part.path for part in parts))
     if unexpected:
         more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""

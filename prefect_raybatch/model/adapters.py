@@ -26,7 +26,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 MAX_ADAPTER_BYTES = 8 << 30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM makes room for one of these
-TOGETHER = 4  # adapters on the GPU at once: rows of one stand together, so that few are needed
+TOGETHER = 4  # adapters on the GPU at once: rows are sorted by adapter, so that few are needed
 IN_MEMORY = 32  # adapters in the node's memory at once
 HUB_SCHEME = "hf://"  # before a Hugging Face name, which may also stand alone: owner/name
 FROM_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -37,14 +37,14 @@ PinnedAdapter = JsonObject
 
 
 def named(request: ModelRequest) -> dict[str, str]:
-    """Return the job's adapters by name, sorted; a single adapter for all rows has the name ""."""
+    """Return {name: source} of the job's adapters, sorted; one adapter for all rows is named ""."""
     if request.adapter is not None:
         return {"": request.adapter}
     return dict(sorted(request.adapters.items()))
 
 
 def identities(request: ModelRequest) -> dict[str, str]:
-    """Return each adapter's identity in the fingerprint: its content, or its Hugging Face name."""
+    """Return {adapter's name: its content hash, or its Hugging Face name}, for the fingerprint."""
     return {
         name: source if _is_name(source) else _identity(_field(name), source)
         for name, source in named(request).items()
@@ -69,7 +69,7 @@ def pin_adapters(request: ModelRequest) -> dict[str, PinnedAdapter]:
 
 
 def arguments(pinned: Mapping[str, PinnedAdapter], given: EngineFields) -> EngineFields:
-    """Return vLLM's engine arguments for adapters; arguments in the job win."""
+    """Return vLLM's engine arguments for these adapters, except any that the job sets (`given`)."""
     if not pinned:
         return {}
     rank = max(int(adapter["rank"]) for adapter in pinned.values())
@@ -111,10 +111,10 @@ def check_adapters_fit(
 
 
 def adapter_path(adapter: PinnedAdapter) -> str:
-    """Return a folder on this node with the adapter as it was pinned.
+    """Return a folder on this node with the pinned adapter; copy or download it on first use.
 
-    Later changes to the job's folder do not matter. Raises `ConfigError` if it changed before it
-    was copied.
+    Later changes to the adapter's source have no effect. Raises `ConfigError` if the source changed
+    between planning and the copy.
     """
     source, identity = str(adapter["source"]), str(adapter["identity"])
     if adapter.get("revision") is not None:
@@ -146,7 +146,7 @@ def _field(name: str) -> str:
 
 
 def _is_name(source: str) -> bool:
-    """Return whether it is a Hugging Face name rather than a folder."""
+    """Return whether `source` is a Hugging Face name rather than a folder."""
     if source.startswith(HUB_SCHEME):
         return True
     local = source.startswith((".", "/", "~")) or Path(source).exists()
@@ -158,9 +158,9 @@ def _identity(field: str, source: str) -> str:
 
 
 def _listing(field: str, source: str) -> bytes:
-    """Return the listing of an adapter's two files.
+    """Return a listing of an adapter's files (`ADAPTER_FILES`), as JSON bytes to hash.
 
-    With the SHA-256 of each for a local folder, with size and ETag on S3.
+    It names each file with the SHA-256 of a local one, or size and ETag of one on S3.
     """
     store = _store(field, source)
     if is_remote(source):
@@ -213,7 +213,10 @@ def _rank(field: str, config: ModelConfig) -> int:
 
 
 def _check_tensors(field: str, model: str, adapter: PinnedAdapter, config: ModelConfig) -> None:
-    """Check the shapes in the header of the weights; only the header is read."""
+    """Raise `ConfigError` if a tensor of the adapter has a shape that does not fit the model.
+
+    Reads only the header of the adapter's weight file. `field` names the adapter in the error.
+    """
     for name, shape in _shapes(field, adapter).items():
         wrong = _misfit(name, shape, config)
         if wrong:
@@ -224,7 +227,7 @@ def _check_tensors(field: str, model: str, adapter: PinnedAdapter, config: Model
 
 
 def _shapes(field: str, adapter: PinnedAdapter) -> dict[str, list[int]]:
-    """Return the shapes of the adapter's tensors by name."""
+    """Return {tensor name: shape} of the adapter; raise `ConfigError` for unreadable weights."""
     source, revision = str(adapter["source"]), adapter.get("revision")
     if revision is None:
         with open_store(source).open(ADAPTER_WEIGHTS) as stream:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from prefect_raybatch.spec.engine import EngineFields
 
-USABLE = 0.92  # of a GPU, for its engines together; the rest is the driver's and fragmentation
+USABLE = 0.92  # of a GPU's memory, for all its engines; the rest: driver and fragmentation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class EngineArguments:
 
     `max_model_len` is None for the model's own length.
 
-    `more` are arguments that this package does not choose: the job's, as written.
+    `more` are the job's other arguments, as written, which this package does not choose.
     """
 
     tensor_parallel_size: int = 1
@@ -27,7 +27,7 @@ class EngineArguments:
 
     @classmethod
     def of(cls, arguments: EngineFields) -> EngineArguments:
-        """Parse arguments as vLLM takes them."""
+        """Build from {vLLM's name: value}; raise TypeError if one without a default is missing."""
         named = {f.name for f in fields(cls)} & arguments.keys()
         more = {name: value for name, value in arguments.items() if name not in named}
         return cls(**{name: arguments[name] for name in named}, more=more)
@@ -41,12 +41,12 @@ class EngineArguments:
 
     @property
     def usable(self) -> float:
-        """Return the part of a GPU (0 to 1) that all its engines may take together."""
+        """Return the share of a GPU's memory (0 to 1) that all its engines may take together."""
         return float(self.more.get("gpu_memory_utilization") or USABLE)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Return the bytes of KV cache that the job sets for an engine; None: all that is free."""
+        """Return the bytes of KV cache that the job sets per engine; None: all free memory."""
         given = self.more.get("kv_cache_memory_bytes")
         return int(given) if given else None
 

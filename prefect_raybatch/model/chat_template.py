@@ -1,4 +1,4 @@
-"""Check at planning time that the chat template supports what the job passes to it."""
+"""Checks at planning time that the chat template supports what the job passes to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_TOKENIZER_BYTES = 16 << 20
 def template_text(given: str) -> str:
     """Return the text of a chat template; `given` is the text or the name of its file.
 
-    Raises `ConfigError` for an unreadable file or one that is no template.
+    Raises `ConfigError` for an unreadable file or an invalid template.
     """
     text = given if is_template_text(given) else _read(given)
     _parsed(text, "prompt.chat_template" if text == given else f"prompt.chat_template: {given}")
@@ -38,8 +38,8 @@ def template_text(given: str) -> str:
 def check_template(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> None:
     """Raise `ConfigError` if the chat template does not support what the job passes to it.
 
-    The template is the job's or the model's. `model` is the result of `pinned.pin`; of a model that
-    is not in a folder, nothing is known here.
+    The template is the one that the job sets, else the model's. `model` is the result of
+    `pinned.pin`; the template of a model that is not in a folder is not checked.
     """
     fields = needing(prompt)
     where = "prompt.chat_template"
@@ -72,7 +72,10 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: models.Pinn
 
 
 def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
-    """Raise `ConfigError` for a chat template that does not terminate for two short messages."""
+    """Raise `ConfigError` if rendering two short messages takes too long or gives a huge text.
+
+    `where` names the template in the error.
+    """
     import jinja2
 
     def render() -> None:
@@ -80,7 +83,7 @@ def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
         if prompt.images is not None:
             content = [{"type": "image"}, {"type": "text", "text": "u"}]
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
-        # As transformers calls it; what else a template wants to know is undefined in it.
+        # With the variables that transformers passes; any others are undefined.
         _environment(checked=True).from_string(text).render(
             messages=messages,
             add_generation_prompt=True,
@@ -99,13 +102,13 @@ def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
     except TemplateTooLarge as error:
         raise ConfigError(f"{where}: {error}. A chat template must make a short text") from None
     except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, MemoryError):
-        return  # a row's own fault, or a function of transformers that is not here
+        return  # the fault of these messages, or a function that only transformers defines
     except (AttributeError, RecursionError):
         return
 
 
 def needing(prompt: PromptSpec) -> tuple[str, ...]:
-    """Return the fields of a job that only a chat template can honour."""
+    """Return the prompt fields set in the job that only a chat template can apply."""
     fields = {
         "messages": prompt.messages,
         "chat_template_kwargs": prompt.chat_template_kwargs,
@@ -152,7 +155,7 @@ def _read(name: str) -> str:
 
 
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> str | None:
-    """Return the model's chat template; "" if it has none, None if its files are elsewhere."""
+    """Return the model's chat template; "" if it has none, None if its files are in no folder."""
     extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
@@ -168,7 +171,7 @@ def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedMod
 
 
 def _of_processor(store: Store) -> str | None:
-    """Return the chat template of a model's image processor, which is not its tokenizer's."""
+    """Return the chat template of a model's image processor; None if it has none."""
     try:
         value = json.loads(store.read("chat_template.json", MAX_TEMPLATE_BYTES))
         text = value["chat_template"]
@@ -178,7 +181,10 @@ def _of_processor(store: Store) -> str | None:
 
 
 def _stored(store: Store, tools: bool) -> str | None:
-    """Choose among a tokenizer's templates as transformers does."""
+    """Return the tokenizer's template that transformers would choose.
+
+    "" if there is none, None if that cannot be determined. `tools`: the job passes tools.
+    """
     files = {file.path for file in store.list()}
     known = {}
     if "tokenizer_config.json" in files:
@@ -208,7 +214,7 @@ def _text(store: Store, name: str) -> str:
 
 
 def _names(text: str) -> frozenset[str]:
-    """Return all names that a template reads."""
+    """Return the names of all variables in a template."""
     from jinja2 import nodes
 
     return frozenset(node.name for node in _parsed(text, "it").find_all(nodes.Name))
@@ -230,7 +236,7 @@ class TemplateTooLarge(Exception):
 
 
 def _bounded_operation(operator: str, left: object, right: object) -> None:
-    """Raise `TemplateTooLarge` before a power or repetition that no timeout could interrupt."""
+    """Raise `TemplateTooLarge` for a power or repetition so large that no timeout can stop it."""
     if operator == "**":
         too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
     else:

@@ -1,4 +1,4 @@
-"""Checks from a model's files, before an engine starts, whether an engine can load it and answer.
+"""Checks by a model's files, before an engine starts, whether an engine can load and use the model.
 
 An engine reports the same faults after a minute, on the GPU, once for each of its restarts.
 """
@@ -41,10 +41,10 @@ def check(
 ) -> None:
     """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
-    It must do the task, take the images, have weights, tokenizer and complete files, room for the
-    answer in its context, and the token ids of sampling fields. `model` is the result of
-    `pinned.pin`. For a Hugging Face name, and for any model without `files` (as for an imagined
-    cluster), only config.json is checked.
+    The model must do the task, accept the images, have weights, tokenizer and complete files, room
+    for the answer in its context, and the token ids of sampling fields. `model` is the result of
+    `pinned.pin`. Weights and tokenizer are not checked for a Hugging Face name. `files` is False to
+    check neither them nor adapters, as for the sizes on a cluster that the user only describes.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
@@ -68,7 +68,7 @@ def check_images(
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
-    Passes a model that the installed vLLM does not know.
+    Accepts a model that the installed vLLM does not know. `source` names the model in errors.
     """
     names = tasks.architectures(tasks.overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"
@@ -123,7 +123,7 @@ def _check_vocabulary(request: ModelRequest, sampling: SamplingSpec, config: Mod
 
 
 def _check_length(request: ModelRequest, config: ModelConfig) -> None:
-    """Raise `ConfigError` for a context length that vLLM rejects, as far as config.json tells."""
+    """Raise `ConfigError` for a context length that vLLM rejects, judged by config.json."""
     if "hf_overrides" in request.given or request.context is None:
         return
     allowed = {**os.environ, **request.env}.get(LONGER_ALLOWED, "0")

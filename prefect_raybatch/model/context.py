@@ -1,4 +1,4 @@
-"""Context length of a model by its config.json: prompt and answer together.
+"""Computes a model's context length (tokens of prompt and answer) from its config.json.
 
 Follows the rule of vLLM (`vllm/config/model.py`, `_get_and_verify_max_len`), so the plan rejects
 what its engines would reject after half a minute, and a prompt that is too long for them ends in
@@ -18,21 +18,21 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-ALONE_COUNTS = "model_max_length"  # a config with this field is judged by it alone
+ALONE_COUNTS = "model_max_length"  # overrides all fields of LENGTHS
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
-# Kinds of RoPE whose lengths hold their factor already; those of YaRN since vLLM 0.30.
+# RoPE types whose context length already includes the scaling factor; YaRN since vLLM 0.30.
 UNSCALED = ("su", "longrope", "llama3", *YARN)
 ORIGINAL = "original_max_position_embeddings"
 
 
 def text_part(config: ModelConfig) -> ModelConfig:
-    """Return the config of the text model, which multimodal models nest in theirs."""
+    """Return the config with the fields of the text model, which multimodal models nest."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def own_context(config: ModelConfig) -> int | None:
-    """Return the default context length in tokens; None if config.json does not tell."""
+    """Return the default context length in tokens; None if config.json has none."""
     text = text_part(config)
     longest = longest_context(config)
     if longest is not None and any(_kind(rope) in ("su", "longrope") for rope in _ropes(text)):

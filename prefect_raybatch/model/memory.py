@@ -16,9 +16,9 @@ from prefect_raybatch.model.context import ModelConfig, own_context, text_part
 from prefect_raybatch.spec.engine import EngineFields
 
 FIXED = int(2.5 * 2**30)  # bytes an engine: CUDA context, graphs, NCCL and workspaces
-LEAST_FIXED = 1 << 30  # what no engine does without
-LEAST_KV = 1 << 29
-CACHE_BLOCK = 16  # tokens in vLLM's KV cache blocks unless set: less in common is not shared
+LEAST_FIXED = 1 << 30  # bytes that every engine needs beside weights, activations and cache
+LEAST_KV = 1 << 29  # bytes of KV cache, below which an engine does not fit
+CACHE_BLOCK = 16  # tokens per block of vLLM's KV cache by default: only whole blocks are shared
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 _BYTES = {"float32": 4, "float": 4, "float8_e4m3fn": 1, "fp8": 1}
 # Bits a weight with scales and zeros of groups of 128.
@@ -29,13 +29,14 @@ _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bi
 class Model:
     """Sizes of a model.
 
-    Parameters in all, and those that a token passes through; bytes of weights as loaded; bytes of
-    KV cache per token (`kv_full` in layers that keep all tokens, `kv_window` in layers that keep
-    the last `window`); the quantities that activations follow from; bytes that vLLM reserves for
-    LoRA adapters (`adapters_whole` on each GPU of a stage, `adapters_split` over them).
-    `attention`: FLOPs of a token for each token that it attends to, in layers that keep all
-    (`attention_window`: in the others). `looked_up`: bytes of embeddings, of which a step reads one
-    row per token. `fp8`: weights and activations are multiplied as fp8.
+    `params` counts all parameters, `active` those that a token passes through. `weights` are bytes
+    as loaded. `kv_full` and `kv_window` are bytes of KV cache per token in all layers that keep all
+    tokens, and in all layers that keep the last `window`. `context` is the default context length
+    in tokens, or None. For LoRA adapters vLLM reserves in all layers together `adapters_whole`
+    bytes that tensor parallelism does not divide, and `adapters_split` bytes that it does.
+    `attention`: FLOPs of a token for each token that it attends to, in layers that keep all tokens
+    (`attention_window`: in layers with a window). `looked_up`: bytes of embeddings, of which a step
+    reads one row per token. `fp8`: weights and activations are multiplied as fp8.
     """
 
     params: float
@@ -59,7 +60,7 @@ class Model:
 
     @property
     def sparse(self) -> bool:
-        """Return whether a token passes through a part of each layer only: a mixture of experts."""
+        """Return whether the model is a mixture of experts."""
         embeddings = self.vocab * self.hidden
         return self.params - self.active > 1.01 * embeddings  # a dense model looks up at most these
 
@@ -68,15 +69,15 @@ class Model:
         return math.ceil((self.adapters_whole + self.adapters_split / tensor) / pipeline)
 
     def kv_bytes(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
-        """Return the bytes of KV cache of one sequence on one of tensor * pipeline GPUs."""
+        """Return the KV cache bytes of a sequence of `tokens` on one of tensor * pipeline GPUs."""
         whole = self.kv_full * tokens + self.kv_window * min(tokens, self.window)
         return math.ceil(whole / min(tensor, self.kv_heads) / pipeline)
 
     def working(self, batched: int, seqs: int, fixed: int = FIXED, tensor: int = 1) -> int:
-        """Return the bytes of a step on one of `tensor` GPUs.
+        """Return the bytes of working memory of a step on one of `tensor` GPUs.
 
-        Activations of `batched` tokens, logits of `seqs` rows in float32 (three copies while
-        sampling), and the fixed part.
+        These are the activations of `batched` tokens, the logits of `seqs` sequences in float32
+        (three copies while sampling), and `fixed` bytes.
         """
         width = 4 * self.hidden + 3 * self.intermediate / tensor
         return int(batched * width * 2 + 3 * 4 * seqs * self.vocab / tensor + fixed)
@@ -84,7 +85,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one engine: weights, activations and fixed part (`working`), KV cache."""
+    """The memory that one engine takes of its GPU, in bytes.
+
+    `working` are activations, logits and a fixed part.
+    """
 
     weights: int
     working: int
@@ -101,7 +105,7 @@ class Precision:
 
     @classmethod
     def of(cls, arguments: EngineFields) -> Precision:
-        """Parse arguments as vLLM takes them."""
+        """Return the data types that engine arguments set; `auto` for dtypes that they do not."""
         return cls(
             dtype=str(arguments.get("dtype") or "auto"),
             quantization=str(arguments.get("quantization")),
@@ -112,8 +116,8 @@ class Precision:
 def describe(config: ModelConfig, arguments: EngineFields, stored: int | None = None) -> Model:
     """Return the sizes of a model from its config.json.
 
-    `arguments` are the engine's, of which the `Precision` counts; `stored` the bytes of the weight
-    files. Raises `ConfigError` for a config that lacks them.
+    `arguments` are the engine's (`Precision` and LoRA settings matter), `stored` the bytes of the
+    weight files, None if unknown. Raises `ConfigError` for a config without the needed sizes.
     """
     text = text_part(config)
     _check_sizes(text)
@@ -166,9 +170,11 @@ def _check_sizes(text: ModelConfig) -> None:
 
 
 def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int) -> Estimate:
-    """Return the memory of each of `engines` on a GPU; raise `ConfigError` if it does not fit.
+    """Return the memory that each of `engines` on one GPU takes.
 
-    `gpu_memory_utilization` is the share of the GPU that they take together.
+    Together the engines take the share `gpu_memory_utilization` of the GPU; what weights, adapters
+    and working memory leave of that share is KV cache. Raises `ConfigError` if the engines do not
+    fit.
     """
     own = arguments.usable * gpu_bytes / engines
     working = model.working(arguments.max_num_batched_tokens, arguments.max_num_seqs)
@@ -188,9 +194,9 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 def packed(
     model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 ) -> dict[str, Any]:
-    """Return the engine arguments that keep each of `engines` to its share of a GPU.
+    """Return the engine arguments that keep each of `engines` on a GPU to an equal share of it.
 
-    A `kv_cache_memory_bytes` in the job is per engine, and wins.
+    A `kv_cache_memory_bytes` of the job is per engine, and overrides the computed number.
     """
     cache = arguments.kv_cache_bytes or share(model, arguments, gpu_bytes, engines).kv_cache
     return {
@@ -206,16 +212,16 @@ def gib(size: float) -> str:
 
 
 def experts_of(config: ModelConfig) -> int:
-    """Return the experts of a layer by the model's config.json; 0 for a dense model."""
+    """Return the number of experts per layer by config.json; 0 for a dense model."""
     text = text_part(config)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return int(next((text[name] for name in names if text.get(name)), 0))
 
 
 def _parameters(text: ModelConfig) -> tuple[float, float, float]:
-    """Return numbers of parameters: of all layers, of the embeddings, and those used for one token.
+    """Return the parameters in all layers, in the embeddings, and used for one token.
 
-    The last is less than all in a mixture of experts.
+    A mixture of experts uses fewer than all for one token.
     """
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
@@ -242,7 +248,7 @@ def _parameters(text: ModelConfig) -> tuple[float, float, float]:
 
 
 def _adapters(text: ModelConfig, arguments: EngineFields) -> tuple[int, int]:
-    """Return the bytes for LoRA adapters (on each GPU of a layer, split over those GPUs).
+    """Return the bytes for LoRA adapters in all layers, as `adapters_whole` and `adapters_split`.
 
     vLLM reserves them when it starts: for `max_loras` adapters, both matrices of every linear layer
     and of the embeddings at `max_lora_rank`, whatever an adapter really has.
@@ -279,7 +285,10 @@ def _attention(text: ModelConfig) -> float:
 
 
 def _layers(text: ModelConfig) -> tuple[int, int]:
-    """Return the KV cache values per token in layers that keep all tokens, and with a window."""
+    """Return the values per token in the KV cache.
+
+    The numbers are (in all layers that keep all tokens, in all layers with a sliding window).
+    """
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
     one = 2 * (text.get("num_key_value_heads") or heads) * size
@@ -290,17 +299,17 @@ def _layers(text: ModelConfig) -> tuple[int, int]:
 
 
 def _kinds(text: ModelConfig) -> tuple[int, int]:
-    """Return the number of layers that keep all tokens, and of those with a window."""
+    """Return the number of layers that keep all tokens, and of layers with a sliding window."""
     kinds = text.get("layer_types") or ["full_attention"] * text["num_hidden_layers"]
     windowed = kinds.count("sliding_attention") if text.get("sliding_window") else 0
     return len(kinds) - windowed - kinds.count("linear_attention"), windowed
 
 
 def _attended(text: ModelConfig) -> tuple[int, int]:
-    """Return the multiplications of a token for each token that it attends to.
+    """Return the multiplications of attention for one pair of a token and a token it attends to.
 
-    Queries with keys and weights with values, over all heads, in layers that keep all tokens, and
-    in those with a window.
+    The numbers are (in all layers that keep all tokens, in all layers with a sliding window).
+    Counts products of queries with keys and of attention weights with values, over all heads.
     """
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
@@ -329,7 +338,7 @@ def _weights(
 
 
 def _quantized_bits(quantization: ModelConfig) -> float | None:
-    """Return the bits per weight of a model stored quantized; None for any other."""
+    """Return the bits per weight by config.json's `quantization_config`; None if not quantized."""
     method = str(quantization.get("quant_method") or "")
     if not method:
         return None
@@ -351,7 +360,7 @@ def _dtype(text: ModelConfig) -> str:
 
 
 def _loaded_bytes(text: ModelConfig, precision: Precision) -> int:
-    """Return the bytes per weight as vLLM loads it; float32 is halved unless the job sets it."""
+    """Return the bytes per loaded weight; float32 is loaded as 16-bit unless the job sets it."""
     if precision.dtype != "auto":
         return _BYTES.get(precision.dtype, 2)
     return min(_BYTES.get(_dtype(text), 2), 2)

@@ -33,7 +33,7 @@ HASHED_BYTES = 1 << 20  # bytes hashed at each end of a weight file: whole files
 
 
 def pin(request: ModelRequest) -> dict[str, Any]:
-    """Return {source, revision, identity}: what the plan pins.
+    """Return {source, revision, identity} of the model, which the plan records.
 
     A folder's identity is a hash of file names, sizes and (sampled) contents. A Hugging Face name
     is pinned to the commit that `revision` points to now. Raises `ConfigError` if there is no such
@@ -62,13 +62,13 @@ def pin(request: ModelRequest) -> dict[str, Any]:
 
 
 def cpu_dtype(request: ModelRequest) -> str | None:
-    """Return the dtype on a CPU; None if vLLM is to take the stored one."""
+    """Return the dtype to load the model with on a CPU; None for the one that it is stored in."""
     said = request.given.get("dtype")
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
 def local_path(model: PinnedModel) -> str:
-    """Return what vLLM and transformers load on this node; downloads an s3:// model once."""
+    """Return the path or Hugging Face name to load on this node; download an s3:// model once."""
     source = str(model["source"])
     if source == DEMO:
         return demo.demo_model_path()
@@ -76,13 +76,13 @@ def local_path(model: PinnedModel) -> str:
 
 
 def store_of(model: PinnedModel) -> Store:
-    """Return the files of a model in a folder, local or s3://; downloads nothing."""
+    """Return a store of the model's folder, local or s3://; downloads nothing."""
     source = str(model["source"])
     return open_store(demo.demo_model_path() if source == DEMO else source)
 
 
 def model_name(model: PinnedModel) -> str:
-    """Return a model as people know it: `NAME REVISION`, or `NAME@URL` for a hosted one."""
+    """Return the name of a model for display: `NAME REVISION`, or `NAME@URL` if hosted."""
     if model["source"] == ENDPOINT:
         return str(model["identity"])
     return f"{model['source']} {model.get('revision') or ''}".rstrip()
@@ -97,7 +97,7 @@ def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:
 
 
 def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
-    """Return the plan's model together with engine arguments that choose another tokenizer."""
+    """Return the plan's model, with the job's engine arguments about the tokenizer added."""
     extra = request.given
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
@@ -106,7 +106,7 @@ def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
 def read_config(model: PinnedModel) -> tuple[ModelConfig, int | None]:
     """Return (config.json, bytes of the weight files or None) without downloading weights.
 
-    Raises `ConfigError` if its config.json is not available from here.
+    Raises `ConfigError` if config.json is not available.
     """
     source = str(model["source"])
     try:
@@ -134,7 +134,11 @@ def _object(data: bytes) -> ModelConfig:
 
 
 def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
-    """Return the bytes of the weights among a model's files, of one format if there are several."""
+    """Return the total bytes of a model's weight files; None if it has none.
+
+    `sizes` has the size of each of the model's files. Of several formats, the first in `WEIGHTS`
+    counts.
+    """
     for ending in WEIGHTS:
         # Mistral's own form of the same weights lies beside the usual one.
         files = {n: size for n, size in sizes.items() if n.endswith(ending) and "/" not in n}
@@ -164,7 +168,7 @@ def _hub_config(name: str, revision: str | None) -> tuple[ModelConfig, int | Non
 
 
 def context_length(path: str) -> int | None:
-    """Return the context length of the model at a local path; None if it is not recorded."""
+    """Return the default context length by config.json in folder `path`; None if it has none."""
     try:
         config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
@@ -173,9 +177,9 @@ def context_length(path: str) -> int | None:
 
 
 def own_length(model: PinnedModel) -> int | None:
-    """Return the default context length of a pinned model; None if it is unknown here.
+    """Return the default context length of a pinned model, by its config.json.
 
-    Does not download the weights.
+    None if config.json has none or is not available. Does not download the weights.
     """
     try:
         return own_context(read_config(model)[0])
@@ -205,7 +209,11 @@ def _remote(source: str) -> str:
 def hub_commit(
     name: str, revision: str | None, field: str = "engine.model", file: str = "config.json"
 ) -> str | None:
-    """Return the commit of `revision`; offline, the one in the local cache, which holds `file`."""
+    """Return the commit that `revision` of a Hugging Face model refers to.
+
+    Offline, returns the commit of `file` in the local cache. Raises `ConfigError` naming job field
+    `field` for an unknown or unreachable model.
+    """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -249,8 +257,8 @@ def hub_commit(
 def _is_network(error: BaseException) -> bool:
     """Return whether an error, or one that caused it, means that Hugging Face could not be reached.
 
-    Its HTTP client raises errors that are no OSErrors, and its library depends on the version, so
-    they are recognized by the names of their classes.
+    The HTTP client of huggingface_hub raises errors that are no OSErrors and differs between
+    versions, so its errors are recognized by the names of their classes.
     """
     own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
     return isinstance(error, OSError) or "TransportError" in own
@@ -259,7 +267,8 @@ def _is_network(error: BaseException) -> bool:
 def _fetch(source: str, identity: str) -> str:
     """Return the folder on this node with the files of an s3:// model.
 
-    Raise `ConfigError` if they differ from those that the plan pins.
+    Downloads them if necessary. Raises `ConfigError` if their hash is no longer `identity`, which
+    the plan has pinned.
     """
 
     def fetch(folder: Path) -> bytes:

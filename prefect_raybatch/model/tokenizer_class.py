@@ -1,4 +1,4 @@
-"""Which class of transformers `AutoTokenizer` would take, without importing it.
+"""Determines which class `AutoTokenizer` of transformers would choose, without importing it.
 
 `AutoTokenizer` imports torch: 5 CPU-seconds on a small machine and over 20 beside a GPU, in each
 process that prepares rows, while the engines start. The class of a tokenizer alone takes under one.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PLAIN_CLASS = "TokenizersBackend"
-"""The class that takes a tokenizer as its files have it; transformers 5 brought it."""
+"""The class that loads a tokenizer as its files define it; new in transformers 5."""
 
 REGISTERED: dict[str, str | None] = {
     "llama": None,
@@ -35,22 +35,22 @@ REGISTERED: dict[str, str | None] = {
     "glm4_moe": PLAIN_CLASS,
     "deepseek_v3": PLAIN_CLASS,
 }
-"""By the `model_type` of config.json the class that transformers registers for it, if any.
+"""{model_type in config.json: tokenizer class that transformers registers for it, or None}.
 
 A test compares each with `AutoTokenizer`, which decides for types that are missing here.
 """
 
 REPLACES = {"qwen2"}
-"""Types whose registered class is taken whatever tokenizer_config.json names."""
+"""`model_type`s whose registered class is used, whatever class tokenizer_config.json names."""
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def class_of_tokenizer(path: str, revision: str | None) -> str | None:
-    """Return the name of the class that `AutoTokenizer` takes for a model; None if only it knows.
+    """Return the name of the class that `AutoTokenizer` chooses for a model; None if unknown.
 
-    `path` is a folder, or the name of a model of the Hugging Face hub, of which only files are read
-    that its cache holds for `revision`, a commit.
+    `path` is a folder or a Hugging Face name. For a name, only files in the local cache are read,
+    those of commit `revision`.
     """
     config = _read(path, revision, "config.json")
     named = _read(path, revision, "tokenizer_config.json")
@@ -68,7 +68,7 @@ def class_of_tokenizer(path: str, revision: str | None) -> str | None:
 
 
 def _read(path: str, revision: str | None, name: str) -> dict[str, Any]:
-    """Return a JSON file of the model; empty if it is not there or is no object."""
+    """Return a JSON file of the model as a dict; empty if it is missing or not an object."""
     file = Path(path, name)
     if not Path(path).is_dir() and revision and _COMMIT.fullmatch(revision):
         from huggingface_hub import try_to_load_from_cache

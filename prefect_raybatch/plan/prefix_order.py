@@ -24,13 +24,13 @@ from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.request_key import canonical
 
 MOST_ORDERED = 50_000_000  # rows; sorting more takes minutes, and local disk for their prompts
-# Bytes of a prompt that are compared, from where it parts from the first row's on: beginnings that
-# differ do so soon, and rows of one beginning are put in order by their tokens in the engine stage.
+# Bytes of a prompt that are compared, counted from its first difference to the first row's prompt.
+# Prefixes that differ do so soon, and the engine stage sorts rows of one prefix by their tokens.
 COMPARED = 512
 RUN_ROWS = 1 << 18  # rows that are sorted in memory, and about as many when runs are merged
 RUN_BYTES = 96 << 20  # ... or fewer, where their texts are long
 MERGED_ROWS = 512  # of each sorted run, in memory while all are merged
-CUT_ROWS = 1024  # of a sorted run, one of which tells where runs are cut to be merged
+CUT_ROWS = 1024  # one of so many rows of a sorted run is a candidate for a cut between merges
 BUCKET_BYTES = 128 << 20  # of rows that are sorted together after they were dealt out
 DEALT_BYTES = 64 << 20  # of rows that are dealt out together: few make many small writes
 MOST_DEALT = 256  # files that are open at once
@@ -68,9 +68,10 @@ def _text(content: object) -> bytes:
 
 
 def compared_text(text: bytes, reference: bytes) -> bytes:
-    """Return the sort key of a prompt: its common prefix length with `reference`, then the rest.
+    """Return the sort key of a prompt: its common prefix length with `reference`, then text.
 
-    Texts that share a longer prefix stay together under this order as well.
+    `reference` is one prompt of the run, the same for all keys. The text is up to 512 bytes after
+    the common prefix. So prompts with a common prefix sort together.
     """
     common = _common(text, reference)
     return common.to_bytes(4, "big") + text[common : common + COMPARED]
@@ -106,7 +107,7 @@ class PrefixOrder:
         self._rows = 0
 
     def add(self, start: int, texts: pa.Array) -> None:
-        """Add the `compared_text` of the rows from `start` on (binary)."""
+        """Add the `compared_text` (binary) of consecutive rows, the first being row `start`."""
         numbers = np.arange(start, start + len(texts), dtype=np.int64)
         self._held.append(pa.table({"text": texts, "row": pa.array(numbers)}))
         self._held_rows += len(texts)
@@ -145,7 +146,7 @@ class PrefixOrder:
                     yield table["row"].to_numpy()[order.to_numpy()]
 
     def _merged_at(self) -> list[tuple[bytes, int]]:
-        """Return the cuts that split all rows into parts that each fit into memory."""
+        """Return the cuts, as (text, row), that split all rows into parts that fit into memory."""
         cuts = pa.concat_tables(self._cuts).sort_by(_BY_TEXT)
         parts = math.ceil(self._rows / RUN_ROWS)
         chosen = _at(cuts, [cuts.num_rows * i // parts for i in range(1, parts)])
@@ -160,7 +161,7 @@ def _at(table: pa.Table, rows: Sequence[int]) -> pa.Table:
 
 
 class _SortedRun:
-    """A sorted run that is read once, from the start; `stack` closes it."""
+    """A file of sorted (text, row) entries, read once from its start; `stack` closes it."""
 
     def __init__(self, stack: ExitStack, path: Path) -> None:
         with local_disk():
@@ -192,11 +193,11 @@ def dealt_out(
     ranks: int | None = None,
     keep: bool = False,
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (description, rows) of all tables, sorted by their column RANK.
+    """Yield the rows of all tables as (description, table), sorted by their column RANK.
 
-    RANK is dropped unless `keep`. It holds numbers below `ranks`, by default each of 0 to `rows` -
-    1 once; `rows` is about the number of rows. Memory: a bucket of about BUCKET_BYTES if ranks
-    repeat evenly; local disk: all rows, in `folder`.
+    The description is that of the first table. RANK is dropped unless `keep`. It holds numbers
+    below `ranks`, by default each of 0 to `rows` - 1 once; `rows` is about the number of rows.
+    Memory: about BUCKET_BYTES if ranks repeat evenly; local disk: all rows, in `folder`.
     """
     first = next(tables, None)
     if first is None:

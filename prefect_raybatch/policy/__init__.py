@@ -1,1 +1,1 @@
-"""What a job may reach, by where it comes from: docs/security.md has the rules for people."""
+"""Policies: what a job may read, write and connect to, by who gave it; see docs/security.md."""

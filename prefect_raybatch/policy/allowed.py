@@ -1,6 +1,7 @@
 """The built-in allow lists: what any job may set. docs/security.md shows the same lists.
 
-Everything that is not here needs the operator, who names it in the file of `RAYBATCH_POLICY`.
+A job may set anything else only if the operator (who runs the flows or the job server) allows it in
+the file that `RAYBATCH_POLICY` names.
 """
 
 from __future__ import annotations

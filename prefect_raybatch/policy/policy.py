@@ -27,7 +27,10 @@ HOST_OR_ADDRESS = re.compile(rf"{HOST}|{ADDRESS}")
 
 @dataclass(frozen=True)
 class KubernetesLimits:
-    """Limits on clusters that are created for a job on Kubernetes. Names may end in `*`."""
+    """Limits on clusters that are created for a job on Kubernetes. Names may end in `*`.
+
+    `manifest`: a job may bring a RayCluster manifest; `privileged`: its pods may be privileged.
+    """
 
     namespaces: tuple[str, ...] = ()
     contexts: tuple[str, ...] = ()
@@ -44,7 +47,9 @@ class JobPolicy:
     """The places, hosts, functions and settings that a job may use.
 
     `read` and `write` hold folders, local or s3://; `hosts` hold names, with a port or without.
-    `"*"` stands for any. `limited`: the job comes from elsewhere.
+    `"*"` stands for any. `limited`: the job comes through Prefect's API or a job server, not from
+    its owner. `allow_private`: it may name hosts at private addresses. `title` names the policy in
+    messages.
     """
 
     title: str
@@ -69,7 +74,7 @@ class JobPolicy:
         return _within(uri, self.write)
 
     def may_connect(self, host: str, port: int | None = None) -> bool:
-        """Return whether a job may name this host."""
+        """Return whether a job may name this host; `port` is None if the job names none."""
         if not HOST_OR_ADDRESS.fullmatch(host):
             return False
         name = _host(host)
@@ -95,7 +100,10 @@ class JobPolicy:
         return matches_any(name, (*ENGINE_VARIABLES, *self.engine_variables))
 
     def may_set_argument(self, name: str) -> bool:
-        """Return whether this engine argument, or its mapping, is allowed whatever its value."""
+        """Return whether a job may set this engine argument to any value.
+
+        `name` may be dotted. The policy must name the argument or a mapping that contains it.
+        """
         parts = name.split(".")
         above = (".".join(parts[: n + 1]) for n in range(len(parts)))
         return any(matches_any(one, self.engine_arguments) for one in above)
@@ -107,8 +115,8 @@ STRICT_POLICY = JobPolicy("the built-in policy, which allows no folder and no ho
 def owner_policy_of(operator: JobPolicy) -> JobPolicy:
     """Return the policy of a job's owner.
 
-    Allows own files, hosts, functions and secrets, and of what runs code from elsewhere only what
-    the operator allows.
+    It allows all files, hosts, functions, secrets and blocks. Engine settings that run code, and
+    privileged pods, are allowed only if the `operator` policy allows them.
     """
     limits = operator.kubernetes
     return JobPolicy(
@@ -142,10 +150,11 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def canonical_place(uri: str) -> str | None:
-    """Return the one form of a path or URI of a file or bucket, with links and `..` resolved.
+    """Return a local path, file:// or bucket URI in canonical form, with links and `..` resolved.
 
-    For a glob, that of the folder it begins in. None for anything else, such as
-    `simplecache::file://`, and for a path that does not mean the same to all that may open it.
+    For a glob, return the canonical form of the last folder before its first wildcard. None for
+    any other URI, such as `simplecache::file://`, and for a path that libraries may read as
+    different files.
     """
     if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
         return None
@@ -185,7 +194,7 @@ def _canonical_key(scheme: str, rest: str) -> str | None:
 
 
 def _unquoted(text: str) -> str:
-    """Return a text with all its percent escapes decoded, also those of a `%`.
+    """Return a text with its percent escapes decoded, repeatedly until none is left.
 
     Readers of tables make a URL of a path or a key, in which `%2e%2e` is the parent folder.
     """
@@ -195,7 +204,7 @@ def _unquoted(text: str) -> str:
 
 
 def _before_wildcard(path: str) -> str | None:
-    """Return the folders of a path before its first wildcard; None where `..` comes later."""
+    """Return a path up to the folder before its first wildcard; None if `..` follows later."""
     found = WILDCARD.search(path)
     if found is None or os.path.lexists(path):
         return path
@@ -225,7 +234,7 @@ def _within(uri: str, folders: Iterable[str]) -> bool:
 
 
 def _host(name: str) -> str:
-    """Return a host's name in one form; an address in whatever notation as the address it is."""
+    """Return a host name in lower case, and an IP address in its standard notation."""
     name = name.strip("[]").rstrip(".").lower()
     try:
         return str(ipaddress.ip_address(name))

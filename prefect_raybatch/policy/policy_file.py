@@ -24,10 +24,10 @@ FIELDS = (*LISTS, "allow_private", "kubernetes")
 
 
 def read_policy(path: str) -> JobPolicy:
-    """Return the policy that a file holds.
+    """Return the policy that a YAML file holds.
 
-    Raises `ConfigError` naming file and field for what is no policy: a policy that says less than
-    it seems to would be worse than none.
+    Raises `ConfigError`, naming file and field, for anything invalid or unknown: ignoring a wrong
+    entry would leave a policy other than the one that the operator wrote.
     """
     try:
         data = read_regular_file(path, MAX_POLICY_BYTES + 1)
@@ -98,7 +98,7 @@ def _boolean(value: object, where: str) -> bool:
 
 
 def _place(text: str, folder: str, where: str) -> str:
-    """Return a folder of the file, a relative one below the folder that the file is in."""
+    """Return a folder that the file names; a relative one is resolved against `folder`."""
     if text == ANY:
         return text
     scheme = text.partition("://")[0].lower() if "://" in text else ""

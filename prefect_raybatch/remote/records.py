@@ -1,9 +1,10 @@
 """The Ray jobs of a run: numbered records in the run directory, written before each submission.
 
 A number is a fencing token. Record N + 1 is written only by a flow that saw that job N has ended or
-cannot be reached; job N looks for it when it starts and every few seconds, and ends itself if it
-exists. So even a job that a lost head has forgotten, or a submission that arrives an hour late,
-does not work alongside its successor for long.
+is lost, or that does not trust the server that record N names. Job N looks for record N + 1 when it
+starts and every few seconds, and ends itself if it exists. So even a job that a lost head has
+forgotten, or a submission that arrives an hour late, does not work alongside its successor for
+long.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Record:
     """Ray job `number` of a run, recorded before it is submitted.
 
     `job` is the batch job without secrets; `flow_run` is the Prefect flow run that submits it.
-    `accepted` and `model` are the run's, if a user has accepted that the job differs from the plan.
+    `accepted` (differences) and `model` are set if a user has accepted that the job differs from
+    the plan.
     """
 
     number: int
@@ -77,7 +79,7 @@ class JobRecords:
         self.store, self.run_key, self.plan_hash = store, run_key, plan_hash
 
     def newest_number(self) -> int:
-        """Return the newest number; 0 if there is none."""
+        """Return the number of the newest job record; 0 if there is none."""
         listed = ((JOB_NAME.match(info.path), info.path) for info in self.store.list(JOBS))
         numbers = (
             int(match[1]) for match, path in listed if match and path == job_path(int(match[1]))
@@ -113,9 +115,9 @@ class JobRecords:
         flow_run: str | None,
         run: Run | None = None,
     ) -> bool:
-        """Claim the number by put-if-absent; return False if another flow was first.
+        """Write record `number` by put-if-absent; return False if another flow has written it.
 
-        `run` has the accepted differences.
+        The accepted differences come from `run`.
         """
         user = "unknown"
         with suppress(OSError, KeyError):  # containers may run under a user id without a name
@@ -143,11 +145,11 @@ class JobRecords:
         return f"raybatch-{key}-{self.plan_hash[:12]}-{number}"
 
     def end(self, number: int, outcome: Outcome) -> None:
-        """Record how the job ended."""
+        """Record how job `number` ended."""
         put_record(self.store, job_end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
-        """Return the recorded outcome; None if there is none."""
+        """Return the outcome that job `number` recorded; None if it has recorded none."""
         path = job_end_path(number)
         try:
             return Outcome(**load(read_record(self.store, path), path))
@@ -165,7 +167,7 @@ def job_digest(
 ) -> str:
     """Return the SHA-256 of the plan, the job as it is sent, and the accepted differences.
 
-    With accepted differences, their model counts too, but not who accepted them and when.
+    With accepted differences, `model` counts too; who accepted them, and when, does not.
     """
     differences = sorted([one.field, one.old, one.new] for one in accepted)
     model = dict(model) if model and differences else None

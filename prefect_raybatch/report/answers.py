@@ -1,4 +1,4 @@
-"""Distributions of a run's answers, and whether they differ from another run's. Pure."""
+"""Compares the distributions of a run's answers with those of another run. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ CHANGES_LEAST = 0.005  # share of a run's answers
 
 
 def answer_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return {labels, lengths, ends: {name: answers}} from the summed figures of a run's shards.
+    """Return {kind: {name: number of answers}} from the summed figures of a run's shards.
 
-    The most common labels and reasons come first; kinds that are not counted are left out.
+    The kinds are labels, lengths and ends (finish reasons), the most common names first, lengths
+    ascending. Kinds that the run does not count are left out.
     """
     counts_by_kind: dict[str, dict[str, float]] = {}
     for kind, prefix in KINDS_OF_COUNTS.items():
@@ -49,7 +50,7 @@ def answer_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def tokens_range(bits: int) -> str:
-    """Return the range of lengths in tokens with this number of bits, e.g. `4-7`."""
+    """Return the range of token counts that have `bits` binary digits, e.g. `4-7` for 3."""
     low, high = (1 << bits) >> 1, (1 << bits) - 1
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
@@ -59,9 +60,11 @@ class Shift:
     """A distribution of a run that differs from that of run `before` beyond chance.
 
     `kind` is labels, lengths, ends, failures, prompts, nulls or values (never seen before); `moved`
-    is the share of rows that moved, `chance` the probability of such a difference by chance;
-    `changes` are the largest, as {name: (share before, share now)}. With `runs` above 1, `before`
-    is the newest of so many runs, whose mean is compared.
+    is the size of the difference: half the sum of all changes of shares, for nulls and values the
+    largest change of a share, for prompts the relative change of the mean length; `chance` is the
+    probability of such a difference by chance; `changes` are the largest changes, as {name: (share
+    before, share now)}. With `runs` above 1, the run is compared with the mean of that many earlier
+    runs, the newest of which is `before`.
     """
 
     kind: str
@@ -73,7 +76,7 @@ class Shift:
 
     @property
     def is_drift(self) -> bool:
-        """Return whether the runs before show that runs of this job differ less by themselves."""
+        """Return whether the run was compared with the mean of several runs, not with one run."""
         return self.runs > 1
 
     def line(self) -> str:
@@ -99,7 +102,7 @@ class Shift:
 
 
 def short_text(shift: Shift) -> str:
-    """Return e.g. `12.0% of labels differ`, for a table."""
+    """Describe a shift of a run's answers in a few words, e.g. `12.0% of labels differ`."""
     by = {PROMPTS: "prompts", NULLS: "missing values", NEW_VALUES: "new values"}
     if shift.kind in by:
         return f"{by[shift.kind]} by {shift.moved:.1%}"
@@ -111,7 +114,11 @@ def shifts(
     before: Mapping[str, Mapping[str, float]],
     before_key: str,
 ) -> tuple[Shift, ...]:
-    """Return the distributions of answers that both runs count and that differ beyond chance."""
+    """Return the kinds of answers whose distributions differ beyond chance between two runs.
+
+    `now` and the earlier `before` (with run key `before_key`) are as returned by `answer_counts`.
+    Only kinds that both runs count are compared.
+    """
     each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KINDS_OF_COUNTS)
     return tuple(shift for shift in each if shift is not None)
 
@@ -119,7 +126,10 @@ def shifts(
 def comparable(
     now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> bool:
-    """Return whether two runs count the same kind of answers, and each has enough of them."""
+    """Return whether two runs count the same kind of answers, and each has enough of them.
+
+    `now` and `before` are as returned by `answer_counts`.
+    """
     return any(
         min(sum(now[kind].values()), sum(before[kind].values())) >= LEAST_ANSWERS
         for kind in KINDS_OF_COUNTS
@@ -143,14 +153,14 @@ def _shift(
 
 
 def largest_changes(shares: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Return the names whose shares changed most, largest change first."""
+    """Return up to three of `shares`, {name: (before, now)}, the largest changes first."""
     largest = sorted(shares.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     named = [item for item in largest if abs(item[1][1] - item[1][0]) >= CHANGES_LEAST]
     return dict(named[:CHANGES_NAMED])
 
 
 def chance_of(one: list[float], other: list[float]) -> float:
-    """Return the probability that two samples of one distribution differ at least this much.
+    """Return the probability that two samples of one distribution differ as much as these counts.
 
     It is a G-test of the two rows of counts (Sokal and Rohlf, Biometry, 17.4); 1 if there is
     nothing to compare.

@@ -15,7 +15,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 def charts(tally: Tally, shards: int) -> Charts:
     """Return the charts of a run with `shards` shards.
 
-    The run may be active: commits that another thread adds to the tally meanwhile are left out.
+    The run may be active: commits that another thread adds during the call are left out.
     """
     series = tally.series
     started, ended, _ = series.times()
@@ -35,10 +35,10 @@ def charts(tally: Tally, shards: int) -> Charts:
 def throughput_points(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray
 ) -> tuple[tuple[float, ...], ...]:
-    """Return (time, amounts per second) over equal spans of working time.
+    """Return (end of the span, amount of each kind per second) for equal spans of working time.
 
-    `amounts`: float[kinds, shards]. A shard's amounts are spread evenly over its time in the engine
-    and after. Time in which nothing ran, between attempts, is cut out.
+    `started` and `ended` are the times of each shard, `amounts` is float[kinds, shards]. A shard's
+    amounts are spread evenly over its time. Pauses without any shard, as between attempts, are cut.
     """
     known = (ended > started) & (started > 0)
     started, ended, amounts = started[known], ended[known], amounts[:, known]
@@ -57,7 +57,7 @@ def throughput_points(
 def _done(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray
 ) -> np.ndarray:
-    """Return float[edges, kinds]: how much of each amount was done by each edge."""
+    """Return float[edges, kinds]: the sum of each kind of amount up to each time in `edges`."""
     times = np.concatenate([started, ended])
     order = np.argsort(times)
     times = times[order]
@@ -72,7 +72,7 @@ def _done(
 
 
 def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times as seconds of work: 0 is the first start, and pauses take no time."""
+    """Convert times to seconds of work since the first start, with pauses cut out."""
     order = np.argsort(started)
     reached = np.maximum.accumulate(ended[order])
     gaps = np.maximum(started[order][1:] - reached[:-1], 0.0)
@@ -83,7 +83,10 @@ def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
-    """Return quantiles of each stage's task times in seconds; stages without any are left out."""
+    """Return {stage: (p5, p25, median, p75, p95, longest)} of task times in seconds.
+
+    Stages without any are left out.
+    """
     quantiles = {}
     for stage, values in seconds.items():
         values = values[~np.isnan(values)]
@@ -95,7 +98,11 @@ def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float,
 def cells(
     shards: int, shard: np.ndarray, failed: np.ndarray, rows: np.ndarray
 ) -> tuple[tuple[int, ...], ...]:
-    """Return (shards, committed, failed rows, committed rows) of equal runs of shards, in order."""
+    """Group shards into at most CELLS equal groups, in order.
+
+    Return (shards, committed shards, failed rows, committed rows) of each group. The arrays have
+    an entry per commit: shard number, failed rows, all rows.
+    """
     if shards <= 0:
         return ()
     size = -(-shards // CELLS)

@@ -40,7 +40,7 @@ BARS = 24  # engines shown
 FEW_RUNS, RUN_NAME = 7, 16  # least number of runs on the x axis; characters of a run's name
 CELL = 24.0  # largest side of a cell of the shard map
 MAP_STEP = 0.25  # coordinates of the shard map are multiples of it, which keeps them short
-MANY = 0.01  # share of failed rows from which a cell is shown as bad
+MANY = 0.01  # share of failed rows from which a cell of the shard map is red
 COMMITTED, FEW, FAILED, WORK, PENDING = "committed", "few-failed", "many-failed", "work", "pending"
 COLOURS = {COMMITTED: BLUE, FEW: SKY, FAILED: RED, WORK: ORANGE, PENDING: PALE}
 
@@ -81,7 +81,7 @@ _LOCK = threading.Lock()  # matplotlib's settings are the whole process's
 
 @dataclass(frozen=True)
 class Panel:
-    """The area of one plot, `top` pixels below the upper edge of the figure."""
+    """The area of one plot, `height` pixels high and `top` pixels below the figure's upper edge."""
 
     figure: Figure
     top: float
@@ -105,7 +105,7 @@ class Panel:
     def legend(
         self, x: float, y: float, entries: Sequence[tuple[str, str]], loc: LegendPlace
     ) -> None:
-        """Draw coloured squares with their names in a row."""
+        """Draw a row of coloured squares with their names; `entries` are (colour, name)."""
         self.figure.legend(
             handles=[Patch(color=colour, label=words) for colour, words in entries],
             loc=loc,
@@ -132,7 +132,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot: the height of its panel, and the function that draws it."""
+    """A plot: the height of its panel in pixels, and the function that draws it."""
 
     height: float
     draw: Callable[[Panel], None]
@@ -176,7 +176,7 @@ def _for_pages(text: str, title: str, tall: float) -> str:
 
 
 def shorten(words: str, length: int) -> str:
-    """Cut the middle out of a long text: both ends of a host name identify it."""
+    """Cut the middle out of a text longer than `length`: host names differ at both ends."""
     if len(words) <= length:
         return words
     head = (length - 1) // 2
@@ -192,7 +192,7 @@ def short(value: float, _: object = None) -> str:
 
 
 def span(seconds: float) -> tuple[float, str]:
-    """Return (value, unit) that suits a duration of this length."""
+    """Return the unit to show a duration in, as (seconds per unit, name of the unit)."""
     if seconds >= 3 * 3600:
         return 3600.0, "h"
     return (60.0, "min") if seconds >= 180 else (1.0, "s")
@@ -204,7 +204,7 @@ def span(seconds: float) -> tuple[float, str]:
 def throughput(title: str, points: Sequence[tuple[float, ...]]) -> Plot:
     """Plot rows/s above, and tokens/s in and out below, over seconds of work.
 
-    `points`: (end of the time, rows/s, prompt tokens/s, output tokens/s).
+    `points`: (end of the interval in seconds, rows/s, prompt tokens/s, output tokens/s).
     """
     unit, name = span(points[-1][0])
     edges = [0.0, *(point[0] / unit for point in points)]
@@ -230,7 +230,10 @@ def _rates(
     points: Sequence[tuple[float, ...]],
     kinds: Mapping[int, tuple[str, str]],
 ) -> None:
-    """Draw a line for each kind; a rate applies to the time up to its point."""
+    """Draw a step line for each of `kinds`, {index into a point: (colour, name)}.
+
+    A rate applies to the interval that ends at its point.
+    """
     for kind, (colour, words) in kinds.items():
         rates = [point[kind] for point in points]
         axes.stairs(
@@ -356,7 +359,7 @@ def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) ->
 
 
 def _along(row: int, start: float, end: float, size: float) -> Line:
-    """Return a line through the middle of a row of cells."""
+    """Return a line from `start` to `end` through the middle of a row of cells, in pixels."""
     y = row * size + size / 2
     return (start, y), (end, y)
 
@@ -382,7 +385,7 @@ def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: s
 def _spans(
     cells: Sequence[tuple[int, ...]], columns: int, size: float, working: int
 ) -> Iterator[tuple[str, int, float, float]]:
-    """Yield (kind, row, from, to) in pixels of all but pending cells, neighbours joined."""
+    """Yield (kind, row, from, to) of all but pending cells, in pixels, with equal cells joined."""
     pieces: list[tuple[str, int, float, float]] = []
     for index, (shards, committed, failed, done) in enumerate(cells):
         row, column = divmod(index, columns)
@@ -441,7 +444,10 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
 def run_bars(
     title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], share: bool
 ) -> Plot:
-    """Plot a stacked bar per run, oldest first; with `share` its parts are shares of 1."""
+    """Plot a stacked bar per run, oldest first; `parts` are {name: value in each run}.
+
+    With `share`, the values of a run add up to 1.
+    """
     colours = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, INK, GREY]
     if not share:
         colours = [BLUE, RED]

@@ -1,4 +1,4 @@
-"""Whether a run differs from the runs before it by more than these differ among themselves. Pure.
+"""Tests whether a run differs from earlier runs more than they do from each other (drift). Pure.
 
 A run is one observation, however many rows it has: the input of each night differs a little, so a
 test that counts rows would report a shift on most nights of a large job.
@@ -21,9 +21,9 @@ from prefect_raybatch.report.answers import (
 
 LEAST_RUNS = 14  # earlier runs, below which nothing is reported as drift
 MOST_RUNS = 21  # newest earlier runs that a run is compared with
-# Of one false alarm in a hundred runs, the part of each test: three distributions of answers,
-# failed rows, the length of prompts, missing and new values of the input (`inputs.py`), and the
-# number of rows (`few_rows`).
+# A run may raise a false alarm with probability 1 %, divided among the tests: three distributions
+# of answers, failed rows, the length of prompts, missing and new values of the input (`inputs.py`),
+# and the number of rows (`few_rows`).
 TESTS = 8
 RUN_CHANCE = 0.01 / TESTS
 # Rare names come in bursts, so their shares have longer tails than a t-test assumes: the distance
@@ -38,10 +38,12 @@ Distribution = Mapping[str, float]
 def chance_after(
     value: float, earlier: Sequence[float], noise: float = 0.0, beyond: float = BEYOND
 ) -> float:
-    """Return the probability that a further run lies at least as far from the mean of `earlier`.
+    """Return the probability by chance of a value as far from the mean of `earlier` as `value`.
 
-    It is a t-test of one new observation; `noise` is the variance that counting alone gives. It
-    is 1 with fewer than two earlier runs, and if one of these lies nearly as far from their mean.
+    `earlier` are the values of earlier runs, `value` that of a further one. The test is a t-test of
+    one new observation; `noise` is the variance due to counting alone. The result is 1 with fewer
+    than two earlier runs, and if the distance is at most `beyond` times the largest distance of an
+    earlier run.
     """
     number = len(earlier)
     if number < 2:
@@ -71,9 +73,10 @@ def t_tail(value: float, freedom: int) -> float:
 def drifts(
     now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]], before_key: str
 ) -> tuple[Shift, ...]:
-    """Return the distributions of a run that drifted from those of the runs before, newest first.
+    """Return the distributions of a run that differ from those of `earlier` runs beyond chance.
 
-    `before_key` is the newest of these.
+    `now` is {kind: distribution} of the run; `earlier` is newest first, and `before_key` the run
+    key of its first run.
     """
     each = (
         _drift(kind, now.get(kind, {}), [run.get(kind, {}) for run in earlier], before_key)
@@ -85,13 +88,17 @@ def drifts(
 def enough(
     kind: str, now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]]
 ) -> bool:
-    """Return whether a run and enough runs before it have a distribution of this kind."""
+    """Return whether a run and enough `earlier` runs each have enough answers of this kind."""
     runs = [run for run in earlier if _total(run.get(kind, {})) >= LEAST_ANSWERS]
     return _total(now.get(kind, {})) >= LEAST_ANSWERS and len(runs) >= LEAST_RUNS
 
 
 def prompt_drift(now: float | None, earlier: Sequence[float], before_key: str) -> Shift | None:
-    """Return how the mean length of prompts drifted from that of the runs before, newest first."""
+    """Return the change of the mean prompt length (tokens), if it is beyond chance, else None.
+
+    `earlier` has the mean of each earlier run, newest first, and `before_key` is the run key of its
+    first run.
+    """
     lengths = [tokens for tokens in earlier if tokens > 0][:MOST_RUNS]
     if not now or len(lengths) < LEAST_RUNS:
         return None
@@ -124,7 +131,7 @@ def _drift(
 def share_chance(
     now: Distribution, runs: Sequence[Distribution], name: str, beyond: float = BEYOND
 ) -> float:
-    """Return the chance of the share of one name.
+    """Return `chance_after` for the share that `name` has `now` and had in earlier `runs`.
 
     On the scale of arcsin(sqrt(share)) the variance of counting is 1 / (4 rows) for any share.
     """

@@ -1,4 +1,4 @@
-"""Whether the input of a run has more missing values, or other values, than the runs before. Pure.
+"""Tests a run's input for more missing values, or other values, than in earlier runs. Pure.
 
 As in `drift.py`, a run is one observation.
 """
@@ -27,9 +27,9 @@ from prefect_raybatch.report.drift import (
     share_of,
 )
 
-# Half of those that are counted, so that no column is taken for one of few values by chance.
+# Half of the values that are counted, so that a column of many values does not pass as one of few.
 FEW_VALUES = MOST_COUNTED // 2
-# Rare nulls and values come in bursts, so more is asked of them than of answers.
+# Rare nulls and values come in bursts, so their thresholds are higher than those of answers.
 LEAST_NULLS, LEAST_NEW = 0.05, 0.075  # of the rows
 BEYOND_NULLS = 4.0  # as `BEYOND`
 _NULL, _FILLED, _NEW = "null", "filled", "new"
@@ -37,21 +37,22 @@ _NULL, _FILLED, _NEW = "null", "filled", "new"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Counts of a run's input: {column: {null, filled: rows}} and {column: {digest: rows}}.
+    """Numbers of rows of a run's input by column: with and without a value, and with each value.
 
-    The digests are those of values. Filled rows without a value are of a type that is not counted,
-    or have one of many values.
+    `nulls` is {column: {"null": rows, "filled": rows}}, `values` {column: {digest of value: rows}}.
+    `values` has only columns of types whose values are counted and, of columns with many different
+    values, only the common ones.
     """
 
     nulls: Mapping[str, Distribution] = field(default_factory=dict)
     values: Mapping[str, Distribution] = field(default_factory=dict)
 
     def filled(self, column: str) -> float:
-        """Return the rows that have a value in the column."""
+        """Return the number of rows that have a value in the column."""
         return self.nulls.get(column, {}).get(_FILLED, 0.0)
 
     def rows(self, column: str) -> float:
-        """Return the rows that were counted."""
+        """Return the number of rows that were counted for the column."""
         return sum(self.nulls.get(column, {}).values())
 
     def has_few_values(self, column: str) -> bool:
@@ -60,14 +61,14 @@ class Inputs:
         return len(values) <= FEW_VALUES and sum(values.values()) == self.filled(column)
 
     def unseen(self, column: str, seen: Set[str]) -> Distribution:
-        """Return the rows with a value that is not among the `seen` ones, and the others."""
+        """Return {"new": rows, "seen": rows} of a column; `seen` are digests of known values."""
         values = self.values.get(column, {})
         known = sum(rows for value, rows in values.items() if value in seen)
         return {_NEW: max(0.0, self.filled(column) - known), "seen": known}
 
 
 def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return {column: {null, filled: rows}} from the summed figures of a run's shards."""
+    """Return {column: {"null": rows, "filled": rows}} from the summed figures of a run's shards."""
     counts: dict[str, dict[str, float]] = {}
     for prefix, name in ((INPUT_NULLS, _NULL), (INPUT_FILLED, _FILLED)):
         for figure, rows in figures.items():
@@ -77,9 +78,10 @@ def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def input_drifts(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> tuple[Shift, ...]:
-    """Return how missing and new values drifted from the runs before, newest first.
+    """Return how missing values and new values differ from those of `earlier` runs beyond chance.
 
-    `before_key` is the newest of these. Columns that a run does not count are not compared.
+    `earlier` is newest first, and `before_key` the run key of its first run. Columns that the run
+    does not count are not compared.
     """
     each = (_null_drift(now, earlier, before_key), _value_drift(now, earlier, before_key))
     return tuple(shift for shift in each if shift is not None)
@@ -101,9 +103,10 @@ def _null_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shif
 
 
 def _value_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shift | None:
-    """Compare the share of new values with that of each earlier run among the other ones.
+    """Compare the share of values never seen before with the same share in each earlier run.
 
-    The values of a date are new in each run. Only columns that had few values in all runs count.
+    In an earlier run, a value is new if no other earlier run has it. Only columns that had few
+    values in all earlier runs count.
     """
     shares: dict[str, tuple[float, float]] = {}
     chances: list[float] = []
@@ -140,7 +143,11 @@ def _shift(
     runs: int,
     least: float,
 ) -> Shift | None:
-    """Return the shift of columns with these shares (usual, now) if it is one of `least`."""
+    """Return the `Shift` of columns whose `shares` are {column: (usual, now)}; None if by chance.
+
+    `chances` has for each column the probability of its change by chance. `least` is the smallest
+    change of a share that counts, `runs` the number of earlier runs.
+    """
     chance = min(1.0, min(chances, default=1.0) * len(chances))  # Bonferroni
     moved = max((abs(now - usual) for usual, now in shares.values()), default=0.0)
     if moved < least or chance >= RUN_CHANCE:

@@ -19,7 +19,7 @@ from prefect_raybatch.ledger.records import Commit
 from prefect_raybatch.ledger.stats import ShardStats, StatsFold
 from prefect_raybatch.report.records import NodeStats, StageStats, WorkerStats
 
-RECENT = 120.0  # seconds of which the rate of an active run is the mean
+RECENT = 120.0  # seconds over which the rate of an active run is averaged
 STAGE_SECONDS = tuple((name, f"{name}_s") for name in ("read", "prepare", "engine", "finish"))
 WORKERS_SHOWN = 64  # engines and nodes that a report names; the others are one line
 CODES = 16  # versions of the package's code that are counted separately
@@ -32,7 +32,7 @@ Place = tuple[str, str]  # attempt, and name of an engine or node
 
 @dataclass
 class Share:
-    """The share of a run that an engine or a node processed."""
+    """Sums of the shards that an engine or a node processed."""
 
     shards: int = 0
     rows: int = 0
@@ -53,8 +53,9 @@ class Share:
 class Series:
     """Numbers of each commit in the order of addition, for plots and rates.
 
-    Seconds of a stage that a commit does not record are NaN. `timed` are the rows that `started`
-    and `ended` cover; these are 0 if a commit does not record them, and `ended` is added last.
+    `seconds` are the seconds in each stage, NaN if a commit does not record them. `timed` counts
+    the rows that `started` and `ended` (seconds since 1970, 0 if not recorded) cover. `ended` is
+    appended last, so its length is the number of complete entries for readers in other threads.
     """
 
     shard: array[float] = field(default_factory=lambda: array("d"))
@@ -84,7 +85,7 @@ class Series:
         self.ended.append(stats.ended or 0.0)
 
     def times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return copies of (started, ended, timed): an array that numpy views cannot grow."""
+        """Return (started, ended, timed) as copies, because an array with a view cannot grow."""
         number = len(self.ended)
         started, ended, timed = (
             np.array(values[:number]) for values in (self.started, self.ended, self.timed)
@@ -93,10 +94,10 @@ class Series:
 
 
 class Tally:
-    """Folds commits into what a report needs, in bounded memory.
+    """Sums up commits for the report, with twelve numbers per shard in memory.
 
-    Rates are over the times in the commits, not over the attempts' clocks, so a run that was killed
-    and resumed a day later shows its working speed.
+    Rates use the times recorded in the commits, without pauses between attempts, so a run that was
+    killed and resumed a day later shows its working speed.
     """
 
     def __init__(self) -> None:
@@ -153,7 +154,7 @@ class Tally:
 
     @property
     def busy_seconds(self) -> float:
-        """Return the time in which at least one shard was in the engine stage or after it."""
+        """Return the seconds in which at least one shard was in the engine stage or after it."""
         started, ended, _ = self.series.times()
         return covered(started, ended)
 
@@ -175,7 +176,7 @@ class Tally:
         return float(rows.sum() - rows[earliest]) / seconds if seconds else 0.0
 
     def recent_rate(self) -> float:
-        """Return rows per second of the shards that ended in the last two minutes, or 0."""
+        """Return rows per second of the shards that ended in the last two minutes; 0 if none."""
         now = time.time()
         started, ended, rows = self.series.times()
         recent = now - ended < RECENT
@@ -242,7 +243,7 @@ class Tally:
     def _ends_of_engines(self) -> tuple[float, float]:
         """Return the seconds without shards at the start and at the end, summed over all engines.
 
-        They count from the first start and to the last end in an engine of the same attempt.
+        They are counted from the first start, and up to the last end, in any engine of the attempt.
         """
         by_attempt: dict[str, list[ShardStats]] = {}
         for (attempt, _), share in self.by_engine.items():
@@ -258,7 +259,8 @@ class Tally:
     def workers(self) -> tuple[WorkerStats, ...]:
         """Return the engines of the attempt that processed most rows, busiest first.
 
-        Engines of other attempts say nothing about the balance of these.
+        Engines of other attempts say nothing about the balance of these. Of more than
+        WORKERS_SHOWN engines, the last entry sums up all that have no entry of their own.
         """
         rows = {place: share.rows for place, share in self.by_engine.items()}
         workers = [_worker(place[1], self.by_engine[place]) for place in _main(rows)]
@@ -313,7 +315,7 @@ def _known(place: Place, places: Mapping[Place, object]) -> Place:
 
 
 def _main(rows: Mapping[Place, int]) -> dict[Place, int]:
-    """Return the rows per engine or node of the attempt that processed most rows."""
+    """Return the entries of `rows`, {(attempt, name): rows}, of the attempt with most rows."""
     by_attempt: Counter[str] = Counter()
     for (attempt, _), number in rows.items():
         by_attempt[attempt] += number

@@ -28,13 +28,13 @@ class FileField:
 
 
 class GroupField:
-    """Field numbers of RowGroup; `STORED` are those of its bytes in the file."""
+    """Field numbers of RowGroup; `STORED` is that of its total compressed size."""
 
     COLUMNS, SIZE, ROWS, OFFSET, STORED = 1, 2, 3, 5, 6
 
 
 class ChunkField:
-    """Field numbers of ColumnChunk; `PAGE_INDEX` are those of the page index's location."""
+    """Field numbers of ColumnChunk; the four in `PAGE_INDEX` locate the page index."""
 
     OFFSET, META = 2, 3
     PAGE_INDEX = (4, 5, 6, 7)
@@ -49,7 +49,10 @@ class ColumnField:
 
 
 def footer_of(data: bytes | memoryview) -> ThriftFields:
-    """Return the `FileMetaData` of a Parquet file; raise ValueError or IndexError otherwise."""
+    """Return the `FileMetaData` at the end of a Parquet file's bytes.
+
+    Raises ValueError or IndexError if there is no readable footer.
+    """
     size = int.from_bytes(data[-8:-4], "little")
     if bytes(data[-4:]) != MAGIC or size + 12 > len(data):
         raise ValueError("not a Parquet file with a readable footer")
@@ -73,7 +76,10 @@ class GroupFigures:
 
 
 def footer_figures(footer: ThriftFields) -> list[GroupFigures]:
-    """Return the figures of all row groups; raise KeyError, TypeError or ValueError without any."""
+    """Return the figures of each row group.
+
+    Raises KeyError, TypeError or ValueError for a footer without them.
+    """
     groups = []
     for group in listed(footer, FileField.GROUPS):
         columns = []
@@ -95,12 +101,12 @@ def encoded(footer: ThriftFields) -> bytes:
 
 
 def integer(value: int) -> tuple[int, int]:
-    """Return the value of an i64 field."""
+    """Return an i64 field as `ThriftFields` holds it: (kind, value)."""
     return _I64, value
 
 
 def structs(values: list[ThriftFields]) -> tuple[int, tuple[int, list[ThriftFields]]]:
-    """Return the value of a field that is a list of structs."""
+    """Return a list of structs as `ThriftFields` holds it: (kind, (kind of items, items))."""
     return _LIST, (_STRUCT, values)
 
 

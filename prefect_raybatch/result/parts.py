@@ -59,10 +59,12 @@ GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which such a group i
 class PartTask:
     """Everything that is needed to write one file.
 
-    `commits` are those of its shards, with only the pieces of its kind, and `starts` the shards'
-    first rows. `numbers` (int64) are the row numbers from the first start on, None if they equal
-    the positions. `schema` excludes the row number's column. `layout` is the table of the layout
-    that a note must name, None if no note is written.
+    `commits` are the commits of the file's shards, with only the pieces of the file's kind, and
+    `starts` the input rows at which the shards begin. `numbers` (int64) are the row numbers of all
+    input rows from `starts[0]` to the end of the last shard; None if they equal the positions in
+    the run's input. `row_number` is the name of the column of row numbers, which `schema` lacks.
+    With `read_back`, a written file's ETag is not accepted as proof of its content. `layout` is the
+    name of the layout's table for the note about the file, None if no note is written.
     """
 
     span: PartSpan
@@ -113,7 +115,7 @@ def check_unfinished(store: Store) -> None:
 
 
 class _PartFile(PartFiles):
-    """The file of a task, written on the local disk first."""
+    """Writer of the file of a `PartTask`, on the local disk first."""
 
     def __init__(self, store: Store, task: PartTask) -> None:
         super().__init__(store, task.path.rpartition("/")[0], task.span.index)
@@ -125,10 +127,10 @@ class _PartFile(PartFiles):
         self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
-        """Add the rows of a shard, with their positions and row numbers (int64).
+        """Add the rows of a shard: `table`, with a column of positions, and their row `numbers`.
 
-        They become a row group of their own or, if they are few, share one with neighbouring
-        shards. `piece` is the Parquet file of the table, if there is one.
+        The rows become a row group of their own or, if they are few, share one with neighbouring
+        shards. `piece` is a Parquet file of exactly this table, None if there is none.
         """
         schema = self._task.schema
         if table.column_names[0] != POSITION_COLUMN or not table.schema.remove(0).equals(schema):
@@ -174,7 +176,11 @@ class _PartFile(PartFiles):
             raise CorruptRun(f"{self._task.path}: the types of its rows differ from the layout's")
 
     def end(self) -> Part:
-        """Store the file and the sums of its rows, and write its note."""
+        """Store the file and its row checksums, and return the record of the file.
+
+        Also writes a `PartNote` if the task names a layout. Raises `CorruptRun` if the pieces have
+        another number of rows than the file needs.
+        """
         task = self._task
         self._close_gathered()
         if self.rows != task.span.rows or (made := self.finish()) is None:
@@ -190,7 +196,7 @@ class _PartFile(PartFiles):
         return part
 
     def _made(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers and sums of the rows."""
+        """Return (int64 numbers, uint32 checksums) of the file's rows, in its order."""
         return np.concatenate(self._rows), np.concatenate([s.result() for s in self._sums])
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
@@ -243,10 +249,11 @@ def _fenced(
     same: Callable[[str, str], str | None],
     read_back: bool = False,
 ) -> tuple[str, FileInfo]:
-    """Put a local file at `path`; return SHA-256 and info of the file that is there then.
+    """Put a local file at `path` unless one with the same rows exists there.
 
-    An existing file with the same rows is kept; one with other rows is replaced, if it is still the
-    version that was read. `same` returns the checksum of the existing file if it has the same rows.
+    Return SHA-256 and info of the file that is then at `path`. A file with other rows is replaced,
+    if it is still the version that was read. `same(path, local_path)` returns the SHA-256 of the
+    file at `path` if it has the same rows, else None.
     """
     for _ in range(LOOKS):
         with suppress(FileNotFoundError):  # deleted since it was seen: look again
@@ -304,8 +311,8 @@ def _groups(
 def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
     """Return whether the footer's figures of a row group contradict its rows.
 
-    Readers would skip row groups because of them. Other bytes do not matter, so that all finalizers
-    agree, whatever their pyarrow version and its row group sizes.
+    Readers would wrongly skip row groups because of such figures. Differences in encoding do not
+    matter, so that all finalizers agree, whatever their pyarrow version and its row group sizes.
     """
     rewritten = io.BytesIO()
     pq.write_table(rows, rewritten, row_group_size=max(1, rows.num_rows))
@@ -321,7 +328,7 @@ def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
 
 @contextmanager
 def _spare(local_path: str) -> Iterator[str]:
-    """Yield a second name of a local file, which a local store may move away."""
+    """Yield a hard link to a local file, for a store that moves away the file that it is given."""
     spare = f"{local_path}.spare"
     with local_disk():
         os.link(local_path, spare)
@@ -346,7 +353,10 @@ def _local_file(data: bytes) -> Iterator[str]:
 def _numbers_and_sums(
     found: pq.ParquetFile, told: list[GroupFigures], task: PartTask
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return numbers and sums of a file's rows; None if the footer misleads about any."""
+    """Return (row numbers, checksums) of a file's rows.
+
+    None if the rows contradict `told`, the figures in the file's footer.
+    """
     numbers, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
     for figures, table in _groups(found, told):
         if _misleads(figures, table):

@@ -36,7 +36,7 @@ _PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY
 class Columns:
     """A Parquet file of one row group (`data`), and which of its columns to copy.
 
-    All of them, or with `after_first` all but the first.
+    All columns are copied, or with `after_first` all but the first.
     """
 
     data: bytes

@@ -28,11 +28,11 @@ Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; nu
 
 
 def rows_of_member(member: Member) -> Iterator[Rows]:
-    """Yield the numbers of all rows of a run, by file.
+    """Yield (kind, file, row numbers) of all rows of a run.
 
-    Reads only the row numbers of each file; checksums are for `verify`. Rows left out by
-    postprocess, and all rows of a run without compaction, are known from the commits. Raises
-    `CorruptRun` that names a missing or unreadable file.
+    The kind is data, quarantine or left out. Reads only the row numbers of each file; checksums are
+    for `verify`. Rows left out by postprocess, and all rows of a run without compaction, are known
+    from the commits. Raises `CorruptRun` that names a missing or unreadable file.
     """
     ledger, plan = member.ledger, member.plan
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
@@ -55,11 +55,11 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
 
 
 def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
-    """Yield (file, row numbers, `columns`) of a finished run's failed rows, by row number.
+    """Yield (file, row numbers, table of `columns`) of batches of a finished run's failed rows.
 
-    Downloads each file to the local disk and compares it with the checksum that finalize recorded.
-    Memory: one batch, or without compaction one shard. Raises `CorruptRun` that names a faulty
-    file.
+    The rows are in order of row number. Downloads each file to the local disk and compares it with
+    the checksum that finalize recorded. Memory: one batch, or without compaction one shard. Raises
+    `CorruptRun` that names a faulty file.
     """
     if _compact(member):
         for part in _parts(member, "quarantine"):
@@ -87,9 +87,9 @@ def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.
 def numbered_rows(
     member: Member, kind: str, fault: Callable[[str], None]
 ) -> Iterator[tuple[np.ndarray, pa.Table]]:
-    """Yield batches (row numbers, other columns) of a finished run's rows of one kind.
+    """Yield batches (row numbers, other columns) of a finished run's rows of `kind`, by row number.
 
-    Reads the files whose checksum is as finalize recorded; calls `fault` for the others.
+    Leaves out files whose checksum is not as finalize recorded; passes `fault` a message for each.
     """
     for part in _parts(member, kind):
         try:
@@ -102,7 +102,10 @@ def numbered_rows(
 
 
 def data_schema(member: Member) -> pa.Schema:
-    """Return the schema of a finished run's answered rows; only the row number if it has none."""
+    """Return the schema of a finished run's answered rows.
+
+    If the run has none, the schema has only the column of row numbers.
+    """
     for part in _parts(member, "data"):
         with _opened(member, part, check=False) as (parquet, _):
             return parquet.schema_arrow.remove_metadata()

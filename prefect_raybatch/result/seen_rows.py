@@ -18,7 +18,10 @@ ALL = 0xFF
 
 
 class SeenRows:
-    """Rows 0 to `rows`. `twice` lists the first rows of up to `most` spans that were seen again."""
+    """Set of the rows seen so far, of rows 0 to `rows` - 1.
+
+    `twice` lists the first rows of up to `most` spans of rows that were seen more than once.
+    """
 
     def __init__(self, rows: int, most: int):
         self.rows, self.most = rows, most
@@ -37,7 +40,7 @@ class SeenRows:
                 self._add(rows[start:stop])
 
     def _add(self, rows: np.ndarray) -> None:
-        """Add rows of one block."""
+        """Add ascending row numbers that lie within one span of BLOCK_ROWS."""
         first = int(rows[0]) & ~7
         flags = np.zeros(int(rows[-1]) + 1 - first, bool)
         flags[rows - first] = True
@@ -65,7 +68,7 @@ class SeenRows:
             yield last
 
     def _block_gaps(self) -> Iterator[tuple[int, int]]:
-        """Like `gaps`, but split at the ends of blocks."""
+        """Yield the same rows as `gaps`, in spans that are cut at multiples of BLOCK_ROWS."""
         for start in range(0, self.rows, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.rows)
             window, at = divmod(start, WINDOW_ROWS)
@@ -87,7 +90,7 @@ class SeenRows:
 
 
 def to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and stops of the runs of consecutive numbers in ascending `rows`."""
+    """Return (starts, exclusive stops) of the spans of consecutive numbers in ascending `rows`."""
     if not len(rows):
         return rows, rows
     breaks = np.flatnonzero(np.diff(rows) != 1)

@@ -25,7 +25,11 @@ TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
-    """Return the existing files of a folder that `parts` names, in order; report all others."""
+    """Return the existing files of a folder that `parts` names, sorted by name.
+
+    Reports to `fault` each named file that is missing, and each file that is not named, but would
+    be read by readers of the folder.
+    """
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
     for path in sorted(set(named) - there):
@@ -36,9 +40,10 @@ def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) 
 
 
 def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
-    """Check a file, pass its row numbers to `take` in ascending batches, and return their count.
+    """Compare a file with the record `part`, and report differences to `fault`.
 
-    An intact file is not loaded into memory as a whole.
+    Passes the file's row numbers to `take` in ascending batches; returns their number. An intact
+    file is not loaded into memory as a whole.
     """
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -78,9 +83,10 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
 
 
 def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[int, bool]:
-    """Return (how many row numbers were passed to `take`, whether these are all).
+    """Pass a file's row numbers to `take` in batches; stop before a null or one out of order.
 
-    Stops at the first one that is null or does not ascend.
+    Return (number of row numbers passed, whether these are all in the file). Only whole batches
+    are passed.
     """
     taken, last = 0, None
     with pq.ParquetFile(stream, pre_buffer=False) as file:
@@ -102,7 +108,10 @@ def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[
 
 
 def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:
-    """Report which rows of a changed file changed; without row checksums, only the file."""
+    """Report to `fault` which rows of a changed file changed; without row checksums, only the file.
+
+    `rows` are the row numbers in the file, `found` the checksums of these rows.
+    """
     text = f"{part.path}: its contents are not what finalize wrote"
     known = _known(store, part, fault)
     if known is None:
@@ -150,7 +159,10 @@ def _check_sums(store: Store, part: Part, fault: Fault) -> None:
 def _changed(
     numbers: np.ndarray, sums: np.ndarray, rows: np.ndarray, found: np.ndarray
 ) -> np.ndarray:
-    """Return the numbers of rows whose contents differ from the recorded ones."""
+    """Return the row numbers whose checksums differ from the recorded ones.
+
+    `numbers` and `sums` are recorded, `rows` and `found` are the row numbers and checksums now.
+    """
     at = np.searchsorted(numbers, rows)
     at[at == len(numbers)] = 0
     known = numbers[at] == rows
@@ -167,7 +179,7 @@ def _check_order(path: str, rows: np.ndarray, fault: Fault) -> None:
 
 
 def rows_text(rows: np.ndarray) -> str:
-    """Return e.g. `row 7`, or `rows 7, 9, 12 and 3 more`."""
+    """Return row numbers as text, e.g. `row 7`, or `rows 7, 9, 12 and 3 more`."""
     if len(rows) == 1:
         return f"row {rows[0]}"
     text = ", ".join(str(row) for row in rows[:MOST_ROWS_NAMED].tolist())

@@ -38,7 +38,7 @@ class OpenRun(FinishedRows):
         return report_of(self.uri, dict(self.options or {}) or None)
 
     def _repr_html_(self) -> str:
-        """Return the report, which a notebook shows."""
+        """Return the report as HTML for a notebook."""
         from prefect_raybatch.report.html import fragment
 
         return fragment(self.report)
@@ -47,10 +47,10 @@ class OpenRun(FinishedRows):
 def open_run(uri: str, options: StoreOptions | None = None, partial: bool | str = False) -> OpenRun:
     """Open the run directory `uri`, a local folder or s3://.
 
-    `options` are s3fs's, as in `output.options`; without them, credentials come from the
-    environment. `partial` opens a partial result of the run instead: the newest (True), or that of
-    a name (_UUID); so does its own folder as `uri`. Raises `NoSuchRun` if there is none, naming
-    similar ones.
+    `options` are s3fs options, as in `output.options`; without them, credentials come from the
+    environment. `partial` opens a partial result of the run instead: the newest (True), or the one
+    of that name (_UUID). If `uri` is the folder of a partial result, that one is opened. Raises
+    `NoSuchRun`, naming similar runs, if there is no such run or partial result.
     """
     check_run_read(uri)
     if partial:
@@ -60,7 +60,7 @@ def open_run(uri: str, options: StoreOptions | None = None, partial: bool | str 
 
 
 def partial_place(uri: str, options: StoreOptions | None, name: str | None) -> str:
-    """Return the folder of a run's partial result, by default the newest. Raises `NoSuchRun`."""
+    """Return the folder of the partial result `name`, or the newest; raise `NoSuchRun` if none."""
     store = open_store(uri, options)
     plan = need_plan(Ledger(store))
     if name is None:

@@ -37,8 +37,8 @@ def publish_member(
 ) -> RunReport:
     """Publish a finished run to each target once; return its updated report.
 
-    `options` are those of the store with the run. Raises `ConfigError` for what cannot be
-    published, `PublishFailed` (worth a retry).
+    `options` are those of the store with the run. Raises `ConfigError` if the run cannot be
+    published to a target, `PublishFailed` (worth a retry) if a target fails.
     """
     from prefect_raybatch.publish.publish import publish
 
@@ -61,7 +61,10 @@ def publish_member(
 
 
 def targets_text(targets: Sequence[PublishTarget], run_key: str) -> str:
-    """Return the targets, one per line: name, format, place, mode, environment variables sent."""
+    """Return the targets as text, one per line: name, format, location, mode and variables.
+
+    The variables are the environment variables that a target's URI or catalog settings name.
+    """
     lines = []
     for target in targets:
         named = [target.uri or "", *map(str, target.catalog.values())]
@@ -75,7 +78,7 @@ def targets_text(targets: Sequence[PublishTarget], run_key: str) -> str:
 
 
 def _update_pages(ledger: Ledger) -> None:
-    """Update the pages for people with what is published so far."""
+    """Rewrite the report's Markdown and HTML with the targets published so far."""
     made = load_report(ledger.store)
     if made.published:
         put_pages(ledger.store, made)

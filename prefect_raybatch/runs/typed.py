@@ -27,7 +27,7 @@ _typed: ContextVar[tuple[str, ...]] = ContextVar("typed", default=())
 
 @contextmanager
 def typed_command(words: Sequence[str]) -> Iterator[None]:
-    """Note `words` as the typed command, with values of secret fields masked, for the block."""
+    """Keep `words` as this process's command line within the block, with secret values masked."""
     token = _typed.set(tuple(without_secrets(words)))
     try:
         yield
@@ -36,7 +36,7 @@ def typed_command(words: Sequence[str]) -> Iterator[None]:
 
 
 def name_typed_run(run_key: str) -> None:
-    """Complete a typed `raybatch run` with the key of its run: later it would get another one."""
+    """Add the run key to a typed `raybatch run`, which without it would later get another key."""
     words = _typed.get()
     if words[1:2] == ("run",):
         _typed.set(_with_option(words, "--run-key", run_key))
@@ -45,10 +45,11 @@ def name_typed_run(run_key: str) -> None:
 def typed_words(
     run_key: str | None = None, changes: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Return the words that were typed, completed for later use.
+    """Return the words of this process's command line, completed so that it continues the run.
 
-    A `raybatch run` gets another run key and changed fields of the job, if given. Empty if nothing
-    was typed, as in a Prefect worker.
+    `run_key` is set as the run key of a `raybatch run`; `changes` (field: value) are added as
+    `--set` options of a `raybatch run` or `retry-failed`. Empty if this process was not started by
+    a `raybatch` command, e.g. in a Prefect worker.
     """
     words = _typed.get()
     if run_key is not None and words[1:2] == ("run",):
@@ -72,7 +73,7 @@ def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ..
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Mask the value of each `FIELD=VALUE` that may be a credential."""
+    """Return the words, with the value of each `FIELD=VALUE` masked that may be a credential."""
     return [_shown_word(word) for word in words]
 
 

@@ -27,8 +27,8 @@ class CacheFolder:
 class FilledCache:
     """A cache and its size in bytes, before an engine started and afterwards.
 
-    `compiled`: whether something was compiled anew. Sizes do not tell: vLLM also writes a file of
-    some hundred KiB at a start that finds everything.
+    `compiled`: whether something was compiled anew. The sizes do not show this, because vLLM writes
+    a file of some hundred KiB even at a start that finds everything in the cache.
     """
 
     folder: CacheFolder
@@ -48,7 +48,7 @@ class WarmedCaches:
 
     @property
     def were_warm(self) -> bool:
-        """Whether the engine compiled nothing anew."""
+        """Return whether the engine compiled nothing anew."""
         return not any(cache.compiled for cache in self.caches)
 
 
@@ -73,8 +73,8 @@ def cache_folders(environment: Mapping[str, str]) -> tuple[CacheFolder, ...]:
 class CacheContent:
     """What a cache holds: its size in bytes, and the names of what was compiled.
 
-    The names are those of the folders in the first `NAMED_LEVELS` levels: vLLM and Triton name one
-    by the hash of what it was compiled from, FlashInfer by the version and the GPU.
+    The names are of folders in the first `NAMED_LEVELS` levels: vLLM and Triton name a folder by
+    the hash of what it was compiled from, FlashInfer by the version and the GPU.
     """
 
     size: int
@@ -82,7 +82,7 @@ class CacheContent:
 
 
 def cache_content(path: str) -> CacheContent:
-    """Return what a cache holds, nothing if the folder is missing."""
+    """Return what the cache in folder `path` holds; empty if the folder is missing."""
     size, names = 0, set()
     for folder, _, files in os.walk(path):
         name = os.path.relpath(folder, path)
@@ -97,6 +97,6 @@ def cache_content(path: str) -> CacheContent:
 
 
 def filled(folder: CacheFolder, before: CacheContent) -> FilledCache:
-    """Return what was added to a cache that held `before`."""
+    """Return a cache's sizes and whether code was compiled since it held `before`."""
     now = cache_content(folder.path)
     return FilledCache(folder, before.size, now.size, bool(now.names - before.names - {"."}))

@@ -18,7 +18,8 @@ GB = 10**9
 class Card:
     """A GPU model: bytes of memory, bytes per second and FLOPs per second.
 
-    `nvlink`: its servers connect GPUs by NVLink. `fp8`: its tensor cores multiply fp8.
+    `memory` and `most` are the bytes of the smallest and the largest card of the name. `nvlink`:
+    servers connect these GPUs by NVLink. `fp8`: the tensor cores multiply fp8.
     """
 
     name: str
@@ -83,6 +84,6 @@ def card(name: str) -> Card | None:
 
 
 def without_nvlink(name: str) -> bool:
-    """Return whether GPUs of that name communicate over PCIe alone; False if unknown."""
+    """Return whether GPUs of this name communicate over PCIe alone; False if unknown."""
     found = card(name)
     return not found.nvlink if found else "RTX" in re.split(r"[^A-Z0-9]+", name.upper())

@@ -50,8 +50,8 @@ class Work:
         `cached` of the `prompt` tokens are in the prefix cache; `answers` are lengths in tokens.
         """
         fresh = max(0, prompt - cached)
-        # A prompt's last token gives the first of each answer, whose own last one is computed by
-        # none.
+        # A prompt's last token yields the first token of each answer; the last token of an answer
+        # is not fed back into the model.
         later = [max(0, length - 1) for length in answers]
         seen = _attended(cached, prompt) + sum(_attended(prompt, prompt + n) for n in later)
         windowed = 0.0
@@ -61,8 +61,8 @@ class Work:
         computed = fresh + sum(later)
         flops = self.layers * computed + self.head * sum(answers)
         flops += self.attention * seen + self.attention_window * windowed
-        # The cache is written a token, read by each step of an answer, and once for a prompt: a
-        # prompt's tokens share what they read.
+        # The cache is written once per token, and read by each step of an answer and once for a
+        # prompt, because a prompt's tokens share the read.
         read = cached + sum(_attended(prompt, prompt + n) for n in later)
         read_window = min(cached, self.window) + sum(
             _attended(prompt, prompt + n, self.window) for n in later
@@ -82,7 +82,7 @@ def _attended(first: int, last: int, window: int = 0) -> float:
 
 
 def work_of(model: Model, card: Card, gpus: int = 1, engines_per_gpu: int = 1) -> Work:
-    """Return the work of an engine on `gpus` of these cards, shared by `engines_per_gpu` engines.
+    """Return the work per token of an engine on `gpus` cards that `engines_per_gpu` engines share.
 
     Weights in fp8 use the fp8 peak if the card has one.
     """

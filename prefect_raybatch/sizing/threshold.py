@@ -21,9 +21,11 @@ STEPS_OF_PROBABILITY = 200  # thresholds from 1 down; fixed, because the data mu
 
 @dataclass(frozen=True)
 class TestedThreshold:
-    """A threshold in a sample: the rows whose final answers agree, and the escalated ones.
+    """A threshold of a cascade, and how it did on a sample of `rows` rows.
 
-    `bound` is the lower confidence limit of the share of all rows that agree.
+    Rows of which the first model is less sure than `below` are escalated: the larger model answers
+    them. `agreed` rows then have the larger model's answer. `bound` is the lower confidence limit
+    of the share of all rows for which that holds.
     """
 
     below: float
@@ -34,7 +36,7 @@ class TestedThreshold:
 
 
 def thresholds(measure: str) -> tuple[float, ...]:
-    """Return the thresholds of a measure (probability or logprob) in the order of the tests."""
+    """Return the thresholds to test, highest first, for a measure (probability or logprob)."""
     shares = [1 - step / STEPS_OF_PROBABILITY for step in range(STEPS_OF_PROBABILITY)]
     return tuple(round(p if measure == "probability" else math.log(p), 6) for p in shares)
 
@@ -46,7 +48,7 @@ def find_threshold(
     confidence: float,
     order: Sequence[float],
 ) -> TestedThreshold | None:
-    """Return the last threshold shown to keep the agreement with the larger model; None without.
+    """Return the last threshold in `order` before the first that fails its test, or None.
 
     Of each row, `sureness` is how sure the first model was (minus infinity: always escalated,
     infinity: never), and `agrees` whether both models answered the same. An escalated row agrees,

@@ -1,4 +1,4 @@
-"""Arrow types of the input: which of them a run keeps, and which type holds the values of two."""
+"""Arrow types of input columns: those that a run can store, and the common type of two types."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 
-# Numbers of JSON as text, since no int64 or float64 holds them all. JSON has no other large_string.
+# The type of JSON numbers kept as text, which neither int64 nor float64 holds. No other JSON value
+# is read as large_string.
 NUMBER_TEXT = pa.large_string()
 _LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
 def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return `kind` with `change` applied to it and, from the inside out, to nested types."""
+    """Return `kind` with `change` applied to its nested types, innermost first, and then to itself.
+
+    A dictionary type is first replaced by its value type; extension types are returned unchanged.
+    """
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return kind
@@ -48,7 +52,10 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def check_carried(schema: pa.Schema, where: str) -> None:
-    """Raise SourceError for a column of a type that Parquet, and therefore a run, cannot hold."""
+    """Raise SourceError for a column whose type a run cannot store, because Parquet cannot.
+
+    Raises it also for a struct with two fields of one name. `where` names the input.
+    """
     for field in schema:
         if (name := _field_twice(field.type)) is not None:
             raise SourceError(
@@ -64,9 +71,9 @@ def check_carried(schema: pa.Schema, where: str) -> None:
 
 
 def _field_twice(kind: pa.DataType) -> str | None:
-    """Return the first duplicate field name of a struct within `kind`.
+    """Return the first duplicate field name of a struct within `kind`; None if there is none.
 
-    Python's dictionaries hold only one value per name.
+    Rows become Python dictionaries, which would lose all but one value of that name.
     """
     twice: list[str] = []
 
@@ -81,9 +88,9 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """Return the first type within `kind` that Parquet lacks or that Arrow does not decode.
+    """Return the first type within `kind` that Parquet lacks or Arrow does not decode; else None.
 
-    Run-end-encoded values are decoded only as a whole column.
+    Run-end-encoded types count: Arrow can decode them only if they are the type of a whole column.
     """
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
@@ -121,7 +128,7 @@ def decoded(table: pa.Table) -> pa.Table:
 
 
 def decoded_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema that `decoded` gives a table."""
+    """Return the schema that `decoded` gives a table with `schema`."""
     return pa.schema(
         [
             (f.name, f.type.value_type if pa.types.is_run_end_encoded(f.type) else f.type)
@@ -144,7 +151,7 @@ def written(schema: pa.Schema) -> pa.Schema:
 
 
 def is_empty_struct(kind: pa.DataType) -> bool:
-    """Return whether it is the type of empty objects."""
+    """Return whether `kind` is a struct without fields, the type of empty JSON objects."""
     return bool(pa.types.is_struct(kind)) and kind.num_fields == 0
 
 
@@ -161,15 +168,16 @@ def holds_empty_struct(kind: pa.DataType) -> bool:
 
 
 def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataType | None:
-    """Return the type that holds the values of both, or None.
+    """Return the type that holds the values of both types, or None.
 
-    Null yields; ints of one sign and floats take the larger width; text, binary and lists their
-    large kind. With `union` (text formats) int and float give float64, numbers with NUMBER_TEXT
-    give that, and structs may differ in fields.
+    Null and another type give the other type; two signed or two unsigned integers, or two floats,
+    give the wider one; text, binary and lists give the large variant if either is large. With
+    `union` (text formats) int and float give float64, a number and NUMBER_TEXT (numbers kept as
+    text) give NUMBER_TEXT, and structs may differ in fields.
 
-    Not `pyarrow.unify_schemas` with permissive promotion: it also merges types in ways that change
-    values or cannot be cast (uint64 with int64 gives int64, int64 with float64 float64, text with
-    binary binary), at any depth, and so would need as many rules around it.
+    `pyarrow.unify_schemas` with permissive promotion is not used: at any depth, it also merges
+    types in ways that change values or cannot be cast (uint64 with int64 gives int64, int64 with
+    float64 float64, text with binary binary).
     """
     types = pa.types
     if a == b:
@@ -224,17 +232,17 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
 
 
 def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Cast as Arrow does, without losing how a number is written.
+    """Cast a column as Arrow does, but without changing how a number is written.
 
-    A float becomes the text that Python writes (1.0 and not 1). An integer that a float cannot
-    represent raises ArrowInvalid.
+    A float cast to text becomes the text that Python writes (1.0 and not 1). An integer that a
+    float cannot represent raises ArrowInvalid.
     """
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if text and pa.types.is_floating(column.type):
         texts = [None if value is None else repr(value) for value in column.to_pylist()]
         return pa.chunked_array([pa.array(texts, kind)])
     if pa.types.is_decimal(kind) and pa.types.is_integer(column.type):
-        # Arrow asks for room for the largest number of the type, and not for those that are there.
+        # Arrow would require room for the largest number of the integer type.
         column = column.cast(pa.string())
     made = column.cast(kind)
     if pa.types.is_floating(kind):
@@ -243,9 +251,9 @@ def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _check_whole_numbers(column: pa.ChunkedArray, made: pa.ChunkedArray) -> None:
-    """Raise ArrowInvalid for an integer that the resulting floats do not represent.
+    """Raise ArrowInvalid if a whole number in `column` differs in `made`, its cast to floats.
 
-    Arrow checks this for integers, but not for texts and wider floats.
+    Arrow itself checks this for columns of integers, but not for texts and wider floats.
     """
     import pyarrow.compute as pc
 

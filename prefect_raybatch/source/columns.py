@@ -15,10 +15,10 @@ from prefect_raybatch.source.text_types import common_text_type, text_type
 
 
 def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
-    """Return the columns to read of `known`: `wanted`, or all.
+    """Return the columns to read from a file: `wanted`, or all of its columns (`known`).
 
-    Raises ConfigError for an unknown or repeated column, and SourceError for names in the file
-    `where` that cannot be columns here: repeated, or starting with the reserved prefix.
+    Raises ConfigError for a `wanted` column that is unknown or repeated, and SourceError for names
+    in the file `where` that cannot be columns here: repeated, or with the reserved prefix.
     """
     for name in dict.fromkeys(known):
         if known.count(name) > 1:
@@ -50,10 +50,12 @@ def types_in(
     typed: Collection[str],
     merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """Return the types of the columns in a block.
+    """Return the column types of a block of one file.
 
-    Types of CSV text follow from its values and the types `before`. Integers that floats cannot
-    represent, in a column that `merged` to floats over all files, are text.
+    With `text`, the block is CSV text: types follow from its values and the file's earlier types
+    `before`, but the `typed` columns have their declared types already. Otherwise the types are the
+    table's own, except for int64 columns that are float64 in `merged` (the types over all files):
+    with integers that floats cannot represent, they are NUMBER_TEXT (numbers kept as text).
     """
     if not text:
         return {
@@ -71,15 +73,16 @@ def types_in(
 
 
 def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataType | None:
-    """Like `common_type`, but texts of several types are text."""
+    """Return `common_type`; with `text` (CSV), `common_text_type`, which is never None."""
     return common_text_type(a, b) if text else common_type(a, b, union)
 
 
 class TypesSeen:
-    """Column types of some files, noted block by block.
+    """Column types of some files of the input, merged block by block.
 
-    `clash` reports incompatible types; a `Shape` finds the file, because other files come before
-    these.
+    It starts with the types known before: `columns` of all files, `of_files` of each. `changes` are
+    (file, types of a block) for each block that widened its file's types. `clash` is True after
+    incompatible types; the error is left to a `Shape`, which also knows the earlier files.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class TypesSeen:
         return pa.schema(list(self._columns.items()))
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Add the types of a block of `where`."""
+        """Merge the types of a block of the file `where`."""
         before = self._files.get(where, {})
         found = types_in(table, before, self._text, self._typed, self._columns)
         mine = dict(before)
@@ -125,7 +128,7 @@ class Shape:
     """Column names and types, merged over files; the first file determines the order.
 
     `order`: the columns wanted, in this order, if given. `strict`: all files must have the same
-    columns. `text`: columns are CSV text, whose types are inferred here, except those of `typed`.
+    columns. `text`: columns are CSV text, whose types are inferred here, except `typed` columns.
     `union`: see `common_type`.
     """
 
@@ -158,20 +161,20 @@ class Shape:
         return pa.schema([(name, self._columns[name]) for name in names])
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Add a block of `where`. Raises like `see_types`."""
+        """Merge the types of a block of the file `where`. Raises the errors of `see_types`."""
         before = self._files.get(where, {})
         found = types_in(table, before, self.text, self._typed, self._columns)
         self.see_types(where, found)
 
     def types_of(self, where: str) -> dict[str, pa.DataType] | None:
-        """Return the column types seen in this file so far, or None."""
+        """Return the column types seen so far in the file `where`, or None."""
         return self._files.get(where)
 
     def see_types(self, where: str, found: dict[str, pa.DataType]) -> None:
-        """Add types found in `where`.
+        """Merge the types `found` in a block of the file `where`.
 
         Raises SourceError that names the column, both files and both types if these are
-        incompatible, and for a column that only one of two files has.
+        incompatible and, if `strict`, for a column that only one of two files has.
         """
         before = self._files.get(where)
         if before is None and self._strict:
@@ -208,9 +211,9 @@ class Shape:
         self._columns[name] = both
 
     def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
-        """Return the first file in which the column is incompatible with `kind`.
+        """Return a file in which column `name` has a type incompatible with `kind`.
 
-        An earlier file made the column `merged`.
+        A file in which it has the type `merged` is preferred.
         """
         having = [file for file, types in self._files.items() if name in types]
         having.sort(key=lambda file: self._files[file][name] != merged)

@@ -1,8 +1,9 @@
 """Where a large text file may be split, so that its parts are read in parallel.
 
-JSON Lines may be split after any line, and are split where one reader's blocks end. A line break of
-a CSV file may be inside quotes; the number of quotes before it decides, provided that each quote is
-where a quote must be. If one is not, the file is not split and the reader reports it.
+JSON Lines may be split after any line, and are split where a reader of the whole file would end a
+block. A line break of a CSV file may be inside quotes; the number of quotes before it tells,
+provided that each quote is at the beginning or end of a field, or doubled. If one is not, the file
+is not split and the reader reports it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from prefect_raybatch.source.encodings import UTF8_MARK
 from prefect_raybatch.source.find import Cut, File, ending
 from prefect_raybatch.source.json_arrays import is_array
 
-CUT_BYTES = 32 << 20  # of a part of a file: whole blocks, so a multiple of streams.BLOCK_BYTES
+CUT_BYTES = 32 << 20  # in a part of a file: whole blocks, so a multiple of streams.BLOCK_BYTES
 SCAN_BYTES = 4 << 20  # looked at for quotes at a time
 NEWLINE = 10
 LINE_WINDOW = 1 << 16  # looked through for a line's end
@@ -30,15 +31,18 @@ HEADER_BYTES = 1 << 20  # looked through for the header line; with a longer one,
 Everywhere = Callable[
     [Callable[[Any], Any], Iterable[Any], int], Generator[tuple[int, Any], None, None]
 ]
-"""Does a function for each item, somewhere and in any order, and gives (number of the item, what
-came of it); the last number is the bytes of all."""
+"""Type of functions (work, items, total bytes of the items) that call `work` for each item, in
+threads or Ray tasks, and yield (index of the item, result of `work`) in any order.
+"""
 
 
 @dataclass(frozen=True)
 class Stretch:
     """Whole rows of a file: its bytes [start, stop), or up to the end if `stop` is None.
 
-    `head` is the header line that precedes them, `lead` as in `Cut`.
+    `head` is the file's header line, which is put before these rows. `lead` is the number of bytes
+    that a reader of JSON Lines adds to its first block, so that its blocks end where the whole
+    file's do.
     """
 
     file: File
@@ -62,11 +66,14 @@ class Stretch:
 
 
 def cut_lines(file: File) -> list[Stretch]:
-    """Return a JSON Lines file as stretches of about CUT_BYTES; as one if it cannot be split."""
+    """Return a JSON Lines file as stretches of about CUT_BYTES; as one if it cannot be split.
+
+    Each stretch holds whole lines.
+    """
     size = file.info.size
     if size <= CUT_BYTES or ending(file.info.path)[1] or is_array(file):
         return [Stretch(file)]
-    starts = {0: 0}  # where a stretch starts: the place by which it was found
+    starts = {0: 0}  # start of a stretch: the multiple of CUT_BYTES that it precedes
     for at in range(CUT_BYTES, size, CUT_BYTES):
         starts.setdefault(_line_before(file, at), at)
     ends = pairwise([*starts, size])
@@ -74,7 +81,10 @@ def cut_lines(file: File) -> list[Stretch]:
 
 
 def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) -> list[Stretch]:
-    """Return a CSV file as stretches of about CUT_BYTES; as one if it cannot be split."""
+    """Return a CSV file as stretches of about CUT_BYTES; as one if it cannot be split.
+
+    Each stretch holds whole rows. `everywhere` scans the parts of the file for quotes, in parallel.
+    """
     size, quote = file.info.size, options.quote.encode()
     plain = options.encoding == "utf-8" and not options.escape and not options.skip_rows
     if size <= CUT_BYTES or ending(file.info.path)[1] or not plain or len(quote) > 1:
@@ -98,10 +108,11 @@ def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) ->
 
 
 class _Seen:
-    """Findings for a part of a CSV file that begins outside (`inside` 0) or inside (1) quotes.
+    """Findings about a part of a CSV file, assuming that it begins outside quotes or inside.
 
-    `clear`: each quote is where it must be; `quotes`: how many there are; `line_end`: where its
-    first row ends, if the first window shows it.
+    `inside` is 1 if it is assumed to begin inside quotes, else 0. `clear`: each quote so far opens
+    or closes a value; `quotes`: the number of quotes so far, plus `inside`; `line_end`: the offset
+    after the first line break outside quotes, None if the first `data` passed to `look` has none.
     """
 
     def __init__(self, inside: int) -> None:
@@ -112,10 +123,10 @@ class _Seen:
     def look(
         self, data: bytes, places: np.ndarray, opens: np.ndarray, closes: np.ndarray, at: int
     ) -> None:
-        """Process the bytes of `data` except the first and the last.
+        """Process the bytes of `data` except the first and the last, which are only context.
 
-        `data` begins at byte `at` of the file. `opens` and `closes` say whether the quotes at
-        `places` can.
+        `data` begins at byte `at` of the file. `places` are the offsets of quotes in it; `opens`
+        and `closes` say of each whether it may open or close a value.
         """
         opening = (np.arange(len(places)) + self.quotes) % 2 == 0
         self.clear = self.clear and bool(np.where(opening, opens, closes).all())
@@ -134,7 +145,10 @@ class _Scan:
     delimiter: bytes
 
     def __call__(self, start: int) -> tuple[_Seen, _Seen]:
-        """Return findings for the part at `start`, if it begins outside and if inside quotes."""
+        """Scan the part from byte `start`.
+
+        Return (findings if it begins outside quotes, findings if it begins inside).
+        """
         seen = _Seen(0), _Seen(1)
         edges = np.frombuffer(self.delimiter + b"\r\n" + self.quote, np.uint8)
         none: Any = np.zeros(0, np.int64)
@@ -149,9 +163,9 @@ class _Scan:
         return seen
 
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) over the part, each with one byte before and after it.
+        """Yield (offset, bytes) of windows over the part, each with one more byte at either end.
 
-        At the ends of the file that byte is a line break.
+        That byte is the file's, or a line break where the file begins or ends.
         """
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
@@ -180,7 +194,10 @@ def beginning(file: File) -> File:
 
 
 def _header(file: File, quote: bytes) -> bytes | None:
-    """Return the first non-empty row with what precedes it; None if it is too long."""
+    """Return the bytes up to the end of the first non-empty row.
+
+    None if the row ends beyond HEADER_BYTES.
+    """
     data = _bytes_of(file, 0, HEADER_BYTES)
     at = data.find(b"\n")
     while at >= 0:
@@ -192,7 +209,7 @@ def _header(file: File, quote: bytes) -> bytes | None:
 
 
 def _line_before(file: File, at: int) -> int:
-    """Return where the line of the byte before `at` begins, or `at` if a line ends there."""
+    """Return the offset after the last line break before byte `at`; 0 if there is none."""
     window = LINE_WINDOW
     while True:
         start = max(0, at - window)
@@ -205,9 +222,9 @@ def _line_before(file: File, at: int) -> int:
 
 
 def _bytes_of(file: File, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop), fewer at the end.
+    """Return bytes [start, stop) of a file, fewer at its end.
 
-    Raises like the store, SourceError for a file that is gone.
+    Raises the store's errors, SourceError for a file that was deleted.
     """
     with opened_again(file) as handle:
         handle.seek(start)

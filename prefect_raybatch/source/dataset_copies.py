@@ -1,8 +1,8 @@
 """Copies a `ray.data.Dataset` to a snapshot by its own tasks: no row passes through the driver.
 
 The task that made a block writes it, with the types of its own values, and reports them. Blocks
-with types other than the merged ones are read and written again, and so are small neighbours, which
-would be many small files. The dataset itself is computed once.
+with types other than the merged ones are read and written again, and so are neighbouring small
+blocks, which are joined to avoid many small files. The dataset itself is computed once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from prefect_raybatch.storage import Store
 if TYPE_CHECKING:
     import ray.data
 
-SMALL_BYTES = 8 << 20  # blocks whose files are smaller are joined with such neighbours ...
-JOINED_BYTES = 64 << 20  # ... as far as all of them together have no more
+SMALL_BYTES = 8 << 20  # blocks with smaller files are joined with small neighbours
+JOINED_BYTES = 64 << 20  # at most, in the files of blocks that are joined
 DATASET = "the dataset"
 _RECEIPT = "receipt"
 
@@ -74,7 +74,7 @@ def snapshot_dataset(
 def _written(
     dataset: ray.data.Dataset, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> Iterator[Copied]:
-    """Yield the outcome of each block that has rows, in order."""
+    """Write the dataset's blocks in its tasks; yield the outcomes of non-empty blocks, in order."""
     write: Any = copy_block
     copies: Any = dataset.map_batches(
         write,
@@ -94,15 +94,19 @@ def _written(
 def copy_block(
     table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> pa.Table:
-    """Write a block in the task that made it; return one row with the receipt, none for no rows."""
+    """Write a block in the task that made it; return a table with its outcome, pickled.
+
+    The table has one row, or none for a block without rows.
+    """
     made = [pickle.dumps(_copied(table, store, attempt, columns))] if table.num_rows else []
     return pa.table({_RECEIPT: pa.array(made, pa.binary())})
 
 
 def _copied(table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None) -> Copied:
-    """Copy a block.
+    """Copy a block; return the outcome, which holds a `RayBatchError` (`error`) if copying failed.
 
-    Return our errors as values: the first one in block order counts, and Ray would retry them.
+    The error is not raised: Ray would retry the task, and if several blocks fail, the error of the
+    first one in order is to be reported.
     """
     try:
         table = table.select(check_columns(columns, table.column_names, DATASET))
@@ -128,7 +132,10 @@ def _settled(
     attempt: str,
     everywhere: Everywheres,
 ) -> list[Copied]:
-    """Return the blocks with one schema, small neighbours merged."""
+    """Rewrite blocks whose types differ from `schema`, and join small neighbours.
+
+    Return the outcomes of all blocks. The files that were replaced are deleted.
+    """
     groups = list(_groups(blocks))
     todo = [n for n, group in enumerate(groups) if len(group) > 1 or group[0].schema != schema]
     made: list[Copied] = [group[0] for group in groups]
@@ -165,7 +172,7 @@ def _groups(blocks: Sequence[Copied]) -> Iterator[list[Copied]]:
 
 @dataclass(frozen=True)
 class _Joiner:
-    """Rewrites the files of some blocks as files of one block with `schema`."""
+    """A function for tasks: it rewrites the files of some blocks as files of one, with `schema`."""
 
     store: Store
     attempt: str
@@ -181,9 +188,10 @@ class _Joiner:
         return copy_blocks(rows, SettledTypes(self.schema), self.store, self.attempt)
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """Return the table with its columns of nulls, at any depth, as the schema has them.
+        """Return a table read from a block's files, with the schema's types in place of null types.
 
-        They were written as text, which cannot be cast back.
+        `types` are the types that the block's columns had. Where one is null, at any depth, it was
+        written as text, which cannot be cast to the schema's type.
         """
         for number, (name, kind) in enumerate(types.items()):
             wanted = self.schema.field(name).type
@@ -219,6 +227,6 @@ def _read(store: Store, file: InputFile) -> Iterator[pa.Table]:
 
 
 def _forget(store: Store, blocks: Sequence[Copied]) -> None:
-    """Delete what was written, which no plan can know yet."""
+    """Delete the files of these blocks, which no plan lists yet. Ignores errors of the store."""
     with suppress(RayBatchError):  # only tidiness
         store.delete([file.uri for block in blocks for file in block.files or ()])

@@ -17,9 +17,10 @@ TYPED = ("csv", "jsonl")  # formats without types of their own
 
 
 def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[str, pa.DataType]:
-    """Return the types of the columns in paths and of the columns in source.types.
+    """Return {column: type} of the columns in paths (`key=value` folders) and in source.types.
 
-    Raises ConfigError if source.types names a column of files that have types of their own.
+    `kind` is the files' format, `files` are the columns in the path of each. Raises ConfigError if
+    source.types names a column of files that have types of their own.
     """
     declared = {name: arrow_type(text) for name, text in source.types.items()}
     paths = path_types(iter(files), declared)
@@ -58,7 +59,8 @@ def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
     """Return rows of the file `where` with the columns of `types` cast.
 
-    Raises SourceError with the first value that a type cannot hold.
+    Raises SourceError with the first value that a type cannot hold, ConfigError if the column
+    cannot be cast to the type at all.
     """
     for name, kind in types.items():
         if name in table.column_names:
@@ -70,7 +72,7 @@ def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) ->
 def cast_column(
     column: pa.ChunkedArray, name: str, kind: pa.DataType, where: str
 ) -> pa.ChunkedArray:
-    """Return a column cast to a declared type. Raises like `with_types`."""
+    """Return a column cast to a declared type. Raises the errors of `with_types`."""
     try:
         return cast_exactly(column, kind)
     except pa.ArrowNotImplementedError:

@@ -1,4 +1,4 @@
-"""Parquet that is copied, because it may go away or because only some of its rows are read."""
+"""Reads Parquet that is copied to a snapshot: from http(s), or with a filter or a sample."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def parquet_tables(
     known: dict[str, None],
     filter: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a Parquet file, with `columns` if given; note all names.
+    """Yield the rows of a Parquet file with `columns` (None: all), batch by batch.
 
-    Skips row groups whose statistics show that no row matches `filter`.
+    Adds the names of all columns to `known`. Skips row groups whose statistics show that no row
+    matches `filter`.
     """
     with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow
@@ -58,9 +59,10 @@ def _at_once(metadata: pq.FileMetaData) -> int:
 
 
 def _groups(parquet: pq.ParquetFile, filter: Filter | None) -> list[int]:
-    """Return the row groups in which a row may match, by the footer alone.
+    """Return the numbers of the row groups in which a row may match `filter`, by the footer.
 
-    On a whole file pyarrow would read ahead in threads of its own, see `Store.open`.
+    pyarrow's dataset reader gets the footer alone: on a whole file it would read ahead in threads
+    of its own, see `Store.open`.
     """
     import pyarrow.dataset as ds
 

@@ -1,4 +1,4 @@
-"""Applies source.filter to rows, with one meaning for all formats, and gives it as SQL.
+"""Applies source.filter to rows, with one meaning for all formats, and converts it to SQL.
 
 As in SQL, a row is kept if the whole condition is true; a comparison with null is neither true nor
 false.
@@ -42,7 +42,7 @@ _WORDS = {bool: "TRUE or FALSE", str: "a text", int: "a number", Decimal: "a num
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter by its text; `condition` is the parsed form."""
+    """The text of source.filter; `condition` is its parsed form."""
 
     text: str
 
@@ -58,16 +58,17 @@ class Filter:
         return columns_in(self.condition)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
-        """Return the expression for rows of `schema`.
+        """Return the filter as a pyarrow expression for rows of `schema`.
 
         Raises ConfigError for missing columns and values of another type.
         """
         return _expression(self.condition, schema)
 
     def skips(self, schema: pa.Schema) -> bool:
-        """Return whether file statistics may show that no row matches.
+        """Return whether to skip files and row groups whose statistics show that no row matches.
 
-        Those of floats leave out NaN, which is unequal to everything.
+        False if the filter tests floats for being unequal: statistics leave out NaN, which is
+        unequal to every value.
         """
         return not _unequal_floats(self.condition, schema)
 
@@ -78,7 +79,7 @@ class Filter:
     def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
         """Return an SQL condition that keeps at least the matching rows; None if all must be read.
 
-        `quote` surrounds names; values have the columns' types.
+        `quote` surrounds names; values are written as literals of their columns' types.
         """
         return _sql(self.condition, schema, quote)
 
@@ -106,7 +107,10 @@ def _field(name: str, schema: pa.Schema) -> pa.Field:
 
 
 def typed(value: Literal, field: pa.Field) -> pa.Scalar:
-    """Return `value` with the column's type. Raises ConfigError if the two are incompatible."""
+    """Return a literal of the filter as a scalar that can be compared with the column.
+
+    Raises ConfigError if the two are incompatible.
+    """
     types, kind = pa.types, _value_type(field)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     try:
@@ -149,7 +153,7 @@ def _value_type(field: pa.Field) -> pa.DataType:
 def _bounds(kind: pa.DataType) -> tuple[int, int]:
     """Return the lowest and the highest value of an integer or decimal type.
 
-    Those of a decimal type are in units of its last digit.
+    The values of a decimal type are in units of its last digit.
     """
     if pa.types.is_decimal(kind):
         return 1 - 10**kind.precision, 10**kind.precision - 1
@@ -160,10 +164,10 @@ def _bounds(kind: pa.DataType) -> tuple[int, int]:
 
 
 def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
-    """Return a time or timestamp of the column's type.
+    """Return a text as a date, time or timestamp of the column's type.
 
-    Without a zone it is in UTC if the column has a zone; an offset is rejected if the column has
-    none.
+    A timestamp without a zone is in UTC if the column has a zone; one with an offset is rejected if
+    the column has none.
     """
     if pa.types.is_timestamp(kind):
         zoned = re.search(r"(Z|[+-]\d\d:?\d\d)$", value[10:]) is not None
@@ -205,7 +209,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
-    """Return `column op value`, which is null for nulls."""
+    """Return the expression `column op value`, which is null where the column is."""
     import pyarrow.compute as pc
 
     column, kind, scalar = pc.field(field.name), _value_type(field), typed(value, field)
@@ -220,7 +224,7 @@ def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
 def _compare_exactly(
     column: pc.Expression, op: str, value: Decimal, kind: pa.DataType
 ) -> pc.Expression:
-    """Return an equivalent comparison for which Arrow does not cast the column."""
+    """Return the expression `column op value`, written so that Arrow does not cast the column."""
 
     def literal(units: int) -> pa.Scalar:
         return pa.scalar(
@@ -247,7 +251,7 @@ def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
     if isinstance(condition, AllOf | AnyOf):
         parts = [_sql(part, schema, quote) for part in condition.parts]
         known = [part for part in parts if part is not None]
-        if isinstance(condition, AllOf):  # what is left out lets more through
+        if isinstance(condition, AllOf):  # without a part, only more rows match
             return f"({' AND '.join(known)})" if known else None
         return f"({' OR '.join(known)})" if len(known) == len(parts) else None
     if _unequal_floats(condition, schema):
@@ -287,7 +291,7 @@ def _sql_value(value: Literal, field: pa.Field) -> str | None:
         return f"DATE '{scalar.isoformat()}'"
     if isinstance(scalar, int):
         return str(scalar)
-    return None  # floats and decimals are rounded here and there, times of day written otherwise
+    return None  # engines round floats and decimals differently, and write times of day differently
 
 
 def _quoted(text: str) -> str:

@@ -1,7 +1,7 @@
 """Partition columns in the path: `year=2026/city=Bonn/part-0.parquet`, as Hive writes them.
 
-Names and values are read as by pyarrow's hive partitioning, except that a value that is not written
-as a whole number is (`zip=02139`) stays text.
+Names and values are read as by pyarrow's hive partitioning, except that digits with a leading zero
+(`zip=02139`) stay text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for 
 def path_values(root: str, folder: str) -> Values:
     """Return the columns that the path supplies to a file in `folder` below `root`.
 
-    They come from the folders below the root and the last folders of the root. Raises SourceError
-    for a repeated column, or one that is not UTF-8.
+    They come from `name=value` folders below the root and at the end of the root itself. Raises
+    SourceError for a repeated column, or one that is not UTF-8.
     """
     above: list[str] = []
     for part in reversed(root.split("/")):
@@ -63,10 +63,10 @@ def _decode(text: str, where: str) -> str:
 def path_types(
     files: Iterator[Values], declared: Mapping[str, pa.DataType] | None = None
 ) -> dict[str, pa.DataType]:
-    """Return the types of the columns in paths.
+    """Return the types of the columns in paths; `files` are the values in the path of each file.
 
-    They are as `declared`, otherwise int32 if all values are written as whole numbers are (02139 is
-    not), otherwise text. Raises ConfigError for a value that a declared type cannot hold.
+    A type is the `declared` one, otherwise int32 if all values are whole numbers without leading
+    zeros, otherwise text. Raises ConfigError for a value that a declared type cannot hold.
     """
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
@@ -98,7 +98,7 @@ def _holds(kind: pa.DataType, text: str) -> bool:
 
 
 def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
-    """Return whether all values of a column equal the one in the path."""
+    """Return whether all values of a column equal the one in the path; None is null."""
     import pyarrow.compute as pc
 
     if value is None or column.null_count:
@@ -124,9 +124,10 @@ def add_columns(
     types: Mapping[str, pa.DataType],
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """Return `table` with the columns of its path, restricted to `columns` if given.
+    """Return `table` with the columns of its path; with `columns`, only these, in their order.
 
-    `where` is the file that the table comes from.
+    `where` is the file that the table comes from, `values` are the columns in its path, `types`
+    their types. Raises SourceError if the table has such a column with other values.
     """
     for name, value in values:
         if columns is not None and name not in columns:

@@ -30,7 +30,7 @@ def int96_columns(metadata: pq.FileMetaData, names: Sequence[str]) -> list[str]:
 def int96_batches(
     parquet: pq.ParquetFile, handle: BinaryIO, columns: Sequence[str], **options: Any
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an open file like its `iter_batches`.
+    """Yield batches as `parquet.iter_batches` does; `handle` is the file that `parquet` reads.
 
     Raise ArrowInvalid for an INT96 time finer than a microsecond.
     """

@@ -23,9 +23,9 @@ _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
 def arrow_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Yield the non-empty batches of an Arrow file or stream.
+    """Yield the non-empty batches of an Arrow file or stream, with `columns` if given.
 
-    Only with `columns`, if given; all names are noted in `known`.
+    Adds the names of all columns to `known`.
     """
     rows = 0
     with _readable(file), _opened(file, columns, known) as (reader, chosen):
@@ -45,7 +45,7 @@ def arrow_tables(
 
 @contextmanager
 def _readable(file: File) -> Iterator[None]:
-    """Raise SourceError that names the file for errors of pyarrow."""
+    """Convert errors of pyarrow to SourceError that names the file."""
     try:
         yield
     except RayBatchError:
@@ -58,7 +58,7 @@ def _readable(file: File) -> Iterator[None]:
 
 
 def arrow_rows(file: File) -> int:
-    """Return the approximate rows of a file, by its first and last batch, or by its size."""
+    """Return the approximate number of rows, by the first and last batch, or by the file's size."""
     with _readable(file), _opened(file, None, {}) as (reader, _):
         if hasattr(reader, "num_record_batches"):
             count = int(reader.num_record_batches)
@@ -76,7 +76,10 @@ def arrow_rows(file: File) -> int:
 def _opened(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Yield a reader of the chosen columns, and their names."""
+    """Yield (pyarrow's reader of the chosen columns, their names).
+
+    Adds the names of all columns to `known`. Raises SourceError for a file that must not be read.
+    """
     with open_bytes(file) as stream:
         head = stream.read(len(_FILE))
     if head.startswith(_FEATHER_1):

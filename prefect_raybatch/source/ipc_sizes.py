@@ -18,7 +18,7 @@ from prefect_raybatch.source.bounds import check_expansion_bound
 ARROW_MAGIC = b"ARROW1"
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3
 CONTINUATION = -1
-PREFIX = 8  # bytes of the size before a compressed buffer
+PREFIX = 8  # bytes that hold the size before a compressed buffer
 FOOTER_BLOCK_BYTES = 24  # of a footer's {offset, metaDataLength, bodyLength}
 BUFFER_STRUCT_BYTES = 16  # of a batch's {offset, length}
 SKIPPED_AT_ONCE = 1 << 20
@@ -53,7 +53,10 @@ class _Table:
         return None if place is None else _Table(self.data, place + self.number(field, "<I"))
 
     def structs(self, field: int, size: int, kind: str) -> list[tuple[int, ...]]:
-        """Return the structs of a vector, each `size` bytes long and unpacked by `kind`."""
+        """Return the structs of the vector in `field`, each of `size` bytes, as tuples.
+
+        `kind` is the format by which the module `struct` unpacks one.
+        """
         place = self.place(field)
         if place is None:
             return []
@@ -67,7 +70,8 @@ class _Table:
 def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> None:
     """Raise SourceError if compressed buffers declare more bytes than the bound on expansion.
 
-    Raise ValueError or OSError for a damaged file. `size` is that of the file in bytes.
+    Raise ValueError or OSError for a damaged file. `size` is that of the file in bytes. `is_file`:
+    it has Arrow's file format, otherwise the stream format.
     """
     total = 0
     try:
@@ -84,7 +88,7 @@ def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> N
 
 
 def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
-    """Yield the metadata of each batch of a file, and the offset of its body."""
+    """Yield (metadata, offset of its body) of each batch of a file."""
     stream.seek(-len(ARROW_MAGIC) - 4, os.SEEK_END)
     length = _number("<i", stream.read(4), 0)
     end = stream.tell() - 4
@@ -103,7 +107,7 @@ def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
 
 
 def _stream_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
-    """Yield the metadata of each message of a stream, and the offset of its body."""
+    """Yield (metadata, offset of its body) of each message of a stream."""
     while len(head := stream.read(4)) == 4:
         length = _number("<i", head, 0)
         if length == CONTINUATION:

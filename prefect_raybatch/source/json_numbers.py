@@ -1,4 +1,4 @@
-"""JSON numbers that neither int64 nor float64 can represent: their keys become text.
+"""JSON numbers that neither int64 nor float64 can represent: all values of their keys become text.
 
 pyarrow reads an integer above 2^63, and each integer of a key that also holds a fraction, as a
 float, so that two identifiers may become one.
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from prefect_raybatch.source.arrow_types import map_type
 
-LONG_DIGITS = 16  # numbers of fewer digits are floats, but for their exponent
+LONG_DIGITS = 16  # floats hold numbers of fewer digits, unless the exponent is too small
 _SMALL = re.compile(rb"[0-9.]+[eE]-[0-9]{3,}")
 _DIGITS = np.zeros(256, bool)
 _DIGITS[[*b"0123456789."]] = True
@@ -59,9 +59,10 @@ def has_floats(schema: pa.Schema) -> bool:
 
 
 def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
-    """Return the paths in JSON Lines at which floats do not represent the numbers.
+    """Return the paths in a JSON Lines block whose numbers pyarrow read as inexact floats.
 
-    `schema` is the one with which the lines were read.
+    A path is the keys from the top to a value, None for an item of a list. `schema` is the one that
+    pyarrow inferred for the block.
     """
     if not has_floats(schema):
         return set()
@@ -77,9 +78,10 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
 
 
 def _long_numbers(block: bytes) -> set[bytes]:
-    """Return possible numbers, unsigned, with more digits than a float holds or too small for one.
+    """Return all texts in a block that may be numbers with too many digits for a float.
 
-    pyarrow itself rejects those that are too large.
+    A sign is left out. Includes numbers with an exponent of -100 or below, which may be too small
+    for a float; pyarrow itself rejects numbers that are too large for one.
     """
     edges = np.diff(_DIGITS[np.frombuffer(block, np.uint8)].view(np.int8), prepend=0, append=0)
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
@@ -93,9 +95,10 @@ def _long_numbers(block: bytes) -> set[bytes]:
 
 
 def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:
-    """Return JSON Lines with the numbers at `paths` as texts.
+    """Return a JSON Lines block in which the numbers at `paths` are strings.
 
-    Those at `as_written` stay verbatim, others are as Python writes them.
+    At the paths in `as_written` they are verbatim; at others, fractions that a float can represent
+    are written as Python writes them.
     """
     made = []
     for line in block.split(b"\n"):

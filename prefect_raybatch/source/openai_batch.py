@@ -1,4 +1,4 @@
-"""OpenAI batch files: a row for each request; a wrong line becomes a row with its fault."""
+"""Reads OpenAI batch files: one row per request; an invalid line becomes a row with its error."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ REQUEST_SCHEMA = pa.schema(
 def request_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None], models: Iterable[str] | None
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a batch file in tables of about streams.BLOCK_BYTES; note all names.
+    """Yield the rows of a batch file in tables of about streams.BLOCK_BYTES.
 
-    `models` are the names that a request may ask for, None for any.
+    Adds the names of all columns to `known`. `models` are the names that a request may ask for,
+    None for any.
     """
     known.update(dict.fromkeys(REQUEST_SCHEMA.names))
     models, seen = None if models is None else list(models), set[str]()
@@ -58,8 +59,8 @@ def rows_of_requests(
 ) -> Iterator[list[object]]:
     """Yield the values of REQUEST_SCHEMA for each line that is not blank.
 
-    A wrong line has a fault and no body. `lines` are numbered; `seen` are the custom_ids of earlier
-    lines, and those of these lines are added.
+    The row of an invalid line has no body, and says in `fault` what is wrong. `lines` are (number,
+    text); `seen` are the custom_ids of earlier lines, to which those of valid `lines` are added.
     """
     for number, line in lines:
         if line.strip():
@@ -73,7 +74,10 @@ def rows_of_requests(
 
 
 def _read(line: bytes, models: Sequence[str] | None) -> tuple[str, str | None, object, str | None]:
-    """Return the custom_id of a line ("" if it has none), its URL, its body and its fault."""
+    """Return (custom_id, URL, body, fault of the line or None) of a line; URL and body may be None.
+
+    The custom_id is "" if the line has no valid one.
+    """
     try:
         request = json.loads(line.decode("utf-8"), parse_constant=_not_json)
     except (ValueError, RecursionError) as error:

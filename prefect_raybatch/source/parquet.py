@@ -1,4 +1,4 @@
-"""Parquet files in place: what a run must know of them, from their footers alone."""
+"""Parquet files read in place: what a run must know of them, from their footers alone."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ FOOTERS_AHEAD = 64  # footers read at once, though a limit may need fewer
 
 
 def batch_rows(row_bytes: float) -> int:
-    """Return how many rows of that size to decode at a time."""
+    """Return how many rows of `row_bytes` bytes to decode at a time."""
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(row_bytes, 1.0))))
 
 
 def inventory(source: ReadSpec) -> Inventory:
     """Return the inventory of Parquet files in place, from their footers.
 
-    `limit` and `columns` of `source` apply. FOOTER_THREADS threads read footers; files past the
-    limit are dropped without reading theirs. Raises SourceError that names a missing, unreadable or
+    `limit` and `columns` of `source` apply; the footers of files beyond the limit are not read.
+    FOOTER_THREADS threads read footers. Raises SourceError that names a missing, unreadable or
     incompatible file, ConfigError for an unknown column, and the store's errors.
     """
     kind, files = find(source)
@@ -67,7 +67,10 @@ def inventory(source: ReadSpec) -> Inventory:
 
 
 def _first_rows(groups: Weights, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of row groups that hold the first `rows` rows."""
+    """Yield (rows, bytes) of the row groups that hold the first `rows` rows.
+
+    The last row group may count in part.
+    """
     for held, size in groups:
         taken = min(held, rows)
         if taken:
@@ -81,7 +84,7 @@ def _footers(
     limit: int | None,
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[tuple[File, _Footer, int]]:
-    """Yield files with their footers and the rows to read of each, up to `limit` rows."""
+    """Yield (file, its footer, rows to read of it), until `limit` rows are reached."""
     left = sys.maxsize if limit is None else limit
     footers = read_ahead(
         partial(_footer, columns=columns, hive=hive), files, FOOTER_THREADS, FOOTERS_AHEAD
@@ -99,13 +102,13 @@ class _Footer:
     rows: int
     types: dict[str, pa.DataType]
     row_bytes: float
-    digest: str | None  # of a local file
-    values: Values  # of the chosen columns, those that only the path tells
+    digest: str | None  # of the footer; None for a remote file
+    values: Values  # of the chosen columns that only the path supplies
     groups: Weights  # rows and bytes of each row group
 
 
 def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.DataType]) -> _Footer:
-    """Return the facts about one file that an inventory needs.
+    """Read the footer of one file; raise SourceError if the file cannot be used.
 
     `hive` are the types of the columns in paths.
     """

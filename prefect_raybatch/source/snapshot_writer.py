@@ -20,20 +20,21 @@ from prefect_raybatch.source.find import input_file
 from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import Store
 
-GROUP_ROWS = 16_384  # rows in a row group ...
-GROUP_BYTES = 64 << 20  # ... or fewer, where rows are large
+GROUP_ROWS = 16_384  # most rows in a row group
+GROUP_BYTES = 64 << 20  # most bytes in one, so fewer rows where these are large
 PART_ROWS = 1 << 18
-WEIGHED_ROWS = 1024  # rows whose bytes are told together
+WEIGHED_ROWS = 1024  # rows in an item of `weights`
 TABLE_CELLS = 20_000_000  # rows times columns that are held as one table
 SNAPSHOT_PART_BYTES = 128 << 20
 
 
 class SnapshotWriter:
-    """Writes tables with one schema.
+    """Writer of the Parquet files of a snapshot, all with one schema.
 
-    `row_bytes` is the largest mean of bytes per row of a table, `weights` are the (rows, bytes)
-    written, in order. Once a table needs a schema other than that of the rows already written, it
-    writes nothing more, and `close` returns None.
+    `row_bytes` is the mean of bytes per row in the table where it is largest, `weights` are (rows,
+    bytes) of consecutive ranges of the rows written. Once a table needs a schema other than that of
+    the rows already written, the writer deletes its files and writes nothing more, and `close`
+    returns None.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -48,7 +49,10 @@ class SnapshotWriter:
         self._given_up = False
 
     def write(self, table: pa.Table, schema: pa.Schema) -> None:
-        """Add rows; `schema` is the one known so far. Raises like `PartFiles`."""
+        """Add rows; `schema` is the snapshot's schema as known so far.
+
+        Raises the errors of `PartFiles`.
+        """
         if self._given_up or not table.num_rows:
             return
         schema = written(schema)
@@ -81,7 +85,7 @@ class SnapshotWriter:
         return tuple(self._files)
 
     def abandon(self) -> None:
-        """Write nothing more and delete what was written, which no plan can know yet."""
+        """Delete the files written, which no plan lists yet, and write nothing more."""
         self._given_up = True
         self._held.clear()
         self._parts.discard()
@@ -165,7 +169,10 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _with_text(value: Any, kind: pa.DataType) -> Any:
-    """Return a value with "{}" for empty objects where `kind` has text."""
+    """Return a JSON value with "{}" for each empty dict whose type in `kind` is string.
+
+    Replaces them in nested values too.
+    """
     types = pa.types
     if value is None:
         return None

@@ -1,4 +1,7 @@
-"""The types of text values, chosen so that each value is reproduced as written."""
+"""Infers a column's type from its texts: int64, float64 or bool if every text survives, else text.
+
+A text survives if the typed value, written again, is the same text: 007 and 1.50 stay text.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataType:
     """Return the type that reproduces the texts of `column` as written.
 
-    It is int64, float64 or bool, otherwise text. `before` is the type of earlier values, which it
-    must keep.
+    It is int64, float64 or bool, otherwise text. If earlier values of the column had a type,
+    `before`, the result is that type or text.
     """
     if before == pa.string():
         return before

@@ -11,11 +11,13 @@ from fractions import Fraction
 class CascadeSpec:
     """The rule by which rows are unsure, and the names of both models.
 
-    `below` is the bound of the `measure` (probability or logprob), None if only `fails_schema`
-    decides. In the first model's result, `column` holds the answers, `measure_column` what the rule
-    compares, and `columns` what only the rule needs. At most `at_most` of the rows go to the larger
-    model. `classifies`: the first model embeds, and rows that it cannot embed are unsure. `check`:
-    rows with the first model's answer that the larger model is asked about too, to compare.
+    A row is unsure if the `measure` of its answer (probability or logprob) is under `below`, both
+    None without such a bound, or if `fails_schema` and its answer does not fit the schema. In the
+    first model's result, `column` holds the answers and `measure_column` the values of the measure;
+    `columns` are columns of that result that only this rule needs; the run's result drops them. At
+    most the share `at_most` (0 to 1) of the rows goes to the larger model. `classifies`: the first
+    model embeds, and rows that it cannot embed are unsure. `check`: the number of rows besides the
+    unsure ones that the larger model answers too, to compare both models' answers.
     """
 
     measure: str | None
@@ -32,5 +34,5 @@ class CascadeSpec:
 
 
 def most_rows(at_most: float, rows: int) -> int:
-    """Return how many of `rows` the larger model may be asked about: 29 of 100 for 0.29."""
+    """Return how many of `rows` may go to the larger model: 29 of 100 if `at_most` is 0.29."""
     return math.floor(Fraction(str(at_most)) * rows)

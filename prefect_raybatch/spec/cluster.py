@@ -13,7 +13,8 @@ from prefect_raybatch.job.cluster import ClusterAccess, Stage
 class Prices:
     """Price of a GPU-hour in a `currency`, which is "" if it is not named.
 
-    `by_card` is by Ray's names of cards, `hour` for all others; None if not given.
+    `by_card` maps Ray's name of a card to its price; `hour` is the price of all other cards, None
+    if not set.
     """
 
     hour: float | None
@@ -27,11 +28,13 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The cluster that a run joins or starts, and what its CPU stages take of it.
+    """The cluster that a run joins or starts, its prices, and the CPUs that stages and engines use.
 
-    `name` is the job's, which others see in the cluster. `engine_cpus` are the logical CPUs of one
-    engine, `accelerator` is Ray's name of the GPUs that the job asks for. `engine_env` are the
-    variables of engines that start on it; None if none does, because the model is hosted.
+    `prepare` and `finish` are the job's settings of these two stages. `name` is the job's name,
+    which others see in the cluster. `loaded` says how to reach the cluster; None while its Prefect
+    block, named `block`, is not loaded. `engine_cpus` are the logical CPUs of one engine,
+    `accelerator` is Ray's name of the GPUs that the job asks for. `engine_env` are the environment
+    variables of engines; None if there are none, because the model is hosted.
     """
 
     name: str

@@ -15,11 +15,10 @@ EndpointPath = Literal["chat/completions", "completions", "embeddings"]
 class EndpointSpec:
     """A server with the OpenAI API that answers in place of engines.
 
-    `path` is where rows are sent, below the URL. `secret` holds the API key as `key`, or nothing; a
-    key may be a variable `${NAME}` that the driver fills in. The limits
-    hold for the whole run; None for no limit. `timeout` is in seconds;
-    prices are those of a million tokens, None if unknown. `batch`: shards go to the server's batch
-    API.
+    `path` is the API path, below `url`, to which requests are sent. `secret` holds the API key as
+    `key`, or nothing; a key may be a variable `${NAME}` that the driver fills in. The limits hold
+    for the whole run; None for no limit. `timeout` is in seconds; prices are per million tokens,
+    None if unknown. `batch`: shards go to the server's batch API.
     """
 
     url: str

@@ -19,9 +19,11 @@ class ModelRequest:
 
     `name` is a Hugging Face name, a folder, an s3:// folder or `demo`. `context` is the context
     length in tokens, None for the model's own; with `context_auto` it is still to be measured so
-    that it fits the share `context_share` of the rows. `given` are vLLM engine arguments without a
-    field of ours, as the job gives them; `env` are the environment variables of its engines.
-    `endpoint` is the server of a hosted model, None for engines of the run's own.
+    that it fits the share `context_share` of the rows. `adapter` is the LoRA adapter for all rows;
+    `adapters` maps names to the sources of adapters among which each row chooses. `given` are the
+    vLLM engine arguments that the job sets under vLLM's own names; `env` are the environment
+    variables of its engines. `endpoint` is the server of a hosted model, None if the run starts
+    engines.
     """
 
     name: str
@@ -38,7 +40,7 @@ class ModelRequest:
 
     @property
     def pools(self) -> bool:
-        """Return whether it gives a vector for each text instead of generating tokens."""
+        """Return whether the model pools (vectors, labels, scores) instead of generating tokens."""
         return pools(self.task)
 
 
@@ -47,14 +49,14 @@ EarlyStop = Literal["decided", "first_token", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """The model that answers, and the ways in which its engines get requests.
+    """The model that answers, how requests reach its engines, and when an answer is complete.
 
-    `sort`: rows of a shard enter the engine in the order that suits it. `merge`: equal requests of
-    a shard are asked once. `early_stop` says when an answer out of several choices is complete:
+    `sort`: rows of a shard enter the engine ordered by prefix and length. `merge`: equal requests
+    of a shard are asked once. `early_stop` says when an answer out of several choices is complete:
     `decided`, once its tokens determine the label; `first_token`, after one token, and rows that it
-    leaves open are asked again; `off`, when the label is written out. `tries` are the precisions
-    among which a sample decides before the first commit, the preferred one first; () if there is
-    nothing to decide.
+    leaves open are asked again; `off`, when the label is written out. `tries` are the engine
+    arguments of the precisions among which a trial on sampled rows decides before the first commit,
+    the preferred precision first; () if there is nothing to decide.
     """
 
     model: ModelRequest

@@ -9,7 +9,7 @@ StoreOptions = Mapping[str, Any]  # fields of s3fs by name; s3fs defines the typ
 
 
 class HiddenOptions(StoreOptions):
-    """A mapping that hides its values and that no record can be made of.
+    """A mapping whose repr hides its values and that `json` cannot encode.
 
     `dict(options)` gives the values to the library that needs them.
     """

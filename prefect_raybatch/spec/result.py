@@ -27,7 +27,7 @@ class ParsingSpec:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns, by the field of the job that names each."""
+        """Return the columns that the parsers add: {job field that sets the name: name}."""
         named = {}
         if self.reasoning:
             named["output.reasoning_column"] = self.reasoning_column
@@ -43,11 +43,13 @@ class FinishSpec:
     `column` is the name of the answer's column, `row_number` that of the column with the row's
     number in the input. `columns` are the input columns that the result keeps, None for all.
     `types` are the Arrow types of what `postprocess` returns, by name; None leaves them to the
-    first shard. `schema` is the text of the JSON Schema that each answer must fit, None for free
-    text. `keeps_cut_off`: a truncated answer is valid whatever its form; `fails_cut_off`: it fails
-    its row. `inputs` are the input columns whose missing and new values are counted, None for all.
-    `answered_by`: a column names the model of a cascade that answered. `classifier` is the file
-    that turns vectors into labels, None if there is none.
+    first shard. `extras` are the further columns that the job asks for, e.g. finish_reason;
+    `probabilities`: one more holds the probability of each label. `schema` is the text of the JSON
+    Schema that each answer must fit, None for free text. `keeps_cut_off`: a truncated answer is
+    valid whatever its form; `fails_cut_off`: it fails its row. `inputs` are the input columns whose
+    missing and new values are counted, None for all. `answered_by`: a column names the model of a
+    cascade that answered. `classifier` is the file that turns vectors into labels, None if there is
+    none.
     """
 
     column: str
@@ -75,8 +77,9 @@ class FinishSpec:
 class Layout:
     """The layout of a result's files.
 
-    `compact`: in input order, in files of about `file_bytes`; otherwise the pieces stay, with a
-    manifest. `read_back`: each file is read completely after it was written.
+    `compact`: rows are written in input order to files of about `file_bytes`; otherwise the pieces
+    stay as they are, and a manifest lists them. `read_back`: each file is read completely after it
+    was written.
     """
 
     compact: bool
@@ -88,7 +91,7 @@ class Layout:
 class OutputSpec:
     """The folder that holds a directory for each run, and the targets of the result.
 
-    `options` are those of the folder's store, as in output.options.
+    `options` are the options of the folder's store, as in output.options.
     """
 
     uri: str

@@ -1,4 +1,4 @@
-"""What every size of a run depends on, besides its rows, its model and its cluster."""
+"""The settings of a job from which the sizes of its run follow: engines, GPUs, shards, context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Grammar = Literal["", "xgrammar", "guidance"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """The factors of a row's number of tokens, besides the bytes of its columns.
+    """What the tokens of a row are estimated from, besides the bytes of its columns.
 
     `shared_characters` begin every prompt (the system prompt, and the template up to its first
     column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
@@ -34,13 +34,13 @@ class RowSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSpec:
-    """The sizes that a job sets; None for one that is chosen.
+    """The sizes that a job sets; None for a size that is left to `sizing`.
 
-    `replicas` is the fewest and the most copies of the model. `tensor` and `pipeline` are the
-    numbers of GPUs that share each layer, and the layers. `context` is the context length in
-    tokens, None for the model's own. `given` are the job's other vLLM arguments, `model` its name
-    for messages. `cpus` are the logical CPUs of an engine, `stage_cpus` the sum of those of one
-    prepare and one finish task.
+    `replicas` is (fewest, most) copies of the model. `tensor` is the number of GPUs that share each
+    layer, `pipeline` the number of pipeline stages. `spans_nodes`: the GPUs of a copy may be on
+    several nodes. `context` is the context length in tokens, None for the model's own. `given` are
+    the job's other vLLM arguments, `model` is the model's name for messages. `cpus` are the logical
+    CPUs of an engine, `stage_cpus` those of one prepare task and one finish task together.
     """
 
     model: str
@@ -78,7 +78,7 @@ class SizeSpec:
         return replace(self, replicas=(1, 1), engines_per_gpu=1)
 
     def without_engine(self) -> SizeSpec:
-        """Return the sizes of a run that asks nothing.
+        """Return the sizes of a run that sends no requests to a model.
 
         It needs no GPU, and a fraction of a CPU for lookups.
         """

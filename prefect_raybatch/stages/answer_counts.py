@@ -10,12 +10,15 @@ from collections.abc import Iterable, Sequence
 
 from prefect_raybatch.ledger.stats import ANSWER_ENDS, ANSWER_LABELS, ANSWER_LENGTHS
 
-MOST_COUNTED_LABELS = 256  # of more labels the lengths are counted: a record stays small
+MOST_COUNTED_LABELS = 256  # with more labels, lengths are counted instead: a record stays small
 LONGEST_REASON, LONGEST_LABEL = 20, 80  # characters
 
 
 def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[str, float]:
-    """Return the number of answers by label; other answers count under the empty name."""
+    """Return {ANSWER_LABELS + label: number of answers}.
+
+    An answer that is none of `labels` counts under the label "".
+    """
     names = {label: label[:LONGEST_LABEL] for label in labels}
     found = Counter(names.get(answer or "", "") for answer in answers)
     return {f"{ANSWER_LABELS}{name}": float(number) for name, number in found.items()}
@@ -24,9 +27,10 @@ def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[s
 def length_counts(
     answers: Iterable[Sequence[Sequence[int]]], reasons: Iterable[str | None]
 ) -> dict[str, float]:
-    """Return the answers by length and by finish reason.
+    """Return {ANSWER_LENGTHS + length: answers, ANSWER_ENDS + finish reason: rows}; None is "?".
 
-    `answers`: token ids of each answer of each row; lengths are counted by powers of two.
+    `answers` has the token ids of each answer of each row. An answer's length in tokens is grouped
+    by its number of binary digits: 4 to 7 tokens count under 3, 8 to 15 under 4.
     """
     lengths = Counter(len(ids).bit_length() for row in answers for ids in row)
     ends = Counter(str(reason or "?")[:LONGEST_REASON] for reason in reasons)

@@ -44,7 +44,10 @@ def _without_zeros(text: str) -> str:
 
 
 def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure | None:
-    """Return the text of a value that Python may not represent, e.g. a date after 9999."""
+    """Return the text, `Failure` or None for the only value in `cell`, as `cell_texts` does.
+
+    A time that Python cannot represent gets its text from Arrow, if Arrow can write it.
+    """
     try:
         return _checked(cell.to_pylist()[0], kind, name)
     except _NOT_IN_PYTHON as error:
@@ -52,7 +55,7 @@ def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure
             return Failure.of("prepare", ValueError(f"column {name}: unknown time zone {error}"))
         if pa.types.is_temporal(cell.type):
             text = str(cell.cast(pa.string()).to_pylist()[0])
-            if not text.startswith("<"):  # Arrow's words for a year that it cannot write either
+            if not text.startswith("<"):  # so Arrow marks a year that it cannot write either
                 return text
         failure = Failure.of("prepare", error)
         return replace(failure, message=f"column {name}: {failure.message}")

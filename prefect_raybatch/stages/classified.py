@@ -1,4 +1,4 @@
-"""From vector to label: the finish stage of a job whose model embeds for a trained classifier."""
+"""The finish stage of a job whose model embeds, and whose trained classifier picks the label."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from prefect_raybatch.stages.vectors import vectors_of
 class FinishClassified(Finish):
     """The finish stage that answers each row with the most probable label of a `classifier`.
 
-    Vectors of another length lose the block, and so end the run: all rows would be wrong.
+    If vectors do not have the length that the classifier takes, the block is lost, which ends the
+    run: all rows would be wrong.
     """
 
     classifier: Classifier
@@ -45,7 +46,7 @@ class FinishClassified(Finish):
         return super()._extras(table, good)
 
     def _maps(self, chances: np.ndarray) -> pa.Array:
-        """Return the probabilities as a map for each row, the most probable label first."""
+        """Convert float64[rows, labels] to a map for each row, the most probable label first."""
         rows, number = chances.shape
         order = np.argsort(-chances, axis=1, kind="stable")
         names = pa.array(self.classifier.labels, pa.string()).take(pa.array(order.reshape(-1)))

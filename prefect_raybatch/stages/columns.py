@@ -1,8 +1,9 @@
 """The hidden columns of a block: what travels with a row from stage to stage.
 
 One entry for each column: its name, its Arrow type, the modules that write it, and those that read
-it (`tests/stages/test_columns.py` compares these with the code). A column whose text does not begin
-with "Always" is only in blocks of jobs that need it.
+it (`tests/stages/test_columns.py` compares these with the code). A column stays in a block from the
+stage that writes it at least to the last one that reads it. One that is not described as "in every
+block" is only in blocks of jobs that need it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ TOKENS_TYPE = pa.list_(pa.int32())
 
 
 class HiddenColumn(str):
-    """The name of a hidden column, with its type; modules are named below `stages`."""
+    """The name of a hidden column, with its type and the modules that write and read it.
+
+    `type` is None if it depends on the model. Modules in `stages` are named without that prefix.
+    """
 
     type: pa.DataType | None
     writers: tuple[str, ...]
@@ -53,14 +57,14 @@ class HiddenColumn(str):
         return column
 
     def __reduce__(self) -> tuple[object, ...]:
-        return str, (str(self),)  # in a pickled stage it is only a name
+        return str, (str(self),)  # pickled as a plain str: stages need only the name
 
     def add_to(self, table: pa.Table, values: Iterable[object]) -> pa.Table:
-        """Return the block with this column, one of `values` for each row."""
+        """Return the block with this column added; `values` has one value for each row."""
         return table.append_column(str(self), pa.array(values, self.type))
 
     def values(self, table: pa.Table) -> list[Any]:
-        """Return the column's values; a None for each row of a block without the column."""
+        """Return the column's value for each row; all None if the block lacks the column."""
         if self not in table.column_names:
             return [None] * table.num_rows
         values: list[Any] = table[self].to_pylist()
@@ -70,53 +74,53 @@ class HiddenColumn(str):
 SHARD = HiddenColumn(
     "shard", pa.int32(), "block", "block cascade endpoint.stage finish load lookup parsing"
 )
-"""Always: the shard of the row."""
+"""The row's shard; in every block."""
 POSITION = HiddenColumn(
     POSITION_COLUMN,
     pa.int32(),
     "block",
     "block cascade endpoint.stage finish lookup parsing text_answers vectors",
 )
-"""Always: the row's position in its shard."""
+"""The row's position in its shard; in every block."""
 ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")
-"""From prepare on: why the row failed, null while it is valid."""
+"""Why the row failed, null while the row is valid; in every block."""
 LOST = HiddenColumn("lost", LOSS_TYPE, "block", "block")
-"""In lost blocks: a `Loss`."""
+"""The reason (`Loss`) of a lost block; only lost blocks have this column."""
 LOST_ROWS = HiddenColumn("lost_rows", pa.int32(), "block", "block")
-"""In lost blocks: the number of rows from the position on."""
+"""The number of rows, from the position on, that a row of a lost block stands for."""
 READ_SPENT = HiddenColumn("times_read", pa.float64(), "read", "shard_figures")
-"""Seconds of reading the block, the same in each row."""
+"""Seconds in which the read stage read the block, the same in each row."""
 PREPARE_SPENT = HiddenColumn("times_prepare", pa.float64(), "prepare texts lookup", "shard_figures")
-"""Always: seconds in prepare."""
+"""Seconds in the prepare stage; in every block."""
 ENGINE_SPENT = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
-"""Always: seconds in the engine stage."""
+"""Seconds in the engine stage; in every block."""
 ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "cascade engine lookup", "shard_figures")
-"""Always: when the block reached the engine (seconds since 1970)."""
+"""When the block reached the engine stage, in seconds since 1970; in every block."""
 TOKENS = HiddenColumn(
     "tokens", TOKENS_TYPE, "cascade endpoint.prepare prepare texts", "engine runs.preview"
 )
-"""Always: the prompt, empty for a failed row."""
+"""The prompt's token ids, empty for a failed row; in every block that goes to an engine."""
 CHAT = HiddenColumn(
     "chat", pa.string(), "cascade endpoint.prepare", "endpoint.stage engine runs.preview"
 )
 """JSON of the row's chat messages, for a hosted model."""
 SECOND = HiddenColumn("second", TOKENS_TYPE, "texts", "engine")
-"""The other prompt of a row that compares two."""
+"""Token ids of the second prompt, in jobs whose rows compare two texts by their vectors."""
 PARAMS = HiddenColumn(
     "params",
     pa.string(),
     "cascade endpoint.prepare prepare texts trial",
     "endpoint.stage engine trial",
 )
-"""Always: JSON of the row's own sampling fields."""
+"""JSON of the sampling fields that the row itself sets; in every block that goes to an engine."""
 MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")
-"""The row's images for the engine; null for text alone."""
+"""The row's images as the engine takes them (`multimodal.RowFeatures`); null for text alone."""
 DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "endpoint.prepare prepare lookup", "finish")
 """Digests of the row's images as they were fetched."""
 KEY = HiddenColumn(
     "key", KEY_TYPE, "plan.row_keys", "endpoint.prepare lookup prepare raw_answers texts"
 )
-"""The request's key, in the input of the requests phase."""
+"""The request's key (see `request_key`), in the input of the requests phase."""
 FORMED = HiddenColumn(
     "formed",
     pa.bool_(),
@@ -125,7 +129,7 @@ FORMED = HiddenColumn(
 )
 """Whether the answer must be a choice, JSON or the like."""
 OWN_FORM = HiddenColumn("form", pa.string(), "prepare", "text_answers")
-"""JSON of the fields by which a row changes its answer's form."""
+"""JSON of the row's own fields that set the form of its answer, in place of the job's."""
 REASONING_OPEN = HiddenColumn(
     "open", pa.bool_(), "prepare lookup", "answer_forms cluster.lookups parsing raw_answers"
 )
@@ -140,19 +144,19 @@ ANSWERS = HiddenColumn(
     "cascade engine lookup",
     "answer_forms finish parsing raw_answers shard_figures text_answers",
 )
-"""Always: token ids, one list for each answer."""
+"""Token ids of the answers, a list for each answer to the row; in every block."""
 TEXTS = HiddenColumn(
     "texts", pa.list_(pa.string()), "cascade engine lookup", "answer_forms raw_answers text_answers"
 )
-"""Always: texts that vLLM itself had to detokenize, else null."""
+"""Texts of the answers where vLLM itself had to detokenize, else null; in every block."""
 FINISH = HiddenColumn(
     "finish", pa.string(), "cascade engine lookup", "finish raw_answers shard_figures text_answers"
 )
-"""Always: vLLM's finish reason."""
+"""vLLM's finish reason; in every block."""
 ENDS = HiddenColumn(
     "ends", pa.list_(pa.string()), "cascade engine lookup", "finish raw_answers text_answers"
 )
-"""Always: each answer's finish reason if there are several."""
+"""The finish reason of each answer, if a row has several answers; in every block."""
 STEPS = HiddenColumn("steps", STEPS_TYPE, "engine lookup", "raw_answers text_answers")
 """Log probabilities of the answers' tokens."""
 CHANCES = HiddenColumn(
@@ -164,13 +168,13 @@ VECTOR = HiddenColumn("vector", None, "engine lookup", "raw_answers vectors")
 PROMPT_TOKENS = HiddenColumn(
     "prompt_tokens", pa.int32(), "cascade engine lookup", "finish raw_answers shard_figures"
 )
-"""Always: the length of the prompt."""
+"""The length of the prompt in tokens; in every block."""
 CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "cascade engine lookup", "shard_figures")
-"""Always: tokens that the prefix cache gave."""
+"""The number of prompt tokens that were in the prefix cache; in every block."""
 MERGED = HiddenColumn("merged", pa.bool_(), "cascade engine lookup", "shard_figures")
-"""Always: whether the answer was computed for another row."""
+"""Whether the answer was computed for another row with an equal request; in every block."""
 REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
-"""Where the answer is from (ledger/increments.py)."""
+"""The source of the row's answer, as a number (REUSED, ... in ledger/increments.py)."""
 FIGURES = HiddenColumn("figures", pa.string(), "load", "load")
-"""JSON of the engine's figures, in a shard's first row."""
+"""JSON of the engine's load while it had the block, in the first row of each shard."""
 SPENT_COLUMNS = {"read": READ_SPENT, "prepare": PREPARE_SPENT, "engine": ENGINE_SPENT}

@@ -15,7 +15,10 @@ from prefect_raybatch.stages.messages import ChatRequest, Document
 
 
 class Conversation:
-    """Makes requests of rows whose conversation is in a column."""
+    """Makes a chat request of each row, from the messages in column `prompt.messages` of the job.
+
+    `prompt.system` comes first, unless the row has a system or developer message of its own.
+    """
 
     def __init__(self, prompt: PromptSpec):
         self.column = prompt.messages or ""
@@ -48,9 +51,9 @@ def messages_of(cell: object, name: str) -> Messages:
 
 
 def documents_of(cell: object, name: str) -> list[Document] | None:
-    """Return the documents of a cell; None for a null.
+    """Return the documents of a cell of column `name`; None for a null.
 
-    A plain text is the `text` of one document.
+    A document that is only a text becomes {"text": ...}. Raises the errors of `messages_of`.
     """
     if cell is None:
         return None
@@ -88,7 +91,7 @@ def _message(value: object, where: str) -> Message:
             raise TypeError(f"{where}.tool_calls is {_kind(calls)}, not a list")
         if role != "assistant" and calls:
             raise ValueError(f"{where}.tool_calls: only the assistant can call tools, not {role}")
-        del message["tool_calls"]  # none of them is the plain way of a template
+        del message["tool_calls"]  # instead of an empty list, templates expect no such key
         if calls:
             message["tool_calls"] = [
                 _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
@@ -101,7 +104,10 @@ def _message(value: object, where: str) -> Message:
 
 
 def _content(value: object, where: str) -> str:
-    """Return the text of a message; parts are joined as vLLM does it."""
+    """Return a message's content as one text; text parts are joined by newlines, as in vLLM.
+
+    `where` names the message in errors.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -119,7 +125,10 @@ def _content(value: object, where: str) -> str:
 
 
 def _call(value: object, where: str) -> Message:
-    """Return a tool call with its arguments as a mapping, as templates take it."""
+    """Return a tool call with its arguments as a mapping, as chat templates expect them.
+
+    `where` names the call in errors.
+    """
     if not isinstance(value, dict) or not isinstance(function := value.get("function"), dict):
         raise TypeError(f"{where} is not of the form {{id, type, function: {{name, arguments}}}}")
     if not isinstance(function.get("name"), str) or not function["name"]:
@@ -137,7 +146,7 @@ def _call(value: object, where: str) -> Message:
 
 
 def _plain(value: object) -> object:
-    """Return the value with maps as dicts, without the nulls of missing struct fields."""
+    """Return the value with Arrow's maps as dicts, and without struct fields that are null."""
     if isinstance(value, Mapping):
         return _filled(value)
     if isinstance(value, list):

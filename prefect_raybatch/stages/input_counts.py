@@ -1,4 +1,4 @@
-"""Counts of a shard's input: missing values, and the values of columns that have few.
+"""Counts a shard's missing values by column, and how many rows have each common value.
 
 They are summed over a run, so that one run can be compared with those before. A value is counted
 by a digest, so that records and reports hold no text of a row.
@@ -21,15 +21,16 @@ from prefect_raybatch.ledger.stats import (
 )
 from prefect_raybatch.stages.block import input_columns
 
-_MOST_COLUMNS = 16  # of more, the first are counted: a record stays small
+_MOST_COLUMNS = 16  # further columns are not counted: a record stays small
 _LONGEST_COLUMN, _LONGEST_VALUE = 80, 60  # characters, bytes
 _DIGEST_BYTES = 6
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
-    """Return the figures of these input columns of a block; None: of all.
+    """Count nulls, other values, and each common value in the input columns of a block.
 
-    Filled values without a count of their own are rare, long, or of a type such as a list.
+    `columns` names the columns, None: all. Values that are rare, long, or of a type such as a list
+    have no count of their own.
     """
     present = input_columns(table)
     names = present if columns is None else [name for name in columns if name in present]
@@ -47,7 +48,10 @@ def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, fl
 
 
 def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
-    """Return the rows of each value that is counted, of a column with `filled` rows."""
+    """Return {value in UTF-8: number of rows} for the values that are common in a column.
+
+    `filled` is the number of rows that are not null.
+    """
     texts = _as_texts(column)
     if texts is None:
         return {}
@@ -60,7 +64,7 @@ def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
 
 
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the column without its dictionary, in which a value may be null."""
+    """Return a dictionary-encoded column as plain values, since its dictionary may hold nulls."""
     if not pa.types.is_dictionary(column.type):
         return column
     try:
@@ -79,8 +83,8 @@ def _with_nulls(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
     """Return the values as texts; None for a type that is not counted.
 
-    Of a column of floats only whole numbers are: pandas makes floats of whole numbers as soon as
-    one is missing.
+    Of floats, only whole numbers are returned: pandas turns a column of whole numbers into floats
+    as soon as one is missing.
     """
     if pa.types.is_floating(column.type):
         numbers = column.cast(pa.float64())

@@ -26,7 +26,11 @@ NOT_CAST = (pa.ArrowException, TypeError, ValueError, OverflowError)
 def output_schema(
     spec: FinishSpec, several: bool, store: Store, rows: Sequence[ColumnValues]
 ) -> pa.Schema:
-    """Return the types of the output columns; `rows` fix them if the run has none yet."""
+    """Return the types of the output columns, which are the same for all shards of a run.
+
+    If neither the job nor an earlier shard determines them, infer them from `rows` and store them
+    in `store` by put-if-absent. `several`: rows have several answers.
+    """
     if spec.postprocess is None:
         form = spec.schema
         record = pa.struct(list(reader_of(form).schema)) if form is not None else pa.string()
@@ -40,7 +44,7 @@ def output_schema(
     try:
         return _read_schema(store)
     except FileNotFoundError:
-        # The loser of the race takes the winner's, so all pieces agree.
+        # If two shards come first at once, both read the schema that was stored.
         schema = _infer(rows).serialize().to_pybytes()
         put_record_if_absent(store, OUTPUT_SCHEMA, schema)
         return _read_schema(store)
@@ -49,7 +53,10 @@ def output_schema(
 def fitting_columns(
     schema: pa.Schema, rows: Mapping[int, ColumnValues]
 ) -> tuple[list[ResultColumn], dict[int, Failure]]:
-    """Return the columns of the rows that fit the schema, and the failures of the others."""
+    """Return (columns of the rows that fit the schema, {index of another row: failure}).
+
+    `rows` are the column values by row index.
+    """
     misfits: dict[int, Failure] = {}
     for i, row in rows.items():
         if row.keys() != set(schema.names):
@@ -86,7 +93,7 @@ def _read_schema(store: Store) -> pa.Schema:
 
 def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
     """Return types from the first shard's rows; a column of nulls is taken as text."""
-    # The names most rows have: the odd rows then fail, and not all the others.
+    # Use the column names that most rows have: the other rows fail later.
     names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
     rows = [row for row in rows if row.keys() == names]
     fields = []
@@ -97,7 +104,7 @@ def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
 
 
 def _infer_type(values: Sequence[object]) -> pa.DataType:
-    """Return the type of all values, or of most of them; the others then fail to cast."""
+    """Return the type of all values, or of most; values of another type then fail to cast."""
     try:
         return pa.infer_type(values)
     except NOT_CAST:

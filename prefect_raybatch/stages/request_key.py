@@ -1,8 +1,9 @@
 """Request keys: content hashes that identify equal requests, within a run and between runs.
 
-The key of a request is a hash of what the user's side makes of a row: messages before the chat
+The key of a request is a hash of everything that depends on the row: messages before the chat
 template, the row's own sampling fields, the content of its adapter. What is the same for all rows
-(model, template, the job's sampling, ...) is the context, with which keys are hashed.
+(model, template, the job's sampling, ...) is the context. The hash function is a keyed one, and the
+context's hash is its key.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ IMAGE_CHANGED = Failure(
 
 
 def otherwise(request: ChatRequest) -> Failure:
-    """Return the failure of a request whose key differs from the planned one."""
+    """Return the failure for a request whose key differs from the planned one."""
     return IMAGE_CHANGED if request.images else NOT_DETERMINISTIC
 
 
 @dataclass(frozen=True)
 class Keying:
-    """Makes keys in one context, whose hash is `context` (32 bytes in hex).
+    """Computes request keys in one context, whose hash is `context` (32 bytes in hex).
 
-    `adapters`: the identity of each by its name; `column` names each row's, None: one applies to
-    all. `sampling` are the job's fields; without `merge` no request equals another.
+    `adapters`: the content hash of each adapter by its name; `column`: the input column with the
+    name of each row's adapter, None: all rows use the adapter named "", if any. `sampling` are the
+    job's sampling fields. Without `merge`, equal requests do not share an answer.
     """
 
     context: str
@@ -75,7 +77,7 @@ class Keying:
     def keys(
         self, requests: Sequence[ChatRequest | Failure], table: pa.Table
     ) -> list[bytes | None]:
-        """Return the key of each row's request; None for a row that makes none."""
+        """Return the key of each row's request; None for a failed row."""
         secret, names = bytes.fromhex(self.context), self.adapters_of(table)
         return [
             None if isinstance(request, Failure) else request_key(secret, request, adapter)
@@ -83,7 +85,7 @@ class Keying:
         ]
 
     def exact(self, request: ChatRequest) -> bool:
-        """Return whether all equal requests have one answer; otherwise each has its own."""
+        """Return whether requests equal to `request` may share one answer."""
         return self.merge and is_exact({**self.sampling, **(request.sampling or {})})
 
     def checked(
@@ -92,9 +94,9 @@ class Keying:
         table: pa.Table,
         planned: Sequence[bytes | None],
     ) -> list[ChatRequest | Failure]:
-        """Return the requests, failing those whose key differs from the `planned` one.
+        """Return the requests, with a failure for those whose key differs from the `planned` one.
 
-        None: the row made no request when the run was planned.
+        A planned key of None means that the row made no request when the run was planned.
         """
         return [
             request if key == wanted or isinstance(request, Failure) else otherwise(request)
@@ -104,10 +106,10 @@ class Keying:
         ]
 
     def adapters_of(self, table: pa.Table) -> list[str | None]:
-        """Return the identity of each row's adapter, None for none."""
+        """Return the content hash of each row's adapter; None for a row without an adapter."""
         if self.column is None:
             return [self.adapters.get("")] * table.num_rows
-        # A name that no adapter has fails its row in the engine; it is a request of its own.
+        # An unknown name fails its row in the engine; for keys it counts as one more adapter.
         return [
             None if name is None else self.adapters.get(str(name), f"unknown {name}")
             for name in table[self.column].to_pylist()
@@ -117,11 +119,11 @@ class Keying:
 def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
     """Return the key of one request, of `KEY_BYTES` bytes.
 
-    `secret` is the hash of the request's context (`context_of`), as bytes; `adapter` is the
-    identity of its adapter.
+    `secret` is the hash of the request's context (`context_of`), as bytes; `adapter` is the content
+    hash of its adapter, None for the base model.
     """
     parts: dict[str, object] = {"messages": request.messages}
-    if request.images is not None:  # by what they show, wherever that lies
+    if request.images is not None:  # images count by content, not by URL
         parts = {"messages": _without_places(request.messages), "images": request.images}
     if request.raw:
         parts["raw"] = True
@@ -147,14 +149,14 @@ def canonical(value: object) -> bytes:
 
 
 def _other(value: object) -> dict[str, str]:
-    """Return the JSON form of bytes (an image) by content, of other values by their text."""
+    """Return {type: text} for a value that JSON lacks; for bytes, {"__sha256": their hash}."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
     return {f"__{type(value).__name__}": str(value)}
 
 
 def _without_places(messages: Messages) -> Messages:
-    """Return messages whose images are reduced to placeholders."""
+    """Return the messages with a placeholder for each image, without its URL or content."""
     return [
         {**message, "content": list(map(_without_place, message["content"]))}
         if isinstance(message["content"], list)

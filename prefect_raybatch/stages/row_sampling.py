@@ -1,9 +1,7 @@
 """Checks the sampling fields that a row sets itself.
 
-It finds those that would be lost or silently become another value.
-
-A prompt function can give a row its own sampling fields, which only vLLM would see. A row fails
-here if the result cannot hold its answer, or if vLLM would take a field for something else.
+A prompt function can set sampling fields for a row, which otherwise only vLLM would check. A row
+fails here if the result cannot hold its answer, or if vLLM would silently ignore or change a field.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from prefect_raybatch.job.vllm import sampling_ranges
 from prefect_raybatch.job.vllm.structured_outputs import check_form_shape, check_label_texts
 from prefect_raybatch.spec.request import SamplingFields
 
-FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish makes all texts alike
-NUMBERS = (  # a null is vLLM's own default there, not the job's value
+FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish uses one for all rows
+NUMBERS = (  # vLLM takes null in these for its own default, not for the job's value
     "n",
     "temperature",
     "max_tokens",
@@ -33,10 +31,10 @@ NUMBERS = (  # a null is vLLM's own default there, not the job's value
 
 
 def check_own(own: SamplingFields, job: SamplingFields, fixed_form: str | None = None) -> None:
-    """Raise ValueError that names the field of a row's `own` and the remedy.
+    """Raise ValueError if a row's `own` sampling fields are invalid or cannot have their effect.
 
-    `job` holds the job's sampling fields that are set; both are plain values. `fixed_form`: the
-    field that requires one form for all answers.
+    The error names the field and the remedy. `job` holds the job's sampling fields that are set;
+    both are plain values. `fixed_form`: the job's field that sets one form for all answers.
     """
     known = vllm_fields.sampling_fields()
     refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
@@ -77,7 +75,7 @@ def has_form(job: SamplingFields, own: SamplingFields | None = None) -> bool:
 
 
 def _check_answers(own: SamplingFields, job: SamplingFields) -> None:
-    """Check how many answers a row has, how long they are, and how they become text."""
+    """Raise ValueError for a row's number of answers, length or decoding that cannot be used."""
     usual = job.get("n") or 1
     number = own.get("n", usual)
     number = 1 if number is None else number

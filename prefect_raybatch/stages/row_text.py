@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def _digits(first: str) -> str:
-    """Return random digits that survive every normalizer and template filter.
+    """Return 24 random digits as text that every normalizer and template filter leaves unchanged.
 
-    `first` occurs in them only at the start, so that they cannot overlap with themselves.
+    They begin with the digit `first`, which occurs nowhere else in them, so that two occurrences
+    cannot overlap.
     """
     others = "0123456789".replace(first, "")
     return first + "".join(secrets.choice(others) for _ in range(23))
@@ -56,7 +57,8 @@ class RowText:
 
     `controls` are the texts of the tokenizer's control tokens, `fragments` parts of them that the
     chat template around a row's text would complete. `normalize`: the tokenizer's normalizer, if it
-    may turn other characters into a control token; `normalized` are the controls after it.
+    may turn other characters into a control token; `normalized` are the control texts after
+    normalization.
     """
 
     tokenizer: Tokenizer
@@ -106,7 +108,7 @@ class RowText:
         return None
 
     def first_in(self, text: str, job_spans: Sequence[tuple[int, int]] = ()) -> str | None:
-        """Return the first control token in `text` that is outside the job's own spans."""
+        """Return the first control token in `text` outside `job_spans`; None if there is none."""
         for match in self._pattern.finditer(text):
             if not _is_within(match.span(), job_spans):
                 return match.group()
@@ -119,8 +121,8 @@ class RowText:
     def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
         """Return the request with the control tokens in its row text replaced by digits.
 
-        In messages of the assistant, those that match `keep` stay, after digits by which `settled`
-        recognizes them.
+        In messages of the assistant, control tokens that match `keep` stay, each after digits by
+        which `settled` recognizes it.
         """
         texts: list[str] = []
 
@@ -139,9 +141,11 @@ class RowText:
         return Hidden(self._changed(request, text_of), texts)
 
     def settled(self, prompt: str, hidden: list[str]) -> str:
-        """Hide tokens that were kept in a prompt made of a request.
+        """Return a rendered prompt with digits in place of the control tokens of row text in it.
 
-        What the template left of them is row text.
+        These are tokens that the method `hidden` left in messages because they match its `keep`, so
+        that the chat template sees them. The texts of those in the prompt are appended to `hidden`,
+        the list of texts that digits stand for.
         """
 
         def hide(match: re.Match[str]) -> str:
@@ -156,7 +160,7 @@ class RowText:
     def neutral(self, request: ChatRequest) -> ChatRequest:
         """Return the request with digits in place of the row's text.
 
-        All control tokens in its prompt come from the chat template; see `made_of`.
+        So all control tokens in its rendered prompt come from chat template or job; see `made_of`.
         """
         messages: Messages = []
         for i, message in enumerate(request.messages):
@@ -170,9 +174,10 @@ class RowText:
         return replace(request, messages=messages, job_text=())
 
     def made_of(self, prompt: str, neutral: str) -> str | None:
-        """Return a control token that the chat template made from row text; None if none.
+        """Return a control token that the chat template made from row text; None if it made none.
 
-        It occurs more often in the prompt than in that of the neutral request.
+        Such a token occurs more often in `prompt` than in `neutral`, the prompt of the request that
+        the method `neutral` returns. Thinking tokens do not count.
         """
         more = Counter(self._exact.findall(prompt)) - Counter(self._exact.findall(neutral))
         return next((text for text in more if not THINKING.search(text)), None)
@@ -191,9 +196,10 @@ class RowText:
         return self._changed(request, lambda role: spaced)
 
     def marked(self, prompt: str, hidden: Sequence[str]) -> str:
-        """Return a prompt made of a hidden request for the copy of the tokenizer (`plain`).
+        """Return a rendered prompt as the tokenizer copy `plain` takes it.
 
-        Its control tokens are marked and the hidden texts restored.
+        Its control tokens get the prefix MARK, and then digits become row text again: `hidden` are
+        the texts that they stand for.
         """
         marked = self._exact.sub(lambda m: MARK + m.group(), prompt)
         return _HIDDEN.sub(lambda m: hidden[int(m[1])], marked)
@@ -203,7 +209,7 @@ class RowText:
 
     @cached_property
     def plain(self) -> Plain | None:
-        """Return the tokenizer's copy that knows only marked control tokens; None if impossible."""
+        """Return a copy of the tokenizer for marked prompts (`Plain`); None if impossible."""
         try:
             return _plain(self.tokenizer, self.controls)
         except Exception as error:  # a tokenizer of another kind, or with parts of its own
@@ -217,7 +223,10 @@ class RowText:
     def _changed(
         self, request: ChatRequest, text_of: Callable[[str], Callable[[str], str]]
     ) -> ChatRequest:
-        """Return the request with each row text changed by `text_of(role)`."""
+        """Return the request with each row text changed by the function that `text_of` returns.
+
+        `text_of` gets the role of the text's message.
+        """
         messages: Messages = []
         for i, message in enumerate(request.messages):
             if i < request.job_messages:
@@ -241,9 +250,9 @@ class RowText:
     def _pieces(
         self, text: str, job_spans: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[str, bool]]:
-        """Yield `text` in pieces, each with whether it is a control token that the job wrote.
+        """Yield (part of `text`, whether it is a control token that the job wrote), in text order.
 
-        A control token of which any part is the row's is row text.
+        A control token of which any character comes from the row is row text.
         """
         at = 0
         if job_spans:
@@ -286,7 +295,10 @@ class RowText:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A request without control tokens in its row text, and the texts that were removed."""
+    """A request with digits in place of the control tokens of its row text, and their `texts`.
+
+    The digits end with the index of the text.
+    """
 
     request: ChatRequest
     texts: list[str]
@@ -294,9 +306,10 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Plain:
-    """A tokenizer that reads only marked control tokens.
+    """A tokenizer in which each control token is named MARK + its text.
 
-    `ids` maps its token ids to those of the original, where they differ.
+    So a control token's usual text encodes as ordinary text. `ids` maps its token ids to those of
+    the original, where they differ.
     """
 
     tokenizer: Tokenizer
@@ -312,7 +325,7 @@ class Plain:
 
 @lru_cache(maxsize=8)
 def row_text(tokenizer: Tokenizer) -> RowText | None:
-    """Return what protects rows from the control tokens of a tokenizer; None if it has none."""
+    """Return the `RowText` for a tokenizer; None if the tokenizer has no control tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     named = set(getattr(tokenizer, "all_special_tokens", None) or ())
     tokens = [t for t in added.values() if _is_control(t.content, t.special or t.content in named)]
@@ -357,10 +370,10 @@ def refused_role(role: str) -> Failure:
 
 
 def _is_control(text: str, special: bool) -> bool:
-    """Return whether an added token steers the model.
+    """Return whether an added token is a control token, which steers the model.
 
-    Not: runs of spaces, single characters, words and HTML, which tokenizers add to write text with
-    fewer tokens.
+    Sequences of spaces, single characters, words and HTML are no control tokens: tokenizers add
+    them to encode text with fewer tokens.
     """
     bare = text.strip("\u2581 \t\r\n")
     if len(bare) < 2:
@@ -371,7 +384,7 @@ def _is_control(text: str, special: bool) -> bool:
 
 
 def _completed(control: str, before: str, after: str) -> Iterator[str]:
-    """Yield the parts of a control token that become the whole between `before` and `after`."""
+    """Yield the parts of a control token that `before` and `after` complete to the whole token."""
     size = len(control)
     starts = [i for i in range(size) if before.endswith(control[:i])]
     stops = [i for i in range(1, size + 1) if after.startswith(control[i:])]
@@ -402,7 +415,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _each_text(value: object, change: Callable[[str], str]) -> Any:
-    """Return `value` with every text of `_texts` changed."""
+    """Return `value` with every text that `_texts` yields changed by `change`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -420,9 +433,12 @@ def _each_text(value: object, change: Callable[[str], str]) -> Any:
 
 
 def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
-    """Return a copy of a tokenizer that knows control tokens only by their marked texts.
+    """Return a copy of the tokenizer in which each control token is named MARK + its text.
 
-    The vocabulary changes too: neither merges nor pieces produce control tokens from plain text.
+    So its usual text encodes as ordinary text. The token is renamed in the vocabulary too, and BPE
+    merges with a control token are dropped, so that plain text cannot make one. The copy comes with
+    {its token id: the original id} for ids that changed. Raises TypeError or ValueError if the
+    tokenizer cannot be changed so.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -457,6 +473,9 @@ def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
 
 
 def _joins(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
-    """Return whether a BPE merge contributes to a control token made from plain text."""
+    """Return whether the two parts of a BPE merge, or its result, include a control token.
+
+    The keys of `names` are the texts of the control tokens.
+    """
     left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
     return left in names or right in names or left + right in names

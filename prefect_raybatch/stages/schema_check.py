@@ -21,7 +21,7 @@ SchemaPart = Mapping[str, Any]  # a part of a JSON Schema
 Errors = Iterator["ValidationError"]
 # A rule of jsonschema, for one keyword.
 Rule = Callable[["Validator", Any, Any, SchemaPart], Errors | None]
-SECONDS = 10.0  # for one answer; those in use take less than a thousandth of one
+SECONDS = 10.0  # for one answer; usual schemas take less than a millisecond
 
 
 class AnswerMisfit(ValueError):
@@ -33,7 +33,7 @@ class AnswerMisfit(ValueError):
 
 
 class SchemaCheck:
-    """Validates values with the text of a JSON Schema, one at a time."""
+    """Validates values against a JSON Schema (as text), one at a time."""
 
     def __init__(self, schema: str):
         from jsonschema.validators import Draft202012Validator, extend, validator_for
@@ -43,13 +43,13 @@ class SchemaCheck:
         self._until = 0.0
         kind = validator_for(self.schema, default=Draft202012Validator)
         for _, part in parts_of(self.schema):
-            part.pop("$schema", None)  # where it stands, jsonschema takes its own class again
+            part.pop("$schema", None)  # with it, jsonschema would use its own class for the part
         timed = {name: self._timed(rule) for name, rule in kind.VALIDATORS.items()}
         timed["pattern"] = self._pattern
         timed["patternProperties"] = self._pattern_properties
         if "additionalProperties" in timed:
             timed["additionalProperties"] = self._additional(timed["additionalProperties"])
-        # An empty registry: no reference is ever looked for elsewhere.
+        # An empty registry: references are never fetched.
         self._validator = extend(kind, timed)(self.schema, registry=Registry())
 
     def __call__(self, value: object) -> None:
@@ -70,7 +70,7 @@ class SchemaCheck:
         raise AnswerMisfit(place, str(error.validator), error.message)
 
     def _left(self, rule: str) -> float:
-        """Return the seconds left; raise `AnswerMisfit` if there are none."""
+        """Return the seconds left for this value; raise `AnswerMisfit` with `rule` if none are."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise self._late(rule)
@@ -119,7 +119,7 @@ class SchemaCheck:
                     yield from validator.descend(value, part, path=name, schema_path=pattern)
 
     def _additional(self, rule: Rule) -> Rule:
-        """Return the rule for unnamed properties, without those that a pattern covers."""
+        """Return `rule` (additionalProperties) without properties that match patternProperties."""
 
         def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             patterns = schema.get("patternProperties")

@@ -31,7 +31,11 @@ from prefect_raybatch.stages.columns import (
 def shard_figures(
     load: ShardStats, table: pa.Table, began: float, counts: Mapping[str, float]
 ) -> ShardStats:
-    """Return the figures of a finished shard: the engine's `load`, and those of its rows."""
+    """Return the figures of a finished shard: `load`, `counts`, and figures of its rows.
+
+    `load` has the engine's figures. `began`: when the finish stage received the block `table`, in
+    seconds since 1970.
+    """
     answers = table[ANSWERS].to_pylist()
     ends = table[FINISH].to_pylist()
     merged = table[MERGED].to_pylist()
@@ -71,7 +75,7 @@ def shard_figures(
 
 
 def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
-    """Return the figures with rows by the origin of their answers, and the tokens saved."""
+    """Return `stats` with the numbers of rows by origin of their answers, and the tokens saved."""
     if REUSE not in table.column_names:
         return stats
     kinds = table[REUSE].to_numpy()
@@ -91,7 +95,7 @@ def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
 
 
 def _spent(table: pa.Table, column: HiddenColumn) -> float:
-    """Return the seconds in a column that is the same in each row."""
+    """Return the seconds in a column whose rows all hold the same value."""
     return round(float(table[column][0].as_py()), 4)
 
 

@@ -29,29 +29,29 @@ from prefect_raybatch.stages.row_text import (
 TokenIds = list[int]
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-LATE_ROWS = 3  # for which a chat template may hang before no other of the call is tried
-CUTS = 4  # tries to cut a message: what is left may take other tokens than it did in the whole
+LATE_ROWS = 3  # rows for which a chat template may hang before the other rows of the call fail
+CUTS = 4  # tries to cut a message: its rest may have other tokens than it had in the whole
 # Bounds of what is tokenized. English has 4 to 5 characters a token; the longest tokens, runs of
 # spaces or dashes, have up to 128 in the vocabularies of Llama 3, Qwen and gpt-oss.
 CHARACTERS_A_TOKEN, CHARACTERS_A_TOKEN_AT_MOST = 8, 128
 CHARACTERS_AT_ONCE = 1 << 20
-# Filters and methods of Jinja by which a text becomes another one.
+# Filters and methods of Jinja that change a text.
 _CHANGING = re.compile(
     r"(\||\.)\s*(lower|upper|title|capitalize|swapcase|casefold|replace|reverse|join|format"
     r"|translate)\b"
 )
-BORDER = 64  # tokens that the beginning of a text may have more than the same part of the whole
+BORDER = 64  # tokens by which a part that is tokenized alone may exceed its tokens in the whole
 
 
 @dataclass(frozen=True)
 class Chat:
     """The settings that turn messages into a prompt.
 
-    `template` replaces the tokenizer's own and gets `arguments` and `tools`; the answer continues
-    the text `prefill`, or the last message (`continued`). `fields` are those of the job that need a
-    chat template. `rows`: how control tokens in row text are treated
+    `template` replaces the tokenizer's chat template and gets `arguments` and `tools`; the answer
+    continues the text `prefill`, or the last message (`continued`). `fields` are the job fields
+    that need a chat template. `rows`: how control tokens in row text are treated
     (`prompt.special_tokens_in_rows`). `asked`: whether the prompt ends with the beginning of an
-    answer. `raw`: no template is applied, as if the model had none.
+    answer (`add_generation_prompt`). `raw`: no template is applied, as if the model had none.
     """
 
     template: str | None = None
@@ -91,13 +91,13 @@ PLAIN = Chat()
 
 
 class TemplateTooSlow(Exception):
-    """A chat template does not finish in time for a row; its error class in quarantine."""
+    """A chat template took too long for a row; this is the row's error class in quarantine."""
 
 
 class TemplateLimit:
-    """Limits the time that a chat template takes for the rows of one call.
+    """Limits the time that a chat template takes for a row to `seconds`.
 
-    After LATE_ROWS rows that took longer, it is tried for no other row.
+    After LATE_ROWS rows that took longer, the template is not applied to any further row.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -105,9 +105,9 @@ class TemplateLimit:
         self._late_rows = 0
 
     def __call__(self, apply: Callable[[], Made], rows: int = 1) -> Made:
-        """Return what `apply` returns for `rows` rows.
+        """Call `apply`, which renders `rows` rows, and return its result.
 
-        Raise `TemplateTooSlow` if that takes too long.
+        Raise `TemplateTooSlow` if that takes too long, or if too many earlier rows did.
         """
         if self._late_rows >= LATE_ROWS:
             raise TemplateTooSlow(
@@ -132,7 +132,8 @@ def render(
 ) -> list[str | Failure]:
     """Render requests to prompt texts through the chat template; failures stay in place.
 
-    A row for which the template takes over `seconds` fails, and after some of these all others.
+    A row for which the template takes over `seconds` fails; after LATE_ROWS such rows, all later
+    rows fail too.
     """
     if not chat.templated(tokenizer):
         return [
@@ -158,7 +159,7 @@ def render(
 
     good = [r for r in requests if isinstance(r, ChatRequest)]
     made: list[str] | None = None
-    if good and all(r.documents == good[0].documents for r in good):  # a call takes one row's
+    if good and all(r.documents == good[0].documents for r in good):  # one list for the whole call
         with suppress(Exception):  # one prompt fails: which one is found out below, row by row
             made = texts_of(good)
     texts: Iterator[str | Failure]
@@ -170,9 +171,9 @@ def render(
 
 
 def _given(chat: Chat, documents: list[Document] | None) -> dict[str, object]:
-    """Return only the chat template's arguments that are set.
+    """Return the chat template's arguments that are set.
 
-    An unusual tokenizer may not know the others.
+    The others are left out, because an unusual tokenizer may not know them.
     """
     given: dict[str, object] = {
         "chat_template": chat.template,
@@ -234,9 +235,10 @@ def _chat_tokens(
 def guarded_request(
     guard: RowText, request: ChatRequest | Failure, rows: str
 ) -> ChatRequest | Failure | None:
-    """Return the request if its row text has no control token, or the row's failure.
+    """Return the request if its row text has no control token.
 
-    None for a request that must be encoded with care.
+    Else return the row's failure, or None if the control tokens must be encoded as plain text.
+    `rows`: how the job treats control tokens in rows (`prompt.special_tokens_in_rows`).
     """
     if isinstance(request, Failure):
         return request
@@ -251,9 +253,9 @@ def guarded_request(
 
 @lru_cache(maxsize=8)
 def _guard_of(tokenizer: Tokenizer, template: str | None) -> RowText | None:
-    """Return what protects rows in a chat template.
+    """Return the `RowText` for a tokenizer and a chat template; None if it has no control tokens.
 
-    The template may complete a control token that a row begins.
+    The template may complete a part of a control token in row text to a whole one.
     """
     guard = row_text(tokenizer)
     if guard is None:
@@ -263,7 +265,7 @@ def _guard_of(tokenizer: Tokenizer, template: str | None) -> RowText | None:
         for i, role in enumerate(("user", "assistant", "user"))
     ]
     for messages in (turns, turns[:1]):
-        with suppress(Exception):  # a template may refuse to be tried
+        with suppress(Exception):  # a template may reject these messages
             (text,) = render(tokenizer, [ChatRequest(messages)], Chat(template))
             if isinstance(text, str):
                 pieces = re.split(HIDDEN_TEXT + r"\d{8}", text)
@@ -273,15 +275,15 @@ def _guard_of(tokenizer: Tokenizer, template: str | None) -> RowText | None:
 
 
 def guard_of(tokenizer: Tokenizer, chat: Chat | None = None) -> RowText | None:
-    """Return what protects rows from control tokens of `tokenizer`; None if it has none.
+    """Return the `RowText` that finds control tokens of `tokenizer` in rows; None if it has none.
 
-    It also protects within the template of `chat`, if there is one.
+    With `chat`, it also finds the parts that the chat template would complete to control tokens.
     """
     return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
 
 
 def _changes_text(tokenizer: Tokenizer, template: str | None) -> bool:
-    """Return whether a chat template may change the text of messages into control tokens."""
+    """Return whether a chat template changes text, so that it may create control tokens."""
     return _CHANGING.search(str(template or getattr(tokenizer, "chat_template", None))) is not None
 
 
@@ -292,7 +294,7 @@ def _unforged(
     texts: Sequence[str | Failure],
     chat: Chat,
 ) -> list[str | Failure]:
-    """Return prompts; a failure where the template made a control token from row text."""
+    """Return the prompts `texts`; a failure where the template made a control token of row text."""
     neutral = [r if isinstance(r, Failure) else guard.neutral(r) for r in requests]
     made: list[str | Failure] = []
     for text, other in zip(texts, render(tokenizer, neutral, chat), strict=True):
@@ -306,7 +308,7 @@ def _unforged(
 def _plain_tokens(
     tokenizer: Tokenizer, guard: RowText, request: ChatRequest, chat: Chat, most: int | None
 ) -> TokenIds | Failure:
-    """Return prompt tokens of a request whose row text contains control tokens, as plain text."""
+    """Return a request's prompt tokens, with control tokens in its row text as plain text."""
     special = not chat.templated(tokenizer)
     if most is not None:  # hiding the control tokens of millions of characters takes long
         (text,) = render(tokenizer, [request], chat)
@@ -359,9 +361,10 @@ def tokenize(
 
 
 class LongPrompt(list[int]):
-    """The tokens of the first `characters` of a prompt that has far too many.
+    """Tokens of a part of a prompt that has far too many: of its first or last `characters`.
 
-    `estimate` is the approximate total.
+    `characters` is the number of characters of that part, `estimate` is the approximate number of
+    tokens of the whole prompt.
     """
 
     def __init__(self, ids: TokenIds, estimate: int, characters: int) -> None:
@@ -371,7 +374,10 @@ class LongPrompt(list[int]):
 
 
 def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of neighbouring texts, given their sizes in characters, to tokenize together."""
+    """Yield slices of texts to tokenize together, of CHARACTERS_AT_ONCE characters if possible.
+
+    `sizes` has the number of characters of each text.
+    """
     start = total = 0
     for i, size in enumerate(sizes):
         if total and total + size > CHARACTERS_AT_ONCE:
@@ -385,10 +391,11 @@ def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
 def _bounded(
     tokens: Callable[[list[str]], list[TokenIds]], texts: Sequence[str], most: int | None
 ) -> list[TokenIds | Failure]:
-    """Return the tokens of each text.
+    """Return the tokens of each text, or a failure; `tokens` calls the tokenizer.
 
-    A tokenizer takes some 200 bytes per character, so texts are passed in batches of
-    `CHARACTERS_AT_ONCE`, and first only the beginning of one that may be too long.
+    A tokenizer needs some 200 bytes of memory per character, so texts are passed in batches of
+    `CHARACTERS_AT_ONCE` characters. Of a text that may have more than `most` tokens, only growing
+    parts are passed (see `long_tokens`).
     """
     made: dict[int, TokenIds | Failure] = {}
     short: list[int] = []
@@ -417,8 +424,8 @@ def long_tokens(
 ) -> TokenIds:
     """Return the tokens of a long text, or a `LongPrompt` if it has more than `most`.
 
-    That shows in its beginning (or its `end`) alone. No text of more than `most` times
-    `CHARACTERS_A_TOKEN_AT_MOST` is tokenized.
+    Tokenizes growing parts of its beginning, or with `end` of its end, until one has more. No part
+    is longer than `most` times `CHARACTERS_A_TOKEN_AT_MOST` characters.
     """
     size = most * CHARACTERS_A_TOKEN
     bound = most * CHARACTERS_A_TOKEN_AT_MOST
@@ -439,7 +446,10 @@ def messages_text(messages: Messages) -> str:
 
 
 def longest_text(tokenizer: Tokenizer, text: str, most: int) -> TokenIds | LongPrompt:
-    """Like `long_tokens`; empty for a text that is certainly short enough."""
+    """Return [] for a short text, else its tokens, a `LongPrompt` if there are more than `most`.
+
+    A text is short if it has at most CHARACTERS_A_TOKEN characters for each of `most` tokens.
+    """
     if len(text) <= most * CHARACTERS_A_TOKEN:
         return []
     return long_tokens(
@@ -455,8 +465,8 @@ def last_tokens(
 ) -> list[TokenIds | None]:
     """Return the tokens after the last message in each of the prompts `whole`.
 
-    With `chat.continued`, those from the last message on. None for a failed row, without a chat
-    template, and if one does not show the message.
+    With `chat.continued`, the tokens of that message are included. An entry is None for a failed
+    row, without a chat template, and if the template leaves the message out.
     """
     if not chat.templated(tokenizer):
         return [None for _ in requests]
@@ -483,7 +493,10 @@ _NO_MESSAGE = Failure("prepare", "NoMessage", "")
 
 
 def _with_end(request: ChatRequest) -> ChatRequest | Failure:
-    """Return the request with digits after the text of its last message."""
+    """Return the request with the digits HIDDEN_TEXT at the end of its last message.
+
+    They show in the rendered prompt where that message ends.
+    """
     last = request.messages[-1]
     if request.raw or not isinstance(last["content"], str):
         return _NO_MESSAGE
@@ -516,11 +529,11 @@ def shortened(
     left: bool,
     chat: Chat = PLAIN,
 ) -> list[int] | None:
-    """Return at most `room` prompt tokens of a request; None if its message is too short.
+    """Return at most `room` prompt tokens of a request, with its last user message cut.
 
-    The beginning (`left`) or the end of its last user message is cut off; `whole` is the prompt.
-
-    The text is cut, not the tokens: the chat template around it must stay whole.
+    Its beginning (`left`) or its end is cut off, until the prompt fits. `whole` has the tokens of
+    the uncut prompt. The text is cut, not the tokens: the chat template around it must stay whole.
+    None if that is impossible, as for a message that is too short.
     """
     users = [i for i, m in enumerate(request.messages) if m["role"] == "user"]
     if not users or not isinstance(request.messages[users[-1]]["content"], str):
@@ -537,7 +550,7 @@ def shortened(
         if isinstance(rest, Failure) or len(rest) >= room:
             return None
         length, kept = len(request.messages[at]["content"]), room * CHARACTERS_A_TOKEN
-        while True:  # a message of few characters more than fit, as what is cut off has no part
+        while True:  # keep few characters more than fit, so that the rest is not tokenized
             kept = min(kept, length)
             asked, tokens = cut(request, length - kept if left else 0, length if left else kept)
             if isinstance(tokens, Failure):
@@ -568,7 +581,7 @@ def shortened(
 
 
 def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokenizer:
-    """Return the tokenizer that makes the tokens of a request's row text."""
+    """Return the tokenizer for a request's row text: the model's own or `RowText.plain`."""
     guard = None if request.raw or chat.rows == "allow" else guard_of(tokenizer, chat)
     if guard is None or guard.control_in(request) is None or guard.plain is None:
         return tokenizer
@@ -576,11 +589,12 @@ def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokeni
 
 
 def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
-    """Return where each token of a text begins and ends, in characters."""
+    """Return (start, end) in characters of each token of a text; a slow tokenizer's are guessed."""
     if tokenizer.is_fast:
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(made["offset_mapping"])
-    count = len(tokenizer(text, add_special_tokens=False)["input_ids"])  # taken as of one length
+    # A slow tokenizer returns no offsets: assume tokens of equal length.
+    count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     return [(i * len(text) // count, (i + 1) * len(text) // count) for i in range(count)]
 
 

@@ -27,7 +27,7 @@ INT64 = range(-(1 << 63), 1 << 63)
 
 
 class AnswerReader:
-    """Reads answers as objects and as columns, by the text of a JSON Schema."""
+    """Reads answers as objects and as column values, by a JSON Schema (as text)."""
 
     def __init__(self, schema: str):
         self.columns = columns_of(schema)
@@ -39,7 +39,7 @@ class AnswerReader:
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
     def read(self, text: str) -> tuple[AnswerObject, ColumnValues] | Failure:
-        """Return an answer as an object and as columns for Arrow, or the failure."""
+        """Return an answer as an object and as column values for Arrow, or the row's failure."""
         try:
             found = _parsed(text)
             self._check(found)
@@ -59,7 +59,10 @@ def reader_of(schema: str) -> AnswerReader:
 
 
 def _parsed(text: str) -> AnswerObject:
-    """Return the JSON of an answer, which the check of the schema then requires to be an object."""
+    """Parse the JSON of an answer strictly; raise `AnswerMisfit` if it is not valid.
+
+    The check against the schema then ensures that it is an object.
+    """
     try:
         found: AnswerObject = json.loads(
             text,
@@ -112,7 +115,10 @@ def _known(found: Iterable[str], names: Container[str], place: str) -> None:
 
 
 def _value(shape: AnswerShape, found: object, place: str) -> object:
-    """Return a validated value as Arrow takes it for this shape."""
+    """Convert a validated JSON value to a Python value that Arrow takes for this shape.
+
+    `place` says in errors where in the answer the value is.
+    """
     if found is None and shape.nullable:
         return None
     if shape.kind == "json":
@@ -153,7 +159,7 @@ def _other_type(shape: AnswerShape, found: object, place: str) -> AnswerMisfit:
 
 
 def _failure(misfit: AnswerMisfit, text: str) -> Failure:
-    # Equal in the 120 characters by which failures are counted, whatever the answer is.
+    # The answer comes after the 120 characters by which failures are counted.
     reason = str(misfit)[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(
         "engine",

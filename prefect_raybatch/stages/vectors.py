@@ -1,4 +1,4 @@
-"""From vector to result: as it is, as a label with the probability of each, or as a score."""
+"""The finish stage of pooling tasks: makes a result vector, label or score of a raw vector."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = {"float32": np.float32, "float16": np.float16}
 
 @dataclass(frozen=True)
 class FinishVectors(Finish):
-    """The stage for a pooling task; `labels` are the model's labels, in order."""
+    """The finish stage for a pooling task; `labels` has one for each value of a vector."""
 
     task: str = "embed"
     labels: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class FinishVectors(Finish):
         return label_counts([self.labels[int(at)] for at in best], self.labels)
 
     def _answer(self, vector: np.ndarray) -> FinishedRow:
-        """Return the columns of a row from its vector."""
+        """Return the output columns of a row from its vector, or the row's failure."""
         name = self.spec.column
         if self.task == "score":
             return OutputRow({name: float(vector[0])})
@@ -100,14 +100,17 @@ class FinishVectors(Finish):
 
 
 def finish_of(task: Pooling | None, *args: Any, **more: Any) -> Finish:
-    """Return the finish stage of a job, by how it asks its model (None: for text)."""
+    """Return the finish stage for a pooling `task`, or for text generation (None).
+
+    The other arguments are the stage's fields.
+    """
     if task is None:
         return Finish(*args, **more)
     return FinishVectors(*args, **{**more, "task": task.task, "labels": task.labels})
 
 
 def vectors_of(table: pa.Table) -> np.ndarray:
-    """Return float32[rows, numbers] of a block; rows without a vector hold arbitrary values."""
+    """Return the vectors of a block as float32[rows, dimension]; rows without one are arbitrary."""
     column = table[VECTOR].combine_chunks()
     size = column.type.list_size
     flat = column.values.slice(column.offset * size, len(column) * size)
@@ -116,5 +119,5 @@ def vectors_of(table: pa.Table) -> np.ndarray:
 
 
 def _plain(value: object) -> object:
-    """Return the value as a user's function gets it."""
+    """Return the value for a user's function: an array as a list, anything else unchanged."""
     return value.tolist() if isinstance(value, np.ndarray) else value

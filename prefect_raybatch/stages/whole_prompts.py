@@ -1,9 +1,7 @@
-"""Finds prompts that an engine on a CPU must process in one step.
+"""Makes an engine on a CPU process a whole prompt in one step if answers are sampled with a seed.
 
-These are the ones whose answers are sampled with a seed.
-
-vLLM processes a prompt that does not fit into a step in parts, samples after each part, and resets
-the row's random numbers by the samples that it drops. On a CPU, PyTorch's generators cannot be
+vLLM processes a prompt that does not fit into a step in parts, samples after each part, drops the
+sample, and resets the row's random number generator. On a CPU, PyTorch's generators cannot be
 reset: "CPU Generator does not use offset" ends the engine (seen with vLLM 0.29.0).
 """
 
@@ -32,17 +30,16 @@ def with_whole_prompts(
     rows_may: bool,
     length: Callable[[], int | None],
 ) -> dict[str, Any]:
-    """Return vLLM's `arguments` for an engine on a CPU that keep seeded sampling safe.
+    """Return vLLM's `arguments` for an engine on a CPU, changed so that seeds do not crash it.
 
-    If answers are sampled with a seed, no prompt is processed in parts, and steps hold the longest
-    one.
+    If answers are sampled with a seed, no prompt is processed in parts, and a step has room for the
+    longest prompt.
 
-    `given` are those of them that the job sets, `sampling` the fields of each request. `rows_may`:
-    a row may bring a seed of its own. `length` returns how many tokens the model takes (None if
-    unknown: nothing is changed), and is called only if that decides. Rows that merely may have a
-    seed cost nothing extra.
+    `given` are the arguments that the job sets, `sampling` the fields of all requests. `rows_may`:
+    a row may set a seed itself; then the step is not enlarged. `length` returns how many tokens the
+    model takes (None if unknown: nothing is changed), and is called only if seeds are possible.
 
-    Raises `ConfigError` if the job sets an argument with which the engine would end.
+    Raises `ConfigError` if the job sets an argument with which the engine would die.
     """
     made = dict(arguments)
     certain = _seeded(sampling)

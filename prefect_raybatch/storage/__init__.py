@@ -72,9 +72,9 @@ Value = TypeVar("Value")
 def open_store(uri: str, options: StoreOptions | None = None, links: bool = False) -> Store:
     """Return the store in a bucket (s3://, gs://, az://), in `file:///folder`, or in a local path.
 
-    `options` for s3:// are those of s3fs (key, secret, token, endpoint_url, region, profile, anon,
+    `options` for s3:// are s3fs options (key, secret, token, endpoint_url, region, profile, anon,
     client_kwargs, config_kwargs, ...). Missing ones are read from the environment and configuration
-    files as boto3 does (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). Those for gs:// and az:// are
+    files as boto3 does (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). Options for gs:// and az:// are
     obstore's (`schemes.CLOUD_OPTIONS`); missing ones come from GOOGLE_... and AZURE_... variables
     and from the machine's identity. A local store ignores them. With `links`, listings follow links
     to folders; use it only for data that is read (input, models). Contacts nothing yet. Raises

@@ -1,4 +1,4 @@
-"""What the stores in a bucket have in common: conditional writes of bytes and files, and reads."""
+"""The base of stores in a bucket: conditional writes of bytes and files, and ranged reads."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ class BucketStore(Store):
 
     @abstractmethod
     def _create(self, path: str, data: bytes) -> bool:
-        """PUT under the condition that nothing is there; return whether the condition held."""
+        """PUT `data` on condition that `path` does not exist; return False if it exists."""
 
     @abstractmethod
     def _create_from_file(self, path: str, source: str) -> bool:
-        """Like `_create` with a local file, which is not held in memory."""
+        """PUT a local file as `_create` does, without holding it in memory."""
 
     @abstractmethod
     def _upload(self, path: str, source: str, size: int) -> None:
@@ -118,7 +118,7 @@ class BucketStore(Store):
 
     @abstractmethod
     def _range(self, info: FileInfo, start: int, stop: int) -> bytes | None:
-        """Return a range of the object with the ETag of `info`; None if it has another now."""
+        """Return bytes [start, stop) of the object of `info`; None if its ETag has changed."""
 
 
 def part_size(size: int) -> int:
@@ -126,7 +126,7 @@ def part_size(size: int) -> int:
 
 
 def content(source: str) -> bytes:
-    """Return a local file that is about to be stored."""
+    """Return the bytes of a local file that is about to be stored."""
     with reading_local_file(source), open(source, "rb") as handle:
         return handle.read()
 

@@ -1,9 +1,9 @@
 """Read parts of a file and check each part against checksums.
 
 A SHA-256 covers a whole file, so a reader of a few row groups cannot check it without reading
-everything. Therefore the process that hands a file out reads it once, compares its SHA-256 with the
-record and computes a checksum of each block. Readers elsewhere check every block that they read, at
-16 bytes of checksum for each 256 KiB.
+everything. Therefore the process that distributes the reading first reads the file once, compares
+its SHA-256 with the record and computes a checksum of each block. Readers elsewhere check every
+block that they read, at 16 bytes of checksum for each 256 KiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.storage.base import FileInfo, SeekableReader, Store
 from prefect_raybatch.storage.proof import CHUNK
 
-CHECKED_BLOCK = 256 << 10  # bytes that one checksum is of
+CHECKED_BLOCK = 256 << 10  # bytes covered by one checksum
 SUM_BYTES = 16
 SHORT_HASH = 16  # hex digits of a SHA-256 in the name of a table
 
@@ -29,7 +29,7 @@ SHORT_HASH = 16  # hex digits of a SHA-256 in the name of a table
 class BlockSums:
     """Checksums of the blocks of a file whose SHA-256 was verified.
 
-    `sums` holds SUM_BYTES for each CHECKED_BLOCK of its `size` bytes.
+    The file has `size` bytes; `sums` holds SUM_BYTES bytes for each block of CHECKED_BLOCK bytes.
     """
 
     sha256: str
@@ -106,7 +106,7 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
 
 
 class _Checked(SeekableReader):
-    """A stream that reads whole blocks of another, checks them and keeps the last block."""
+    """A stream that reads another stream by blocks, checks each, and holds the last in memory."""
 
     def __init__(self, stream: BinaryIO, uri: str, sums: BlockSums) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What deltalake needs to open a table: it has clients of its own, for all object stores."""
+"""Converts store options for deltalake, which has its own clients for all object stores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeltaAccess(NamedTuple):
 
 
 def delta_access(uri: str, options: StoreOptions) -> DeltaAccess:
-    """Return how deltalake opens the table at a normalized `uri`. Contacts nothing.
+    """Return what deltalake needs to open the table at a normalized `uri`. Contacts nothing.
 
     Raises ConfigError for options that it cannot use.
     """

@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 
 class UrlRefused(Exception):
-    """A URL that is not fetched, now or later."""
+    """Raised for a URL that must never be fetched."""
 
 
 class HostAway(Exception):
-    """A host that does not answer for now."""
+    """Raised for a host that does not answer at present; a later try may succeed."""
 
 
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
@@ -80,8 +80,8 @@ def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
 def allowed(address: str, allow_private: bool) -> bool:
     """Return whether an address may be contacted.
 
-    A public one may, a private one if `allow_private`, but never a metadata service that hands
-    credentials to the machine.
+    Public addresses may be contacted, private ones if `allow_private`, and never a cloud's metadata
+    service, which hands out the machine's credentials.
     """
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
     if _never(inner) or any(_never(one) for one in carried(inner)):
@@ -96,7 +96,8 @@ def allowed(address: str, allow_private: bool) -> bool:
 def _never(address: Address) -> bool:
     """Return whether an address is never contacted.
 
-    Those are link-local and multicast addresses and the metadata services of clouds.
+    Never contacted are link-local, multicast, unspecified and reserved addresses, and the metadata
+    services of clouds.
     """
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return True
@@ -141,9 +142,10 @@ def shown_url(url: str) -> str:
 
 
 def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str) -> str:
-    """Return the one address to contact.
+    """Look up the host of a URL; return the address to contact.
 
-    Raise UrlRefused, with the remedy, unless every address of the name is allowed.
+    Raise UrlRefused, with `remedy`, unless every address of the host is allowed, and HostAway if
+    the lookup fails or takes beyond `until` (monotonic seconds).
     """
     host, where = parts.hostname or "", shown_url(parts.geturl())
     port = parts.port or PORTS[parts.scheme]
@@ -185,10 +187,10 @@ def time_left(until: float, where: str) -> float:
 def connection(
     parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
 ) -> http.client.HTTPConnection:
-    """Return a connection to that address, with the host's name in TLS and in the request.
+    """Return a connection to `address`, with the host's name in TLS and in the request.
 
-    Adds a duplicate of the socket to `handles`, because TLS takes over the socket and a response
-    keeps it.
+    `seconds` is its timeout. When it connects, it adds a duplicate of the socket to `handles`, so
+    that `cut_sockets` can end it: TLS takes over the socket, and a response keeps it.
     """
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]

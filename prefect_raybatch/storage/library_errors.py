@@ -11,9 +11,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _status(numbers: str) -> str:
-    """Return a pattern for these HTTP statuses where they are named as such.
+    """Return a regex that finds HTTP statuses (`401|403`) where the text around marks them as such.
 
-    A path, a port or a duration ("in 401.0629ms") may contain any number.
+    A path, a port or a duration ("in 401.0629ms") may contain the same numbers.
     """
     before = (
         r"\b(?:\w*(?:status|code|error|response)|http(?:/[\d.]+)?|occurred|returned|responded with)"
@@ -51,7 +51,11 @@ def text_of(error: object) -> str:
 
 
 def failure_in(error: BaseException) -> LibraryFailure | None:
-    """Return what kind of failure a library's error is; None if it does not tell."""
+    """Classify a library's error by its class and text; None if neither is conclusive.
+
+    "denied": credentials or permissions, "no bucket": it does not exist, "gone": the file or table
+    does not exist, "away": no answer from the server for now.
+    """
     text = f"{type(error).__name__}: {text_of(error)}"
     if _DENIED.search(text):
         return "denied"

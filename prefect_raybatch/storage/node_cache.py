@@ -32,10 +32,11 @@ FileListing = bytes
 
 
 def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]) -> str:
-    """Return the folder of an entry, fetched once however many processes ask for it.
+    """Return the folder of a cache entry; fetch it first if needed, in one process at a time.
 
-    `fetch` fills an empty folder and returns its listing. Raise `ConfigError` for a cache that
-    others can write to, and for an entry that is not what `identity` names.
+    `kind` is models or adapters, `identity` the SHA-256 of the entry's listing. `fetch` fills an
+    empty folder and returns its listing. Raise `ConfigError` for a cache that others can write to,
+    and for an entry that is not what `identity` names.
     """
     if not _IDENTITY.fullmatch(identity):
         raise ConfigError(
@@ -73,7 +74,7 @@ def _remove(path: Path) -> None:
 
 
 def _private_folder(kind: str) -> Path:
-    """Return the folder for entries of a kind, of mode 0700.
+    """Return the folder for entries of a kind, created if needed, with mode 0700.
 
     Raise `ConfigError` where another user could have put an entry there, or could put one in its
     place.
@@ -100,7 +101,7 @@ def _private_folder(kind: str) -> Path:
 def _check_root(root: Path) -> None:
     """Raise `ConfigError` for a root in which others could rename this user's folders.
 
-    It, or a link in its place, must belong to root or this user.
+    The folder, or a link in its place, must belong to the user root or to this user.
     """
     owners = {0, os.getuid()}
     if root.lstat().st_uid not in owners or root.stat().st_uid not in owners:
@@ -118,7 +119,7 @@ def _unsafe(path: Path, fault: str) -> ConfigError:
 
 
 def _check_entry(folder: Path, listing_file: Path, identity: str) -> None:
-    """Raise `ConfigError` for an entry that holds anything but what its identity names."""
+    """Raise `ConfigError` for a cache entry that holds anything but what its identity names."""
     fault = _listing_fault(listing_file, identity) or _entry_fault(folder, listing_file)
     if fault is not None:
         raise ConfigError(

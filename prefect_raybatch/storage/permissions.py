@@ -1,4 +1,4 @@
-"""Names the permission that each operation needs on a store, in the words of its cloud."""
+"""The permission that each operation needs on a store, by the names that its cloud uses."""
 
 from __future__ import annotations
 

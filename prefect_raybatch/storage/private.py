@@ -17,7 +17,7 @@ from typing import IO
 
 
 def private_folders(prefix: str) -> Iterator[Path]:
-    """Return the folders for temporary files that this user has made by `make_private_folder`."""
+    """Yield the existing folders that `make_private_folder` made for this user, by name."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}-{os.getuid()}-*")):
         try:
             found = path.lstat()
@@ -29,7 +29,7 @@ def private_folders(prefix: str) -> Iterator[Path]:
 
 
 def make_private_folder(prefix: str) -> Path:
-    """Return a folder for temporary files that only this user can enter.
+    """Return a temporary folder that only this user can enter, creating it if there is none.
 
     All processes of the user share it, unless two create theirs at the same moment.
     """

@@ -27,7 +27,7 @@ FOOTER_DIGITS = 32  # of its hash in hex: 128 bits
 
 @dataclass(frozen=True)
 class Sums:
-    """Identity of a content: size in bytes, and MD5 and SHA-256 in hex."""
+    """Size in bytes, MD5 and SHA-256 in hex of a file's content."""
 
     size: int
     md5: str
@@ -42,8 +42,8 @@ class Sums:
     def of_stream(cls, stream: BinaryIO, etag: bool = True) -> Sums:
         """Compute the sums of `stream` from its position to its end; errors of reading propagate.
 
-        Without `etag`, for a disk, which has none, leave out the MD5: it takes twice as long as the
-        rest.
+        `etag` False: leave the MD5 empty, for a disk, which has no ETags; the MD5 takes twice as
+        long as the SHA-256.
         """
         size, md5, sha256 = 0, hashlib.md5(usedforsecurity=False), hashlib.sha256()
         while chunk := stream.read(CHUNK):
@@ -63,9 +63,9 @@ def sha256_of(stream: BinaryIO) -> str:
 
 
 def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> bool:
-    """Return whether the file of `info`, from `stat` or a listing, has the content of `sums`.
+    """Return whether the file of `info`, from `stat` or a listing, has the checksums `sums`.
 
-    With `read_back`, do not rely on its ETag.
+    Reads the file unless its ETag is its MD5; with `read_back` always, if the size is right.
     """
     if info.size != sums.size:
         return False
@@ -79,7 +79,7 @@ def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> 
 
 
 def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """Call `store.put`, and repeat it while the store holds other bytes.
+    """Write a file and check what the store holds; write again while it holds other bytes.
 
     Raise BadUpload after PROBE_TRIES attempts.
     """
@@ -87,7 +87,7 @@ def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
 
 
 def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """Like `put_proved`, for a file whose name identifies its content.
+    """Write a file whose name identifies its content, and check it as `put_proved` does.
 
     An existing intact file is left alone, because others may be reading it and a new upload could
     be damaged.
@@ -105,7 +105,10 @@ def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
 def put_file_proved(
     store: Store, path: str, local_path: str | os.PathLike[str], sums: Sums
 ) -> FileInfo:
-    """Like `put_proved` with `store.put_file`; one attempt if the store moves the local file."""
+    """Store a local file with checksums `sums`, and check it as `put_proved` does.
+
+    There is only one attempt if the store moves the local file.
+    """
 
     def put() -> object:
         return store.put_file(path, local_path)
@@ -120,9 +123,9 @@ def _proved(
     put: Callable[[], object],
     again: Callable[[], bool] = lambda: True,
 ) -> FileInfo:
-    """Return the info of the file that `put` wrote, once it has the content of `sums`.
+    """Call `put`, which writes the file, until the file has checksums `sums`; return its info.
 
-    `again` returns whether `put` can be called once more.
+    `again` returns whether `put` can be called once more. Raises BadUpload after PROBE_TRIES calls.
     """
     for _ in range(PROBE_TRIES):
         put()

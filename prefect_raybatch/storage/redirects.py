@@ -11,9 +11,9 @@ from prefect_raybatch.errors import Problem
 
 
 def redirect_problem(url: str, location: str | None) -> Problem:
-    """Return what is wrong with a redirect from `url`.
+    """Return the problem and remedy to report for a redirect from `url` to `location`.
 
-    It names only the host of the location; the rest may hold credentials.
+    The text names only the location's host, because its path and query may hold credentials.
     """
     try:
         target = urlsplit(urljoin(url, location or ""))

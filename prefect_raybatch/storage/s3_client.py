@@ -1,6 +1,6 @@
 """The S3 client. Only this file knows s3fs, which it imports at the first call.
 
-Each request gets one answer here: no retries, and nothing between the caller and the HTTP status.
+Requests are sent once, without the client's own retries, and callers see the HTTP status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prefect_raybatch.storage.internet import MOVED
 from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
-LEAST_WAIT = 60.0  # seconds that even a small one may take
+LEAST_WAIT = 60.0  # seconds that even the upload of a small file may take
 
 Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
 
@@ -39,7 +39,7 @@ class Connection:
 
     @classmethod
     def shared(cls, options: StoreOptions) -> Connection:
-        """Return one connection for equal options and AWS environment.
+        """Return the connection for these options and the AWS environment, reused if possible.
 
         Opening one takes about 0.1 s.
         """
@@ -65,7 +65,10 @@ class Connection:
         return self._by_process.get(pid) or self._by_process.setdefault(pid, self._build())
 
     def renew(self, old: object) -> None:
-        """Replace `old` so that credentials are looked up again; calls in flight keep it."""
+        """Replace the file system `old` by one that looks up credentials again.
+
+        Calls in flight still use `old`.
+        """
         pid = os.getpid()
         if self._by_process.get(pid) is old:
             self._by_process[pid] = self._build()
@@ -106,7 +109,7 @@ class Connection:
             raise ConfigError(_refused_options(self.scrub(error))) from None
 
     def endpoint(self, fs: object) -> str:
-        """Return scheme://host:port that `fs` contacts, as far as known before the first answer."""
+        """Return scheme://host:port that `fs` contacts; "AWS" if none is set or known yet."""
         client = self.options.get("client_kwargs") or {}
         url = getattr(getattr(getattr(fs, "_s3", None), "meta", None), "endpoint_url", None)
         given = (
@@ -174,7 +177,7 @@ def _redirect_error(status: int, url: str, location: str | None) -> Exception:
 
 @cache
 def _session_without_redirects() -> type[Any]:
-    """Return aiobotocore's HTTP session, following no redirect.
+    """Return a class: aiobotocore's HTTP session, but one that follows no redirects.
 
     An endpoint could otherwise send requests, with the session's token, to any address of this
     network.
@@ -189,10 +192,10 @@ def _session_without_redirects() -> type[Any]:
 
 
 def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None) -> Send:
-    """Return a call of the client's method `operation`, which gives the response with `Body` read.
+    """Return a function that calls the S3 client's `operation` and returns its response.
 
-    A body of more than `max_bytes` is left unread (None). It uses the client of s3fs's session and
-    not s3fs's own calls, which would hide the status.
+    In the response, `Body` is the body's bytes, or None if it has more than `max_bytes`. The
+    function uses the client of s3fs's session and not s3fs's methods, which would hide the status.
     """
 
     async def send(fs: Any) -> Any:
@@ -213,9 +216,9 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
 
 
 async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> bytes | None:
-    """Return the body of `found`; None if it has more than `max_bytes`.
+    """Return the body of the response `found`; None if it has more than `max_bytes`.
 
-    By its header, or as read.
+    Without a Content-Length, counts while reading, and sets `ContentLength` if it stops early.
     """
     if max_bytes is None:
         return cast(bytes, await body.read())
@@ -239,10 +242,10 @@ def _refused_options(error: object) -> str:
 
 
 def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
-    """Return one `put_object` with a local file as body, read anew at each try.
+    """Return a function that sends a local file by one `put_object`, reading it at each call.
 
-    A file body is sent with `Expect: 100-continue`, so nothing is sent if a condition fails. A
-    store that never answers that would block forever, hence the limit.
+    A file body is sent with `Expect: 100-continue`, so nothing is sent if a condition fails. If the
+    store never answers this header, the call would block forever, so it has a time limit.
     """
     limit = LEAST_WAIT + local_size(source) / SLOWEST
 
@@ -255,7 +258,7 @@ def put_file_at_once(arguments: Mapping[str, Any], source: str) -> Send:
 
 
 def upload(source: str, target: str, part_bytes: int) -> Send:
-    """Return an upload of a local file to `target` ("bucket/key"), PARALLEL_PARTS at a time."""
+    """Return a function that uploads a file to `target` ("bucket/key") in parallel parts."""
 
     async def send(fs: Any) -> None:
         await fs._put_file(source, target, chunksize=part_bytes, max_concurrency=PARALLEL_PARTS)
@@ -264,7 +267,7 @@ def upload(source: str, target: str, part_bytes: int) -> Send:
 
 
 def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
-    """Raise the first failed key of a batch as its own error.
+    """Raise ClientError for the first key that a batch deletion could not delete.
 
     A batch answers 200 even if keys failed.
     """

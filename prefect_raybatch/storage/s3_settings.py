@@ -14,8 +14,8 @@ from prefect_raybatch.spec.options import StoreOptions
 class S3Settings:
     """Endpoint, region and credentials.
 
-    `key` is None if the client must look them up itself, because only then are those of a role
-    renewed. `anon`: requests are not signed.
+    `key` is None if the client must look up the credentials itself, because only then are the
+    temporary ones of a role renewed. `anon`: requests are not signed.
     """
 
     endpoint: str | None
@@ -62,7 +62,7 @@ def s3_settings(options: StoreOptions) -> S3Settings:
 
 
 def table_settings(uri: str, options: StoreOptions) -> S3Settings | None:
-    """Return the settings for a table in a folder on S3; None for a local one.
+    """Return the settings for a table whose folder `uri` is on S3; None for a local folder.
 
     Raises ConfigError for a folder on a store of Google or Azure.
     """
@@ -78,7 +78,7 @@ def table_settings(uri: str, options: StoreOptions) -> S3Settings | None:
 def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
     """Return the `storage_options` of deltalake and lance; None for a local location.
 
-    The two share their S3 client.
+    Both libraries use the same S3 client, so the names are the same.
     """
     if keys is None:
         return None
@@ -95,7 +95,7 @@ def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
 
 
 def iceberg_options(keys: S3Settings | None) -> dict[str, str]:
-    """Return the properties of pyiceberg for a location on S3; none for a local one."""
+    """Return pyiceberg's properties for reaching files on S3; {} for local ones (`keys` None)."""
     if keys is None:
         return {}
     given = {

@@ -21,7 +21,7 @@ def is_remote(uri: str) -> bool:
 def join(uri: str, *parts: str) -> str:
     """Return `uri` (normalized) with relative `parts` appended.
 
-    Raises ConfigError if a part leaves it.
+    Raises ConfigError if a part leads out of it, such as `..`.
     """
     root = normalize(uri)
     return "/".join([root.rstrip("/"), *(checked(part) for part in parts)]) if parts else root
@@ -84,7 +84,7 @@ def normalize(uri: str) -> str:
 
 
 def checked(path: str) -> str:
-    """Return `path` if it is relative and stays inside the root; else raise ConfigError."""
+    """Return `path`; raise ConfigError unless it is relative and stays inside the store's root."""
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise ConfigError(
             f"{path!r} is not a valid path in a store: it must be relative, without empty parts, "

@@ -1,4 +1,4 @@
-"""Ray below the package's own `side_by_side`: items worked on by processes of their own.
+"""Ray below the package's own `run_in_parallel`: items worked on by processes of their own.
 
 A worker may crash or stop like any process. Ray then begins its item anew elsewhere, also where it
 only takes a worker for lost that wakes later; and workers may outlive a driver that died, or gave

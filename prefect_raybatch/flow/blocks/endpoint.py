@@ -81,7 +81,7 @@ class HostedModel(FormBlock, CredentialsBlock):
         return self
 
     def endpoint_fields(self) -> dict[str, Any]:
-        """Return the fields of `engine.endpoint`, with the key in clear text."""
+        """Return this block as fields of `engine.endpoint`, with the key in clear text."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         fields["key"] = None if self.key is None else self.key.get_secret_value()
         known = ModelEndpoint.model_fields

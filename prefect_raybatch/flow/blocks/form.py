@@ -11,9 +11,9 @@ from prefect_raybatch.job.group import show_plainly
 
 
 class FormBlock(Block):
-    """A block whose optional fields are plain ones in the form.
+    """A block whose optional fields look like required ones in Prefect's form.
 
-    The form shows a union, such as text or None, as tabs with the names of types.
+    For a union, such as text or None, the form would show tabs with the names of types.
     """
 
     @classmethod

@@ -100,9 +100,11 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return self
 
     def batch_job(self) -> BatchJob:
-        """Return the job as it will run: on the block's cluster, with the store's name.
+        """Return the job as it will run.
 
-        Raises `ConfigError` for a missing or invalid job file, and for an unsaved store.
+        It is on the block's cluster, and the saved block `store` has the credentials of its remote
+        input and output unless the job names another block. Raises `ConfigError` for a missing or
+        invalid job file, and for an unsaved store.
         """
         job = self.job or BatchJob.from_yaml(str(self.job_file))
         if self.cluster is not None:
@@ -160,8 +162,8 @@ class BatchInferenceJob(JobBlock[RunReport]):
     def environment(self) -> dict[str, str]:
         """Return the environment of the new process.
 
-        It is this process's, with the current Prefect settings and without the variables of this
-        flow run. The cluster's secrets are passed here, not in flow parameters.
+        It is the environment of this process, with the current Prefect settings and without the
+        variables of this flow run. The cluster's secrets are passed here, not in flow parameters.
         """
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT__")}

@@ -19,7 +19,7 @@ from prefect_raybatch.job.group import field
 from prefect_raybatch.schemes import store_scheme
 from prefect_raybatch.storage import Store, open_store
 
-# s3fs's option, and the fields of prefect-aws's AwsCredentials and MinIOCredentials it comes from.
+# Options of s3fs, each with the fields of prefect-aws's credentials blocks that hold its value.
 KEYS = {
     "key": ("aws_access_key_id", "minio_root_user"),
     "secret": ("aws_secret_access_key", "minio_root_password"),
@@ -177,8 +177,8 @@ def options_of(name: str) -> dict[str, Any]:
     """Return the store options of the saved block type-slug/name.
 
     The block is an `ObjectStore` or has the fields of prefect-aws's `AwsCredentials` or
-    `MinIOCredentials`, of prefect-gcp's `GcpCredentials`, or of prefect-azure's
-    `AzureBlobStorageCredentials`.
+    `MinIOCredentials`, of prefect-gcp's `GcpCredentials`, of prefect-azure's
+    `AzureBlobStorageCredentials`, or of prefect-sqlalchemy's `DatabaseCredentials`.
 
     Raises `ConfigError` if it cannot be loaded or contains no keys.
     """
@@ -215,7 +215,10 @@ def _value(block: object, field: str) -> Any:
 
 
 def _google_options(block: object) -> dict[str, Any]:
-    """Return the options of a `GcpCredentials` block: the key itself, since nodes lack its file."""
+    """Return the options of a `GcpCredentials` block; {} if it has no key.
+
+    They contain the key itself, because the cluster's nodes lack the key file.
+    """
     file, key = _value(block, "service_account_file"), _value(block, "service_account_info")
     if file is not None:
         return {"service_account_key": Path(file).expanduser().read_text()}
@@ -223,7 +226,9 @@ def _google_options(block: object) -> dict[str, Any]:
 
 
 def _azure_options(name: str, block: object) -> dict[str, Any]:
-    """Return the options of an `AzureBlobStorageCredentials` block.
+    """Return the options of an `AzureBlobStorageCredentials` block; {} if no field is set.
+
+    Raises `ConfigError` if the block `name` names no storage account.
 
     https://learn.microsoft.com/azure/storage/common/storage-configure-connection-string
     """

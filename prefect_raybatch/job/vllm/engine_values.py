@@ -33,7 +33,7 @@ MAPPINGS = {"speculative_config": "SpeculativeConfig"}
 
 
 class _Unknown(Exception):
-    """A type about which nothing is known."""
+    """Raised for an annotation or class from which no type can be derived."""
 
 
 def wrong_values(given: Mapping[str, Any]) -> str | None:
@@ -57,7 +57,7 @@ def wrong_values(given: Mapping[str, Any]) -> str | None:
 
 @cache
 def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the types of those engine arguments of which one can be derived."""
+    """Return {name: type} of the engine arguments whose type can be derived."""
     found = {}
     for item in vllm_fields.annotated(vllm_fields.class_body(*ENGINE_ARGS)):
         name = item.target.id
@@ -75,9 +75,10 @@ def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _default_of(value: ast.expr | None) -> ast.expr | None:
-    """Return the default of the class field behind an argument.
+    """Return the default that `value` refers to: that of a field of one of vLLM's config classes.
 
-    The argument's default is written `Class.name` or `get_field(Class, "name")`.
+    `value` is the default of an engine argument in vLLM's source, such as `Class.name` or
+    `get_field(Class, "name")`. Returns None if it is written otherwise, or has no default there.
     """
     match value:
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
@@ -94,7 +95,7 @@ def _default_of(value: ast.expr | None) -> ast.expr | None:
 
 
 def _bounded(kind: Any, default: ast.expr | None) -> Any:
-    """Return the type with the bounds in its `Field(...)`."""
+    """Return a type of number with the bounds of `default`, a `Field(...)`; else `kind` itself."""
     match default:
         case ast.Call(func=ast.Name(id="Field"), keywords=given):
             bounds = {one.arg: ast.literal_eval(one.value) for one in given if one.arg in BOUNDS}
@@ -104,7 +105,7 @@ def _bounded(kind: Any, default: ast.expr | None) -> Any:
 
 
 def _type(node: ast.expr) -> Any:
-    """Return the type that an annotation names."""
+    """Return the type that an annotation names; raise `_Unknown` if that is impossible."""
     match node:
         case ast.Constant(value=None):
             return None
@@ -169,7 +170,10 @@ def _class(node: ast.ClassDef) -> type[BaseModel]:
 
 
 def _made_fit(node: ast.ClassDef) -> Iterator[str]:
-    """Yield the fields (or *) whose values a class converts before it checks them."""
+    """Yield the fields (* for all) that a validator of the class converts before the check.
+
+    Raises `_Unknown` for a validator of the whole class.
+    """
     for item in node.body:
         if not isinstance(item, ast.FunctionDef):
             continue

@@ -54,9 +54,9 @@ def text_models() -> frozenset[str] | None:
 
 @cache
 def media_limits(architecture: str) -> Mapping[str, int | None] | None:
-    """Return how many images, videos, ... a request to that architecture may hold.
+    """Return {medium: most items in a request}, such as {"image": None}, of an architecture.
 
-    A limit of None is any number. None instead of the mapping if the module in vLLM does not tell.
+    A value of None is no limit. Return None if vLLM's source does not show the limits.
     """
     for table in _tables(REGISTRY, "_MULTIMODAL_MODELS"):
         for key, value in zip(table.keys, table.values, strict=True):
@@ -75,7 +75,7 @@ def classifying_models() -> frozenset[str] | None:
 
 @cache
 def late_models() -> frozenset[str] | None:
-    """Return architectures that give a vector per token; None if vLLM is not installed."""
+    """Return architectures that give a vector per token (late interaction); None without vLLM."""
     return _listed(REGISTRY, "_LATE_INTERACTION_MODELS")
 
 
@@ -92,7 +92,10 @@ def tool_parsers() -> frozenset[str] | None:
 
 
 def _listed(file: str, *tables: str) -> frozenset[str] | None:
-    """Return the keys of the tables of these names in one of vLLM's files."""
+    """Return the keys of the dicts that one of vLLM's files defines under the names `tables`.
+
+    None if there are no keys.
+    """
     found = _tables(file, *tables)
     keys = (key for table in found for key in table.keys)
     return frozenset(str(key.value) for key in keys if isinstance(key, ast.Constant)) or None
@@ -110,7 +113,7 @@ def _tables(file: str, *names: str) -> list[ast.Dict]:
 
 
 def _asked_about(file: str, name: str) -> str | None:
-    """Return the class that describes a model's inputs: `info` where the model is registered."""
+    """Return the class that decorators of model class `name` name by `info=`; None if none does."""
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for call in node.decorator_list:
@@ -121,9 +124,9 @@ def _asked_about(file: str, name: str) -> str | None:
 
 
 def _limits(file: str, name: str | None) -> Mapping[str, int | None] | None:
-    """Return what `get_supported_mm_limits` of a class returns, if it is a literal.
+    """Return what `get_supported_mm_limits` of vLLM's class `name` in `file` returns, if a literal.
 
-    The method may be inherited.
+    The method may be inherited. Returns None if it is not found, or returns no literal.
     """
     body = _statements(file) if name else []
     for node in body:
@@ -154,7 +157,7 @@ def _returned(method: ast.FunctionDef) -> Mapping[str, int | None] | None:
 
 @cache
 def definition(folder: str, name: str) -> ast.stmt | None:
-    """Return the class or assignment of that name at the top of a file in vLLM's folders."""
+    """Return the class or assignment `name` at the top level of a file in vLLM's `folder`."""
     root = _root()
     begins = re.compile(rf"^(class )?{name}\b[^.(\n]*[=:(]", re.MULTILINE)
     for path in sorted((root / folder).glob("*.py")) if root else ():
@@ -203,8 +206,8 @@ def _statements(file: str) -> list[ast.stmt]:
 def parsed(source: str) -> ast.Module:
     """Return the syntax tree of Python source, whatever other threads parse meanwhile.
 
-    Up to 3.11.7 and 3.12.1, Python counts the depth of all of them together (CPython's issue
-    106905).
+    Up to 3.11.7 and 3.12.1, Python's parser adds up the nesting depths in all threads, so parsing
+    in several at once may fail (CPython's issue 106905).
     """
     for _ in range(PARSES):
         try:

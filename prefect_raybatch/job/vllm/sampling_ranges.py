@@ -39,7 +39,7 @@ def _token_ids(value: object) -> bool:
 
 
 def _biases(value: object) -> bool:
-    """Return whether it is a valid logit_bias; JSON has its tokens as text."""
+    """Return whether `value` is a valid logit_bias; JSON has its token ids as text."""
     return isinstance(value, Mapping) and all(
         (_whole(token) or (isinstance(token, str) and token.isdecimal())) and _number(bias)
         for token, bias in value.items()
@@ -79,8 +79,8 @@ RANGES: dict[str, RangeCheck] = {
 def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType({})) -> str | None:
     """Return what vLLM would reject in `sampling` ({field: value}), or None.
 
-    None as a value is vLLM's default and always valid. `job`: the valid fields that a row's
-    `sampling` complements.
+    A value None is vLLM's default and always valid. If `sampling` is that of a row, `job` has the
+    valid sampling fields of the job, which it overrides.
     """
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (fits, what) in RANGES.items():

@@ -1,7 +1,7 @@
-"""Files of Iceberg tables on Google Cloud Storage and Azure, for pyiceberg, over our own store.
+"""Files of Iceberg tables on Google Cloud Storage and Azure: pyiceberg's file access over `Store`.
 
-pyiceberg's own clients know neither our options nor our servers of tests, and without credentials
-Arrow's tries for more than ten minutes.
+pyiceberg's own clients support neither all of source.options nor the servers of the tests, and its
+client from Arrow tries for more than ten minutes if it has no credentials.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ _known: dict[str, StoreOptions] = {}
 
 
 def cloud_properties(options: StoreOptions) -> dict[str, str]:
-    """Let pyiceberg reach files on gs:// and az:// by `options`; return the properties it needs.
+    """Make pyiceberg read gs:// and az:// with `CloudFiles`; return the properties that it needs.
 
-    Another table's properties can name another entry of this process, but no other server.
+    They hold no secrets, only a key (a hash) by which `CloudFiles` finds `options` in this process.
+    A malicious table can override that key in its own properties, but with it can only select
+    options that this process already has, or none; it cannot name a server.
     """
     name = f"{__name__}.{CloudFiles.__name__}"
     SCHEMA_TO_FILE_IO.update(
@@ -43,7 +45,7 @@ def cloud_properties(options: StoreOptions) -> dict[str, str]:
 
 
 class CloudFiles(FileIO):
-    """Files by their locations. Whole files are copied: pyarrow reads and writes local ones."""
+    """Access to files by location, through local copies, which pyarrow reads and writes."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         super().__init__(dict(properties))
@@ -91,7 +93,7 @@ class _File(InputFile, OutputFile):
 
 
 class _Upload:
-    """A local file that is stored when it is closed, unless its writer failed."""
+    """A local file that is uploaded when it is closed, unless its writer failed."""
 
     def __init__(self, location: str, store: Store, path: str, overwrite: bool) -> None:
         self._location, self._store, self._path = location, store, path

@@ -1,4 +1,4 @@
-"""Rows of Hugging Face datasets as plain Arrow: the common part of Hub and folder."""
+"""Rows of Hugging Face datasets as plain Arrow, for both the Hub and folders."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
 
 
 def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int) -> pa.Table:
-    """Return the columns `fields` of rows, after `before` earlier ones.
+    """Return a table with the columns `fields` in their types; absent ones are null.
 
-    Raises SourceError if text in later rows has another type than in the first.
+    `before` is the number of rows read earlier, for the error. Raises SourceError for a value that
+    does not fit its column's type, which for text files follows from the first rows.
     """
     made = []
     for field in fields:
@@ -85,7 +86,7 @@ def has_media(kind: pa.DataType) -> bool:
 
 
 def media_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the media in a value, at any depth."""
+    """Yield the media, dictionaries of bytes and path, in a value, at any depth."""
     if isinstance(value, dict):
         if value.keys() == MEDIA:
             yield value

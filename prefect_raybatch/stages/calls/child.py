@@ -1,4 +1,4 @@
-"""A user's function in a process of its own: the calling side. `apart` is the other side.
+"""Runs a user's function in the child process that `isolated.WorkerProcess` starts.
 
 Imports almost nothing, because such a process is started in the middle of a block.
 """
@@ -22,17 +22,19 @@ from typing import cast
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.functions import load_function
 
-IDLE = 60.0  # seconds without a row after which a child ends by itself
+IDLE = 60.0  # seconds without a row after which a child exits
 ERROR_TEXT = 500  # characters of an error's message
-HEADER = struct.Struct("!Q")  # bytes of the message behind it
+HEADER = struct.Struct("!Q")  # length in bytes of the message that follows
 PR_SET_PDEATHSIG = 1
 READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 
 
 def serve(fd: int, parent: int, field: str) -> None:
-    """Call the function for each row received over socket `fd`, until none comes.
+    """Call a function for each row received over socket `fd`, until the socket is closed.
 
-    The function's name, or the function by value, is received first.
+    The first message is the function's name, or the function itself by value; `field` is the job
+    field that names it, for errors. `parent` is the id of the process that sends the rows. Ends
+    this process, unless the function cannot be loaded, which is reported.
     """
     _end_with(parent)
     _leave_nobody()
@@ -55,7 +57,10 @@ def serve(fd: int, parent: int, field: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent's thread ends, even during a row."""
+    """Have the kernel kill this process once the thread that started it ends, even during a row.
+
+    `parent` is the id of that thread's process. If it is gone already, this process ends at once.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:  # Linux; elsewhere it ends once it looks for the next row
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -64,10 +69,10 @@ def _end_with(parent: int) -> None:
 
 
 def _leave_nobody() -> None:
-    """Start a process that kills, once this one has ended, what this one has started.
+    """Start a process that waits for this one to end, then kills the processes this one started.
 
-    The parent-death signal does not apply to copies of the child. Only on kernels that report the
-    end of other processes (Linux 5.3).
+    The parent-death signal does not reach those. Does nothing on kernels without pidfd_open (before
+    Linux 5.3).
     """
     try:
         watched = os.pidfd_open(os.getpid())
@@ -88,7 +93,7 @@ def _leave_nobody() -> None:
 
 
 def _kill_after(watched: int, leader: int) -> None:
-    """Kill the process group of `leader` once it has ended, which `watched` reports."""
+    """Wait for the end of process `leader` (its pidfd is `watched`); kill its process group."""
     # Without the wire, and without the worker's log: both must end with those that use them.
     os.dup2(watched, 0)
     # Those that are open, and not all that may be: in a container that can be a thousand million,
@@ -103,7 +108,7 @@ def _kill_after(watched: int, leader: int) -> None:
 
 
 def shown(error: BaseException) -> str:
-    """Return the beginning of an error's own text, whatever its class does when asked for it."""
+    """Return the beginning of an error's message, even if its `__str__` fails."""
     try:
         return str(error)[:ERROR_TEXT]
     except Exception:
@@ -111,7 +116,7 @@ def shown(error: BaseException) -> str:
 
 
 def _call(function: Callable[[object], object], row: object) -> bytes:
-    """Return the encoded answer: what the function returned or raised."""
+    """Call the function; return an encoded message with its result or its exception."""
     me = os.getpid()
     try:
         answer = _frame(GAVE, function(row))
@@ -123,7 +128,10 @@ def _call(function: Callable[[object], object], row: object) -> bytes:
 
 
 def _next(wire: socket.socket) -> object:
-    """Return the next row, None if there is none. Raises TimeoutError if it does not come."""
+    """Return the next message, unpickled; None if the other side closed the socket.
+
+    Raises TimeoutError after `IDLE` seconds without a message.
+    """
     wire.settimeout(IDLE)
     header = _exactly(wire, HEADER.size)
     if len(header) < HEADER.size:

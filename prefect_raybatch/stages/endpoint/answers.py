@@ -1,4 +1,4 @@
-"""What a server answers: read from its JSON, and kept as JSON in a run directory."""
+"""Answers of a hosted model: read from the server's JSON, stored as JSON in a run directory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NOT_AS_AGREED = (
 class HostedChoice:
     """One of the answers to a request.
 
-    `text` of an embedding is the JSON of its numbers. `steps` are the log probabilities of its
-    tokens, None without any.
+    For an embedding, `text` is the vector as a JSON list. `finish` is "stop" or "length". `steps`
+    has the log probabilities of each token and its alternatives; None if the server sent none.
     """
 
     text: str
@@ -32,9 +32,9 @@ class HostedChoice:
 
 @dataclass(frozen=True)
 class HostedAnswer:
-    """The server's answers to a request, or the (class, message) of the row's own error.
+    """The server's answers to a request, or the (class, message) of an error of this row.
 
-    `output_tokens` is the sum over all choices: servers do not report each.
+    `output_tokens` is the sum over all choices: servers do not report it by choice.
     """
 
     choices: tuple[HostedChoice, ...] = ()
@@ -43,12 +43,12 @@ class HostedAnswer:
     error: tuple[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values of which `from_json` makes an equal answer."""
+        """Return JSON values from which `from_json` makes an equal answer."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> HostedAnswer | None:
-        """Return the answer in plain values; None if they are damaged."""
+        """Return the answer that `to_json` encoded; None if the values are damaged."""
         try:
             choices = tuple(_kept_choice(one) for one in value["choices"])
             prompt, output, error = (
@@ -63,12 +63,12 @@ class HostedAnswer:
 
 
 def row_error(kind: str, message: str, prompt: int = 0, output: int = 0) -> HostedAnswer:
-    """Return the error of a row, and the tokens that the server billed nevertheless."""
+    """Return an answer with a row's error (class, message) and the tokens billed nevertheless."""
     return HostedAnswer((), prompt, output, (kind, message))
 
 
 def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
-    """Return the answer in what a path of the API answers. Raises `NOT_AS_AGREED` if it is none."""
+    """Parse the response of API path `path`; raise one of `NOT_AS_AGREED` if it is malformed."""
     usage = value.get("usage") or {}
     prompt = max(0, int(usage.get("prompt_tokens") or 0))
     output = max(0, int(usage.get("completion_tokens") or 0))
@@ -98,7 +98,7 @@ def _in_order(choices: Sequence[Any]) -> list[Any]:
 
 
 def _steps_in(logprobs: Any, path: EndpointPath) -> list[TokenLogprobs] | None:
-    """Return the tokens of a choice with their log probabilities; None if it has none to read."""
+    """Return the tokens of a choice with their log probabilities; None if absent or malformed."""
     if logprobs is None:
         return None
     try:

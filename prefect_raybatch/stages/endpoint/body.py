@@ -15,7 +15,7 @@ from prefect_raybatch.stages.images.decode import BadImage, size_in_url
 from prefect_raybatch.stages.images.rows import ImagePart, image_reference, is_image
 
 CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
-# Of an image: GPT-4o takes 85 tokens and 170 for each 512 x 512 pixels, Claude one for 750 pixels,
+# For an image, GPT-4o takes 85 tokens and 170 for each 512 x 512 pixels, Claude one for 750 pixels,
 # Qwen2.5-VL one for 784.
 IMAGE_TOKENS, PIXELS_PER_TOKEN = 85, 512
 MESSAGE_TOKENS = 8  # that a chat template puts around a message
@@ -26,7 +26,7 @@ LABEL_JSON_TOKENS = 16  # more than the braces, quotes and name around a label t
 def body_of(
     endpoint: EndpointSpec, messages: list[dict[str, Any]], params: SamplingFields
 ) -> dict[str, Any]:
-    """Return the body of a request.
+    """Return the JSON body of a request with these messages and sampling fields (`params`).
 
     Raises ValueError for a sampling field that no hosted model takes.
     """
@@ -72,7 +72,7 @@ def body_of(
 
 
 def answer_text(content: str, params: SamplingFields) -> str:
-    """Return the answer's text: of a choice, the label in its JSON object."""
+    """Return the answer's text: `content`, or the label in its JSON object if there is a choice."""
     form = params.get("structured_outputs") or {}
     if not (params.get("choice") or form.get("choice")):
         return content
@@ -84,13 +84,13 @@ def answer_text(content: str, params: SamplingFields) -> str:
 
 
 def reserved_tokens(messages: list[dict[str, Any]], body: Mapping[str, Any]) -> tuple[int, int]:
-    """Return about how many tokens a request's prompt and answers take, rather too many."""
+    """Return upper estimates of a request's tokens: (prompt, all answers)."""
     answer = int(body.get("max_tokens") or 0)
     return prompt_estimate(messages), answer * int(body.get("n") or 1)
 
 
 def prompt_estimate(messages: list[dict[str, Any]]) -> int:
-    """Return about how many tokens the messages have, rather too many."""
+    """Return an upper estimate of the tokens of the messages, images included."""
     contents = [message.get("content", "") for message in messages]
     parts = [part for one in contents for part in (one if isinstance(one, list) else [one])]
     images = [part for part in parts if is_image(part)]
@@ -100,7 +100,7 @@ def prompt_estimate(messages: list[dict[str, Any]]) -> int:
 
 
 def image_tokens(pixels: float) -> int:
-    """Return about how many tokens an image takes, rather too many; models differ widely."""
+    """Return an upper estimate of the tokens of an image; models differ widely."""
     return IMAGE_TOKENS + math.ceil(pixels / PIXELS_PER_TOKEN)
 
 

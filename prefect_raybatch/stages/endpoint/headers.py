@@ -16,8 +16,8 @@ _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 def pause_of(headers: Mapping[str, str], now: datetime) -> float | None:
     """Return the seconds that the server asks to wait, None if it does not say.
 
-    A time that it names is compared with its own clock if it tells it (Date), because that may
-    disagree with `now`, the time here.
+    An absolute time is compared with the server's own clock if the response has a Date header,
+    because that clock may disagree with `now`, the local time.
     """
     now = _time(headers.get("date")) or now
     waits = [_number(headers.get("retry-after-ms"), 0.001), _retry_after(headers, now)]
@@ -56,7 +56,7 @@ def _retry_after(headers: Mapping[str, str], now: datetime) -> float | None:
 
 
 def _time(text: str | None) -> datetime | None:
-    """Return the time in a header, None if it has none."""
+    """Parse the value of an HTTP date header, UTC by default; None if it is no date."""
     try:
         found = parsedate_to_datetime(text) if text else None
     except (ValueError, TypeError):
@@ -65,7 +65,10 @@ def _time(text: str | None) -> datetime | None:
 
 
 def _reset(text: str | None, now: datetime) -> float | None:
-    """Return the seconds until a reset: `6m0s`, `20ms`, seconds, or a time."""
+    """Parse a rate-limit reset header to seconds from now; None if it cannot be read.
+
+    The header holds a duration such as 6m0s or 20ms, a number of seconds, or an ISO time.
+    """
     if not text:
         return None
     if (seconds := _number(text)) is not None:

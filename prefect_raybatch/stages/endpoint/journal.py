@@ -1,8 +1,8 @@
 """Keeps answers of a hosted model until their shard is committed, so that none is paid twice.
 
 Answers are written at least once a second, each time as a new object: object stores cannot append.
-A file holds JSON lines: each an answer (`HostedAnswer.to_json`) with the key of its request. What
-cannot be read is asked again.
+A file holds JSON lines: each an answer (`HostedAnswer.to_json`) with the key of its request. The
+request of a line that cannot be read is sent again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 WRITE_EVERY = 0.5  # seconds between two writes
-MOST_JOURNAL_BYTES = 256 << 20  # of one file
+MOST_JOURNAL_BYTES = 256 << 20  # size limit of a file that is read
 
 
 class Journal:
-    """The journal of one engine; `store` is rooted at the run directory."""
+    """Writes the answers that one engine receives, in a thread, to the run directory `store`."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -36,14 +36,14 @@ class Journal:
         self._thread.start()
 
     def add(self, shard: int, key: str, answer: HostedAnswer) -> None:
-        """Keep the answer to the request of that key; it is written within a second."""
+        """Queue the answer to the request `key` of a shard; it is written within a second."""
         line = json.dumps({"key": key, **answer.to_json()})
         with self._lock:
             self._lines.setdefault(shard, []).append(line)
         self._wake.set()
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Stop the thread, then write all queued answers."""
         self._closed.set()
         self._wake.set()
         self._thread.join(60)
@@ -57,7 +57,10 @@ class Journal:
             self.write()
 
     def write(self) -> None:
-        """Write the answers that came since the last write; all have been written on return."""
+        """Write the queued answers, one file per shard, before returning.
+
+        A failed write is logged, and its answers are dropped.
+        """
         with self._writing:
             with self._lock:
                 lines, self._lines = self._lines, {}
@@ -70,7 +73,7 @@ class Journal:
 
 
 def read_journal(store: Store, shards: Iterable[int]) -> dict[str, HostedAnswer]:
-    """Return the answers in the journals of shards by the key of their request."""
+    """Read the journals of these shards; return their answers by request key."""
     found: dict[str, HostedAnswer] = {}
     for shard in shards:
         for info in store.list(f"{JOURNAL}/{shard:08d}"):
@@ -86,7 +89,7 @@ def read_journal(store: Store, shards: Iterable[int]) -> dict[str, HostedAnswer]
 
 
 def remove_journal(store: Store) -> None:
-    """Remove the journals of a run whose shards are all committed."""
+    """Delete the journals of a run. Call it once all shards are committed."""
     store.delete([info.path for info in store.list(JOURNAL)])
 
 

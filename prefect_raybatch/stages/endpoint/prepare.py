@@ -1,4 +1,4 @@
-"""From row to chat messages for a hosted model. It needs no tokenizer: the server has it."""
+"""Makes chat messages for a hosted model from rows, without a tokenizer: the server has it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prefect_raybatch.stages.row_sampling import has_form
 
 @dataclass(frozen=True)
 class PrepareHosted(Prepare):
-    """The stage for a hosted model; a row's tokens stay empty."""
+    """The prepare stage for a hosted model; the token lists of its rows stay empty."""
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
@@ -53,14 +53,14 @@ class PrepareHosted(Prepare):
 
 
 def _showing(request: ChatRequest | Failure, shown: Messages | Failure) -> ChatRequest | Failure:
-    """Return a request with its images in its messages, or why it has none."""
+    """Return the request with `shown`, its messages with images; or the failure of either."""
     if isinstance(request, Failure):
         return request
     return shown if isinstance(shown, Failure) else replace(request, messages=shown)
 
 
 def _encoded(request: ChatRequest | Failure) -> tuple[ChatRequest | Failure, str | None]:
-    """Return a request with the JSON of its messages, or why they have none."""
+    """Return (request, its messages as JSON), or (failure, None) if they cannot be sent."""
     if isinstance(request, Failure):
         return request, None
     if request.raw:

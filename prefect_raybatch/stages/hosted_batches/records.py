@@ -1,4 +1,4 @@
-"""Records of a run's batches, so that a later attempt finds what an earlier one has sent.
+"""Records of a run's batches, so that a later attempt finds the requests already sent.
 
 A slot is one input file of a shard and the batch made from it. Its records are written in this
 order, each at most once: `file.json` after the upload, `batch.json` after the batch was created,
@@ -28,9 +28,10 @@ _NAME = re.compile(rf"{BATCHES}/(\d{{8,10}})/(\d{{4,6}})\.(file|batch|answers)\.
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """What an ended batch has given: answers by key, and why the other requests have none.
+    """The outcome of an ended batch: answers by request key, and why other requests have none.
 
-    `counts` is False if the requests without an answer were not tried.
+    `counts` is False if the server did not try the requests without an answer: the batch then does
+    not count as one of a row's tries.
     """
 
     answers: Mapping[str, HostedAnswer]
@@ -40,9 +41,10 @@ class BatchOutcome:
 
 @dataclass
 class Slot:
-    """An input file of a shard, the keys of its requests in order, and its batch.
+    """An input file of a shard, the keys of its requests in line order, and its batch.
 
-    `created_again` is true if an earlier call may have created a batch too, whose answer was lost.
+    `created_again` is true if an earlier call, whose response was lost, may have created another
+    batch of the same file.
     """
 
     shard: int
@@ -63,21 +65,25 @@ def slot_path(shard: int, number: int, kind: str) -> str:
 
 
 def put_slot(store: Store, slot: Slot) -> bool:
-    """Record an uploaded file; return False if another driver took the number."""
+    """Record an uploaded file unless the slot is taken; return whether this record was written."""
     value = {"file_id": slot.file_id, "keys": list(slot.keys)}
     return _put_record(store, slot.path("file.json"), json.dumps(value))
 
 
 def put_batch(store: Store, slot: Slot, batch_id: str, created_again: bool) -> None:
-    """Record a slot's batch unless it has one; set the slot's fields to what is recorded."""
+    """Record the batch made from a slot's input file, unless one is recorded already.
+
+    Then set the slot's `batch_id` and `created_again` from the record, which may be another
+    driver's; from the arguments if the record is damaged.
+    """
     value = {"batch_id": batch_id, "created_again": created_again}
     _put_record(store, slot.path("batch.json"), json.dumps(value))
-    if not read_batch(store, slot):  # a damaged record: without it, another attempt would ask again
+    if not read_batch(store, slot):  # the record is damaged
         slot.batch_id, slot.created_again = batch_id, created_again
 
 
 def read_batch(store: Store, slot: Slot) -> bool:
-    """Set a slot's batch to what is recorded; return False if nothing is."""
+    """Set a slot's batch fields from the record; return False if it is missing or damaged."""
     value = _read_json(store, slot.path("batch.json"))
     batch_id = value.get("batch_id")
     if not isinstance(batch_id, str):
@@ -87,7 +93,7 @@ def read_batch(store: Store, slot: Slot) -> bool:
 
 
 def put_outcome(store: Store, slot: Slot, outcome: BatchOutcome) -> bool:
-    """Record the end of a slot's batch; return False if another driver has recorded it."""
+    """Record the outcome of a slot's batch; return False if another driver recorded another."""
     lines: list[dict[str, Any]] = [{"why": outcome.why, "counts": outcome.counts}]
     for key, answer in outcome.answers.items():
         lines.append({"key": key, **answer.to_json()})
@@ -96,7 +102,7 @@ def put_outcome(store: Store, slot: Slot, outcome: BatchOutcome) -> bool:
 
 
 def read_outcome(store: Store, slot: Slot) -> BatchOutcome | None:
-    """Return the recorded end of a slot's batch; None without one."""
+    """Return the recorded outcome of a slot's batch; None if there is no record."""
     path = slot.path("answers.jsonl")
     try:
         text = store.read(path, MOST_ANSWERS_BYTES).decode("utf-8", "replace")
@@ -116,10 +122,10 @@ def read_outcome(store: Store, slot: Slot) -> BatchOutcome | None:
 
 
 def read_slots(store: Store, shard: int) -> tuple[list[Slot], int]:
-    """Return the slots of a shard in their order, each with its batch and its end; and a number.
+    """Return (slots of a shard in order, with batches and outcomes; the next free slot number).
 
-    The number is above those of all its slots, damaged ones included. Whoever gets it by `put_slot`
-    knows all slots before its own.
+    The number is above those of all slots, damaged ones included. So a driver whose `put_slot` with
+    it succeeds has seen all earlier slots.
     """
     infos = list(store.list(f"{BATCHES}/{shard:08d}"))
     matches = (_NAME.match(info.path) for info in infos)
@@ -128,7 +134,7 @@ def read_slots(store: Store, shard: int) -> tuple[list[Slot], int]:
 
 
 def open_slots(store: Store) -> list[Slot]:
-    """Return the slots of all shards whose batch has no recorded end."""
+    """Return the slots of all shards whose batch has no recorded outcome."""
     return _slots(store, store.list(BATCHES), ended=False)
 
 
@@ -155,24 +161,24 @@ def _slots(store: Store, infos: Iterable[Any], ended: bool) -> list[Slot]:
 
 
 def remove_records(store: Store) -> None:
-    """Remove the records of a run's batches, once its result is written."""
+    """Delete the records of a run's batches. Call it once the result is written."""
     store.delete([info.path for info in store.list(BATCHES)])
 
 
 def cancel_path(attempt: str) -> str:
-    """Return the path of the note that an attempt was cancelled."""
+    """Return the path of the record that marks an attempt as cancelled."""
     return f"{BATCHES}/cancelled/{attempt}.json"
 
 
 def was_cancelled(store: Store, attempt: str = "") -> bool:
-    """Return whether an attempt, by default any, was cancelled."""
+    """Return whether `attempt` was cancelled; with "", whether any attempt was."""
     if attempt:
         return store.holds(cancel_path(attempt))
     return any(True for _ in store.list(f"{BATCHES}/cancelled"))
 
 
 def _put_record(store: Store, path: str, text: str) -> bool:
-    """Write a record unless it exists; return whether it has this text.
+    """Write a record unless it exists; return whether the stored record has this text.
 
     Raises `BadUpload` if the store keeps other bytes than it was sent.
     """

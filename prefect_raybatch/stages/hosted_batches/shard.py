@@ -1,8 +1,8 @@
 """The batches of one shard, from its requests to their answers, over any number of crashes.
 
-What was sent is recorded before the next step that depends on it. A call that creates a batch is
-the only one that can be paid twice: after a crash, or if its answer was lost, the batch is looked
-for in the server's list by its input file before another is created.
+Each step is recorded before the next one that depends on it. Only the call that creates a batch
+can be charged twice. So after a crash, or if its response was lost, the batch is looked up in the
+server's list by its input file before another is created.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 ROUNDS = 3  # batches in which a request may get no answer, before its row is quarantined
 FIRST_POLL, MOST_POLL, SLOWER_POLL = 1.0, 60.0, 1.5  # seconds between polls, and their growth
-# The list of batches may lag: it is asked so often, with such pauses, before a batch is created
-# again whose first creation may have succeeded.
+# The list of batches may lag. Before a batch whose creation may have succeeded is created again,
+# the list is read so many times, with pauses of so many seconds.
 LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
 FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0  # while the server's queue is full
 
 
 class ShardBatches:
-    """Answers requests of one shard by batches.
+    """Answers the requests of one shard by batches.
 
-    `store` is rooted at the run directory; `attempt` is the name of this attempt; `name` begins the
-    names of the run's files at the server; `path` is where a single request would go.
+    `store` is rooted at the run directory; `attempt` is the name of this attempt; `name` is the
+    prefix of the run's file names at the server; `path` is the API path of the requests.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ShardBatches:
         self._full = 0  # times in a row that the server's queue was full
 
     def answer(self, requests: Iterable[HostedRequest]) -> dict[str, HostedAnswer]:
-        """Return the answer of each request by its key.
+        """Send the requests in batches, wait for them, and return {request key: answer}.
 
         Raises `EndpointRefused` and `EndpointUnavailable`, the latter also once the attempt is
         cancelled.
@@ -104,9 +104,9 @@ class ShardBatches:
                 self.api.wait_for(self.shard, BatchCounts())
 
     def _adopt(self, asked: Mapping[str, HostedRequest]) -> tuple[bool, int]:
-        """Take over the slots that hold any of the requests; find or create their batches.
+        """Add recorded slots with any of these requests; find or create their batches.
 
-        Return whether there were any, and the number of the next slot.
+        Return (whether any slot was added, the next free slot number).
         """
         known = {slot.number for slot in self._slots}
         slots, number = read_slots(self.store, self.shard)
@@ -123,7 +123,10 @@ class ShardBatches:
         return [slot for slot in self._slots if slot.outcome is None]
 
     def _ended(self) -> tuple[dict[str, HostedAnswer], Counter[str], str]:
-        """Return answers by key, in how many batches the other requests were, and the last why."""
+        """Return (answers by key, tries by key, reason for missing answers) of ended batches.
+
+        A request's tries are the ended batches with it that count; the reason is the latest, or "".
+        """
         answers: dict[str, HostedAnswer] = {}
         tried: Counter[str] = Counter()
         why = ""
@@ -147,7 +150,7 @@ class ShardBatches:
     def _send(self, pending: Sequence[HostedRequest], asked: Mapping[str, HostedRequest]) -> None:
         """Upload requests, record the files, and create their batches.
 
-        What another driver has sent meanwhile is taken over first, and nothing is sent then.
+        If another driver has sent some of them meanwhile, take over its slots and send no more.
         """
         self._check_cancelled()
         if self._full:
@@ -175,7 +178,7 @@ class ShardBatches:
     def _find_or_create(self, slot: Slot, looks: int) -> None:
         """Give a slot its batch: the recorded one, one in the server's list, or a new one.
 
-        `looks` is how often the list is asked before a batch is created, 0 if none can exist.
+        `looks`: times to read the list before a batch is created; 0 if no batch can exist yet.
         """
         again = looks > 0
         while True:
@@ -200,16 +203,20 @@ class ShardBatches:
             return
 
     def _refused(self, slot: Slot, error: CallRefused) -> None:
-        """End a slot whose file is gone; raise `EndpointRefused` for any other refusal.
+        """End a slot whose batch was refused because its input file is gone.
 
-        Another driver may have removed the file, after the end of its batch.
+        Another driver may have removed the file, after the end of its batch. Raises
+        `EndpointRefused` if the server still has it.
         """
         if self.api.has_file(slot.file_id):
             raise EndpointRefused(f"engine.endpoint.batch: {error}")
         self._end(slot, BatchOutcome({}, f"the input file is gone ({error})", True), ())
 
     def _keep(self, slot: Slot, batch: Batch, found: Sequence[Batch], again: bool) -> None:
-        """Record a slot's batch and cancel the others of its file."""
+        """Record a slot's batch; cancel the other batches in `found`, made from the same file.
+
+        `again`: the server may have still more batches of that file (`Slot.created_again`).
+        """
         put_batch(self.store, slot, batch.id, again)
         for other in found:
             if other.id != slot.batch_id and not other.ended:
@@ -229,7 +236,7 @@ class ShardBatches:
     # --- ends -------------------------------------------------------------------------------
 
     def _poll(self, slot: Slot) -> None:
-        """Ask for a slot's batch, and take its answers once it has ended."""
+        """Get the state of a slot's batch; if it has ended, record its answers."""
         batch = self.api.get(slot.batch_id or "")
         if slot.created_again:
             for other in self.api.find(slot.file_id):
@@ -243,7 +250,10 @@ class ShardBatches:
             self._done[slot.number] = batch.done
 
     def _take(self, slot: Slot, batch: Batch) -> None:
-        """Record what an ended batch has answered, then remove its files from the server."""
+        """Record an ended batch's answers, then delete its files at the server.
+
+        Raises `EndpointRefused` if the server will answer no further request.
+        """
         files = [one for one in (batch.output_file_id, batch.error_file_id) if one]
         contents = [self.api.download(one) for one in files]
         there = (data for data in contents if data is not None)
@@ -267,7 +277,7 @@ class ShardBatches:
             raise EndpointRefused(f"engine.endpoint.batch: {answers.refusal}")
 
     def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
-        """Add the errors of a batch that failed; return whether its requests were tried."""
+        """Add a batch's own errors to `answers`; return whether its requests were tried."""
         counts = True
         for code, message, line in batch.errors:
             if code in REFUSING:
@@ -287,7 +297,7 @@ class ShardBatches:
         return counts
 
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
-        """Record the end of a slot's batch, count its tokens, and remove its files."""
+        """Record the outcome of a slot's batch, count its tokens, delete `files` at the server."""
         if put_outcome(self.store, slot, outcome):
             slot.outcome = outcome
             answers = outcome.answers.values()
@@ -302,14 +312,14 @@ class ShardBatches:
 
 
 def _usefulness(batch: Batch) -> tuple[int, int]:
-    """Return a rank by how likely a batch gives answers."""
+    """Return a sort key, by status and requests done: likelier to give answers sorts higher."""
     order = ("cancelled", "failed", "cancelling", "expired")
     known = batch.status in order
     return order.index(batch.status) if known else len(order), batch.done
 
 
 def _best(found: Sequence[Batch]) -> Batch:
-    """Return the batch of several to keep: the furthest of those that may give answers."""
+    """Return the most useful of several batches made from one file."""
     return max(found, key=_usefulness)
 
 

@@ -1,4 +1,4 @@
-"""Decodes bytes to a plain RGB image, or gives the reason why not.
+"""Decodes bytes to a plain RGB image, or raises `BadImage` with the reason.
 
 The header is checked before any pixel is decoded, and every pixel is decoded: a truncated file has
 a whole header, and Pillow's own `verify` accepts it.
@@ -47,7 +47,7 @@ class BadImage(ValueError):
 class Policy:
     """Limits and target size of an image.
 
-    `resize` is None (as it is), (width, height), or the most pixels of its longer side.
+    `resize` is None (keep the size), (width, height), or the maximum pixels of the longer side.
     """
 
     resize: tuple[int, int] | int | None = None
@@ -117,7 +117,7 @@ def check_size(size: int, policy: Policy) -> None:
 
 
 def looks_like(start: bytes) -> str | None:
-    """Return what data that begins like this is, if it is a known non-image; else None."""
+    """Return in words which other kind of file begins so, e.g. "a PDF file"; None if unknown."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
     for magic, name in _KNOWN:
         if start[: len(magic)].lower() == magic.lower():
@@ -128,7 +128,7 @@ def looks_like(start: bytes) -> str | None:
 
 
 def _opened(data: bytes, policy: Policy) -> Image:
-    """Return the image as its header describes it."""
+    """Return the image with no pixel decoded; raise `BadImage` for a bad header or large size."""
     import PIL.Image
 
     try:
@@ -150,7 +150,7 @@ def _opened(data: bytes, policy: Policy) -> Image:
 
 
 def _loaded(data: bytes, policy: Policy) -> Image:
-    """Return the image with all its pixels decoded."""
+    """Return the image with all its pixels decoded; raise `BadImage` if that fails."""
     image = _opened(data, policy)
     width, height = image.size
     try:

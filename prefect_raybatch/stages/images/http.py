@@ -43,7 +43,7 @@ class ImageUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Http:
-    """The limits of a fetch of images over http(s).
+    """Fetches images over http(s), within limits.
 
     `seconds` bounds one attempt from the name lookup to the last byte; `allow_private` lets a row
     name addresses of this network, and any port.
@@ -81,7 +81,7 @@ class Http:
         raise BadImage(f"{shown_url(url)}: more than {REDIRECTS} redirects")
 
     def _ask(self, parts: SplitResult, until: float) -> bytes | str:
-        """Return the body of one answer, or the target of its redirect."""
+        """Send one GET by `until` (monotonic time); return the body, or a redirect's target."""
         where = shown_url(parts.geturl())
         address = resolved(parts, until, self.allow_private, PRIVATE)
         handles: list[socket.socket] = []

@@ -27,12 +27,11 @@ SHOWN = 200  # characters of a path or URL in a message
 
 @dataclass(frozen=True)
 class ImagePlaces:
-    """The places from which images that rows name are read.
+    """The sources from which the images of rows may be read.
 
-    `media_root` is the folder of local files, None to allow none; `options` are the input store's,
-    for images in a store of that kind;
-    `seconds` bounds a fetch from a store, and one attempt of `Http`, to which `allow_private`
-    applies.
+    `media_root` is the folder of local files, None to allow none; `options` are the options of the
+    input's store, used for images in a store of the same kind; `seconds` bounds a fetch from a
+    store, and one attempt of `Http`, to which `allow_private` applies.
     """
 
     media_root: str | None = None

@@ -26,15 +26,15 @@ from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.vllm.multimodal import RENDERING, RowFeatures, renderer
 
-TOO_MANY_AWAY = 0.2  # of a block's rows: their place is away, and the rows are not to blame
+TOO_MANY_AWAY = 0.2  # share of a block's rows: more mean that a server is down
 
-ImagePart = dict[str, object]  # part of a message's content: its type, and what that type has
+ImagePart = dict[str, object]  # part of a message's content: its type and the image
 MOST_SENT = 50_000_000  # characters; OpenAI's limit on a request is 50 MB
 AT_ONCE = 16  # rows whose images are fetched side by side
 
 
 class ImageDigest(TypedDict):
-    """The SHA-256 (hex) of an image's file and its bytes, as `DIGESTS_TYPE` holds it."""
+    """The SHA-256 (hex) of an image's file and its size in bytes, as `DIGESTS_TYPE` holds them."""
 
     sha256: str
     bytes: int
@@ -44,17 +44,17 @@ Digests = list[ImageDigest]  # of the images of a row
 
 
 class TooManyAway(Exception):
-    """So many images could not be fetched that the block must be retried."""
+    """The images of too many rows of a block could not be fetched, so the block must be retried."""
 
 
 @dataclass(frozen=True)
 class RowImages:
     """Fetches, checks and resizes the images of rows.
 
-    `arguments` are the engine's, which affect how its model gets them. `empty`: a null is no image,
-    and no failure. `digests`: digests of the fetched images are wanted. Unless `decode`, images are
-    fetched only for these, and only their headers are checked. `as_urls`: a hosted model gets the
-    images as data URLs.
+    `arguments` are the engine's that affect preprocessing. `empty`: a null counts as no image
+    instead of a failure. `digests`: also return digests of the fetched images. Without `decode`,
+    images are fetched only for their digests, and only their headers are checked. `as_urls`: a
+    hosted model gets the images as data URLs.
     """
 
     images: ImageSpec
@@ -72,9 +72,9 @@ class RowImages:
     def rendered(
         self, shown: Sequence[Messages | Failure], model: models.PinnedModel
     ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
-        """Return each row's prompt tokens, and its images as `MM_TYPE`.
+        """Return each row's prompt tokens, and the features of its images as `MM_TYPE`.
 
-        Takes what `fetched` returned; the tokens have placeholders for the images.
+        `shown` comes from `fetched`; the tokens have placeholders for the images.
         """
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
         return made.rows(shown)
@@ -82,7 +82,7 @@ class RowImages:
     def put(
         self, table: pa.Table, conversations: Sequence[Messages | Failure]
     ) -> list[Messages | Failure]:
-        """Return the rows' messages with their images decoded, those from columns before the text.
+        """Return the rows' messages with decoded images; images of columns come before the text.
 
         Raises `TooManyAway` if the images of too many rows could not be fetched for now.
         """
@@ -94,9 +94,10 @@ class RowImages:
         conversations: Sequence[Messages | Failure],
         too_many: float = TOO_MANY_AWAY,
     ) -> tuple[list[Messages | Failure], list[Digests]]:
-        """Like `put`, plus the digests of the rows' images if wanted.
+        """Return what `put` returns, and the digests of each row's images (if `self.digests`).
 
-        `too_many` is the share of rows without their images from which on `TooManyAway` is raised.
+        Raises `TooManyAway` if images could not be fetched for now for more than the share
+        `too_many` of the rows.
         """
         rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
@@ -141,7 +142,7 @@ class RowImages:
         return shown
 
     def _of(self, name: str, value: object) -> list[tuple[str, object]]:
-        """Return the images of a column's value, each with its place."""
+        """Return (place for errors, image) of each image in a value of column `name`."""
         if isinstance(value, list):
             many = [(f"column {name}[{i}]", item) for i, item in enumerate(value)]
         else:
@@ -186,10 +187,11 @@ def row_images(
     digests_alone: bool = False,
     hosted: bool = False,
 ) -> RowImages | None:
-    """Return how to get the images of rows; None for text alone.
+    """Return the fetcher of the rows' images; None if the prompt has no images.
 
-    `arguments` are the engines', `options` the input store's; with `digests_alone`, images are
-    fetched only for their digests, and not decoded. `hosted`: they go to a hosted model.
+    `arguments` are the engine arguments, `options` the options of the input's store. With
+    `digests_alone`, images are fetched only for their digests, and not decoded. `hosted`: the
+    images go to a hosted model.
     """
     images = prompt.images
     if images is None:
@@ -225,7 +227,7 @@ def _parts(messages: Messages) -> list[object]:
 
 
 def _check_sent(messages: Messages) -> None:
-    """Raise `BadImage` if the images of a row are too large for a request."""
+    """Raise `BadImage` if the images of a row are too large for a request to a hosted model."""
     size = sum(len(str(image_reference(part))) for part in _parts(messages) if is_image(part))
     if size > MOST_SENT:
         raise BadImage(
@@ -241,7 +243,7 @@ def _is_null(value: object) -> bool:
 
 
 def _before_text(messages: Messages, images: list[ImagePart]) -> None:
-    """Put images before the last user message."""
+    """Put images in front of the last user message's content, in place."""
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if not users:
         raise BadImage("the conversation has no user message to put the image into")

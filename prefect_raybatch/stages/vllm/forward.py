@@ -1,8 +1,8 @@
-"""One short answer of an engine, in a process of its own, for `raybatch doctor`.
+"""Gets one short answer from an engine in a separate process, for `raybatch doctor`.
 
 `python -m prefect_raybatch.stages.vllm.forward '{"model": ...}'` starts an engine with these
-arguments of vLLM, asks it the health-check prompt and exits with 0 once that was answered;
-otherwise the last line on standard error says why not, or the signal that ended it does.
+arguments of vLLM, asks it the health-check prompt and exits with 0 once that was answered.
+Otherwise the last line on standard error says why not, or a signal ends the process.
 """
 
 from __future__ import annotations

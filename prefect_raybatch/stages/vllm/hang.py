@@ -52,8 +52,8 @@ class HangWatch:
 def end_process(cause: str) -> NoReturn:
     """End this process after dumping all thread stacks, because a single thread cannot be ended.
 
-    It ends at once, before anybody is told: work that arrives meanwhile would be blamed for the
-    death.
+    The process ends before any caller is informed, because work that arrived meanwhile would be
+    blamed for the death.
     """
     log.critical("%s; process %d ends itself and is restarted", cause, os.getpid())
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end

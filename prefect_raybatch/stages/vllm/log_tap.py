@@ -21,10 +21,10 @@ _taps: list[
 
 
 def listen_to_vllm(what: str, listener: RecordListener | None) -> None:
-    """Call `listener` with each record of vLLM's loggers that is enabled, in place of the former.
+    """Call `listener` with each enabled record of vLLM's loggers; None removes the listener.
 
-    `what` tells the listeners of a process apart, and None ends one. Processes forked from this one
-    inherit them. A listener's errors are dropped.
+    `what` names the listener; it replaces an earlier one with the same name. Processes forked from
+    this one inherit its listeners. A listener's errors are dropped.
     """
     if listener is None:
         _listeners.pop(what, None)

@@ -23,7 +23,7 @@ DECIDE_GRAPHS = (
 )
 
 MEASURED_ONCE = "VLLM_ENABLE_STARTUP_PLAN"
-"""The variable with which vLLM keeps the memory that it measured, for later starts."""
+"""Environment variable that makes vLLM store its memory measurement and use it at later starts."""
 
 IN_KEY = {
     "dtype",
@@ -34,15 +34,21 @@ IN_KEY = {
     "max_num_seqs",
     "quantization",
 }
-"""Engine arguments that vLLM compares before it trusts what it measured, or that change no memory.
-It leaves out others that do, such as gpu_memory_utilization, and all variables."""
+"""Engine arguments with which a stored memory measurement stays valid.
+
+vLLM compares them with those of the measurement, or they do not affect memory. vLLM does not
+compare other arguments that affect memory, such as gpu_memory_utilization, nor any environment
+variable.
+"""
 
 
 def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
-    """Return an engine's arguments with sizes of CUDA graphs, unless they decide them already.
+    """Return an engine's arguments with fewer CUDA graph sizes, or unchanged.
 
-    `capability` is the major number of the GPU's. A step that fits no size is padded to the next
-    one. vLLM captures 51 sizes up to `MOST_TOKENS`, each twice; these are 22.
+    They stay unchanged if they already decide about graphs or lack max_num_seqs, and on GPUs from
+    Blackwell on. `capability` is the major number of the GPU's compute capability. A step that fits
+    no size is padded to the next one. vLLM itself captures 51 sizes up to `MOST_TOKENS`, each
+    twice; with this function there are at most 22.
     """
     seqs = arguments.get("max_num_seqs")
     if not seqs or capability >= BLACKWELL or any(arguments.get(name) for name in DECIDE_GRAPHS):
@@ -54,11 +60,12 @@ def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
 
 
 def memory_settings(request: ModelRequest, gpus: int, images: bool) -> Mapping[str, str]:
-    """Return variables with which an engine measures its memory once, empty where it must anew.
+    """Return environment variables by which an engine reuses an earlier measurement of memory.
 
-    `request` is the job's, `gpus` are those of the engine: with several, each process would decide
-    for itself whether to measure, and then wait for the others. vLLM compares `IN_KEY`, the model,
-    the GPU and its free memory before it trusts what it measured.
+    `gpus` is the number of GPUs of the engine. With several, the result is {}: each process would
+    decide for itself whether to measure, and then wait for the others. vLLM compares `IN_KEY`, the
+    model, the GPU and its free memory before it uses a stored measurement. So the result is {} too
+    if the job sets other arguments or variables, or if prompts have `images`.
     """
     load = request.given.get("load_format", "auto")
     differs = request.given.keys() - IN_KEY - {"load_format"} or request.env or images

@@ -81,7 +81,7 @@ class CloudAnswer(NamedTuple):
 
 
 def _swapped(place: str) -> str:
-    """Return both readings of CONTAINER@ACCOUNT if the names may be swapped, else ""."""
+    """Return a hint that an Azure URI may swap container and account; "" if that is impossible."""
     named = _NAMES.match(place)
     if named is None or named[1] == named[2]:
         return ""

@@ -1,6 +1,6 @@
 """The clients of Google Cloud Storage and Azure. Only this file and `store.py` import obstore.
 
-Each request gets one answer here: obstore's own retries would hide that a first answer was lost.
+obstore's own retries are off, because they would hide that a first answer was lost.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CloudConnection:
 
     @classmethod
     def shared(cls, scheme: str, bucket: str, options: StoreOptions) -> CloudConnection:
-        """Return one connection for equal options and environment: it keeps its sockets."""
+        """Return the connection for these options and environment; reuse it, with its sockets."""
         around = {k: v for k, v in os.environ.items() if k.startswith(("AZURE_", "GOOGLE_"))}
         told = json.dumps([scheme, bucket, dict(options), around], sort_keys=True, default=repr)
         key = hashlib.sha256(told.encode()).hexdigest()
@@ -68,7 +68,7 @@ class CloudConnection:
         return (CloudConnection.shared, (self.scheme, self.bucket, self.options))
 
     def client(self, extra: int = 0) -> Any:
-        """Return this process's client whose requests may take ANSWER_SECONDS and `extra`.
+        """Return this process's client whose requests may take ANSWER_SECONDS + `extra` seconds.
 
         Raises ConfigError if obstore rejects the options, and StoreError in a fork of
         a process that used obstore: its threads do not exist there, so a call would never end.
@@ -129,7 +129,7 @@ class CloudConnection:
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
 
     def clock(self) -> float | None:
-        """Return the store's time, which every answer has, also a refusal; None without one."""
+        """Return the store's time (seconds since 1970) by a Date header; None if unknown."""
         asked = urllib.request.Request(self.endpoint(), method="HEAD")
         try:
             with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:
