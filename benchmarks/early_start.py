@@ -34,7 +34,7 @@ def measured(table: str, folder: str, early: bool, wait: float) -> None:
     """The run, in this process; prints the seconds at which it was planned and had a commit."""
     from prefect_raybatch import source
     from prefect_raybatch.api import infer_run, plan_run
-    from prefect_raybatch.cluster.early import engines_early
+    from prefect_raybatch.cluster.prewarm import prewarm_allowed
     from prefect_raybatch.demo import SYSTEM, TEMPLATE
     from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.job.batch_job import BatchJob
@@ -61,7 +61,7 @@ def measured(table: str, folder: str, early: bool, wait: float) -> None:
         }
     )
     began, found = time.perf_counter(), {}
-    with engines_early() if early else nullcontext():
+    with prewarm_allowed() if early else nullcontext():
         run = plan_run(job, "key")
         found["planned"] = time.perf_counter() - began
         try:

@@ -66,7 +66,7 @@ def demo_job(rows: int, folder: str, device: str) -> dict[str, Any]:
 def one(args: argparse.Namespace) -> dict[str, Any]:
     """A run of a mode: its rates, and what its trial came to."""
     from prefect_raybatch.api import finalize_run, infer_run, plan_run
-    from prefect_raybatch.runs.precision import said
+    from prefect_raybatch.runs.precision import decision_text
 
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(args, folder)
@@ -83,7 +83,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
             **report.roofline,
         }
         if (note := report.precision) is not None:
-            print(said(note), file=sys.stderr)
+            print(decision_text(note), file=sys.stderr)
             for tried in note.tries:
                 for row in tried.disagreeing[:5]:
                     print(f"row {row.row}: {row.stored!r} | {row.tried!r}", file=sys.stderr)

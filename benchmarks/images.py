@@ -271,9 +271,9 @@ class Watch:
     def __init__(self) -> None:
         import psutil
 
-        from prefect_raybatch.nvml import Use
+        from prefect_raybatch.nvml import GpuSampler
 
-        self._use, self._psutil = Use(), psutil
+        self._use, self._psutil = GpuSampler(), psutil
         self._samples: list[tuple[float, float | None, float, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -45,16 +45,16 @@ class Answers:
         pass
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        from prefect_raybatch.stages.block import passes_by, timed
+        from prefect_raybatch.stages.block import is_passthrough, timed
         from prefect_raybatch.stages.columns import ERROR, MM, TOKENS
         from prefect_raybatch.stages.engine import answered
         from prefect_raybatch.stages.vllm import multimodal
         from prefect_raybatch.stages.vllm.stepper import Completion
 
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         began, tokens = time.time(), table[TOKENS].to_pylist()
-        _, seen = multimodal.seen([b""] * table.num_rows, table[MM])
+        _, seen = multimodal.with_image_features([b""] * table.num_rows, table[MM])
         made: list[Any] = []
         for i, error in enumerate(table[ERROR].to_pylist()):
             if error is None:

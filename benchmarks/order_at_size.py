@@ -99,7 +99,7 @@ def sha_of(store: Any, path: str) -> str:
 
 
 def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
-    from prefect_raybatch.cluster.lookups import Known
+    from prefect_raybatch.cluster.lookups import LookUpFiles
     from prefect_raybatch.ledger.increments import (
         OF_ROWS,
         Increment,
@@ -110,7 +110,7 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
     from prefect_raybatch.ledger.records import digest
     from prefect_raybatch.plan.joining import PACKED_KEY, Join
     from prefect_raybatch.plan.prefix_order import dealt_out
-    from prefect_raybatch.runs.answers_by_row import place_answers
+    from prefect_raybatch.runs.answers_by_row import sort_answers
     from prefect_raybatch.source import snapshot_tables
     from prefect_raybatch.stages.raw_answers import AnswerFiles, NamedFile, in_order, numbered
     from prefect_raybatch.storage import open_store
@@ -153,7 +153,7 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
         files = numbered(store, named)
         size = sum((Path(folder) / "run" / file.path).stat().st_size for file in files)
         columns = raw().names
-        known = Known(
+        known = LookUpFiles(
             AnswerFiles(store, (), tuple(columns)),
             AnswerFiles(store, files, tuple(columns)),
             AnswerFiles(store, (), ()),
@@ -164,9 +164,9 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
         plan: Any = SimpleNamespace(hash="h", rows=rows)
         with steps.step("answers"):
             if not as_asked:
-                place_answers(store, plan, increment, known)
+                sort_answers(store, plan, increment, known)
         by_row = read_answers_by_row(store, plan)
-        found = known.asked
+        found = known.new_answers
         if by_row is not None:
             placed = [(f.first, NamedFile(f.path, f.rows, f.sha256)) for f in by_row.files]
             found = AnswerFiles(store, numbered(store, placed), tuple(columns))

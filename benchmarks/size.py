@@ -49,12 +49,12 @@ class Answers:
         self.labels = [tokenizer.encode(label, add_special_tokens=False) for label in labels]
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        from prefect_raybatch.stages.block import passes_by, timed
+        from prefect_raybatch.stages.block import is_passthrough, timed
         from prefect_raybatch.stages.columns import ERROR, TOKENS
         from prefect_raybatch.stages.engine import answered
         from prefect_raybatch.stages.vllm.stepper import Completion
 
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         began, made = time.time(), []
         errors, tokens = table[ERROR].to_pylist(), table[TOKENS].combine_chunks()

@@ -375,7 +375,7 @@ class Feeder:
         return made
 
 
-def engine_process(pipe: Connection, spec: Any) -> None:
+def engine_process(pipe: Connection, stage_launch: Any) -> None:
     """Start an engine, answer with the seconds it took, then measure what it is told until None."""
     import logging
 
@@ -384,7 +384,7 @@ def engine_process(pipe: Connection, spec: Any) -> None:
     logging.basicConfig(level=logging.WARNING)
     began = time.time()
     try:
-        stage = EngineStage(spec)
+        stage = EngineStage(stage_launch)
         engine = stage.ready()
         if engine is None:
             raise RuntimeError("the engine did not start; its log says why")
@@ -561,9 +561,9 @@ class Busy(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        from prefect_raybatch.nvml import Use
+        from prefect_raybatch.nvml import GpuSampler
 
-        self.use, self.seen = Use(), []
+        self.use, self.seen = GpuSampler(), []
         self.start()
 
     def run(self) -> None:
@@ -658,7 +658,7 @@ class Sweep:
             }
         )
 
-    def launch_spec(self, launch: Arrangement) -> Any:
+    def stage_launch(self, launch: Arrangement) -> Any:
         """Return what the engines of a launch are started with."""
         from prefect_raybatch.cluster.connect import glance
         from prefect_raybatch.model import memory
@@ -749,7 +749,7 @@ def run_launch(sweep: Sweep, launch: Arrangement, arrangements: Sequence[str]) -
     if not todo or not sweep.has_time(args.start_seconds, f"{sweep.size} {launch}"):
         return
     try:
-        spec = sweep.launch_spec(launch)
+        stage_launch = sweep.stage_launch(launch)
     except RayBatchError as error:  # it does not fit
         for name in todo:
             sweep.write(name, START, {"error": str(error)})
@@ -758,7 +758,7 @@ def run_launch(sweep: Sweep, launch: Arrangement, arrangements: Sequence[str]) -
         sweep.pool(name)
     print(f"{sweep.size}, {launch.engines} engines of {launch.seqs}", flush=True)
     shared = side_by_side(args.mps)
-    with shared, processes(engine_process, launch.engines, spec) as pipes:
+    with shared, processes(engine_process, launch.engines, stage_launch) as pipes:
         ready = answers(pipes, sweep.until)
         if error := error_of(ready):
             for name in todo:

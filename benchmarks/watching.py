@@ -16,7 +16,7 @@ from typing import Any
 from prefect_raybatch.compile.job import cluster_spec, compile_job, public_job, size_spec
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import INFERRING, Beat, Counts, Listener
+from prefect_raybatch.driver.heartbeat import INFERRING, Counts, Heartbeat, Listener
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.flow import events, page
 from prefect_raybatch.flow.page import Page
@@ -78,7 +78,7 @@ def counted(run: Run, job: BatchJob, shards: int) -> Counter[str]:
         while progress.tally.shards < second / (HOURS * 3600) * shards:
             progress.add(commit(progress.tally.shards), time.time() - 1)
         shown(progress)
-        shown.hear(Beat.of(Counts.of(progress), now[0], phase=INFERRING))
+        shown.on_heartbeat(Heartbeat.of(Counts.of(progress), now[0], phase=INFERRING))
         shown.tick()
     if not calls:
         raise SystemExit("the page made no call, so nothing is measured")

@@ -72,7 +72,7 @@ class EngineWithAnswers(EngineStage):
     """The engine stage of a run, with `Answers` in place of vLLM."""
 
     def __init__(self, launch: EngineLaunch) -> None:
-        self.spec = launch
+        self.launch = launch
         self.answers: Any = Answers(load_tokenizer(*tokenizer_place(launch.model)))
 
     def ready(self) -> Any:

@@ -16,10 +16,10 @@ ANSWER = 5.0  # seconds to wait for an answer of Ray or the store
 Returned = TypeVar("Returned")
 
 
-class Question:
-    """Repeats a call that may hang.
+class BoundedCalls:
+    """Runs calls that may hang, one at a time, each for at most `seconds`.
 
-    While one call hangs, no other is started, so it costs its caller `seconds` once, and one
+    While a call hangs, no other call is started, so a hanging service costs `seconds` once, and one
     thread.
     """
 
@@ -28,7 +28,7 @@ class Question:
         self.under_way = False
 
     def __call__(self, work: Callable[[], Returned]) -> Returned:
-        """Call `work` as `within` does; raise `TimeoutError` at once if one still runs."""
+        """Call `work` as `within` does; raise `TimeoutError` at once if an earlier one runs."""
         if self.under_way:
             raise TimeoutError("an earlier call has not returned yet")
         self.under_way = True
@@ -43,7 +43,7 @@ class Question:
 
 
 def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return up to `most_bytes` of a regular file.
+    """Return the content of a regular file, cut off after `most_bytes` bytes.
 
     Raises `OSError` for a pipe or a device, which could block or never end.
     """

@@ -26,7 +26,10 @@ class Gpu:
 
 
 def gpus_here() -> tuple[list[Gpu], str]:
-    """Return the GPUs that the driver lists, and the fault if it lists none."""
+    """Return (GPUs that the driver lists, fault).
+
+    The fault says why the list is empty; "" if it is not, or if there is no NVIDIA driver.
+    """
     try:
         return within(DRIVER_SECONDS, _ask)
     except TimeoutError:
@@ -57,7 +60,7 @@ def _ask() -> tuple[list[Gpu], str]:
     return gpus, "" if gpus else "NVIDIA's driver lists no GPU"
 
 
-class Use:
+class GpuSampler:
     """Samples the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor.
 
     A call returns their mean utilization as a share (`gpu`) and the GiB used on the fullest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -251,7 +252,7 @@ def test_only_the_engine_stages_know_the_stepper():
         if any(ours(n) == "stages.vllm.stepper" for n in imports(path, lazy=True))
     }
     assert users <= {
-        *("stages.engine", "stages.decided", "stages.pooling", "stages.meter"),
+        *("stages.engine", "stages.label_cutoff", "stages.pooling", "stages.meter"),
         *("stages.vllm.forward", "stages.endpoint.stage"),
     }
 
@@ -263,6 +264,30 @@ def test_flows_and_deployments_use_only_the_public_names():
             for name in imports(path, lazy=True):
                 if name.startswith("prefect_raybatch") and name != "prefect_raybatch":
                     assert name in public or name.startswith("prefect_raybatch.demo"), path
+
+
+def is_there(name: str) -> bool:
+    """Return whether a dotted name of ours is a module, or a name that a module has."""
+    rest = name.partition(".")[2]
+    if not rest or rest in MODULES:
+        return True
+    module, _, attribute = rest.rpartition(".")
+    if module not in MODULES:
+        return False
+    home = importlib.import_module(f"prefect_raybatch.{module}".rstrip("."))
+    return hasattr(home, attribute)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "flows", "deployments"])
+def test_what_is_imported_from_the_package_exists(folder):
+    """Also inside functions, and in scripts that no quick test runs."""
+    missing = {
+        (str(path.relative_to(ROOT)), name)
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in imports(path, lazy=True)
+        if name.split(".")[0] == "prefect_raybatch" and not is_there(name)
+    }
+    assert missing == set()
 
 
 def test_no_assert_guards_anything():
@@ -278,7 +303,7 @@ TAKE_A_JOB = ("job", "compile", "api", "frames")
 # job is given these.
 JOB_IMPORTERS = """
     cli: drive
-    doctor: finding
+    doctor: check_result
     flow: blocks.cluster blocks.job flows job_flow tasks
 """
 
@@ -334,7 +359,7 @@ GIVES_A_SPEC = {
     "compile.job._compile_cascade",  # of both its models
     "spec.run.RunSpec.decide",
     "spec.run.RunSpec.of_cascade",
-    "runs.increment.asks_of",
+    "runs.increment.requests_spec",
     "api.tune.tune",  # a lambda: the spec of each trial's job, which is another job
 }
 GIVERS = ("compile_job", "compile_plan", "compile_planned", "decide")
@@ -438,7 +463,7 @@ def test_private_names_of_a_package_are_imported_in_one_module(package):
 # What works out which answers of earlier runs are taken, and looks them up; and who may call it.
 REUSE = {
     *("plan.joining", "plan.row_keys", "stages.lookup", "cluster.lookups", "runs.increment"),
-    *("runs.earlier", "runs.answers_by_row", "runs.rejected_answers"),
+    *("runs.reusable_runs", "runs.answers_by_row", "runs.rejected_answers"),
 }
 CALL_REUSE = {
     *("cluster.cascade", "cluster.pipeline"),  # a cascade looks up the first model's answers
@@ -654,6 +679,7 @@ def test_importing_everything_below_the_pipeline_loads_nothing_heavy():
         "stages.read",
         "stages.ray_internals",
         "stages.vllm.preload",
+        "stages.vllm.preload_core",
         "report.drawing",
         "report.html",
         *ENDS,

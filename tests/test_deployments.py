@@ -30,11 +30,11 @@ from prefect_raybatch.demo.customers import write_customers
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.schedule import zone_of
-from prefect_raybatch.job.edits import with_run_words
+from prefect_raybatch.job.edits import render_placeholders
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.kuberay.api import VERBS
-from prefect_raybatch.policy.in_force import under
+from prefect_raybatch.policy.in_force import policy_applied
 from prefect_raybatch.policy.policy_file import read_policy
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -205,7 +205,7 @@ def test_a_run_with_small_changes_needs_no_second_job(monkeypatch: pytest.Monkey
     day = date(2026, 3, 1)
     made, key = run(run_date=day, limit=200, overrides={"sampling.max_tokens": 9})
     assert key == "nightly-20260301T000000Z"
-    assert with_run_words(made, key).source.uris == ["s3://b/in/2026-03-01"]
+    assert render_placeholders(made, key).source.uris == ["s3://b/in/2026-03-01"]
     assert (made.source.limit, made.sampling.max_tokens) == (200, 9)
     assert made.source.options == job.source.options and made.engine.env == job.engine.env
     again, key = run(run_date=day, run_key="mine", overrides={"source.uri": "s3://b/{run_date}"})
@@ -223,7 +223,7 @@ def test_the_policy_beside_them_allows_what_the_deployments_do_and_no_more(
     (given,) = re.findall(r"-p 'overrides=(\{\"cluster.*\})'", text)
     jobs = {n: BatchJob.from_dict(one["parameters"]["job"]) for n, one in DEPLOYMENTS.items()}
     on_kubernetes = flows.with_changes(jobs["nightly"], json.loads(given), None)
-    with under(read_policy(str(FOLDER / "policy.yaml"))):
+    with policy_applied(read_policy(str(FOLDER / "policy.yaml"))):
         for job in (*jobs.values(), on_kubernetes):
             check_trust(job)
         for overrides in (

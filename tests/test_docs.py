@@ -24,7 +24,7 @@ from helpers.reference_tables import COMMANDS, GENERATED, TABLES, generated, rew
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from prefect_raybatch.api.submission import OUTPUT_ENV
+from prefect_raybatch.api.sending import OUTPUT_ENV
 from prefect_raybatch.cli.commands import INTERRUPTED, exit_status
 from prefect_raybatch.cli.recovery import DRAINED_STATUS, PARTIAL_STATUS
 from prefect_raybatch.compile.job import model_request
@@ -35,8 +35,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.ledger.stats import MEANS, PEAKS
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.stages.vllm.engine_errors import PLACE as LAST_WORDS
 from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE
-from prefect_raybatch.stages.vllm.last_words import PLACE as LAST_WORDS
 from prefect_raybatch.stages.vllm.phases import PHASES_PLACE
 
 PACKAGE = ROOT / "prefect_raybatch"
@@ -176,7 +176,7 @@ def test_every_event_and_metric_is_told() -> None:
     events = set(re.findall(r'(?:emit|events\.send)\(\s*"([a-z.]+)"', sources()))
     metrics = {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {COMPLETED_METRIC}
     page = text_of("reference/events-and-metrics.md")
-    assert len(events) == 16 and len(metrics) > 10
+    assert len(events) == 17 and len(metrics) > 10
     assert set(re.findall(r"^\| `raybatch\.([a-z.]+)` \|", page, re.M)) == events
     assert set(re.findall(r"`(raybatch_[a-z_]+)`", page)) == metrics
 

@@ -26,7 +26,7 @@ from pyiceberg.catalog import load_catalog
 from prefect_raybatch import BatchJob, demo, warm_engines
 from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
 from prefect_raybatch.api.retry import Retry, plan_retry
-from prefect_raybatch.ledger.family import place
+from prefect_raybatch.ledger.family import locate_run
 from prefect_raybatch.result.verify_chain import verify_chain
 from prefect_raybatch.runs.status import report_of
 
@@ -178,7 +178,7 @@ def test_vectors_under_adapters_survive_a_kill_and_are_retried(
     assert (again.good, again.failed) == (len(LATER), 0)
     found = pq.read_table(tmp_path / "out" / "k.r1" / "data").to_pylist()
     assert {row["_row"]: row["vector"][1] for row in found} == dict.fromkeys(LATER, 3.0)
-    verdict = verify_chain(*place(str(run_dir)))
+    verdict = verify_chain(*locate_run(str(run_dir)))
     assert verdict.ok and verdict.quarantined == 0, verdict
     _next_nights(value, table, made, tmp_path)
 
@@ -210,7 +210,7 @@ def _next_nights(
         assert (report.reuse["reused"], report.reuse["asked"]) == (len(ids), 0)
         made = pq.read_table(folder / "out" / key / "data").to_pylist()
         assert [(row["id"], row["vector"]) for row in made] == [(i, vectors[i]) for i in ids]
-        assert verify_chain(*place(run.uri)).ok
+        assert verify_chain(*locate_run(run.uri)).ok
         publish_run(job, run.uri)
         for read in made_of.values():
             there = {row["id"]: row["vector"] for row in read(folder / key)}

@@ -16,7 +16,7 @@ from helpers.pages import DOCS, ROOT, blocks
 from helpers.without_ray import outside_ray
 from prefect.cli.deploy._config import _load_deploy_configs_and_actions
 from rich.console import Console
-from test_deployments import automations_script, under
+from test_deployments import automations_script, policy_applied
 
 from prefect_raybatch.api import dry_run
 from prefect_raybatch.errors import ConfigError
@@ -96,7 +96,7 @@ def test_the_policy_allows_the_deployed_job_and_no_other_folder(
     file.write_text(yaml_block_with("read"))
     job = BatchJob.from_dict(deployment["parameters"]["job"])
     elsewhere = job.model_copy(update={"output": job.output.model_copy(update={"uri": "/srv/x"})})
-    with under(read_policy(str(file))):
+    with policy_applied(read_policy(str(file))):
         check_trust(job)
         with pytest.raises(ConfigError, match=r"output\.uri"):
             check_trust(elsewhere)

@@ -23,9 +23,11 @@ from prefect_raybatch.ledger.checkpoints import Folder
 from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import (
+    classifier_table,
     decode_schema,
     encode_schema,
     files_table,
+    read_classifier,
     read_files,
     read_shards,
     shards_table,
@@ -134,6 +136,7 @@ def test_a_damaged_table_is_refused_or_a_partition(cut, flips):
         (shards_table(shard_starts(100, 7)), read_shards),
         (files_table([InputFile("a", 1, None, 2, 3)]), read_files),
         (numbers_table(np.array([1, 5, 9])), lambda data: data),
+        (classifier_table(b"{}"), read_classifier),
     ):
         data = bytearray(good)
         for at, value in flips:

@@ -73,7 +73,7 @@ def test_the_gpus_of_this_process_are_looked_at(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    asked = nvml.Use()
+    asked = nvml.GpuSampler()
     assert asked() == {"gpu": pytest.approx(use), "gpu_memory": memory}
     driver.error = pynvml.NVML_ERROR_GPU_IS_LOST
     assert asked() == {}
@@ -88,5 +88,5 @@ def test_a_process_without_gpus_says_nothing_of_them(
     show(monkeypatch, Card(), error=error)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     with caplog.at_level(logging.WARNING):
-        assert nvml.Use()() == {}
+        assert nvml.GpuSampler()() == {}
     assert caplog.text == ""

@@ -1,4 +1,4 @@
-"""Compares a job with a finished run: asks a sample of its rows, and shows which answers change."""
+"""Compares a job with a finished run: asks a sample of its rows and shows changed answers."""
 
 from __future__ import annotations
 
@@ -36,59 +36,60 @@ ROWS_FILE = "rows.parquet"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A comparison before anything is asked: the job of its run, the sample, and the whole run.
+    """A prepared comparison of a job with a finished run; no row was sent to a model yet.
 
-    `whole` is what a run of the job over all its rows would do, `time` how long it would take, and
-    `before` the report of the run that it is compared with.
+    `sample_job` is the job that answers the `sample` of rows, in the folder `place`; `member` is
+    the finished run and `before` its report. `full_run` is what a run of the compared job over all
+    its rows would do, and `time` how long it would take.
     """
 
-    asked: Resolved
+    sample_job: Resolved
     place: str
     sample: DrawnRows
     member: Member
     before: RunReport
-    whole: DryRun
+    full_run: DryRun
     time: PredictedTime
 
     def lines(self) -> list[str]:
-        """Return what the comparison and the whole would take."""
+        """Return lines of text: the rows to compare, and time and cost of a run over all rows."""
         asked, total = len(self.sample.numbers), self.sample.total
         before = self.before
         made = [
             f"asks {asked:,} of {counted(total, 'row')} of {before.run}",
-            f"a run of {self.whole.job} would have {counted(self.whole.rows, 'row')}; "
+            f"a run of {self.full_run.job} would have {counted(self.full_run.rows, 'row')}; "
             f"{before.run_key} took {duration(before.seconds)} for {counted(before.rows, 'row')}",
         ]
         made.append(f"time of that run: {self.time.line()}")
-        if self.whole.cost is not None:
-            made.append(f"cost of that run: {self.whole.cost.line()}")
-        return made + [f"problem: {text}" for text in self.whole.problems]
+        if self.full_run.cost is not None:
+            made.append(f"cost of that run: {self.full_run.cost.line()}")
+        return made + [f"problem: {text}" for text in self.full_run.problems]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain values."""
-        cost = self.whole.cost
+        """Return the prepared comparison as JSON-compatible values."""
+        cost = self.full_run.cost
         return {
             "run": self.before.run,
-            "job": self.whole.job,
+            "job": self.full_run.job,
             "rows": len(self.sample.numbers),
             "total": self.sample.total,
             "whole": {
-                "rows": self.whole.rows,
+                "rows": self.full_run.rows,
                 "cost": None if cost is None else cost.cost,
                 "seconds": self.time.seconds,
                 "time": self.time.line(),
                 "run_seconds": self.before.seconds,
                 "run_rows": self.before.rows,
             },
-            "problems": list(self.whole.problems),
+            "problems": list(self.full_run.problems),
         }
 
 
 def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
-    """Choose the rows, and find out what all rows would take; write nothing, start nothing.
+    """Choose `rows` rows of a run to compare, and predict what a run over all rows would take.
 
-    Raises `ConfigError` for what cannot be compared, `IncompleteRun` for an unfinished run, and
-    errors of planning.
+    Writes nothing and starts nothing. Raises `ConfigError` for what cannot be compared,
+    `IncompleteRun` for an unfinished run, and errors of planning.
     """
     job = resolved.job
     if rows < 1:
@@ -112,11 +113,13 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
     place = join(job.output.uri, f"{DIFF_FOLDER}/{key}")
     rows_asked = whole.rows if whole.reuse is None else whole.reuse.counts.asked
     time = predicted_time(public_job(job), whole.model, rows_asked, member.plan, before)
-    return Prepared(_asked(resolved, place, member), place, sample, member, before, whole, time)
+    return Prepared(
+        _sample_job(resolved, place, member), place, sample, member, before, whole, time
+    )
 
 
-def _asked(resolved: Resolved, place: str, member: Member) -> Resolved:
-    """Return the job that asks the sample, with its result in a folder separate from runs."""
+def _sample_job(resolved: Resolved, place: str, member: Member) -> Resolved:
+    """Return the job that asks the sample stored in `place`, with its runs below `place` too."""
     job, store = resolved.job, member.ledger.store
     answers = read_answers(store)
     keeps = answers is not None and not answers.expired
@@ -143,16 +146,19 @@ def _asked(resolved: Resolved, place: str, member: Member) -> Resolved:
 
 
 def begin_diff(prepared: Prepared) -> Run:
-    """Write the sampled rows, and plan the run that asks them or continue it."""
-    job = prepared.asked.job
+    """Write the sampled rows; plan the run that answers them, or adopt the existing one."""
+    job = prepared.sample_job.job
     store = open_store(prepared.place, job.output.options or None)
     store.put_if_absent(ROWS_FILE, prepared.sample.to_parquet())
-    return plan_run(prepared.asked, DIFF_RUN)
+    return plan_run(prepared.sample_job, DIFF_RUN)
 
 
 def finish_diff(prepared: Prepared, run: Run) -> Diff:
-    """Return what changed, once all rows of the run are answered."""
-    job, sample = prepared.asked.job, prepared.sample
+    """Finalize the run over the sample; return how its answers differ from the earlier run's.
+
+    All its rows must have been inferred; raises `IncompleteRun` otherwise.
+    """
+    job, sample = prepared.sample_job.job, prepared.sample
     options = job.output.options or None
     report = finalize_run(job, run)
     old = compile_plan(prepared.member.plan).finish
@@ -184,7 +190,7 @@ def finish_diff(prepared: Prepared, run: Run) -> Diff:
 
 
 def _texts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the input of each row in words: the value of one column, or several with names."""
+    """Return each row's input as text: the value of a single column, or name: value pairs."""
     return [
         ", ".join(f"{name}: {value}" for name, value in row.items())
         if len(row) > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from prefect_raybatch.api.diff import ROWS_FILE
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, draw
 from prefect_raybatch.compile.job import compile_plan, planned_job, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
-from prefect_raybatch.distill.classifier import Training, check_can_train
+from prefect_raybatch.distill.classifier import Measured, Training, check_can_train
 from prefect_raybatch.distill.measure import (
     Distilled,
     EmbeddedRows,
     check_agreement,
     check_rows,
+    check_texts,
     distill,
 )
 from prefect_raybatch.errors import ConfigError
@@ -28,7 +29,8 @@ from prefect_raybatch.job.edits import job_of_fields, larger_of
 from prefect_raybatch.job.escalate import LARGER, check_second_engine
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.trusted_places import check_run_place
-from prefect_raybatch.ledger.family import Member, place
+from prefect_raybatch.ledger.family import Member, locate_run
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run import Run
@@ -44,9 +46,13 @@ NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 @dataclass(frozen=True)
 class Embedding:
-    """A sample of a run, and the job that embeds it in a folder beside the run.
+    """A sample of a run, and the job that computes its embeddings.
 
-    `problem` says why the run's job could not use a classifier as it is; "" if it could.
+    `asked` is that job, which works in the folder `place` beside the run; `member` is the run.
+    `agreement` is the share of the run's answers that must stay the same when a classifier gives
+    some of them and the model the others. `tested` is how many rows of the sample will test the
+    classifier. `problem` says why the run's job, unchanged, could not use a classifier; "" if it
+    could.
     """
 
     asked: Resolved
@@ -54,11 +60,12 @@ class Embedding:
     sample: DrawnRows
     member: Member
     agreement: float
+    tested: int
     problem: str = ""
 
     @property
     def line(self) -> str:
-        """Return what will be done."""
+        """Return a line about the rows and the model that will be run."""
         return (
             f"embeds {len(self.sample.numbers):,} of {counted(self.sample.total, 'row')} of "
             f"{self.member.key} with {self.asked.job.engine.model}"
@@ -87,7 +94,7 @@ def prepare_distill(
                 "prompt.template, can be set here. --encoder names the model, which runs in vLLM"
             )
     check_run_place(run_dir)
-    root, key = place(run_dir)
+    root, key = locate_run(run_dir)
     member = finished_member(open_store(join(root.uri, key)))
     job = planned_job(member.plan)
     if job.output.escalate.engine is not None or job.engine.classifier is not None:
@@ -118,12 +125,14 @@ def prepare_distill(
     fields = _embedding_fields(job.prompt, encoder, at)
     asked = resolve(job_of_fields(fields, changes or {}, "the job that embeds"))
     check_kept(sample, asked.job.prompt.columns, report.run)
-    check_can_train(_answers(sample, compile_plan(member.plan).finish.column))
-    return Embedding(asked, at, sample, member, agreement, _problem(member, asked))
+    answers = _answers(sample, compile_plan(member.plan).finish.column)
+    check_can_train(answers)
+    tested = check_texts(_texts(sample, asked), answers, agreement, split_seed(member.plan))
+    return Embedding(asked, at, sample, member, agreement, tested, _problem(member, asked))
 
 
 def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
-    """Return the job that embeds the sample below `at` with the `prompt` of the run."""
+    """Return the fields of the job that embeds the sample in folder `at` with a run's `prompt`."""
     return {
         "name": "distill",
         "source": {"uri": join(at, ROWS_FILE)},
@@ -139,24 +148,21 @@ def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
 
 
 def begin_distill(prepared: Embedding) -> Run:
-    """Write the sampled rows, and plan the run that embeds them or continue it."""
+    """Write the sampled rows; plan the run that embeds them, or adopt the existing one."""
     store = open_store(prepared.place)
     store.put_if_absent(ROWS_FILE, prepared.sample.to_parquet())
     return plan_run(prepared.asked, prepared.asked.identity.fingerprint[:16])
 
 
 def finish_distill(prepared: Embedding, run: Run) -> Distilled:
-    """Return the classifier and what it could answer, once all rows are embedded."""
+    """Finalize the embedding run, and train a classifier; return that and what it can answer."""
     job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
     table = finalize_run(job, run).to_arrow()
-    embedded = finished_member(open_store(run.uri)).plan
+    embedding = finished_member(open_store(run.uri))
+    embedded, success = embedding.plan, embedding.summary
     finish = compile_plan(embedded).finish
     column = compile_plan(plan).finish.column
-    texts: list[Hashable] = [
-        tuple(map(str, row.values()))
-        for row in sample.inputs.select(list(job.prompt.columns)).to_pylist()
-    ]
-    answers = _answers(sample, column)
+    texts, answers = _texts(sample, prepared.asked), _answers(sample, column)
     numbers = table[finish.row_number].to_numpy()
     rows = EmbeddedRows(texts, answers, _vectors(table[finish.column], numbers, len(texts)))
     training = Training.of(
@@ -165,27 +171,30 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
         planned_job(plan).sampling.choice or (),
         prepared.asked.identity.parts,
     )
-    seed = int(plan.hash[:15], 16)
-    return distill(prepared.member.key, rows, prepared.agreement, seed, training)
+    found = distill(prepared.member.key, rows, prepared.agreement, split_seed(plan), training)
+    trained = 0.0 if success is None else success.finished
+    measured = Measured(found.run, trained, found.learned, found.tested, found.same)
+    return replace(found, classifier=replace(found.classifier, measured=measured))
 
 
-def cascade_fields(prepared: Embedding, found: Distilled, file: str) -> dict[str, Any]:
+def cascade_fields(prepared: Embedding, distilled: Distilled, file: str) -> dict[str, Any]:
     """Return the fields of a job by which the classifier in `file` answers before the run's model.
 
-    Keys and other possible secrets are left out. Raises `ConfigError` if no job can use it: it
-    answers no text, it learned other texts than the run's, or its model cannot be the larger one.
+    Keys and other possible secrets are left out. Raises `ConfigError` if no job can use the
+    classifier: it answers no text, it was trained on other texts than the run's, or the run's model
+    cannot be the larger model of a cascade.
     """
-    if found.found is None or not found.answered:
+    if distilled.found is None or not distilled.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")
-    identity = found.classifier.training.identity
-    fields = _fields(prepared.member, prepared.asked, file, found.found.below)
+    identity = distilled.classifier.training.identity
+    fields = _fields(prepared.member, prepared.asked, file, distilled.found.below)
     if "@" in identity:
         fields["engine"]["revision"] = identity.rpartition("@")[2]
     return fields
 
 
 def _problem(member: Member, asked: Resolved) -> str:
-    """Return why the job of a run cannot use a classifier as it is; "" if it can."""
+    """Return why a run's job, unchanged, cannot use a classifier; "" if it can."""
     value = planned_job(member.plan).to_dict()
     try:
         fields = _fields(member, asked, "classifier.json", 0.5)
@@ -198,7 +207,10 @@ def _problem(member: Member, asked: Resolved) -> str:
 
 
 def _fields(member: Member, asked: Resolved, file: str, below: float) -> dict[str, Any]:
-    """Return the fields of a cascade of the classifier and the model of a run."""
+    """Return the job fields of a cascade: the classifier in `file`, then the run's model.
+
+    The run's model answers rows for which the classifier's probability is under `below`.
+    """
     job, embeds = planned_job(member.plan), asked.job
     if embeds.prompt.template != job.prompt.template:
         raise ConfigError(
@@ -223,12 +235,23 @@ def _fields(member: Member, asked: Resolved, file: str, below: float) -> dict[st
 
 
 def _answers(sample: DrawnRows, column: str) -> list[str | None]:
-    """Return the label of each row; None for one that failed."""
+    """Return the label of each sampled row, from `column`; None for a row that failed."""
     return [None if answer is None else answer[column] for answer in sample.answers]
 
 
+def _texts(sample: DrawnRows, asked: Resolved) -> list[Hashable]:
+    """Return for each sampled row the values, as text, from which its prompt is made."""
+    columns = list(asked.job.prompt.columns)
+    return [tuple(map(str, row.values())) for row in sample.inputs.select(columns).to_pylist()]
+
+
+def split_seed(plan: Plan) -> int:
+    """Return the seed that splits the rows for training and test, the same in each command."""
+    return int(plan.hash[:15], 16)
+
+
 def _vectors(column: pa.ChunkedArray, numbers: np.ndarray, rows: int) -> np.ndarray:
-    """Return float32[rows, numbers of a vector] by row number; NaN for rows without a vector."""
+    """Return `column` as float32[rows, dimension] by its row `numbers`; NaN in the other rows."""
     if not len(numbers):
         raise ConfigError(
             "the encoder embedded no row. The report of its run says why: see _distill beside the "

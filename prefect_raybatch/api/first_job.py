@@ -1,4 +1,4 @@
-"""Write a first job file: for a user's own table, from its columns, or for an example table."""
+"""Writes a first job file: for a user's own table, from its columns, or for an example table."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
-class SeenColumn:
-    """A column of a table; `length` is the mean characters of its first values if it is text.
+class ColumnProfile:
+    """A column of a table; `kind` is its Arrow type.
 
-    `is_prose`: most of these values have several words.
+    `length` is the mean number of characters of its first values if it is text. `is_prose`: most of
+    these values have several words.
     """
 
     name: str
@@ -55,22 +56,22 @@ class SeenColumn:
 
 
 @dataclass(frozen=True)
-class SeenTable:
-    """A table as its first rows show it.
+class TableProfile:
+    """A table's columns and format, as seen in its first rows.
 
     `csv` are the fields that `source.csv` needs for it, `guessed` whether the encoding among them
     is a guess.
     """
 
-    columns: list[SeenColumn]
+    columns: list[ColumnProfile]
     csv: dict[str, Any]
     guessed: bool = False
 
 
-def seen_table(fields: Mapping[str, Any]) -> SeenTable:
-    """Return a table as its first rows show it, by the fields of `source` that are known.
+def profile_table(fields: Mapping[str, Any]) -> TableProfile:
+    """Return the columns and format seen in a table's first rows; `fields` are of `source`.
 
-    Raises like `raybatch plan` for unreadable input.
+    Raises the errors of `raybatch plan` for unreadable input.
     """
     from prefect_raybatch import source
 
@@ -78,7 +79,7 @@ def seen_table(fields: Mapping[str, Any]) -> SeenTable:
     job = BatchJob.from_dict({**made, "source": dict(fields)}, "init")
     check_trust(job)
     given = read_spec(job.source)
-    csv, guessed = source.seen_csv(given)
+    csv, guessed = source.detect_csv(given)
     given = replace(given, csv=Csv(**csv))
     if source.needs_snapshot(given):
         schema = source.peek(given).schema
@@ -86,31 +87,31 @@ def seen_table(fields: Mapping[str, Any]) -> SeenTable:
     else:
         found = source.inventory(given)
         schema, rows = found.schema, _first_rows(found, dict(given.options))
-    return SeenTable([_seen_column(rows, field) for field in schema], csv, guessed)
+    return TableProfile([_profile_column(rows, field) for field in schema], csv, guessed)
 
 
-def _first_rows(found: Inventory, options: dict[str, Any] | None) -> pa.Table:
+def _first_rows(inventory: Inventory, options: dict[str, Any] | None) -> pa.Table:
     from prefect_raybatch.stages.block import is_lost, losses
     from prefect_raybatch.stages.read import ShardReader
 
-    reader = ShardReader(found.files, found.schema, None, options)
+    reader = ShardReader(inventory.files, inventory.schema, None, options)
     units = [Unit(0, 0, min(ROWS_READ, reader.rows))]
     for task in reader.tasks([(units[0], 0)], 1, units_per_task=1, shuffle_seed="first"):
         for table in reader.read(task):
             if is_lost(table):
                 raise SourceError(losses(table)[0].message)
             return table
-    return found.schema.empty_table()
+    return inventory.schema.empty_table()
 
 
-def _seen_column(rows: pa.Table, field: pa.Field) -> SeenColumn:
+def _profile_column(rows: pa.Table, field: pa.Field) -> ColumnProfile:
     name, kind = field.name, str(field.type)
     if kind not in _TEXT or name not in rows.column_names or not rows.num_rows:
-        return SeenColumn(name, kind)
+        return ColumnProfile(name, kind)
     values = rows[name].cast(pa.large_string()).slice(0, ROWS_READ)
     length = float(pc.sum(pc.utf8_length(values)).as_py() or 0) / len(values)
     several = pc.sum(pc.match_substring_regex(values, r"\S\s+\S")).as_py() or 0
-    return SeenColumn(name, kind, length, 2 * several > len(values))
+    return ColumnProfile(name, kind, length, 2 * several > len(values))
 
 
 def name_of(uri: str) -> str:
@@ -120,11 +121,11 @@ def name_of(uri: str) -> str:
     return _UNFIT.sub("-", plain[-1].partition(".")[0]).strip("-._") or "job"
 
 
-def default_prompt(columns: list[SeenColumn]) -> dict[str, str]:
+def default_prompt(columns: list[ColumnProfile]) -> dict[str, str]:
     """Return the fields of a prompt that fit the columns.
 
-    That is a column of conversations, else a question about the column with the longest text of
-    several words, about that with the longest text, or about the first column. Raises `ConfigError`
+    They use a column of conversations if there is one; else they ask about the prose column with
+    the longest text, else the longest text column, else the first column. Raises `ConfigError`
     if a template can name none of them.
     """
     for column in columns:
@@ -140,8 +141,8 @@ def default_prompt(columns: list[SeenColumn]) -> dict[str, str]:
     return {"template": f"What is this? {{{chosen.name}}}"}
 
 
-def check_first_template(template: str, columns: list[SeenColumn]) -> str:
-    """Return the template. Raises `ConfigError` if it is none, or names a column that is not there.
+def check_first_template(template: str, columns: list[ColumnProfile]) -> str:
+    """Return `template`; raise `ConfigError` if it is invalid or names a missing column.
 
     A template without columns is refused too, because each row would ask the same.
     """
@@ -165,7 +166,7 @@ def check_first_template(template: str, columns: list[SeenColumn]) -> str:
 
 
 def job_text(
-    table: SeenTable,
+    table: TableProfile,
     *,
     name: str,
     source: Mapping[str, Any],
@@ -173,9 +174,9 @@ def job_text(
     model: str,
     output: str,
 ) -> str:
-    """Return the commented job file. Raises `ConfigError` if these make no valid job.
+    """Return the text of a commented job file; raise `ConfigError` if the job is invalid.
 
-    `source` are the fields with which the table was read, `prompt` those of its prompt.
+    `source` are the job's source fields with which the table was read, `prompt` its prompt fields.
     """
     shown = dict(source)
     shown.pop("csv", None)
@@ -220,14 +221,14 @@ def job_text(
     return "\n".join(lines) + "\n"
 
 
-def _column_lines(columns: list[SeenColumn]) -> list[str]:
+def _column_lines(columns: list[ColumnProfile]) -> list[str]:
     shown = [f"#   {clean(f'{column.name}: {column.kind}')}" for column in columns[:MOST_COLUMNS]]
     if len(columns) > MOST_COLUMNS:
         shown.append(f"#   and {len(columns) - MOST_COLUMNS} more")
     return shown
 
 
-def _csv_lines(table: SeenTable) -> list[str]:
+def _csv_lines(table: TableProfile) -> list[str]:
     """Return the line `csv: {...}` of the job file, if it differs from the defaults."""
     if not table.csv:
         return []
@@ -238,7 +239,7 @@ def _csv_lines(table: SeenTable) -> list[str]:
 
 
 def _scalar(value: object) -> str:
-    """Return a value as one line of YAML."""
+    """Return a scalar value as YAML on one line."""
     return visible_yaml([value], width=10**6, default_flow_style=True).strip()[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""Retries the failed rows of a finished run: writes the job of the child run that does it."""
+"""Retries the failed rows of a finished run: makes the job of the child run, and plans it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_raybatch.compile.job import compile_job, public_job
+from prefect_raybatch.compile.job import compile_job, planned_job, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited, with_dated_targets
+from prefect_raybatch.job.edits import edited, render_targets
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import FAILED_LIMITS
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.job.trusted_places import check_store_options
-from prefect_raybatch.ledger.family import Family, Member, place
+from prefect_raybatch.ledger.family import Family, Member, locate_run
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -24,12 +24,12 @@ from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.plan_run import check_schema_names
 from prefect_raybatch.runs.retry import (
-    Nothing,
-    all_taken,
+    NothingToRetry,
     check_classes,
     copy_output_types,
     new_child,
     operator_fields,
+    require_all_retried,
     retried_run,
     unfinished_retry,
 )
@@ -42,7 +42,10 @@ FIXED_BY_PARENT = "the rows come from the run's quarantine, and the retry is wri
 
 @dataclass(frozen=True)
 class Retry:
-    """A planned child run: infer and finalize take its `job` and `run`."""
+    """A planned child run: `infer_run` and `finalize_run` take its `job` and `run`.
+
+    `parent` is the key of the run whose failed rows it retries.
+    """
 
     job: BatchJob
     run: Run
@@ -51,11 +54,12 @@ class Retry:
 
 @dataclass(frozen=True)
 class RetryRequest:
-    """A retry that can begin.
+    """A checked request for a retry, which `begin` carries out.
 
-    `job` is the child's, `going` the unfinished run that it continues, and `selection` ({parent,
-    errors}) its rows. `limited`: a limit on failed rows is among the given fields. `resolved` is
-    the job with its credentials.
+    `parent` is the run whose failed rows are retried, `family` the original run and all its
+    retries. `job` is the job of the child run, `going` the unfinished retry to continue (None: a
+    new one), and `selection` ({parent, errors}) names the rows. `limited`: the caller limits failed
+    rows. `resolved` is the job with its credentials.
     """
 
     family: Family
@@ -73,36 +77,37 @@ def plan_retry(
     overrides: Mapping[str, Any] | None = None,
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
-) -> Retry | Nothing:
+) -> Retry | NothingToRetry:
     """Plan the child run that retries failed rows of `run_dir`, or resume it.
 
     `errors` are error classes; by default all failed rows that no other child has taken. The job is
     the run's own or `job`, with the fields in `overrides` ({"sampling.max_tokens": 99}) replaced.
-    Without `job`, the fields of `FROM_OPERATOR` come only from `overrides`. All rows of the child
-    may fail again, unless `overrides` limits failed rows: they already count against the limit of
-    their own run. Raises like `retry_request`, and `PlanMismatch` if another retry of these rows
-    began at the same moment.
+    Without `job`, the fields of `FROM_OPERATOR` come only from `overrides`. `keys` returns a job
+    with the credentials of the blocks that it names. All rows of the child may fail again, because
+    they already count against the limit of the run that they come from, unless `overrides` limits
+    failed rows or `job` has another limit than that run. Raises the errors of `retry_request`, and
+    `PlanMismatch` if another retry of these rows began at the same moment.
     """
     asked = retry_request(run_dir, errors, overrides, job, keys)
-    return asked if isinstance(asked, Nothing) else begin(asked)
+    return asked if isinstance(asked, NothingToRetry) else begin(asked)
 
 
-def begin(asked: RetryRequest) -> Retry | Nothing:
+def begin(request: RetryRequest) -> Retry | NothingToRetry:
     """Create the child run of a request, or resume it; see `plan_retry`."""
-    if asked.going is not None:
-        ledger, plan = asked.going.ledger, asked.going.plan
+    if request.going is not None:
+        ledger, plan = request.going.ledger, request.going.plan
     else:
-        created = new_child(asked.family, asked.parent, asked.resolved, asked.selection)
-        if isinstance(created, Nothing):
+        created = new_child(request.family, request.parent, request.resolved, request.selection)
+        if isinstance(created, NothingToRetry):
             return created
         ledger, plan = created
-    copy_output_types(asked.parent, asked.resolved.job.output, ledger)
-    run = run_of(ledger.store, plan, ledger, probed=asked.going is None)
-    job = asked.job
-    if not asked.limited:
+    copy_output_types(request.parent, request.resolved.job.output, ledger)
+    run = run_of(ledger.store, plan, ledger, probed=request.going is None)
+    job = request.job
+    if not request.limited:
         unlimited = {f"limits.{name}": None for name in FAILED_LIMITS}
         job = edited(job, {**unlimited, "limits.max_failed_rows": plan.rows}, "the retry's job")
-    return Retry(job, run, asked.parent.key)
+    return Retry(job, run, request.parent.key)
 
 
 def retry_request(
@@ -111,27 +116,27 @@ def retry_request(
     overrides: Mapping[str, Any] | None = None,
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
-) -> RetryRequest | Nothing:
-    """Return what a retry would be, from the records alone: writes nothing and reads no row.
+) -> RetryRequest | NothingToRetry:
+    """Check a retry by the records alone and return it; writes nothing and reads no row.
 
-    Raises `ConfigError` for an unfinished run, an invalid job, a class in `errors` that no failed
-    row has, and rows that another retry has taken and not answered; `CorruptRun` if runs related to
-    this one are unreadable.
+    The arguments are those of `plan_retry`. Raises `ConfigError` for an unfinished run, an invalid
+    job, a class in `errors` that no failed row has, and rows that another retry has taken and not
+    answered; `CorruptRun` if runs related to this one are unreadable.
     """
     overrides = dict(overrides or {})
-    root, key = place(run_dir, _options(run_dir, overrides, job, keys))
+    root, key = locate_run(run_dir, _options(run_dir, overrides, job, keys))
     family, parent = retried_run(root, key)
     selection = {"parent": key, "errors": sorted(set(errors)) if errors else None}
     if not parent.failed:
         where = parent.ledger.store.uri
-        return Nothing(where, f"no row of {key} failed, so there is nothing to retry")
+        return NothingToRetry(where, f"no row of {key} failed, so there is nothing to retry")
     if errors:
         check_classes(parent, errors)
     child = _job(parent, root.uri, overrides, job)
     resolved = resolve(keys(child), selection)
     going = unfinished_retry(family, key, resolved.identity.fingerprint)
     if going is None and family.is_taken(parent):
-        return all_taken(family, parent, family.children(key))
+        return require_all_retried(family, parent, family.children(key))
     if job is None:
         _check_operators(parent, overrides)
     check_schema_names(resolved.job.output.output_schema)
@@ -139,20 +144,33 @@ def retry_request(
     spec = compile_job(resolved.job, schema.names)
     planning.check_against_schema(spec, schema)
     check_targets_of(spec, schema, family.next_key, later=True)
-    limited = {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides)
-    return RetryRequest(family, parent, child, resolved, selection, going, bool(limited))
+    limited = _limits_failed_rows(parent, overrides, job)
+    return RetryRequest(family, parent, child, resolved, selection, going, limited)
+
+
+def _limits_failed_rows(parent: Member, overrides: Mapping[str, Any], job: BatchJob | None) -> bool:
+    """Return whether the caller sets a limit on failed rows other than that of the run."""
+    if {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides):
+        return True
+    if job is None:
+        return False
+    ours, runs = job.limits, planned_job(parent.plan).limits
+    return any(getattr(ours, name) != getattr(runs, name) for name in FAILED_LIMITS)
 
 
 def planned_targets(
     run_dir: str, overrides: Mapping[str, Any], keys: Keys = lambda job: job
 ) -> list[dict[str, Any]]:
-    """Return output.publish as in the plan of a run, for a user who has reviewed it."""
+    """Return output.publish as in the plan of a run, for a user who has reviewed it.
+
+    `overrides` and `keys` (as for `plan_retry`) give access to the store.
+    """
     store = open_store(run_dir, _options(run_dir, overrides, None, keys))
     return list(need_plan(Ledger(store)).job.get("output", {}).get("publish", ()))
 
 
 def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for targets and clusters that only the plan of the run names."""
+    """Raise `ConfigError` if the plan names targets or a cluster that `overrides` does not set."""
     lines = [
         f"  {field}: {hide_path(value)}"
         for field, value in operator_fields(parent.plan).items()
@@ -171,7 +189,7 @@ def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
 def _options(
     run_dir: str, overrides: Mapping[str, Any], job: BatchJob | None, keys: Keys
 ) -> dict[str, Any] | None:
-    """Return the store options to reach the run with: those that the caller gives for `output`.
+    """Return the store options for reaching the run, from `overrides` or `job`; None if none.
 
     The run's own job is not read yet, and holds no credentials.
     """
@@ -189,7 +207,7 @@ def _options(
 
 
 def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
-    """Return the child's job.
+    """Return the job of a child run of `parent`, whose output is the folder `root` of all runs.
 
     Store options come only from the caller: a plan holds none, and one planted there must not
     decide where this machine's credentials are sent.
@@ -212,4 +230,4 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
     }
     changed = edited_job.to_dict() | {"source": source}
     changed["output"] = {**changed["output"], "uri": root}
-    return with_dated_targets(BatchJob.from_dict(changed, where), parent.key)
+    return render_targets(BatchJob.from_dict(changed, where), parent.key)

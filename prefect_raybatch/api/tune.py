@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def _check_tunable(job: BatchJob) -> None:
-    """Raise `ConfigError` for a job without an engine of vLLM, or with two."""
+    """Raise `ConfigError` for a job without a vLLM engine, or with two."""
     if job.engine.endpoint.asked:
         raise ConfigError(
             "tuning tries settings of vLLM's engines, and engine.endpoint has none. Set its "
@@ -70,7 +70,7 @@ def tune(
     `ConfigError` if nothing worked, and errors of planning.
     """
     from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.sharing import Tenant
 
     _check_tunable(job)
     resolved = resolve(job).pinned()
@@ -80,7 +80,7 @@ def tune(
     store = open_store(run.uri, job.output.options or None)
     try:
         plan, shards = load_run(Ledger(store), run)
-        user = User(f"tuning of {job.name}")
+        user = Tenant(f"tuning of {job.name}")
         spec = compile_job(resolved.job)
         # The whole cluster: beside another run a trial would measure that one as well.
         with cluster.connected(spec.cluster, user) as capacity:
@@ -133,11 +133,11 @@ def tune_cascade(
     agreement: float = 0.95,
     observe: Callable[[Progress], None] = lambda progress: None,
 ) -> TunedCascade:
-    """Find the threshold at which few enough answers differ from the larger model's.
+    """Find the threshold of a cascade at which a share `agreement` of its answers stays the same.
 
-    Both models answer a random sample of the rows, in runs that are removed afterwards; the same
-    command continues after a kill. Raises `ConfigError` for a job without a threshold, and for too
-    few rows.
+    An answer is the same if the larger model alone would give it. Both models answer a random
+    sample of the rows, in runs that are removed afterwards; the same command continues after a
+    kill. Raises `ConfigError` for a job without a threshold, and for too few rows.
     """
     spec = compile_job(job)
     cascade = spec.cascade
@@ -169,7 +169,7 @@ def tune_cascade(
 
 
 def _cascade_sample(job: BatchJob, rows: int) -> tuple[BatchJob, str]:
-    """Return the job over a sample, and the folder of its runs below output.uri."""
+    """Return the job over `rows` sampled rows, and the folder of its runs below output.uri."""
     text = f"{resolve(job).identity.fingerprint} {rows}"
     folder = f"{FOLDER}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     changes: dict[str, Any] = {
@@ -180,7 +180,7 @@ def _cascade_sample(job: BatchJob, rows: int) -> tuple[BatchJob, str]:
         "limits.min_rows": None,
         "limits.deadline": None,
         "limits.max_failed_rows": None,
-        "limits.max_failed_fraction": 1.0,  # a failed row is an answer like any other here
+        "limits.max_failed_fraction": 1.0,  # rows that the larger model failed are not compared
         "quality": {},
     }
     return edited(job, changes, "the job of a sample"), folder

@@ -31,27 +31,27 @@ BAD_REQUEST, SERVER_ERROR = 400, 500
 def put_answer_files(
     read: ReadSpec,
     finish: FinishSpec,
-    asked: ModelRequest,
+    model_request: ModelRequest,
     store: Store,
     plan: Plan,
     success: Success,
 ) -> None:
-    """Write output.jsonl and error.jsonl to a run about a batch file, each whole or not at all.
+    """Write output.jsonl and error.jsonl of a run whose input is a batch file, each atomically.
 
-    The requests phase of a run that keeps answers has none.
+    Does nothing for other inputs, or in the requests phase of a run that reuses answers.
     """
     if read.format == BATCH_FORMAT and not is_first_phase(plan):
-        lines = AnswerLines.of(store, plan, success, finish, asked)
+        lines = AnswerLines.of(store, plan, success, finish, model_request)
         lines.put(store, OUTPUT_FILE, DATA_KIND)
         lines.put(store, ERROR_FILE, ERROR_KIND)
 
 
 @dataclass(frozen=True)
 class AnswerLines:
-    """The lines of a run whose result is in `store`.
+    """The lines of the output files of a run; its result is in `store`.
 
-    `column` has the answers, `number` the row numbers; `model` is named for requests that name
-    none. Ids are made from the plan's hash, so they are those of every later call.
+    `column` is the column of the answers, `number` that of the row numbers; `model` is the name
+    for requests without one. Ids derive from the plan's hash, so each call makes the same ids.
     """
 
     store: Store
@@ -63,14 +63,21 @@ class AnswerLines:
 
     @classmethod
     def of(
-        cls, store: Store, plan: Plan, success: Success, finish: FinishSpec, asked: ModelRequest
+        cls,
+        store: Store,
+        plan: Plan,
+        success: Success,
+        finish: FinishSpec,
+        model_request: ModelRequest,
     ) -> AnswerLines:
-        model = asked.name if asked.endpoint is None else asked.endpoint.model
+        model = (
+            model_request.name if model_request.endpoint is None else model_request.endpoint.model
+        )
         columns = finish.column, finish.row_number
         return cls(store, plan, success, *columns, model)
 
     def put(self, store: Store, name: str, *kinds: str) -> None:
-        """Write the lines of these kinds of rows to a file, whole or not at all."""
+        """Write the lines of `kinds` (DATA_KIND, ERROR_KIND) atomically to a file of a store."""
         with tempfile.TemporaryDirectory() as scratch:
             local = Path(scratch) / OUTPUT_FILE
             with local.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -78,7 +85,7 @@ class AnswerLines:
             store.put_file(name, local)
 
     def lines(self, *kinds: str) -> Iterator[str]:
-        """Yield a line for each request of these kinds, in input order."""
+        """Yield a JSON line for each request whose row is of one of `kinds`, in input order."""
         of_kinds = (self._rows(kind) for kind in kinds)
         created = int(datetime.fromisoformat(self.plan.created).timestamp())
         for at, kind, row in merge(*of_kinds, key=itemgetter(0)):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from prefect_raybatch.api import dry_run as dry_run_of
+from prefect_raybatch.api import next_step
 from prefect_raybatch.cli.arguments import (
     CommandGroups,
     DryRunOnly,
@@ -50,6 +51,7 @@ from prefect_raybatch.cli.drive import (
 from prefect_raybatch.cli.ending import print_next, show_ending
 from prefect_raybatch.cli.init import first_job_file
 from prefect_raybatch.cli.outputs import outputs
+from prefect_raybatch.cli.places import check_writable
 from prefect_raybatch.cli.recovery import DRAINED_STATUS, recovery
 from prefect_raybatch.cli.show import (
     print_json,
@@ -57,6 +59,7 @@ from prefect_raybatch.cli.show import (
     show_chain,
     show_engines,
     show_findings,
+    show_next_step,
     show_plan,
     show_reaped,
     show_repaired,
@@ -73,6 +76,7 @@ from prefect_raybatch.cli.terminal import (
     show_tracebacks_visibly,
     visible_logs,
 )
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import (
     ConfigError,
     NoSuchRun,
@@ -84,19 +88,20 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import (
     job_of_fields,
-    of_today,
-    with_dated_targets,
-    with_run_words,
+    render_for_today,
+    render_placeholders,
+    render_targets,
 )
 from prefect_raybatch.job.expansion import anchored, expanded
 from prefect_raybatch.job.job_file import read_job_file, with_line
-from prefect_raybatch.job.run_words import date_of, date_of_key, today, with_dated_publish
+from prefect_raybatch.job.placeholders import date_of, date_of_key, render_target_changes, today
 from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.proxies import bypass_for_local_addresses
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import published_text, published_verb
 from prefect_raybatch.runs.attempts import record_bad_job
 from prefect_raybatch.runs.finalize_run import html_page
+from prefect_raybatch.runs.next_step import NextStep
 from prefect_raybatch.runs.run import complete_before
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.runs.status import status as status_of
@@ -208,10 +213,16 @@ def plan(
         what_if = imagined(gpu, gpus, cpus)
     key = run_key or "RUN_KEY"
     when = date_of(run_date) if run_date else date_of_key(key) or today()
-    loaded = with_run_words(with_keys(job_of_file(job, set_)), key, when)
-    found = dry_run_of(loaded, run_key, what_if, sample if tokens else 0)
+    loaded = resolve(render_placeholders(with_keys(job_of_file(job, set_)), key, when))
+    step = None if what_if is not None else next_step(loaded, run_key)
+    if step is not None:
+        _show_next(step, as_json)
+    left = None if step is None else step.rows_left
+    with _lost_input_shown(step, as_json):
+        found = dry_run_of(loaded, run_key, what_if, sample if tokens else 0, left)
     if as_json:
-        print_json({**asdict(found), "sizing": found.sizing.to_dict()})
+        told = {} if step is None else {"next": asdict(step)}
+        print_json({**asdict(found), "sizing": found.sizing.to_dict(), **told})
     else:
         show_plan(found)
     if found.problems:
@@ -225,6 +236,43 @@ def plan(
         if hidden := [old for old, new in zip(changes, shown, strict=True) if old != new]:
             names = ", ".join(word.partition("=")[0] for word in hidden)
             out.print(f"        write your own {names} in place of {MASK}", markup=False)
+
+
+@contextmanager
+def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
+    """Say what an input that the block cannot read means for a run that is resumed.
+
+    Ends the command if the run has a copy of its input; otherwise raises.
+    """
+    try:
+        yield
+    except SourceError as error:
+        if step is None or step.action != "resume":
+            raise
+        if not step.reads_copy:
+            raise SourceError(
+                f"{str(error).rstrip('.')}. Run {step.run_key} reads its rows there: restore the "
+                "input, and the same command resumes the run"
+            ) from None
+        text = f"The run has its own copy of the input, so it does not need it: {error}"
+        if as_json:
+            print_json({"next": asdict(replace(step, lines=(*step.lines, text)))})
+        else:
+            out.print(text, markup=False)
+        raise typer.Exit(0) from None
+
+
+def _show_next(step: NextStep, as_json: bool) -> None:
+    """Print what `raybatch run` would do; end the command if it would infer no row.
+
+    The exit status is then 2 if it would refuse the job, else 0.
+    """
+    if not as_json:
+        show_next_step(step)
+    elif not step.infers:
+        print_json({"next": asdict(step)})
+    if not step.infers:
+        raise typer.Exit(2 if step.action == "refuse" else 0)
 
 
 @app.command(**in_catalog("tune"))
@@ -257,8 +305,9 @@ def tune(
     from prefect_raybatch.api.tune import tune as try_settings
     from prefect_raybatch.runs import tune as tuning
 
-    loaded = of_today(job_of_file(job, set_))
+    loaded = render_for_today(job_of_file(job, set_))
     path = write or Path(job).with_suffix(".tuned.yaml")
+    check_writable(f"--write {path}", path)
     if cascade:
         from prefect_raybatch.api.tune import tune_cascade
 
@@ -376,7 +425,7 @@ def retry_failed(
 ) -> None:
     """Retry the failed rows of a finished run in a child run."""
     from prefect_raybatch.api import retry
-    from prefect_raybatch.runs.retry import Nothing
+    from prefect_raybatch.runs.retry import NothingToRetry
 
     changes = field_changes(set_)
     if targets_from_plan:
@@ -385,20 +434,20 @@ def retry_failed(
     loaded = job_of_file(job) if job else None
     if run_date:
         when = date_of(run_date)
-        changes = with_dated_publish(changes, when)
-        loaded = loaded and with_dated_targets(loaded, "", when)
+        changes = render_target_changes(changes, when)
+        loaded = loaded and render_targets(loaded, "", when)
     arguments = (run_dir, error, changes, loaded)
-    # Checked before Prefect starts: a wrong request fails, and nothing to do is said, at once.
+    # Before Prefect starts, so that a wrong request or one without rows ends at once.
     request = retry.retry_request(*arguments, keys=with_keys)
-    outcome: RunReport | Nothing
-    if isinstance(request, Nothing):
+    outcome: RunReport | NothingToRetry
+    if isinstance(request, NothingToRetry):
         outcome = request
     else:
         kept = kept_seconds(keep_engines)
         outcome = retry_rows(request, arguments, prefect, as_json, kept)
     if as_json:
         print_json(outcome)
-    elif isinstance(outcome, Nothing):
+    elif isinstance(outcome, NothingToRetry):
         out.print(f"{outcome.message}; nothing was started", markup=False)
     else:
         words = _same_options(job, targets_from_plan, set_, run_date)
@@ -408,7 +457,10 @@ def retry_failed(
 def _same_options(
     job: str | None, targets_from_plan: bool, changes: list[str] | None, run_date: str | None
 ) -> list[str] | None:
-    """Return the options of a `raybatch retry-failed` command; None if one has a credential."""
+    """Return this command's options, for another `raybatch retry-failed` that repeats them.
+
+    None if one of them has a credential.
+    """
     words = ["--job", job] if job else []
     words += ["--targets-from-plan"] if targets_from_plan else []
     words += [word for change in changes or () for word in ("--set", change)]
@@ -471,13 +523,14 @@ def publish(
 
     The targets are those of `output.publish`. Each gets the rows once, however often it is called.
     """
-    from prefect_raybatch.api import other_targets, publish_run
+    from prefect_raybatch.api import Sender, other_targets, publish_run
 
     if set_ and job is None:
         raise ConfigError("--set needs a job file to change. Name it with --job.")
     if targets_from_plan:
         _refuse_both(job)
-    loaded = with_keys(job_of_file(job, set_)) if job else None
+    plain = job_of_file(job, set_) if job else None
+    loaded = with_keys(plain) if plain else None
     when = date_of(run_date) if run_date else None
     if loaded is not None and (differ := other_targets(loaded, run_dir, when)) is not None:
         err.print(
@@ -486,7 +539,13 @@ def publish(
             markup=False,
         )
     began = time.time()
-    report = publish_run(loaded, run_dir, run_date=when, targets_from_plan=targets_from_plan)
+    report = publish_run(
+        loaded,
+        run_dir,
+        run_date=when,
+        targets_from_plan=targets_from_plan,
+        sender=Sender(plain) if plain else None,
+    )
     if as_json:
         print_json(report.to_dict())
         return
@@ -522,7 +581,7 @@ def doctor(
                 f"{place}: is neither a job file nor a folder; create the folder to check it, or "
                 "correct the path"
             )
-        loaded = of_today(job_of_file(place, set_)) if place else None
+        loaded = render_for_today(job_of_file(place, set_)) if place else None
         found = checks.examine(checks.CheckContext(loaded, with_keys))
     wrong = [finding for finding in found if finding.mark == "fail"]
     if as_json:
@@ -614,10 +673,10 @@ def reconcile(
 
 
 def _verify_chain(run_dir: str, as_json: bool) -> None:
-    from prefect_raybatch.ledger.family import place
+    from prefect_raybatch.ledger.family import locate_run
     from prefect_raybatch.result.verify_chain import verify_chain
 
-    found = verify_chain(*place(run_dir))
+    found = verify_chain(*locate_run(run_dir))
     if as_json:
         print_json(found.to_dict())
     else:
@@ -633,9 +692,9 @@ def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
 
 
 def write_tuned(job: str, path: Path, text_of: Callable[[dict[str, Any]], str]) -> None:
-    """Write a tuned job file, whose text `text_of` makes of the fields of the job.
+    """Write the tuned job file `path`; `text_of` turns the fields of the job file `job` into text.
 
-    Readable by its owner alone, because the job file may hold credentials.
+    Only its owner can read the file, because it may hold credentials.
     """
     value = _raw(job)
     if path.parent.absolute() != Path(job).parent.absolute():
@@ -644,7 +703,7 @@ def write_tuned(job: str, path: Path, text_of: Callable[[dict[str, Any]], str]) 
 
 
 def _raw(path: str) -> dict[str, Any]:
-    """Return the plain values of a job file."""
+    """Return the fields of a job file as plain data, not validated."""
     return dict(read_job_file(path).value)
 
 
@@ -674,7 +733,7 @@ def main(argv: list[str] | None = None) -> None:
         err.print(_with_line(error, arguments), markup=False)
         sys.exit(exit_status(error))
     except (KeyboardInterrupt, SystemExit) as ended:
-        # Typer turns the one into the other.
+        # Typer turns a KeyboardInterrupt into a SystemExit.
         if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
             raise
         kept = " Committed shards are kept; run the same command again to resume."
@@ -686,7 +745,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _with_line(error: RayBatchError, arguments: list[str]) -> str:
-    """Return an error's text, with the line of the job file if it is about a field there."""
+    """Return an error's text, with its line in the job file if it names a field of the file."""
     text = error.plain or str(error)
     paths = [one for one in arguments[1:] if one.endswith((".yaml", ".yml"))]
     field = text.partition(":")[0]

@@ -13,9 +13,10 @@ import typer
 from prefect_raybatch.cli.arguments import DryRunOnly, FieldChanges, JobFile, Json, in_catalog
 from prefect_raybatch.cli.drive import job_of_file, with_keys
 from prefect_raybatch.cli.ending import print_next
+from prefect_raybatch.cli.places import check_writable
 from prefect_raybatch.cli.show import TerminalProgress, print_json, show_rows, write_page
 from prefect_raybatch.cli.terminal import err, out
-from prefect_raybatch.job.edits import of_today
+from prefect_raybatch.job.edits import render_for_today
 
 if TYPE_CHECKING:
     from prefect_raybatch.compare.changes import Diff
@@ -42,24 +43,28 @@ def diff_command(
     dry_run: DryRunOnly = False,
     as_json: Json = False,
 ) -> None:
-    """Ask a sample of a run again and show which answers change.
+    """Answer a sample of a run's rows anew, and show which change.
 
-    First says what the whole would take. The same command takes the same rows and resumes after a
-    failure.
+    The new answers are this job's. First prints the number of rows, and the time and cost of a run
+    of this job over all rows. The same command draws the same rows, and resumes after a failure.
     """
     from prefect_raybatch.api.diff import begin_diff, finish_diff, prepare_diff
     from prefect_raybatch.api.submission import infer_in_place
     from prefect_raybatch.compile.resolved import resolve
     from prefect_raybatch.report.html import diff_html
 
-    prepared = prepare_diff(resolve(with_keys(of_today(job_of_file(job, set_)))), against, sample)
+    if html is not None:
+        check_writable(f"--html {html}", html)
+    prepared = prepare_diff(
+        resolve(with_keys(render_for_today(job_of_file(job, set_)))), against, sample
+    )
     if dry_run and as_json:
         print_json(prepared.to_dict())
     for line in [] if as_json else prepared.lines():
         (out if dry_run else err).print(line, markup=False)
     if dry_run:
         return
-    run, asked = begin_diff(prepared), prepared.asked.job
+    run, asked = begin_diff(prepared), prepared.sample_job.job
     with closing(TerminalProgress(as_json)) as show:
         infer_in_place(asked, asked, run, show)
     found = finish_diff(prepared, run)
@@ -75,34 +80,34 @@ def diff_command(
 
 
 def threshold_of(find: Callable[[TerminalProgress], TunedCascade], as_json: bool) -> TunedCascade:
-    """Return what `find` finds of a cascade, while the terminal shows its progress."""
+    """Return the result of `find`, which tunes a cascade; show its progress in the terminal."""
     with closing(TerminalProgress(as_json)) as show:
         return find(show)
 
 
-def show_threshold(found: TunedCascade, path: Path, as_json: bool) -> None:
-    """Print what tuning a cascade found, and the job file at `path` if one was written.
+def show_threshold(tuned: TunedCascade, path: Path, as_json: bool) -> None:
+    """Print the result of tuning a cascade, and the job file at `path` if one was written.
 
     Exits with status 1 if no threshold was found.
     """
     if as_json:
-        print_json({**asdict(found), "settings": found.changes, "lines": found.lines()})
+        print_json({**asdict(tuned), "settings": tuned.changes, "lines": tuned.lines()})
     else:
-        for line in found.lines():
+        for line in tuned.lines():
             out.print(line, markup=False)
-    if not found.changes:
+    if not tuned.changes:
         raise typer.Exit(1)
     if not as_json:
         out.print(f"wrote {path}", markup=False)
         print_next("raybatch", "plan", str(path))
 
 
-def _show(found: Diff) -> None:
-    """Print the finding, and the first changed answers."""
-    out.print(found.line(), markup=False)
-    for name, value in found.facts():
+def _show(diff: Diff) -> None:
+    """Print how many answers changed, and the first changed ones."""
+    out.print(diff.line(), markup=False)
+    for name, value in diff.facts():
         out.print(f"  {name}: {value}", markup=False)
-    rows = found.table()
+    rows = diff.table()
     if rows:
         show_rows(
             [{name: _short(value) for name, value in row.items()} for row in rows[:CHANGES_SHOWN]]

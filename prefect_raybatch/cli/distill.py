@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from prefect_raybatch.cli.arguments import FieldChanges, Json, RunDir, field_changes, in_catalog
 from prefect_raybatch.cli.drive import with_keys
+from prefect_raybatch.cli.places import check_writable
 from prefect_raybatch.cli.show import TerminalProgress, print_json
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.errors import ConfigError
@@ -38,15 +40,15 @@ def distill_command(
     """Train a classifier on a run, and show what it could answer.
 
     Writes the fields of a job that uses it beside the classifier. Writes nothing and exits with
-    status 1 if it could answer none. The same command takes the same rows, embeds none twice and
+    status 1 if it could answer none. The same command draws the same rows, embeds none twice and
     resumes after a failure.
     """
     from prefect_raybatch.api.distill import begin_distill, finish_distill, prepare_distill
     from prefect_raybatch.api.submission import infer_in_place
 
-    if write.is_dir():
-        raise ConfigError(f"--write {write} is a folder. Name a file")
+    _check_place(write)
     prepared = prepare_distill(run_dir, encoder, agreement, sample, field_changes(set_))
+    _check_existing(write, prepared)
     err.print(prepared.line, markup=False)
     if prepared.problem:
         err.print(prepared.problem, markup=False)
@@ -72,24 +74,64 @@ def distill_command(
         raise typer.Exit(1)
 
 
-def _write_classifier(found: Distilled, file: Path) -> None:
-    """Write the classifier unless the file exists with other content, which jobs may use."""
+def _check_place(file: Path) -> None:
+    """Raise `ConfigError` if no classifier can be written to `file`, before rows are embedded."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(file)):  # a Path has one slash of s3://
+        raise ConfigError(
+            f"--write {file}: the classifier is written to a local file. Name one, and copy it to "
+            "the store"
+        )
+    for path in (file, _job_file(file)):
+        check_writable(f"--write {file}", path, makes_folders=True)
+
+
+def _check_existing(file: Path, prepared: Embedding) -> None:
+    """Raise `ConfigError` if `file` exists and is no classifier of an earlier, equal command."""
+    from prefect_raybatch.distill.classifier import Classifier
+
+    if not file.exists():
+        return
+    try:
+        made = Classifier.from_bytes(file.read_bytes(), str(file))
+        made.training.check_fields(str(file), prepared.asked.identity.parts)
+    except ConfigError:
+        raise _exists(file) from None
+    theirs = (made.measured.run, made.measured.tested) if made.measured is not None else None
+    ours = (prepared.member.key, prepared.tested)
+    if theirs != ours or made.training.encoder != prepared.asked.job.engine.model:
+        raise _exists(file)
+
+
+def _exists(file: Path) -> ConfigError:
+    return ConfigError(
+        f"--write {file} exists with other content, and runs that use it can be resumed only "
+        "while it is unchanged. Name another file; no row is embedded again"
+    )
+
+
+def _job_file(classifier: Path) -> Path:
+    """Return the file beside the classifier for the fields of a job that uses it."""
+    return classifier.with_name(f"{classifier.name.removesuffix('.json')}.job.yaml")
+
+
+def _write_classifier(distilled: Distilled, file: Path) -> None:
+    """Write the classifier; raise `ConfigError` if the file exists with other content.
+
+    Jobs may use the existing file.
+    """
     from prefect_raybatch.storage import open_store
 
     folder = file.resolve().parent
-    if not open_store(str(folder)).put_if_absent(file.name, found.classifier.to_bytes()):
-        raise ConfigError(
-            f"--write {file} exists with other content, and runs that use it can be resumed only "
-            "while it is unchanged. Name another file; no row is embedded again"
-        )
+    if not open_store(str(folder)).put_if_absent(file.name, distilled.classifier.to_bytes()):
+        raise _exists(file)
 
 
 def _write_job(
-    prepared: Embedding, found: Distilled, classifier: Path
+    prepared: Embedding, distilled: Distilled, classifier: Path
 ) -> tuple[dict[str, Any], str]:
-    """Write the fields of a job that uses the classifier; return them with what to tell.
+    """Write the fields of a job that uses the classifier; return (fields, message to print).
 
-    No fields if no job can use it.
+    If no job can use it, write nothing; the fields are {} and the message says why.
     """
     import yaml
 
@@ -97,11 +139,11 @@ def _write_job(
     from prefect_raybatch.storage import open_store
 
     try:
-        fields = cascade_fields(prepared, found, str(classifier.resolve()))
+        fields = cascade_fields(prepared, distilled, str(classifier.resolve()))
     except ConfigError as error:
         return {}, str(error)
     text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     title = f"Fields for the job of {prepared.member.key}, to use {classifier}. Keys are left out."
-    file = classifier.with_name(f"{classifier.name.removesuffix('.json')}.job.yaml")
+    file = _job_file(classifier)
     open_store(str(file.resolve().parent)).put(file.name, f"# {title}\n{text}".encode())
     return fields, f"wrote {file}, the fields of a job that uses it:\n\n{text}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.api import (
+    Sender,
     default_run_key,
     finalize_run,
     plan_run,
@@ -24,14 +25,19 @@ from prefect_raybatch.api import (
 from prefect_raybatch.cli.arguments import field_changes
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.cluster.early import engines_early
+from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.compile.job import cluster_spec, read_spec
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
-from prefect_raybatch.job.edits import edited, run_words, targets_are_dated, with_run_words
+from prefect_raybatch.job.edits import (
+    edited,
+    job_placeholders,
+    render_placeholders,
+    targets_are_dated,
+)
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.run_words import date_of_key
+from prefect_raybatch.job.placeholders import date_of_key
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
@@ -43,9 +49,9 @@ from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
     from prefect_raybatch.api.retry import RetryRequest
-    from prefect_raybatch.runs.retry import Nothing
+    from prefect_raybatch.runs.retry import NothingToRetry
 
-# run directory, error classes, field changes, job
+# Arguments of a retry: run directory, error classes, field changes, job.
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]
 
 
@@ -68,9 +74,9 @@ def run_job(
 
     loaded, written = job, job.output.uri
     try:
-        if run_date is not None or run_words(job):
+        if run_date is not None or job_placeholders(job):
             key = resolve_run(with_keys(job), key, None, run_date)[1]
-            job = with_run_words(job, key, run_date or date_of_key(key))
+            job = render_placeholders(job, key, run_date or date_of_key(key))
         loaded = with_keys(job)
         check_places(read_spec(loaded.source), loaded.output.uri, loaded.output.options)
         resolved = resolve(loaded)
@@ -82,8 +88,8 @@ def run_job(
     store = run_store(loaded.output, key)
     if Ledger(store).finished() is not None:
         complete = plan_run(resolved, key, accept=accept)
-        report = finalize_run(loaded, complete, written=written)
-        return _published(loaded, report, written), False
+        report = finalize_run(loaded, complete, written=written, sender=Sender(job))
+        return _published(job, loaded, report, written), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
@@ -105,8 +111,9 @@ def _run_here(
 ) -> RunReport:
     """Plan and drive a run without Prefect; return its report.
 
-    `loaded` is the job with the credentials of its blocks, and `written` output.uri before
-    {run_date} is filled in. Engines of a local cluster outlast the command if it keeps them.
+    `loaded` is the job with the credentials of its blocks, `plan` makes or adopts the run's plan,
+    and `written` is output.uri before {run_date} is filled in. Engines of a local cluster wait
+    `keep_seconds` for the next command.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
@@ -116,64 +123,71 @@ def _run_here(
     with (
         engines_outlast(cluster.local_cpus(spec), kept) as outlast,
         cluster.engines_imported(spec),
-        engines_early(),
+        prewarm_allowed(),
     ):
         planned = plan()
         show.begin(planned.uri)
         store = open_store(planned.uri, loaded.output.options or None)
         with recorded_attempt(store, loaded, planned.run_key, INFERENCE, begin=False):
             progress = infer_in_place(job, loaded, planned, show)
-        waiting = outlast and cluster.RAY.is_standing and bool(cluster.SHARED.warm.kinds)
+        waiting = outlast and cluster.RAY.is_standing and bool(cluster.CLUSTER_SESSION.warm.kinds)
     show.close()
     if waiting:
         show.say(
             f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
-        report = finalize_run(loaded, planned, progress, written)
-    return _published(loaded, report, written)
+        report = finalize_run(loaded, planned, progress, written, Sender(job))
+    return _published(job, loaded, report, written)
 
 
 def _as_flow(prefect: bool | None) -> bool:
-    """Return whether a command runs as a Prefect flow: as asked, else if an API is configured.
+    """Return whether a command runs as a Prefect flow.
 
-    Without an API, a flow would start a server that ends with it and that nobody sees.
+    `prefect` decides; None means: if an API is configured. Without an API, a flow would start a
+    temporary server whose pages nobody sees.
     """
     from prefect_raybatch.doctor.services import prefect_api
 
     return prefect_api() is not None if prefect is None else prefect
 
 
-def _published(loaded: BatchJob, report: RunReport, written: str | None) -> RunReport:
-    """Publish the run to the targets of its job, if any; return its report."""
+def _published(
+    job: BatchJob, loaded: BatchJob, report: RunReport, written: str | None
+) -> RunReport:
+    """Publish the run to the targets of its job, if any; return its report.
+
+    `loaded` is the job with the credentials of its blocks.
+    """
     if not loaded.output.publish:
         return report
     from prefect_raybatch.api import publish_run
 
-    return publish_run(loaded, report.run, written=written)
+    return publish_run(loaded, report.run, written=written, sender=Sender(job))
 
 
 def retry_rows(
-    asked: RetryRequest,
+    request: RetryRequest,
     arguments: RetryArguments,
     prefect: bool | None,
     quiet: bool,
     keep_seconds: float = 0.0,
-) -> RunReport | Nothing:
+) -> RunReport | NothingToRetry:
     """Retry failed rows in a child run; return its report.
 
-    Returns `Nothing` if other retries have taken all rows.
+    `request` is the checked request, `arguments` are the same request for the flow `retry_failed`.
+    Returns `NothingToRetry` if other retries have taken all rows.
     """
     from prefect_raybatch.api import retry
-    from prefect_raybatch.runs.retry import Nothing
+    from prefect_raybatch.runs.retry import NothingToRetry
 
     with closing(TerminalProgress(quiet)) as show:
         if _as_flow(prefect):
-            report = run_flow("retry_failed", arguments, show, asked.resolved.job)
+            report = run_flow("retry_failed", arguments, show, request.resolved.job)
             message = "Other runs have retried all of these rows; none is left that failed"
-            return report or Nothing(arguments[0], message)
-        child = retry.begin(asked)
-        if isinstance(child, Nothing):
+            return report or NothingToRetry(arguments[0], message)
+        child = retry.begin(request)
+        if isinstance(child, NothingToRetry):
             return child
         return _run_here(child.job, with_keys(child.job), lambda: child.run, show, keep_seconds)
 
@@ -203,7 +217,10 @@ def with_keys(job: BatchJob) -> BatchJob:
 def run_flow(
     name: str, arguments: tuple[Any, ...], show: TerminalProgress, job: BatchJob, **more: Any
 ) -> Any:
-    """Call a flow. The Ray cluster of `job` is started at the same time as Prefect's server."""
+    """Call the flow `name` with these arguments (`more` by name); return its result.
+
+    The Ray cluster of `job` is started at the same time as Prefect's server.
+    """
     # Quiet by default: Prefect's page has the logs, the terminal has progress and errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
@@ -218,9 +235,9 @@ def run_flow(
         from prefect_raybatch.flow import tasks
 
         show.say(page_hint())
-        # Ray starts after these imports, because its own would only take turns with them.
-        with tasks.observed_by(show), cluster.started_early(cluster_spec(job)):
-            return flow.called(getattr(flow, name), *arguments, **more)
+        # Ray starts after these imports: its own would run no faster beside them.
+        with tasks.observed_by(show), cluster.cluster_starting(cluster_spec(job)):
+            return flow.call_flow(getattr(flow, name), *arguments, **more)
 
 
 def page_hint() -> str:
@@ -242,7 +259,7 @@ def retry_options(
 ) -> list[str] | None:
     """Return the options that `raybatch retry-failed` needs for a run of `job`.
 
-    None if one of them is a credential or replaces `output` as a whole.
+    The list is empty if none are needed; None if one is a credential or replaces all of `output`.
 
     A run directory does not decide where rows and credentials are sent, so targets, clusters and
     store options must come from the job file at `path`. `run_date` is the value of {run_date} in
@@ -259,9 +276,9 @@ def retry_options(
     words = ["--job", path]
     for change in changes or ():
         field = change.partition("=")[0].strip()
-        if field == "output":  # the place of a retry is fixed, and the rest may matter
+        if field == "output":  # its uri must not be passed on, but other fields may matter
             return None
-        # The rows of a retry come from the quarantine, and it lies beside its run.
+        # A retry reads its rows from quarantine and is written beside its run.
         if field.partition(".")[0] != "source" and field != "output.uri":
             words += ["--set", change]
     if run_date is not None and targets_are_dated(job.output) and run_date != date_of_key(run_key):

@@ -28,11 +28,11 @@ def show_ending(
     retry: Sequence[str] | None = (),
     is_readable: bool = True,
 ) -> None:
-    """Print at most nine lines about a complete run.
+    """Print at most ten lines about a complete run.
 
-    `fresh`: this call did some of its work. `retry`: the options that `raybatch retry-failed` needs
-    for this run; None if it would need credentials, which are not printed. `is_readable`: `raybatch
-    verify` can read the run without credentials from the job file.
+    `fresh`: this call did some of the run's work. `retry`: the options that `raybatch retry-failed`
+    needs for this run; None if it would need credentials, which are not printed. `is_readable`:
+    `raybatch verify` can read the run without credentials from the job file.
     """
     if not fresh:
         out.print(complete_before(report), markup=False)
@@ -41,6 +41,8 @@ def show_ending(
         lines["failed"] = _main_failure(report.failures, report.failed)
     if report.cascade:
         lines["models"] = cascade_text(report)
+    if report.classifier:
+        lines["labels"] = report.classifier.text()
     if report.accuracy:
         lines["right"] = report.accuracy.text()
     if report.judgement:
@@ -122,7 +124,7 @@ def _result(report: RunReport) -> str:
 def _next_command(
     report: RunReport, fresh: bool, retry: Sequence[str] | None, is_readable: bool
 ) -> list[str] | None:
-    if report.failed and not fresh:  # its failed rows may have been retried: status knows
+    if report.failed and not fresh:  # failed rows may have been retried, which `status` shows
         return ["raybatch", "status", report.run] if is_readable else None
     if not report.failed or retry is None:
         return ["raybatch", "verify", report.run] if is_readable else None

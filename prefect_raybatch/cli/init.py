@@ -104,7 +104,7 @@ def _write_example(force: bool) -> None:
 
 
 def _source(table: str, changes: dict[str, str | None], set_: list[str] | None) -> dict[str, Any]:
-    """Return the fields of the source by the options; ask for the query of a database."""
+    """Return the job's source fields from the options; ask for a missing query of a database."""
     others = field_changes(set_)
     for field in others:
         if not field.startswith("source."):
@@ -123,7 +123,10 @@ def _source(table: str, changes: dict[str, str | None], set_: list[str] | None) 
 
 
 def _refuse_database_file(table: str, query: str | None) -> None:
-    """Raise `ConfigError` with the command to write if `table` is a database file."""
+    """Raise `ConfigError` if `table` is a database file.
+
+    The message shows the `raybatch init` command to type instead.
+    """
     from prefect_raybatch.source.find import database_of_file
 
     if "://" not in table and (dialect := database_of_file(table)) is not None:
@@ -145,7 +148,7 @@ def _write_first_job(
 
     table = str(source["uri"])
     with _options_named():
-        seen = first_job.seen_table(source)
+        seen = first_job.profile_table(source)
     columns = seen.columns
     if "template" in prompt:
         first_job.check_first_template(prompt["template"], columns)
@@ -197,7 +200,7 @@ def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """Add to an error about a field of the source how `init` sets it."""
+    """In errors of the block about a source field, name the option of `init` that sets it."""
     try:
         yield
     except RayBatchError as error:
@@ -219,7 +222,7 @@ def _option_or_answer(question: str, option: str | None, default: str) -> str:
 def _answer(
     question: str, default: str | None = None, check: Callable[[str], str] | None = None
 ) -> str:
-    """Ask until `check` accepts the answer."""
+    """Ask `question` until `check` accepts the answer; return what `check` makes of the answer."""
 
     def accepted(text: str) -> str:
         try:

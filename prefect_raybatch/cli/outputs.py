@@ -25,7 +25,7 @@ from prefect_raybatch.cli.terminal import out
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import job_schema
 from prefect_raybatch.job.checks import seconds_of
-from prefect_raybatch.job.run_words import dated_parts
+from prefect_raybatch.job.placeholders import dated_parts
 from prefect_raybatch.report.report import DASH, duration
 from prefect_raybatch.runs.listing import RunLine, need_output
 from prefect_raybatch.words import counted
@@ -56,10 +56,10 @@ def preview(
     """
     from prefect_raybatch.api import preview_rows
     from prefect_raybatch.cli.drive import job_of_file, quiet_engine, with_keys
-    from prefect_raybatch.job.edits import of_today
+    from prefect_raybatch.job.edits import render_for_today
 
     quiet_engine()
-    loaded = of_today(with_keys(job_of_file(job)))
+    loaded = render_for_today(with_keys(job_of_file(job)))
     found = preview_rows(loaded, rows, not no_answers)
     none_made = bool(found.prompts) and all(one.trouble for one in found.prompts)
     if as_json:
@@ -78,20 +78,20 @@ def preview(
     print_next("raybatch", "plan", job)
 
 
-def _show_preview(found: Preview) -> None:
+def _show_preview(preview: Preview) -> None:
     out.print("[bold]columns[/]")
-    for name, kind in found.columns:
+    for name, kind in preview.columns:
         out.print(f"  {name}: {kind}", markup=False)
-    for one in found.prompts[:PROMPTS_SHOWN]:
+    for one in preview.prompts[:PROMPTS_SHOWN]:
         print_prompt(f"row {one.row:,}", one.tokens, one.trouble or one.text)
-    inputs = {name for name, _ in found.columns} - set(found.asked[:INPUTS_SHOWN])
-    answers = [{k: v for k, v in row.items() if k not in inputs} for row in found.answers]
-    failed = [{name: row[name] for name in FAILURE_COLUMNS} for row in found.failed]
+    inputs = {name for name, _ in preview.columns} - set(preview.asked[:INPUTS_SHOWN])
+    answers = [{k: v for k, v in row.items() if k not in inputs} for row in preview.answers]
+    failed = [{name: row[name] for name in FAILURE_COLUMNS} for row in preview.failed]
     for title, rows in (("answers", answers), ("failed rows", failed)):
         if rows:
             out.print(f"[bold]{title}[/]")
             show_rows([{name: _short(value) for name, value in row.items()} for row in rows])
-    took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in found.seconds.items())
+    took = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in preview.seconds.items())
     out.print(f"took {took}", markup=False)
 
 
@@ -100,14 +100,14 @@ def warm(job: JobFile, set_: FieldChanges = None, as_json: Json = False) -> None
     """Start a job's engine once to fill this machine's caches.
 
     vLLM, Triton and FlashInfer keep the code that they compile for it. Later starts here, or on
-    machines with the same cache folders, take that code and so less time.
+    machines with the same cache folders, load that code, which is faster.
     """
     from prefect_raybatch.api import warm_caches
     from prefect_raybatch.cli.drive import job_of_file, quiet_engine, with_keys
-    from prefect_raybatch.job.edits import of_today
+    from prefect_raybatch.job.edits import render_for_today
 
     quiet_engine()
-    warmed = warm_caches(of_today(with_keys(job_of_file(job, set_))))
+    warmed = warm_caches(render_for_today(with_keys(job_of_file(job, set_))))
     if as_json:
         print_json({"engines": [asdict(one) for one in warmed]})
         return
@@ -201,7 +201,7 @@ def history(
 ) -> None:
     """Compare the latest runs of each job: rows, rate, cost, answers.
 
-    It says in which runs the answers have shifted against the run before. Scheduled runs that never
+    It says in which runs the answers have shifted against earlier runs. Scheduled runs that never
     started are listed too, if Prefect answers.
     """
     from prefect_raybatch.report.run_history import history_markdown
@@ -232,11 +232,11 @@ def _with_scheduled(
 
     if prefect_api() is None:
         return pages
-    from prefect_raybatch.flow import nights
+    from prefect_raybatch.flow import prefect_runs
 
-    known = nights.nights_of_jobs()
-    pages = pages + nights.jobs_without_runs(pages, known, output, job)
-    return [nights.with_nights(page, known, output, most) for page in pages]
+    known = prefect_runs.runs_of_all_deployments()
+    pages = pages + prefect_runs.jobs_without_runs(pages, known, output, job)
+    return [prefect_runs.with_prefect_runs(page, known, output, most) for page in pages]
 
 
 def _shown(line: RunLine, now: float) -> dict[str, str]:
@@ -288,15 +288,15 @@ def prune(
         )
 
 
-def _show_pruned(found: Pruned) -> None:
-    verb = "would remove" if found.dry_run else "removed"
-    for key, size in found.removed.items():
-        line = found.lines[key]
+def _show_pruned(pruned: Pruned) -> None:
+    verb = "would remove" if pruned.dry_run else "removed"
+    for key, size in pruned.removed.items():
+        line = pruned.lines[key]
         rows = counted(line.rows, "row") if line.has_plan and line.job else line.state
         when = line.finished or line.created
         day = f", {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(when))}" if when else ""
         out.print(f"{verb} {key} ({rows}, {size / 2**20:,.1f} MiB{day})", markup=False)
-    for key, why in found.kept.items():
+    for key, why in pruned.kept.items():
         out.print(f"kept {key}: {why}", markup=False)
-    if not found.removed:
+    if not pruned.removed:
         out.print("nothing to remove")

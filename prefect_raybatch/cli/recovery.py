@@ -12,7 +12,7 @@ from prefect_raybatch.cli.drive import is_readable, job_of_file, retry_options, 
 from prefect_raybatch.cli.ending import print_next, show_ending, show_partial_ending
 from prefect_raybatch.cli.show import print_json, show_rows
 from prefect_raybatch.cli.terminal import err, out
-from prefect_raybatch.job.run_words import date_of
+from prefect_raybatch.job.placeholders import date_of
 from prefect_raybatch.words import some_are
 
 if TYPE_CHECKING:
@@ -40,18 +40,19 @@ def finalize_command(
     With --partial, write what a run has committed so far. The run stays unfinished, and the exit
     status is 3.
     """
-    from prefect_raybatch.api import finalize_partial, finalize_whole
+    from prefect_raybatch.api import Sender, finalize_partial, finalize_whole
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.missing import need_plan
     from prefect_raybatch.runs.retry import options_of_retry
     from prefect_raybatch.storage import open_store
 
-    loaded = with_keys(job_of_file(job)) if job else None
+    plain = job_of_file(job) if job else None
+    loaded = with_keys(plain) if plain else None
     if partial:
         options = loaded.output.options if loaded else None
         report = finalize_partial(run_dir, options, loaded)
     else:
-        report = finalize_whole(run_dir, loaded)
+        report = finalize_whole(run_dir, loaded, Sender(plain) if plain else None)
     if as_json:
         print_json(report.to_dict())
     elif partial:
@@ -115,7 +116,7 @@ def backfill_command(
 
 
 def _show_dates(runs: list[DatedRun], as_json: bool) -> None:
-    """Print the state of each date, why it is not complete, and how many are."""
+    """Print the state of each date, why it is not complete, and the number of complete dates."""
     from prefect_raybatch.runs import backfill
 
     if as_json:

@@ -24,12 +24,14 @@ from prefect_raybatch.driver.heartbeat import (
     MAKING,
     STARTING,
     WAITING,
-    Beat,
+    Heartbeat,
     Listener,
+    to_larger_text,
 )
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.increments import FIRST_KEY
+from prefect_raybatch.ledger.last_attempt import RUN_AGAIN
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.pinned import model_name
@@ -43,7 +45,7 @@ from prefect_raybatch.words import are, counted, money
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from prefect_raybatch.doctor.finding import Finding
+    from prefect_raybatch.doctor.check_result import CheckResult
     from prefect_raybatch.driver.driver import Progress
     from prefect_raybatch.flow.reconcile import Action
     from prefect_raybatch.plan.prompt_lengths import PromptLengths
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.result.verify import Verdict
     from prefect_raybatch.result.verify_chain import ChainVerdict
     from prefect_raybatch.runs.dry_run import DryRun
+    from prefect_raybatch.runs.next_step import NextStep
     from prefect_raybatch.runs.repair import Repaired
     from prefect_raybatch.runs.status import Status
     from prefect_raybatch.sizing.sizes import Sizing
@@ -61,7 +64,7 @@ LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 
 class TerminalProgress(Listener):
-    """Show progress: a bar on a terminal, a line every few seconds elsewhere."""
+    """Shows the progress of a run: by a bar on a terminal, by a line now and then elsewhere."""
 
     def __init__(self, quiet: bool):
         self.quiet, self.draws = quiet, err.is_terminal
@@ -78,7 +81,7 @@ class TerminalProgress(Listener):
     def begin(self, uri: str) -> None:
         self.say(f"run {uri}")
 
-    def hear(self, beat: Beat) -> None:
+    def on_heartbeat(self, beat: Heartbeat) -> None:
         with self._lock:
             fresh, self.phase = beat.phase != self.phase, beat.phase
             waits = self.phase == WAITING and not beat.alarms
@@ -141,12 +144,13 @@ def describe_progress(progress: Progress, phase: str, about: str) -> str:
         state = f", {about}" if phase == INFERRING else f"; {phase}: {about}"
     return (
         f"{progress.whole_done:,} of {rows}, {progress.rate:,.0f} {progress.unit[1]}/s, "
-        f"{duration(progress.seconds_left)} left, {failed:,} failed{state}"
+        f"{duration(progress.seconds_left)} left, {failed:,} failed"
+        f"{to_larger_text(progress.to_larger)}{state}"
     )
 
 
-def show_findings(findings: Sequence[Finding]) -> None:
-    """Print the findings of `raybatch doctor`, each with its remedy, and how many there are."""
+def show_findings(findings: Sequence[CheckResult]) -> None:
+    """Print the findings of `raybatch doctor` with remedies, then how many pass, warn and fail."""
     table = _grid()
     colours = {"pass": "green", "warn": "yellow", "fail": "red"}
     for finding in findings:
@@ -159,13 +163,23 @@ def show_findings(findings: Sequence[Finding]) -> None:
     out.print(", ".join(f"{number} {mark}" for mark, number in counts.items()))
 
 
+def show_next_step(step: NextStep) -> None:
+    """Print the next `step`: what `raybatch run` would do with the job and run key."""
+    first, *others = step.lines
+    out.print(f"[bold]raybatch run[/] with --run-key {escape(step.run_key)} {escape(first)}")
+    for line in others:
+        out.print(line, markup=False)
+    out.print(f"run directory: {step.run}", markup=False)
+
+
 def show_plan(plan: DryRun) -> None:
     """Print what a run would do: input, result, sizes with their reasons, warnings, problems."""
     if plan.first is not None:
         out.print("[bold]First model of the cascade[/], which answers all rows:")
         show_plan(replace(plan.first, problems=()))
         most = plan.rows if plan.at_most is None else most_rows(plan.at_most, plan.rows)
-        out.print(f"[bold]Larger model[/], which answers at most {counted(most, 'row')}:")
+        check = f", and checks up to {plan.check:,} of the others" if plan.check else ""
+        out.print(f"[bold]Larger model[/], which answers at most {counted(most, 'row')}{check}:")
     table = _grid()
     for name, lines in _plan_facts(plan):
         for number, line in enumerate(lines):
@@ -187,11 +201,12 @@ def show_plan(plan: DryRun) -> None:
 
 
 def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
-    """Return (name, lines) of what a run would read, write and need."""
+    """Return (name, lines) pairs that describe what a run would read, write and need."""
     size = plan.sizing
     about = "about " if plan.rows_guessed else ""
     columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
-    # What a hosted model's tokens cost is its own; GPU-hours of an earlier run are of both.
+    # Tokens of a hosted model are priced for the larger model alone; GPU-hours of an earlier run
+    # include both models.
     cost_of = "cost of larger" if plan.hosted is not None else "cost of both"
     return [
         ("input", [f"{about}{counted(plan.rows, 'row')} {_input_place(plan)}"]),
@@ -199,6 +214,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("result", [f"{name}: {kind}" for name, kind in plan.result]),
         ("publish to", list(plan.publish)),
         ("model", [model_name(plan.model)]),
+        ("classifier", [plan.classifier] if plan.classifier else []),
         ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}"]),
         (
             "shards per engine",
@@ -219,7 +235,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
 
 
 def _saturation(size: Sizing) -> str:
-    """Return what an engine works on at once, and whether that is enough."""
+    """Return how many shards an engine has in flight, and whether they fill its sequences."""
     if size.shards <= size.concurrent * size.pool.engines:
         return "all rows are in flight at once"
     fill = "fill" if size.saturated else "do not fill"
@@ -240,7 +256,7 @@ def _input_place(plan: DryRun) -> str:
 
 
 def _cluster(have: Mapping[str, Any]) -> str:
-    """Return the capacity of a cluster, and whether it was queried."""
+    """Return the capacity of a cluster, and its address or that the capacity is assumed."""
     kinds = " and ".join(have["accelerators"]) or "of unknown kind"
     gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
     cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
@@ -350,7 +366,7 @@ def _grid() -> Table:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write an HTML page where `--html` says."""
+    """Write an HTML page to the path of `--html`."""
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -367,11 +383,15 @@ def print_json(value: object) -> None:
 
 def _driver(beat: JsonObject) -> str:
     """Return which process drives a run, and what its last heartbeat says."""
-    from prefect_raybatch.driver.heartbeat import SILENT_AFTER, alive
+    from prefect_raybatch.driver.heartbeat import alive
+    from prefect_raybatch.runs.drivers import driver_state
 
     place = f"{beat.get('host', '?')}:{beat.get('pid', '?')}"
     age = duration(max(0, beat["age"]))
-    if beat["age"] > SILENT_AFTER:
+    state = driver_state(beat)
+    if state == "died":
+        return f"{place}, died after its heartbeat {age} ago; `raybatch run` resumes the run"
+    if state == "silent":
         return f"{place}, no heartbeat for {age}; it may be dead"
     engines = counted(alive(beat["engines"]), "engine")
     text = f"{place}, heartbeat {age} ago: {beat['phase']}, pass {beat['passes']}, {engines}"
@@ -421,17 +441,17 @@ def show_status(state: Status) -> None:
     out.print(f"[bold]{escape(state.job)}[/] {title}")
     if state.superseded_by is not None:
         out.print(f"superseded by {state.superseded_by} (repaired); use that run", markup=False)
+    first = state.asks if state.asks is not None and state.asks.run_key == FIRST_KEY else None
+    if first is not None and state.state != COMPLETED:
+        out.print("first model of the cascade, which answers all rows:")
+        show_status(first)
+        out.print("larger model, which then answers the unsure ones and keeps the others:")
     table = _grid()
     for name, text in _status_facts(state):
         table.add_row(name, escape(text))
     out.print(table)
-    if state.asks is not None and state.asks.state != COMPLETED:
-        is_cascade = state.asks.run_key == FIRST_KEY
-        out.print(
-            "first model of the cascade, which answers all rows:"
-            if is_cascade
-            else "requests phase, which answers new rows first:"
-        )
+    if first is None and state.asks is not None and state.asks.state != COMPLETED:
+        out.print("requests phase, which answers new rows first:")
         show_status(state.asks)
     _print_strays(state.strays)
     _print_failures(state.failures)
@@ -441,7 +461,7 @@ def show_status(state: Status) -> None:
 
 
 def _print_retry(state: Status) -> None:
-    """Print the command for the failed rows of a complete run."""
+    """Print the command that retries the failed rows of a complete run, or shows their retry."""
     if state.retried_by:
         keys = ", ".join(state.retried_by)
         out.print(f"failed rows are retried in {keys}", markup=False)
@@ -453,11 +473,12 @@ def _print_retry(state: Status) -> None:
 
 
 def _status_facts(state: Status) -> list[tuple[str, str]]:
-    """Return (name, value) of what a run has committed and of who drives it."""
+    """Return (name, value) pairs: what a run has committed, and which process drives it."""
+    asked = f", {state.asked_larger:,} asked of the larger model" if state.asked_larger else ""
     facts = [
-        ("rows", f"{state.done:,} of {state.rows:,} ({state.done / state.rows:.0%})"),
+        ("rows", f"{state.done:,} of {state.rows:,} ({state.done / state.rows:.0%}){asked}"),
         ("shards", f"{state.committed:,} committed, {state.pending:,} pending"),
-        ("in quarantine", f"{state.quarantined:,}"),
+        ("in quarantine", f"{state.quarantined:,}{to_larger_text(state.to_larger)}"),
         ("rate", f"{state.rate:,.0f} rows/s"),
     ]
     if state.pending:
@@ -483,9 +504,9 @@ def _print_stops(state: Status) -> None:
     """Print why the latest attempt stopped, the partial results, and how to continue."""
     if state.failure:
         out.print("[red]failed[/] during ", end="")
-        out.print(state.failure, markup=False)
-        if state.command:
-            out.print(f"continue: {state.command}", markup=False)
+    if reason := state.failure or state.unmeasured:
+        out.print(reason, markup=False)
+        out.print(f"continue: {state.command or RUN_AGAIN}", markup=False)
     if state.drained is not None:
         by = state.drained.by
         out.print(f"drained by {by}; run the same command again to resume", markup=False)
@@ -587,7 +608,7 @@ def show_engines(clusters: Sequence[StandingCluster]) -> None:
 
 
 def show_actions(actions: Sequence[Action]) -> None:
-    """Print what was done to Ray jobs, clusters and flow runs, and why."""
+    """Print the actions of `reconcile_jobs` or `restart_crashed`, and the reason for each."""
     for action in actions:
         out.print(f"{action.what}  {action.job}  {action.why}", markup=False)
     if not actions:

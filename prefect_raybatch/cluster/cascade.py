@@ -1,4 +1,4 @@
-"""Creates the stages by which the larger model of a cascade answers what the first one left."""
+"""Creates the prepare and finish stages of the larger model of a cascade."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from prefect_raybatch.cluster.lookups import finished_asks, numbered_parts
+from prefect_raybatch.cluster.lookups import numbered_parts, requests_phase_success
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.ledger.increments import Increment
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.ledger.row_numbers import read_numbers
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.source.row_sample import RowSample
 from prefect_raybatch.spec.cascade import CascadeSpec, most_rows
@@ -41,7 +44,11 @@ def escalated(
     finish: Finish,
     hosted: bool,
 ) -> tuple[EscalatePrepare, EscalateFinish]:
-    """Return prepare and finish of the larger model, which may be `hosted`, from its usual ones."""
+    """Return the prepare and finish stages of a cascade's larger model.
+
+    They extend `prepare` and `finish`, the stages of a run without a cascade. `hosted`: the larger
+    model is behind an HTTP API. Raises `CorruptRun` if `cascade` is None.
+    """
     if cascade is None:
         raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
     first = first_answers(store, increment, cascade, plan)
@@ -56,27 +63,33 @@ def escalated(
 def first_answers(
     store: Store, increment: Increment, cascade: CascadeSpec, plan: Plan
 ) -> FirstAnswers:
-    """Return the answers of the first model, with which of them go to the larger one.
+    """Return the answers of the first model, and which rows the larger one answers as well.
 
-    The choice follows from the first model's result alone, so every attempt chooses the same rows:
-    the unsure ones, and of too many the least sure, then the first in input order; and the rows to
-    check, by a hash of row number and run key, so that runs differ. `store` is that of the run.
-    Raises `CorruptRun` if the first model has not answered all rows.
+    The choice follows from the plan and the first model's result, so every attempt chooses the same
+    rows. These are the unsure rows (if there are too many, the least sure ones, and of equally sure
+    ones the first), and the rows to check, chosen by a hash of row number and run key, so that each
+    run checks other rows (a repaired one those of the original). In a retry, rows that an earlier
+    run sent to the larger model do not count against `at_most` again. `store` is rooted at the run
+    directory. Raises `CorruptRun` if the first model has not answered all rows.
     """
-    success = finished_asks(store, increment)
+    success = requests_phase_success(store, increment)
     if success is None:
         raise CorruptRun(f"{store.uri}/_raybatch/plan.json names no plan of the first model")
     data = AnswerFiles(store, numbered_parts(store, success, "data"), _columns(store, success))
     failed = AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY)
-    answers = FirstAnswers(data, failed, cascade)
-    answers = answers.choosing(*_cut(answers, success.rows))
-    return replace(answers, checked=_checked(answers, success.rows, plan.run_key))
+    answers, most = FirstAnswers(data, failed, cascade), most_rows(cascade.at_most, success.rows)
+    if (share := increment.share) is not None:
+        table = Ledger(store).table(share.table)
+        answers = replace(answers, again=read_numbers(table, share.sent).all())
+        most = share.more
+    answers = answers.choosing(*_cut(answers, success.rows, most))
+    return replace(answers, checked=_checked(answers, success.rows, original_key(plan)))
 
 
 def _checked(answers: FirstAnswers, rows: int, run_key: str) -> np.ndarray:
-    """Return the numbers of the rows to check: a random sample of those the first model answered.
+    """Return the numbers of rows to check: a random sample of those that keep the first answer.
 
-    Of these, too, that `at_most` left to it.
+    It may include unsure rows beyond `at_most`. Empty if the cascade checks no rows.
     """
     if not answers.cascade.check:
         return np.empty(0, np.int64)
@@ -97,21 +110,22 @@ def _columns(store: Store, success: Success) -> tuple[str, ...]:
     """Return the columns of the first model's result, without the row number."""
     import pyarrow.parquet as pq
 
-    from prefect_raybatch.ledger.layout import ASKS
+    from prefect_raybatch.ledger.layout import REQUESTS_FOLDER
 
     for part in success.of("data"):
-        with store.open(f"{ASKS}/{part.path}") as stream:
+        with store.open(f"{REQUESTS_FOLDER}/{part.path}") as stream:
             names = pq.read_schema(stream).names
         return tuple(name for name in names if name != NUMBER)
     return ()
 
 
-def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] | None]:
-    """Return the numbers of unsure and of chosen rows, and the last chosen one if some are cut.
+def _cut(answers: FirstAnswers, rows: int, most: int) -> tuple[int, int, tuple[float, int] | None]:
+    """Return (number of unsure rows, how many of them the larger model answers, the cut).
 
-    The last one is (sureness, number).
+    `rows` counts all rows of the run. The larger model answers the unsure rows in `answers.again`,
+    and of the others the least sure ones, at most `most`. The cut is the surest of the latter, as
+    (sureness, row number), or (-inf, -1) if there is none; None if all unsure rows are answered.
     """
-    most = most_rows(answers.cascade.at_most, rows)
     sureness = [np.empty(0)]
     numbers = [np.empty(0, np.int64)]
     for start in range(0, rows, SURENESS_ROWS):
@@ -121,10 +135,13 @@ def _cut(answers: FirstAnswers, rows: int) -> tuple[int, int, tuple[float, int] 
         sureness.append(found[unsure])
         numbers.append(wanted[unsure])
     every, at = np.concatenate(sureness), np.concatenate(numbers)
+    unsure_rows, counted = len(every), ~np.isin(at, answers.again)
+    again = unsure_rows - int(counted.sum())
+    every, at = every[counted], at[counted]
     if len(every) <= most:
-        return len(every), len(every), None
+        return unsure_rows, unsure_rows, None
     if most == 0:
-        return len(every), 0, (-math.inf, -1)
+        return unsure_rows, again, (-math.inf, -1)
     order = np.lexsort((at, every))
     last = order[most - 1]
-    return len(every), most, (float(every[last]), int(at[last]))
+    return unsure_rows, again + most, (float(every[last]), int(at[last]))

@@ -17,7 +17,7 @@ from typing import Any
 
 from prefect_raybatch import nvml
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON, RayProcess
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_hosts import RayHosts
 from prefect_raybatch.errors import ConfigError, InsufficientResources
@@ -25,7 +25,13 @@ from prefect_raybatch.imports.start import actor_options, import_process
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.ray_cluster import pod_groups
 from prefect_raybatch.sizing.cards import card
-from prefect_raybatch.sizing.sizes import Capacity, Pool, pool_for, rooms, to_be_made
+from prefect_raybatch.sizing.sizes import (
+    Capacity,
+    Pool,
+    capacity_of_pods,
+    max_model_copies,
+    pool_for,
+)
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
@@ -38,7 +44,10 @@ Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 
 @dataclass(frozen=True)
 class Needs:
-    """The CPUs and GPUs that a run needs: its engines and one task of each CPU stage."""
+    """The CPUs and GPUs that a run needs: for its engines and one task of each CPU stage.
+
+    `device` is `gpu` or `cpu`, on which the engines run.
+    """
 
     cpus: float
     gpus: float
@@ -54,7 +63,7 @@ def address_of(cluster: ClusterSpec) -> str | None:
 
 
 RAY, HOSTS = RayProcess(), RayHosts()
-SHARED = Shared(RAY, WarmEngines(HOSTS))
+CLUSTER_SESSION = ClusterSession(RAY, WarmEngines(HOSTS))
 
 
 @contextmanager
@@ -79,7 +88,7 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
             f"warm_engines(idle_seconds={idle_seconds!r}): the seconds that an engine waits for "
             f"the next run must be above 0, such as {IDLE_SECONDS:g}"
         )
-    with SHARED.kept_warm(idle_seconds):
+    with CLUSTER_SESSION.kept_warm(idle_seconds):
         yield
 
 
@@ -87,28 +96,29 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
 def outlasting(
     standing: Callable[[], str | None], idle_seconds: float, waiting: bool
 ) -> Iterator[None]:
-    """Join a standing cluster for the runs of the block that would start a local one.
+    """Within the `with` block, let runs join a standing local cluster instead of starting one.
 
-    They use the engines that wait there (`waiting` says whether any may), and the block leaves its
-    engines there. `standing` returns the cluster's address; with None the runs start a cluster,
-    which ends with the block.
+    A standing cluster outlives this process; `standing` returns its address. Runs use the engines
+    that wait there (`waiting` says whether there may be any) and leave their own there. If
+    `standing` returns None, the runs start a cluster that ends with the `with` block; an engine
+    of this process that waits longer than `idle_seconds` ends.
     """
     RAY.standing, HOSTS.outlast, HOSTS.waiting = standing, True, waiting
-    with SHARED.kept_warm(idle_seconds):
+    with CLUSTER_SESSION.kept_warm(idle_seconds):
         try:
             yield
         finally:
             if RAY.is_standing:
-                SHARED.warm.forget()
+                CLUSTER_SESSION.warm.forget()
             RAY.standing, HOSTS.outlast, HOSTS.waiting = lambda: None, False, False
 
 
 @contextmanager
 def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
-    """Import vLLM for the engines of a local cluster that a run of the block starts.
+    """Import vLLM in a separate process while a run of the block starts a local cluster.
 
-    Their actors are then forked from the process that does. Does nothing if this process is in a
-    cluster already, where engines may wait.
+    The actors of its engines are then forked from that process. Does nothing if this process is in
+    a cluster already, or if engines of earlier commands may be waiting.
     """
     local = not (cluster.access.remote or address_of(cluster) or RAY.joined() or HOSTS.waiting)
     have = this_machine(cluster) if local and cluster.engine_env is not None else None
@@ -126,13 +136,13 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
 
 
 def forked_options(cluster: ClusterSpec) -> dict[str, object]:
-    """Return the options with which Ray has an engine's actor forked, none if it cannot be."""
+    """Return the Ray options with which an engine's actor is forked; empty if it cannot be."""
     remote = cluster.access.remote or address_of(cluster)
     return {} if remote else actor_options(cluster.engine_env)
 
 
 @contextmanager
-def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capacity]:
+def connected(cluster: ClusterSpec, user: Tenant | None = None) -> Iterator[Capacity]:
     """Connect to the cluster of a run for the block.
 
     All runs of this process share the connection. The last one closes it, and stops a cluster that
@@ -146,16 +156,16 @@ def connected(cluster: ClusterSpec, user: User | None = None) -> Iterator[Capaci
             "cluster.kubernetes creates a cluster only for a run. For this command, set "
             "cluster.address to an existing cluster, or remove both"
         )
-    user = user or User(cluster.name)
+    user = user or Tenant(cluster.name)
     user.access = cluster.access
     end_by_sigterm()
-    with SHARED.joined(user, address_of(cluster), local_cpus(cluster)):
+    with CLUSTER_SESSION.joined(user, address_of(cluster), local_cpus(cluster)):
         yield capacity()
 
 
 @contextmanager
-def started_early(cluster: ClusterSpec) -> Iterator[None]:
-    """Start a local cluster for a run while the block prepares that run.
+def cluster_starting(cluster: ClusterSpec) -> Iterator[None]:
+    """Start a local cluster for a run while the body of the `with` prepares that run.
 
     Does nothing if the run's cluster is remote.
     """
@@ -163,30 +173,31 @@ def started_early(cluster: ClusterSpec) -> Iterator[None]:
         yield
         return
     end_by_sigterm()
-    with SHARED.started_early(None, local_cpus(cluster)):
+    with CLUSTER_SESSION.starting_cluster(None, local_cpus(cluster)):
         yield
 
 
 @contextmanager
 def admitted(
     spec: SizeSpec,
-    have: Capacity,
+    capacity: Capacity,
     pool: Pool | None,
-    user: User,
+    user: Tenant,
     kind: WarmKind | None = None,
 ) -> Iterator[WarmLease | None]:
     """Wait for the run's turn on the cluster, and hold its resources for the block.
 
-    Without a pool, hold all resources of the cluster. Yields the lease on engines of a `kind` if
-    they are kept warm, else None.
+    These are the resources of the engines in `pool` and of the CPU stages; without a pool, all of
+    the cluster's (`capacity`). Yields the lease on engines of a `kind` if they are kept warm, else
+    None.
     """
-    most = {"CPU": have.cpus, "GPU": have.gpus}
+    most = {"CPU": capacity.cpus, "GPU": capacity.gpus}
     takes = dict(most)
     if pool is not None:  # for its maximum number of engines, or they would starve other runs
         cpus = pool.engines * spec.cpus + spec.stage_cpus
-        takes = {"CPU": min(cpus, have.cpus), "GPU": min(pool.gpus[1], have.gpus)}
+        takes = {"CPU": min(cpus, capacity.cpus), "GPU": min(pool.gpus[1], capacity.gpus)}
     engines = 0 if pool is None else pool.engines
-    with SHARED.admitted(user, takes, most, kind, engines) as lease:
+    with CLUSTER_SESSION.admitted(user, takes, most, kind, engines) as lease:
         yield lease
 
 
@@ -242,16 +253,16 @@ def capacity() -> Capacity:
 def glance(cluster: ClusterSpec) -> Capacity | None:
     """Return the capacity of a run's cluster as far as it is known without joining it.
 
-    A process that is in a cluster has that one's. Otherwise it is the capacity of this machine, for
-    a run that starts a local cluster, or of the pods that the run will request from Kubernetes.
-    None for any other cluster.
+    For Kubernetes, it is the capacity of the pods that the run will request; else that of the
+    cluster which this process has joined, if any; else that of this machine, for a run that starts
+    a local cluster. None for any other cluster.
     """
     made = cluster.access.kubernetes
     if made is not None:
-        return to_be_made(pod_groups(made), cluster.accelerator)
+        return capacity_of_pods(pod_groups(made), cluster.accelerator)
     if cluster.access.remote:
         return None
-    with SHARED.visited() as there:
+    with CLUSTER_SESSION.visited() as there:
         if there:
             return capacity()
     return None if address_of(cluster) else this_machine(cluster)
@@ -277,12 +288,12 @@ def this_machine(cluster: ClusterSpec) -> Capacity:
 
 
 def _measured() -> int:
-    """Return the bytes of the smallest GPU of this machine; 0 if none is visible."""
+    """Return the memory, in bytes, of this machine's smallest GPU; 0 if none is visible."""
     return int(min((gpu.mib for gpu in nvml.gpus_here()[0]), default=0)) << 20
 
 
 def dashboard_url() -> str:
-    """Return the URL of the dashboard of the cluster that this process is in; "" without one."""
+    """Return the URL of the dashboard of the cluster that this process is in; "" if it has none."""
     from prefect_raybatch.stages.ray_internals import dashboard_address
 
     url = dashboard_address()
@@ -290,9 +301,10 @@ def dashboard_url() -> str:
 
 
 def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> set[str]:
-    """Return the ids of the live nodes of the joined cluster; `ask` calls Ray's head.
+    """Return the ids of the live nodes of the joined cluster.
 
-    Each node is contacted, because Ray takes up to half a minute to notice that one is dead.
+    `ask` wraps the query of Ray's head, e.g. with a time limit. Each node is contacted, because Ray
+    takes up to half a minute to notice that one is dead.
     """
     import ray
 
@@ -307,7 +319,7 @@ def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> 
 
 
 def leaving() -> dict[str, float | None]:
-    """Return the addresses of nodes being drained, and the seconds until each ends, if known."""
+    """Return {address: seconds until the node ends, None if unknown} of nodes being drained."""
     from prefect_raybatch.stages.ray_internals import leaving_nodes
 
     found = leaving_nodes() if is_joined() else {}
@@ -321,13 +333,13 @@ def leaving() -> dict[str, float | None]:
 
 def is_joined() -> bool:
     """Return whether this process is in a cluster."""
-    return SHARED.ray.joined()
+    return CLUSTER_SESSION.ray.joined()
 
 
 def actor_states(kind: str) -> dict[str, int]:
     """Count this driver's actors by Ray state (ALIVE, RESTARTING, PENDING_CREATION, ...).
 
-    Counts actors with `kind` in their class name, except permanently dead ones.
+    Counts actors with `kind` in their name or class name, except permanently dead ones.
     """
     import ray
 
@@ -346,8 +358,9 @@ def actor_states(kind: str) -> dict[str, int]:
 def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
     """Return {id: (deaths, description of process and node)} of this driver's actors.
 
-    Takes actors with `kind` in their class name. Between two processes the description is of the
-    dead one, before the first it is "". An actor that was ended on purpose has not died.
+    Takes actors with `kind` in their name or class name. While Ray restarts a process, the
+    description is of the dead one; before the first process it is "". An actor ended on purpose
+    does not count as dead.
     """
     import ray
 
@@ -370,47 +383,48 @@ def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
 
 
 def needs(spec: SizeSpec, pool: Pool) -> Needs:
-    """Return the minimum resources that a run needs with that pool of engines."""
+    """Return the minimum resources that a run needs with a pool of engines."""
     cpus = pool.fewest * spec.cpus + spec.stage_cpus
     return Needs(cpus, pool.gpus[0], pool.device)
 
 
-def check_fit(spec: SizeSpec, have: Capacity, pool: Pool | None = None) -> Needs:
+def check_fit(spec: SizeSpec, capacity: Capacity, pool: Pool | None = None) -> Needs:
     """Return the run's minimum resources; raise `InsufficientResources` if the cluster lacks them.
 
-    `have` is all that the cluster has, in use or not. `pool` is by default the one chosen for it.
+    `capacity` is the cluster's capacity, in use or not. The default `pool` is the one that a run
+    would choose for that capacity.
     """
-    pool = pool or pool_for(spec, have)
+    pool = pool or pool_for(spec, capacity)
     want = needs(spec, pool)
     short = []
     parallel = f"tensor_parallel_size {spec.tensor} * pipeline_parallel_size {spec.pipeline}"
     replicas = counted(pool.replicas[0], "replica")
-    if want.gpus > have.gpus:
+    if want.gpus > capacity.gpus:
         short.append(
-            f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}), but has {have.gpus:g}; "
+            f"{counted(want.gpus, 'GPU')} ({replicas} * {parallel}), but has {capacity.gpus:g}; "
             "lower engine.replicas or engine.tensor_parallel_size, or set engine.device: cpu"
         )
-    elif want.gpus and rooms(spec, have) < pool.replicas[0]:
+    elif want.gpus and max_model_copies(spec, capacity) < pool.replicas[0]:
         short.append(
             f"{counted(spec.gpus_per_replica, 'GPU')} on one node for each of {replicas} "
-            f"({parallel}), but the nodes have {_list(have.gpus_by_node)}, and an engine cannot "
-            "span nodes; lower engine.replicas, tensor_parallel_size or pipeline_parallel_size, or "
-            "set engine.distributed_executor_backend: ray"
+            f"({parallel}), but the nodes have {_list(capacity.gpus_by_node)}, and an "
+            "engine cannot span nodes; lower engine.replicas, tensor_parallel_size or "
+            "pipeline_parallel_size, or set engine.distributed_executor_backend: ray"
         )
     kind = spec.accelerator
-    if want.gpus and kind and kind not in have.accelerators:
+    if want.gpus and kind and kind not in capacity.accelerators:
         short.append(
-            f"accelerator {kind}, but has {', '.join(have.accelerators) or 'none'}; "
+            f"accelerator {kind}, but has {', '.join(capacity.accelerators) or 'none'}; "
             "correct engine.accelerator_type"
         )
-    if want.cpus > have.cpus:
+    if want.cpus > capacity.cpus:
         short.append(
-            f"{want.cpus:g} logical CPUs, but has {have.cpus:g}; lower engine.replicas, "
+            f"{want.cpus:g} logical CPUs, but has {capacity.cpus:g}; lower engine.replicas, "
             "engine.engines_per_gpu, engine.num_cpus or cluster.prepare/finish.num_cpus"
         )
     if short:
         raise InsufficientResources(
-            f"the Ray cluster at {have.address} is too small: it needs " + "; and ".join(short)
+            f"the Ray cluster at {capacity.address} is too small: it needs " + "; and ".join(short)
         )
     return want
 

@@ -11,10 +11,10 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.increments import (
     PLACES_ROWS,
     Increment,
-    begin_asks,
+    begin_requests_phase,
     read_answers_by_row,
 )
-from prefect_raybatch.ledger.layout import ASKS, table_path
+from prefect_raybatch.ledger.layout import REQUESTS_FOLDER, table_path
 from prefect_raybatch.ledger.record_files import hash_in_name
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
@@ -38,37 +38,39 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Known:
-    """The answers that a run looks up, by number: reused and new ones, and reasons of failures.
+class LookUpFiles:
+    """The files in which a run looks up the answers to its rows by their index.
 
-    `asked_bytes` is the size of the files of new answers.
+    `reused` are answers of earlier runs, `new_answers` are answers to this run's own requests,
+    `failed` the reasons why requests failed. `new_answer_bytes` is the size of the files of
+    `new_answers`.
     """
 
     reused: AnswerFiles
-    asked: AnswerFiles
+    new_answers: AnswerFiles
     failed: AnswerFiles
-    asked_bytes: int = 0
+    new_answer_bytes: int = 0
 
 
-def known_answers(pools: bool, increment: Increment, store: Store) -> Known:
-    """Return the answers of the run at `store`; vectors if its task `pools`.
+def look_up_files(pools: bool, increment: Increment, store: Store) -> LookUpFiles:
+    """Return the files of answers of the run at `store`; vectors if `pools` (a pooling task).
 
-    Raises `CorruptRun` if its requests are not finished, or if a file was changed.
+    Raises `CorruptRun` if the run's requests are not finished, or if a file was changed.
     """
-    success = finished_asks(store, increment)
+    success = requests_phase_success(store, increment)
     raw = raw_names(pools)
     with _repairable(store):
         reused = [NamedFile(p.path, p.rows, p.sha256) for p in increment.reused]
-        return Known(
+        return LookUpFiles(
             reused=AnswerFiles(store, in_order(store, reused), raw),
-            asked=AnswerFiles(store, numbered_parts(store, success, "data"), raw),
+            new_answers=AnswerFiles(store, numbered_parts(store, success, "data"), raw),
             failed=AnswerFiles(store, numbered_parts(store, success, "quarantine"), WHY),
-            asked_bytes=sum(part.bytes for part in success.of("data")) if success else 0,
+            new_answer_bytes=sum(part.bytes for part in success.of("data")) if success else 0,
         )
 
 
 def raw_names(pools: bool) -> tuple[str, ...]:
-    """Return the columns of raw answers, or of vectors if a task `pools`."""
+    """Return the columns of a file of answers before postprocessing; of vectors if `pools`."""
     return tuple((POOLED if pools else RAW).names)
 
 
@@ -80,11 +82,12 @@ def look_up(
     prepare: Prepare,
     keying: Keying,
 ) -> LookUp:
-    """Return the lookup stage for the run at `store`; `pools` as above.
+    """Return the stage that fills in answers from files, instead of an engine, in the rows phase.
 
-    Raises `CorruptRun` if its requests are not finished.
+    `store` is the run directory, and `pools` marks a pooling task. Raises `CorruptRun` if the run's
+    requests are not finished.
     """
-    known = known_answers(pools, increment, store)
+    known = look_up_files(pools, increment, store)
     by_row = _by_row(store, plan)
     tables = [NamedFile(table_path(n), PLACES_ROWS, hash_in_name(n)) for n in increment.places]
     with _repairable(store):
@@ -104,7 +107,7 @@ def look_up(
         keying,
         places=AnswerFiles(store, places, told),
         reused=known.reused,
-        asked=known.asked,
+        asked=known.new_answers,
         failed=known.failed,
         by_row=None if by_row is None else AnswerFiles(store, by_row, raw_names(pools)),
         rows_per_shard=plan.rows_per_shard,
@@ -113,12 +116,13 @@ def look_up(
     )
 
 
-def finished_asks(store: Store, increment: Increment) -> Success | None:
-    """Return the `_SUCCESS` of what a run asks first; None if it asks nothing.
+def requests_phase_success(store: Store, increment: Increment) -> Success | None:
+    """Return the `_SUCCESS` of a run's requests phase; in a cascade, that of its first model.
 
-    Raises `CorruptRun` while it is not finished.
+    None if it has no such phase, e.g. because all its answers are reused. Raises `CorruptRun` while
+    that phase is not finished.
     """
-    begun = begin_asks(store, increment)
+    begun = begin_requests_phase(store, increment)
     if begun is None:
         return None
     success = begun[0].finished(begun[1])
@@ -128,16 +132,21 @@ def finished_asks(store: Store, increment: Increment) -> Success | None:
 
 
 def numbered_parts(store: Store, success: Success | None, kind: str) -> tuple[AnswerFile, ...]:
-    """Return the files of one kind of what a run asked first, each with its first row number."""
+    """Return the files of a `kind`, data or quarantine, in the `success` of a requests phase.
+
+    Each has the number of its first row. Empty if `success` is None.
+    """
     parts = success.of(kind) if success is not None else []
-    files = [(p.first or 0, NamedFile(f"{ASKS}/{p.path}", p.rows, p.sha256)) for p in parts]
+    files = [
+        (p.first or 0, NamedFile(f"{REQUESTS_FOLDER}/{p.path}", p.rows, p.sha256)) for p in parts
+    ]
     return numbered(store, files)
 
 
 def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
     """Return the answer files in row order; None if there are none or they are damaged.
 
-    They contain only what the other files contain too.
+    They are a copy in another order: the files in request order contain the same answers.
     """
     try:
         found = read_answers_by_row(store, plan)
@@ -154,7 +163,7 @@ def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
 
 @contextmanager
 def _repairable(store: Store) -> Iterator[None]:
-    """Add the repair command to the error of a damaged file."""
+    """Add the repair command to an error of the block about a damaged file."""
     try:
         yield
     except CorruptRun as error:

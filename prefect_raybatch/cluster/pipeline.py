@@ -20,16 +20,16 @@ import pyarrow as pa
 from ray.data import ActorPoolStrategy, DataContext, Dataset, ExecutionResources
 from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError
 
-from prefect_raybatch.bounded import ANSWER, Question
+from prefect_raybatch.bounded import ANSWER, BoundedCalls
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.cascade import escalated
-from prefect_raybatch.cluster.classifier import planned_classifier
 from prefect_raybatch.cluster.endpoint import endpoint_launch, limiter_of
 from prefect_raybatch.cluster.lookups import look_up
 from prefect_raybatch.cluster.spanning import SpanningGroups
 from prefect_raybatch.cluster.warm import ActorOptions, WarmKind, WarmLease
 from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
-from prefect_raybatch.errors import EngineFailure, SourceError
+from prefect_raybatch.distill.classifier import Classifier
+from prefect_raybatch.errors import CorruptRun, EngineFailure, SourceError
 from prefect_raybatch.job.cluster import Stage
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.failures import (
@@ -56,7 +56,7 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
 from prefect_raybatch.stages.calls.calling import Calls
-from prefect_raybatch.stages.cascade import EscalatePrepare
+from prefect_raybatch.stages.cascade import EscalatePrepare, failed_at_larger
 from prefect_raybatch.stages.classified import FinishClassified
 from prefect_raybatch.stages.endpoint.client import SharedLimiter
 from prefect_raybatch.stages.endpoint.limiter import Usage
@@ -76,10 +76,10 @@ from prefect_raybatch.stages.ray_internals import (
     limit_in_flight,
     map_actors,
     node_is_leaving,
+    reported_starts,
     restarts_of,
     stop_pass,
     tell_start,
-    told_starts,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
 from prefect_raybatch.stages.request_key import Keying
@@ -110,8 +110,8 @@ class Pipeline:
 
     `size` has the sizes for the cluster; `shuffle` (any text) seeds the order of the shards;
     `on_pass` is called before the engines of a pass start; `warm` are engines that outlast the run;
-    `early` is the name under which prewarmed engines report their start; `others` are the seconds
-    in which requests of earlier attempts may still count against a hosted model's limits.
+    `early` is the name under which prewarmed engines report their start; `others` is for how many
+    more seconds requests of earlier attempts may count against a hosted model's limits.
     """
 
     spec: RunSpec
@@ -135,7 +135,7 @@ class Pipeline:
         self._used, self._usage_lock = Usage(), threading.Lock()
         self._spanning: SpanningGroups | None = None
         self._passes = 0
-        self._questions = {name: Question(ANSWER) for name in ("nodes", "forget", "usage")}
+        self._questions = {name: BoundedCalls(ANSWER) for name in ("nodes", "forget", "usage")}
         files = ledger.files(self.plan)
         check_planned(files, self.spec.read, self.plan.snapshot)
         self.reader = ShardReader(
@@ -149,14 +149,12 @@ class Pipeline:
         self.task = Pooling.of(self.spec, self.model)
         self.increment = increment_of(self.plan)
         asks = self.increment is not None and self.increment.ledger == OF_ASKS
-        finishes, options = self.spec.finish, self.spec.output.options
-        classifier = planned_classifier(finishes.classifier, options, self.plan)
         finish_stage: Callable[..., Finish]
         finish_stage = RawFinish if asks else partial(finish_of, self.task)
-        if classifier is not None:
-            finish_stage = partial(FinishClassified, classifier=classifier)
+        if self.spec.finish.classifier is not None:
+            finish_stage = partial(FinishClassified, classifier=_classifier(ledger, self.plan))
         self.finish: Finish = finish_stage(
-            finishes, self.spec.sampling, self.model, self.store, self.attempt
+            self.spec.finish, self.spec.sampling, self.model, self.store, self.attempt
         )
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -198,7 +196,10 @@ class Pipeline:
     def _take_receipts(
         self, dataset: Dataset, missing: Missing
     ) -> Generator[Receipt, None, Loss | None]:
-        """Yield the receipts of a pass and take them from `missing`; return why it ended early."""
+        """Yield the receipts of a pass and take them from `missing`.
+
+        Returns why the pass ended early, None if it did not.
+        """
         has_receipts = False
         try:
             for receipt in receipts_in(dataset):
@@ -225,7 +226,7 @@ class Pipeline:
         return None
 
     def _nodes(self) -> set[str] | None:
-        """Return the live nodes; None if Ray does not answer in time."""
+        """Return the ids of the live nodes; None if Ray does not answer in time."""
         try:
             return cluster.nodes(self._questions["nodes"])
         except TimeoutError as error:
@@ -247,7 +248,10 @@ class Pipeline:
         )
 
     def _deaths_in_a_row(self, isolated: bool) -> int:
-        """Return how many engines in a row may die for good without an answer."""
+        """Return how many engines must die for good in a row to end a pass.
+
+        An engine died for good if all its restarts ended too, without an answered block.
+        """
         engines = self.size.pool.engines
         return max(engines, DEATHS_ALONE) if isolated else engines
 
@@ -274,7 +278,7 @@ class Pipeline:
     def stages(
         self, isolated: bool
     ) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
-        """Return the stages of a block: prepare, the engine's launch, and finish.
+        """Return the stages that a block goes through: prepare, the engine's launch, and finish.
 
         The launch is None where every answer exists already: in the rows phase of a run, and where
         the first model of a cascade was sure of all rows. `isolated` calls the user's functions in
@@ -313,7 +317,7 @@ class Pipeline:
         return look_up(pools, self.plan, increment, self.store, prepare, keying), None, finish
 
     def _launch(self) -> EngineLaunch:
-        """Return everything that an engine is started with, or a hosted model's client."""
+        """Return everything that an engine, or the client of a hosted model, is started with."""
         model, tell = dict(self.plan.model), partial(tell_start, self.attempt)
         launch = engine_launch(
             self.spec, model, self.size, self._done, self.attempt, self.task, tell
@@ -389,9 +393,9 @@ class Pipeline:
         return self._used.waits
 
     def _usage(self, last: bool = False) -> Usage:
-        """Return what was sent to a hosted model, as far as the limiter answers.
+        """Return the usage of a hosted model; the last known one if the limiter does not answer.
 
-        After the `last` call nobody asks it: that would start Ray anew once the run has left it.
+        After a `last` call the limiter is not queried again, since that would restart Ray.
         """
         with self._usage_lock:
             if self._limiter is not None:
@@ -402,11 +406,11 @@ class Pipeline:
             return self._used
 
     def engines(self) -> dict[str, int]:
-        """Return how many engine actors are in which Ray state."""
+        """Return {Ray state: number of the pass's engine actors in it}."""
         return cluster.actor_states(self._actors())
 
     def deaths(self) -> dict[str, tuple[int, str]]:
-        """Return how often the process of each engine, or of its host, has died; and where."""
+        """Return {actor id: (deaths, process and node)} of the engines, or of their warm hosts."""
         kind = self._actors() if self.warm is None else EngineHost.__name__
         return cluster.actor_deaths(kind) if cluster.is_joined() else {}
 
@@ -416,11 +420,14 @@ class Pipeline:
         return f"({stage.__name__})"
 
     def starts(self) -> list[dict[str, float]]:
-        """Return the progress of the starts of the pass's engines, including prewarmed ones."""
+        """Return for each engine, prewarmed ones included, when it began each phase of its start.
+
+        A mapping is {phase: seconds since 1970}.
+        """
         if not cluster.is_joined():
             return []
-        early = told_starts(self.early) if self.early else []
-        return early + told_starts(self.attempt)
+        early = reported_starts(self.early) if self.early else []
+        return early + reported_starts(self.attempt)
 
     def forget(self, early: bool = True) -> None:
         """Remove the engines' reports of their starts from the cluster.
@@ -440,7 +447,7 @@ class Pipeline:
             self._questions["forget"](ask)
 
     def leave(self) -> None:
-        """Ask the cluster nothing more, because the run leaves it."""
+        """Prepare to leave the cluster: read a hosted model's usage, and remove start reports."""
         self._usage(last=True)
         self.forget()
 
@@ -459,7 +466,9 @@ class Pipeline:
         if is_lost(table):
             raise SourceError(f"shard {unit.shard}: cannot read the row that kills its engine")
         failure = Failure("engine", why.kind, why.message[:500])
-        return self.finish.failed(unit, table, failure, self.spec.limits.engine_deaths)
+        receipt = self.finish.failed(unit, table, failure, self.spec.limits.engine_deaths)
+        is_larger = self.increment is not None and self.increment.ledger == OF_LARGER
+        return failed_at_larger(receipt) if is_larger else receipt
 
     def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
         # The first driver starts with the longest shards, so that no engine ends the run with one.
@@ -486,7 +495,7 @@ class Pipeline:
         )
 
     def engine_resources(self) -> ActorOptions:
-        """Return the resources that Ray reserves for each engine, and its restarts."""
+        """Return the resources of each engine's actor and how often Ray restarts it."""
         return resources_of(self.spec.sizes, self.size)
 
 
@@ -499,7 +508,7 @@ class Missing:
             self._of.setdefault(unit.shard, []).append(unit)
 
     def take(self, received: Unit) -> None:
-        """Remove the positions of a receipt."""
+        """Remove the positions of the unit `received`, which has a receipt."""
         # By bisection, because an isolated pass may have a unit for each row of a shard.
         units = self._of.get(received.shard, [])
         first = bisect_right(units, received.offset, key=lambda unit: unit.end)
@@ -511,7 +520,7 @@ class Missing:
 
 
 def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
-    """Return the resources that Ray reserves for each engine, and its restarts."""
+    """Return the resources of each engine's actor and how often Ray restarts it."""
     resources: dict[str, object] = {
         "num_cpus": spec.cpus,
         # Ray does not retry a task that died; the driver runs what is missing in isolation. By
@@ -529,7 +538,10 @@ def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
 
 
 def stage_of(spec: RunSpec, batch: bool = True) -> type[EngineStage]:
-    """Return the engine stage of a run; without `batch`, one that uses no batch API."""
+    """Return the class of a run's engine stage.
+
+    Without `batch`, it is one that does not use the batch API of a hosted model.
+    """
     endpoint = spec.engine.model.endpoint
     if endpoint is None:
         return EngineStage
@@ -541,7 +553,8 @@ def warm_kind_of(
 ) -> WarmKind | None:
     """Return the kind of engines of a run with that pinned model; None if they cannot be reused.
 
-    Their GPUs may be on several nodes, the pool is elastic, or the model is hosted.
+    They cannot be if they may span nodes, if their number is elastic, if the model is hosted, or if
+    an argument is an object or a logits processor.
     """
     fewest, most = size.pool.replicas
     if spec.sizes.spans_nodes or fewest != most or spec.engine.model.endpoint is not None:
@@ -555,17 +568,28 @@ def warm_kind_of(
 
 
 def launch_of(spec: RunSpec, model: models.PinnedModel, size: Sizing, **more: Any) -> EngineLaunch:
-    """Return the launch of an engine of a run with that pinned model."""
+    """Return everything that a run's engine is started with; `more` replaces fields of it."""
     task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
+
+
+def _classifier(ledger: Ledger, plan: Plan) -> Classifier:
+    """Return the classifier that the plan keeps; raise `CorruptRun` for a plan without one."""
+    data = ledger.classifier(plan)
+    if data is None:
+        raise CorruptRun(
+            f"{ledger.store.uri}: the job sets engine.classifier, and its plan keeps none. Use "
+            "another --run-key"
+        )
+    return Classifier.from_bytes(data, f"{ledger.store.uri}: {plan.classifier_table}")
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:
     """Return the utilization of the engines above which another engine is added.
 
-    It is the number of queued tasks relative to those in work. Ray's default of 1.75 is never
-    reached with two or more tasks in work and one waiting: an elastic pool stayed at its minimum
-    (measured).
+    Utilization is the number of queued and running tasks relative to the tasks that may run at
+    once. Ray's default of 1.75 is never reached with two or more tasks in work and one waiting: an
+    elastic pool stayed at its minimum (measured). `isolated`: an engine has one unit at a time.
     """
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
-from prefect_raybatch.bounded import Question
+from prefect_raybatch.bounded import BoundedCalls
 from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder, silent
 from prefect_raybatch.cluster.sharing import END_SECONDS
 from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private, token_sent
@@ -33,11 +33,11 @@ LEVEL_LINE = b"Set ray log level from environment variable"
 
 
 class RayProcess:
-    """Ray, behind the interface of `sharing`."""
+    """Implements `sharing.RayAccess` with Ray."""
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
-        self._leaving = Question(END_SECONDS)  # a head that hangs would block ray.shutdown
+        self._leaving = BoundedCalls(END_SECONDS)  # a head that hangs would block ray.shutdown
         self._auth: dict[str, str | None] = {}  # Ray's token variables before the start
         # Address of a cluster to join instead of starting a local one; None to start one.
         self.standing: Callable[[], str | None] = lambda: None
@@ -149,9 +149,10 @@ class RayProcess:
 
 
 def _worker_python(local: bool) -> dict[str, object]:
-    """Return the option of `ray.init` that starts the workers with another Python, if one is set.
+    """Return the option of `ray.init` by which workers use another Python, or {}.
 
-    That Python's environment may have vLLM, and this process a Prefect that cannot be beside it.
+    Its path is in the environment variable WORKER_PYTHON. So workers can have vLLM while this
+    process has a Prefect that conflicts with it.
     Raise `ConfigError` if the path is not absolute or, for a local cluster, no program.
     """
     python = os.environ.get(WORKER_PYTHON)
@@ -168,8 +169,8 @@ def _worker_python(local: bool) -> dict[str, object]:
 def _init(address: str | None, options: Mapping[str, Any]) -> None:
     """Call `ray.init`, and retry if a new local cluster is not up within Ray's limit of 30 s.
 
-    Raise `ClusterUnavailable` if no attempt succeeds, and `InsufficientResources` if no cluster
-    answers.
+    Raise `ClusterUnavailable` if it is not up after START_TRIES attempts, and
+    `InsufficientResources` if Ray cannot start or join a cluster for another reason.
     """
     import ray
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prefect_raybatch.cluster.warm import (
     IDLE_SECONDS,
-    EarlyHosts,
+    PrewarmedHosts,
     WarmEngines,
     WarmKind,
     WarmLease,
@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 
 WAIT_LOOK = 1.0  # seconds between looks while a run waits
 LET_GO = 60.0  # seconds that actors of an earlier run may take to release their resources
-BESIDE = 10.0  # the same while other runs work, whose tasks take and release free resources
+BUSY_WAIT_SECONDS = (
+    10.0  # the same while other runs work, whose tasks take and release free resources
+)
 END_SECONDS = 60.0  # seconds that an unused cluster may take to end
 ROUNDING = 1e-6  # tolerance for sums of fractions
 
@@ -43,13 +45,13 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 class RayAccess(Protocol):
-    """The operations on Ray that sharing needs."""
+    """The operations on Ray by which a process joins, measures and leaves a cluster."""
 
     def joined(self) -> bool:
         """Return whether this process is in a cluster."""
 
     def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
-        """Join the cluster at `address` by `access`; without one, start a local cluster."""
+        """Join the cluster at `address` by `access`; None starts a local one with `cpus` CPUs."""
 
     def end(self) -> None:
         """Leave the cluster, and end it if it was started here."""
@@ -59,7 +61,7 @@ class RayAccess(Protocol):
 
 
 @dataclass(eq=False)
-class User:
+class Tenant:
     """A run that uses the cluster.
 
     `waits` is called with the reason why the run waits, and with "" once it no longer does; it must
@@ -84,7 +86,7 @@ class User:
         )
 
 
-class Shared:
+class ClusterSession:
     """The cluster of this process and the runs that use it.
 
     Joining and claims are first come, first served, so that a large run is not postponed forever.
@@ -98,10 +100,10 @@ class Shared:
     ):
         self.ray, self.warm, self.sleep = ray, warm, sleep
         self._changed = threading.Condition()
-        self._users: list[User] = []
-        self._door: list[User] = []  # users that wait to join, in order of arrival
-        self._turns: list[User] = []  # users that wait for resources, in order of request
-        self._claims: dict[User, Mapping[str, float]] = {}
+        self._users: list[Tenant] = []
+        self._door: list[Tenant] = []  # users that wait to join, in order of arrival
+        self._turns: list[Tenant] = []  # users that wait for resources, in order of request
+        self._claims: dict[Tenant, Mapping[str, float]] = {}
         self._busy = False  # a thread starts or ends the cluster, without the lock
         self._ours = False  # whether this object started the cluster and ends it
         self._address: str | None = None
@@ -110,12 +112,12 @@ class Shared:
         self._watcher: threading.Thread | None = None
 
     @contextmanager
-    def joined(self, user: User, address: str | None, cpus: int) -> Iterator[None]:
+    def joined(self, user: Tenant, address: str | None, cpus: int) -> Iterator[None]:
         """Join the cluster for the block: at `address`, or a local one with at least `cpus` CPUs.
 
-        The last user ends it, unless it existed before. Raises `ConfigError` while runs are in a
-        cluster at another address, and within another such block, where the run would wait for
-        itself.
+        The last user ends the cluster, unless it existed before. Raises `ConfigError` while runs
+        are in a cluster at another address, and inside of another such block, where the caller
+        would wait for itself.
         """
         self._enter(user, address, cpus)
         token = _inside.set(True)
@@ -131,9 +133,9 @@ class Shared:
 
     @contextmanager
     def kept_warm(self, idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
-        """Keep cluster and engines for later runs within the block, whose end ends both.
+        """Keep cluster and engines for later runs within the block; both end with it.
 
-        An engine that waits longer than `idle_seconds` ends before.
+        An engine that waits longer than `idle_seconds` ends earlier.
         """
         self.warm.keep(idle_seconds)
         try:
@@ -146,7 +148,7 @@ class Shared:
     @contextmanager
     def admitted(
         self,
-        user: User,
+        user: Tenant,
         needs: Mapping[str, float],
         total: Mapping[str, float],
         kind: WarmKind | None = None,
@@ -171,7 +173,7 @@ class Shared:
                 self._changed.notify_all()
         try:
             with self.warm.lease(kind, most) as lease:
-                self._make_early_give_way(total)
+                self._end_prewarmed(total)
                 self._until_free(user, needs, {} if lease is None else lease.holds)
                 yield lease
         finally:
@@ -180,18 +182,18 @@ class Shared:
                 self._worked = True
                 self._changed.notify_all()
 
-    def begin_early(
+    def prewarm_engines(
         self,
         kind: WarmKind,
-        spec: EngineLaunch,
+        launch: EngineLaunch,
         count: int,
         total: Mapping[str, float],
         spare: Mapping[str, float],
-    ) -> EarlyHosts | None:
+    ) -> PrewarmedHosts | None:
         """Start `count` engines of a kind for a later run, or return None without room for them.
 
-        There must be room for them and `spare` that no run has or waits for. They hold no claim: a
-        run that needs their resources gets them.
+        Starts them only if no run and no such engine waits, and if the free resources cover them
+        and leave `spare` free. They hold no claim: a run that needs their resources gets them.
         """
         with self._changed:
             if self._turns or self.warm.waiting(kind):
@@ -199,7 +201,7 @@ class Shared:
             needs = {name: value * count for name, value in kind.takes.items()}
             for name, value in spare.items():
                 needs[name] = needs.get(name, 0.0) + value
-            for name, value in self.warm.early.items():
+            for name, value in self.warm.prewarmed_resources.items():
                 needs[name] = needs.get(name, 0.0) + value
             free = self.ray.free()
             if self._short(needs, total) or any(
@@ -207,14 +209,15 @@ class Shared:
             ):
                 return None
             self._worked = True  # so that a run of another kind waits until they have ended
-            return self.warm.start_early(kind, spec, count)
+            return self.warm.start_prewarmed(kind, launch, count)
 
-    def _make_early_give_way(self, total: Mapping[str, float]) -> None:
-        """End prewarmed engines if runs need their resources.
+    def _end_prewarmed(self, total: Mapping[str, float]) -> None:
+        """End prewarmed engines if they and the active runs need more than `total`.
 
-        Decides by claims, because Ray does not count a newly created actor yet.
+        Adds up what the runs have claimed (`_claims`) instead of asking Ray for free resources: Ray
+        does not count a newly created actor yet.
         """
-        early = self.warm.early
+        early = self.warm.prewarmed_resources
         if not early:
             return
         with self._changed:
@@ -228,8 +231,8 @@ class Shared:
 
     @contextmanager
     def visited(self) -> Iterator[bool]:
-        """Yield whether the process is in a cluster; it is not ended during the block."""
-        guest = User("a query of the cluster", works=False)
+        """Yield whether the process is in a cluster, and keep that cluster for the block."""
+        guest = Tenant("a query of the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
             counted = there and bool(self._users)
@@ -242,12 +245,12 @@ class Shared:
                 self._leave(guest)
 
     @contextmanager
-    def started_early(self, address: str | None, cpus: int) -> Iterator[None]:
+    def starting_cluster(self, address: str | None, cpus: int) -> Iterator[None]:
         """Start the cluster in a thread, and hold it until a run joins it or the block ends.
 
         A failed start is only logged, because the run tries again and reports it.
         """
-        user, over = User("the next run", works=False), threading.Event()
+        user, over = Tenant("the next run", works=False), threading.Event()
 
         def hold() -> None:
             try:
@@ -270,7 +273,7 @@ class Shared:
     def _working(self) -> bool:
         return any(user.works for user in self._users)
 
-    def stop_all(self, but: User | None = None) -> None:
+    def stop_all(self, but: Tenant | None = None) -> None:
         """Stop all runs of the process, waiting and active, except `but`."""
         with self._changed:
             for user in (*self._users, *self._door):
@@ -280,7 +283,7 @@ class Shared:
 
     # --- the door ---------------------------------------------------------------------------
 
-    def _enter(self, user: User, address: str | None, cpus: int) -> None:
+    def _enter(self, user: Tenant, address: str | None, cpus: int) -> None:
         if _inside.get():
             raise ConfigError(
                 f"{user.name} was started within another run, and each would wait for the other. "
@@ -318,7 +321,7 @@ class Shared:
                 if start:
                     self._start(address, cpus, user.access)
                 elif not self._users and not self._kept:  # started and ended by other code
-                    self._ours, self._worked = False, self.warm.kept
+                    self._ours, self._worked = False, self.warm.is_keeping
                 self._users.append(user)
             finally:
                 self._door.remove(user)
@@ -344,7 +347,7 @@ class Shared:
         self._ours, self._address, self._cpus = True, address, cpus
         self._worked = self.warm.adopt()
 
-    def _leave(self, user: User) -> None:
+    def _leave(self, user: Tenant) -> None:
         with self._changed:
             self._users.remove(user)
             try:
@@ -355,17 +358,23 @@ class Shared:
     @property
     def _kept(self) -> bool:
         """Return whether the cluster was started here and waits for its next run."""
-        return self._ours and self.warm.kept and self.ray.joined()
+        return self._ours and self.warm.is_keeping and self.ray.joined()
 
     def _outgrown(self, address: str | None, cpus: int) -> bool:
-        """Return whether the waiting cluster does not suit the next run."""
+        """Return whether a cluster kept for later runs does not suit the next one.
+
+        It is at another `address`, or a local one with fewer than `cpus` CPUs.
+        """
         if self._users or not self._kept:
             return False
         return address != self._address or (address is None and cpus > self._cpus)
 
     def _end_unused(self, outgrown: bool = False) -> None:
-        """End a cluster that was started here and that nobody uses or keeps."""
-        if self._busy or self._users or not self._ours or (self.warm.kept and not outgrown):
+        """End the cluster if it was started here and no run uses it.
+
+        A cluster that is kept for later runs ends only if `outgrown` (`_outgrown`).
+        """
+        if self._busy or self._users or not self._ours or (self.warm.is_keeping and not outgrown):
             return
         self._ours = False
         with self._unlocked():
@@ -387,7 +396,7 @@ class Shared:
 
     # --- turns ------------------------------------------------------------------------------
 
-    def _wait(self, user: User, ready: Callable[[], bool], why: Callable[[], str]) -> None:
+    def _wait(self, user: Tenant, ready: Callable[[], bool], why: Callable[[], str]) -> None:
         reason = ""
         try:
             while True:
@@ -410,7 +419,7 @@ class Shared:
             for name, need in needs.items()
         )
 
-    def _why(self, user: User, needs: Mapping[str, float], total: Mapping[str, float]) -> str:
+    def _why(self, user: Tenant, needs: Mapping[str, float], total: Mapping[str, float]) -> str:
         resources = ", ".join(
             f"{need:g} of {total.get(name, 0.0):g} {name}s" for name, need in needs.items() if need
         )
@@ -423,16 +432,17 @@ class Shared:
         )
 
     def _until_free(
-        self, user: User, needs: Mapping[str, float], holds: Mapping[str, float]
+        self, user: Tenant, needs: Mapping[str, float], holds: Mapping[str, float]
     ) -> None:
-        """Wait until Ray reports the needs as free, except those that the run `holds` already.
+        """Wait until Ray reports `needs` as free, except what the run `holds` already.
 
-        Actors of an ended run release their resources with a delay. Ends idle engines if needed.
+        Actors of an ended run release their resources with a delay, so the wait is limited. Ends
+        idle engines if needed.
         """
         with self._changed:
             if not self._worked:
                 return
-            until = time.monotonic() + (BESIDE if len(self._claims) > 1 else LET_GO)
+            until = time.monotonic() + (BUSY_WAIT_SECONDS if len(self._claims) > 1 else LET_GO)
         while not user.stopped.is_set():
             free = self.ray.free()
             short = {
@@ -455,8 +465,8 @@ class Shared:
     def _watch(self) -> None:
         """Watch the main thread, which receives signals, on behalf of runs in other threads.
 
-        A caller that waits for its threads there (Prefect's task runner, an executor) would never
-        notify them.
+        A main thread that waits for its threads (Prefect's task runner, an executor) would never
+        notify them of a signal.
         """
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return

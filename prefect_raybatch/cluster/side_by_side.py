@@ -8,9 +8,15 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from prefect_raybatch.cluster.connect import SHARED, address_of, capacity, connected, usable_cpus
-from prefect_raybatch.cluster.early import current_early
-from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.cluster.connect import (
+    CLUSTER_SESSION,
+    address_of,
+    capacity,
+    connected,
+    usable_cpus,
+)
+from prefect_raybatch.cluster.prewarm import current_prewarming
+from prefect_raybatch.cluster.sharing import Tenant
 from prefect_raybatch.errors import ClusterUnavailable, RayBatchError
 from prefect_raybatch.source.cuts import Everywhere
 from prefect_raybatch.source.side_copies import in_threads
@@ -29,10 +35,10 @@ TASK_RETRIES = 3  # of an item if its worker or node dies; errors of the work ar
 
 @contextmanager
 def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Everywhere]:
-    """Yield what copies `size` bytes of input: tasks on the cluster, or threads of this process.
+    """Yield a function that runs copies in parallel: as tasks on the cluster, or in threads here.
 
-    Uses the cluster if it is remote, if the input is large enough, and if all of it is `reachable`
-    from there. A cluster started on this machine would not be faster than threads.
+    Uses the cluster if it is remote, the input of `size` bytes is large enough, and all of it is
+    `reachable` from there. A local cluster would not be faster than threads.
     """
     workers = 0
     with ExitStack() as stack:
@@ -40,7 +46,7 @@ def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Ev
             workers = stack.enter_context(workers_for(cluster, size, "snapshot"))
         if workers > 1:
             log.info("copying the input on %s of the cluster", counted(workers, "CPU"))
-            early = current_early()
+            early = current_prewarming()
             room = None if early is None else partial(early.copy_room, workers)
             yield partial(_everywhere, TASKS_A_CPU * workers, room)
         else:
@@ -54,7 +60,7 @@ def _everywhere(
     items: Iterable[Item],
     size: int,
 ) -> Generator[tuple[int, Value], None, None]:
-    yield from side_by_side(partial(_numbered, work), enumerate(items), at_once, room)
+    yield from run_in_parallel(partial(_numbered, work), enumerate(items), at_once, room)
 
 
 def _numbered(work: Callable[[Item], Value], item: tuple[int, Item]) -> tuple[int, Value]:
@@ -68,7 +74,7 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
     `made` names the work for logs and for other users of the cluster. The process is in the cluster
     for the block. If the cluster does not answer, the work is done here.
     """
-    with SHARED.visited() as there:
+    with CLUSTER_SESSION.visited() as there:
         if there:
             yield int(capacity().cpus) if size >= WORTH_A_TASK else 0
             return
@@ -77,7 +83,7 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
         # A cluster with a job server cannot be joined from here.
         if size >= WORTH_A_START and not cluster.access.remote:
             try:
-                found = stack.enter_context(connected(cluster, User(f"{cluster.name}: {made}")))
+                found = stack.enter_context(connected(cluster, Tenant(f"{cluster.name}: {made}")))
                 # A local cluster may claim more CPUs than the machine has.
                 here = address_of(cluster) is None
                 workers = int(min(found.cpus, usable_cpus()) if here else found.cpus)
@@ -86,7 +92,7 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
         yield workers
 
 
-def side_by_side(
+def run_in_parallel(
     work: Callable[[Item], Value],
     items: Iterator[Item],
     at_once: int,
@@ -94,9 +100,10 @@ def side_by_side(
 ) -> Iterator[Value]:
     """Yield `work(item)` for each item as it completes, in any order, as Ray tasks of one CPU each.
 
-    At most `at_once` are in progress, or as many as `room` currently returns. The first error is
-    raised here; then no further item starts, and running tasks are cancelled. Two tasks may work on
-    an item at the same time, because Ray repeats it if its worker or node is lost.
+    At most `at_once` items are in progress, or as many as `room()` returns at the moment, if it is
+    given and returns a number. The first error is raised here; then no further item starts, and
+    running tasks are cancelled. Two tasks may work on one item at once, because Ray repeats it if
+    its worker or node is lost.
     """
     import ray
 
@@ -127,7 +134,7 @@ def _done(work: Callable[[Item], Value], item: Item) -> Value | RayBatchError:
 
 
 def _next(under_way: set[Any]) -> Any:
-    """Return the result of the first completed item and remove it; raise its error."""
+    """Take the first completed task from `under_way`; return its result or raise its error."""
     import ray
 
     (first,), _ = ray.wait(list(under_way), num_returns=1)

@@ -20,19 +20,19 @@ def engines_to_plan_for(spec: SizeSpec, where: ClusterSpec) -> int:
     return sizing.expected_engines(spec, cluster.glance(where))
 
 
-def for_attempt(spec: SizeSpec, plan: Plan, have: Capacity) -> Sizing:
+def for_attempt(spec: SizeSpec, plan: Plan, capacity: Capacity) -> Sizing:
     """Return the sizes of an attempt at a planned run."""
-    model, unknown = model_sizes(spec, plan.model, have)
+    model, unknown = model_sizes(spec, plan.model, capacity)
     return sizing.sizes_of(
-        spec, plan.rows, plan.row_bytes, have, model, unknown, planned=plan.rows_per_shard
+        spec, plan.rows, plan.row_bytes, capacity, model, unknown, planned=plan.rows_per_shard
     )
 
 
 def model_sizes(
-    spec: SizeSpec, model: models.PinnedModel, have: Capacity
+    spec: SizeSpec, model: models.PinnedModel, capacity: Capacity
 ) -> tuple[memory.Model | None, str]:
-    """Return the model's GPU memory, or why it is unknown; None on a CPU, which needs none."""
-    if spec.device_for(have.gpus) == "cpu":
+    """Return (GPU memory of the model, ""); (None, reason) if unknown, (None, "") on a CPU."""
+    if spec.device_for(capacity.gpus) == "cpu":
         return None, ""
     try:
         config, stored = models.read_config(model)
@@ -43,7 +43,10 @@ def model_sizes(
 
 
 def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
-    """Return the capacity of a cluster, or an assumed one with the reason why it is unknown."""
+    """Return (capacity, errors): the capacity of a cluster, or an assumed one if it is unknown.
+
+    `errors` has the error of a failed query, if any.
+    """
     if cluster.address_of(where):
         try:
             with cluster.connected(where) as capacity:
@@ -53,10 +56,10 @@ def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, l
     return cluster.glance(where) or sizing.assumed(spec), []
 
 
-def checked_needs(spec: SizeSpec, have: Capacity, size: Sizing, wrong: list[str]) -> JsonObject:
-    if not have.assumed:
+def checked_needs(spec: SizeSpec, capacity: Capacity, size: Sizing, wrong: list[str]) -> JsonObject:
+    if not capacity.assumed:
         try:
-            cluster.check_fit(spec, have, size.pool)
+            cluster.check_fit(spec, capacity, size.pool)
         except InsufficientResources as error:
             wrong.append(str(error))
     return asdict(cluster.needs(spec, size.pool))

@@ -52,7 +52,7 @@ class WarmKind:
     arguments: EngineFields = field(default_factory=dict, compare=False, repr=False)
     base: str = field(default="", compare=False)
 
-    def beside(self, other: WarmKind) -> str:
+    def differing_arguments(self, other: WarmKind) -> str:
         """Return the vLLM arguments that differ from another kind's, with credentials masked.
 
         Return "" if the kinds also differ in something else.
@@ -72,33 +72,33 @@ class HostAccess(Protocol):
     """The operations on actors that hold engines."""
 
     def make(self, kind: WarmKind) -> object:
-        """Start an actor, whose engine starts with the first run."""
+        """Start an actor for an engine of a `kind`; the engine starts with the first run."""
 
-    def begin(self, host: object, spec: EngineLaunch) -> object:
-        """Start its engine before a run leases it; return a handle for `begun`."""
+    def begin(self, host: object, launch: EngineLaunch) -> object:
+        """Start the engine of an actor before a run leases it; return a handle for `begun`."""
 
     def begun(self, starts: Sequence[object]) -> bool:
         """Return whether all these starts have ended, successfully or not."""
 
     def idle(self, hosts: Sequence[object]) -> list[bool]:
-        """Return for each whether it is alive and empty, on a node that is not being drained."""
+        """Return for each host whether it is alive and empty, and its node is not being drained."""
 
     def leaving(self, hosts: Sequence[object]) -> list[bool]:
-        """Return for each whether its node is being drained."""
+        """Return for each host whether its node is being drained."""
 
-    def found(self) -> Sequence[tuple[WarmKind, object]]:
-        """Return the actors that earlier commands left for this process."""
+    def leftover_hosts(self) -> Sequence[tuple[WarmKind, object]]:
+        """Return (kind, actor) of the engines that earlier commands left for this process."""
 
     def end(self, hosts: Sequence[object], kindly: bool) -> None:
-        """End the actors; `kindly`: let each close its engine first."""
+        """End the actors; with `kindly`, let each close its engine first."""
 
 
 @dataclass(eq=False)
-class _Kept:
+class _IdleHost:
     kind: WarmKind
     host: object
     since: float
-    early: bool = False  # prewarmed for a run that is still being planned
+    is_prewarmed: bool = False  # prewarmed for a run that is still being planned
 
 
 class WarmEngines:
@@ -107,13 +107,13 @@ class WarmEngines:
     def __init__(self, access: HostAccess, clock: Callable[[], float] = time.monotonic):
         self.access, self.clock = access, clock
         self._lock = threading.Lock()
-        self._idle: list[_Kept] = []
+        self._idle: list[_IdleHost] = []
         self._keepers: list[float] = []  # the `idle_seconds` of each `keep` in effect
         self._over = threading.Event()
 
     @property
-    def kept(self) -> bool:
-        """Return whether engines wait for another run."""
+    def is_keeping(self) -> bool:
+        """Return whether a `keep` is in effect, so that engines wait for another run."""
         return bool(self._keepers)
 
     def keep(self, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -129,7 +129,7 @@ class WarmEngines:
         ).start()
 
     def drop(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """Undo a `keep`; the last one ends all waiting engines."""
+        """Undo a `keep` with these `idle_seconds`; the last `drop` ends all waiting engines."""
         with self._lock:
             self._keepers.remove(idle_seconds)
             if self._keepers:
@@ -143,14 +143,14 @@ class WarmEngines:
 
         Yields None if no engines are kept and none was prewarmed, or if the kind cannot be kept.
         """
-        mine: list[_Kept] = []
+        mine: list[_IdleHost] = []
         others: set[str] = set()
         if kind is not None:
             with self._lock:
                 mine = [one for one in self._idle if one.kind == kind][:most]
                 self._idle = [one for one in self._idle if one not in mine]
-                kept = [one for one in self._idle if not one.early]
-                others = {one.kind.beside(kind) for one in kept if one.kind != kind}
+                kept = [one for one in self._idle if not one.is_prewarmed]
+                others = {one.kind.differing_arguments(kind) for one in kept if one.kind != kind}
         if kind is None or not (mine or self._keepers):
             yield None
             return
@@ -160,7 +160,7 @@ class WarmEngines:
                 "these in `engine` of both jobs",
                 "; or ".join(differences),
             )
-        early = [one.host for one in mine if one.early]
+        early = [one.host for one in mine if one.is_prewarmed]
         lease = WarmLease(self.access, kind, [one.host for one in mine], early)
         if len(mine) > len(early):
             used = counted(len(mine) - len(early), "engine")
@@ -180,7 +180,7 @@ class WarmEngines:
         self.access.end([host for host in hosts if host not in free], kindly=False)
         with self._lock:
             if kept := bool(self._keepers):
-                self._idle += [_Kept(lease.kind, host, self.clock()) for host in free]
+                self._idle += [_IdleHost(lease.kind, host, self.clock()) for host in free]
         if not kept:
             self.access.end(free, kindly=True)
 
@@ -195,30 +195,35 @@ class WarmEngines:
         with self._lock:
             return sum(one.kind == kind for one in self._idle)
 
-    def start_early(self, kind: WarmKind, spec: EngineLaunch, count: int) -> EarlyHosts:
+    def start_prewarmed(self, kind: WarmKind, launch: EngineLaunch, count: int) -> PrewarmedHosts:
         """Start `count` engines for a later run, which leases them by their kind."""
-        early = EarlyHosts(self.access)
+        early = PrewarmedHosts(self.access)
         for _ in range(count):
             host = self.access.make(kind)
             with self._lock:
-                self._idle.append(_Kept(kind, host, self.clock(), early=True))
-            early.add(host, self.access.begin(host, spec))
+                self._idle.append(_IdleHost(kind, host, self.clock(), is_prewarmed=True))
+            early.add(host, self.access.begin(host, launch))
         return early
 
     @property
-    def early(self) -> dict[str, float]:
+    def prewarmed_resources(self) -> dict[str, float]:
         """Return the resources of prewarmed engines that no run has taken yet."""
         held: Counter[str] = Counter()
         with self._lock:
             for one in self._idle:
-                if one.early:
+                if one.is_prewarmed:
                     held.update(one.kind.takes)
         return dict(held)
 
-    def end_early(self, early: EarlyHosts, but: int = 0) -> int:
-        """End the prewarmed engines that no run has taken, except `but`; return how many."""
+    def end_prewarmed(self, early: PrewarmedHosts, but: int = 0) -> int:
+        """End the engines of `early` that no run has taken, except `but` of them.
+
+        Return how many were ended.
+        """
         with self._lock:
-            untaken = [one for one in self._idle if one.early and one.host in early.hosts][but:]
+            untaken = [one for one in self._idle if one.is_prewarmed and one.host in early.hosts][
+                but:
+            ]
             self._idle = [one for one in self._idle if one not in untaken]
         if untaken:  # an engine that is still starting cannot be asked to close
             self.access.end([one.host for one in untaken], kindly=early.begun())
@@ -227,7 +232,7 @@ class WarmEngines:
     def make_room(self, short: Mapping[str, float]) -> bool:
         """End idle engines, the longest idle first, until their resources cover `short`.
 
-        Return whether any was ended.
+        `short` is how much of each resource is lacking. Return whether any engine was ended.
         """
         left = {name: need for name, need in short.items() if need > 0}
         gone = []
@@ -247,7 +252,7 @@ class WarmEngines:
         with self._lock:
             longest = max(self._keepers, default=0.0)
             waited = [one for one in self._idle if self.clock() - one.since >= longest]
-            gone = [one for one in waited if not one.early]  # their time limit is in `early`
+            gone = [one for one in waited if not one.is_prewarmed]  # their time limit is in `early`
             left = self._idle = [one for one in self._idle if one not in gone]
         self._end(gone, f"no run needed them for {longest:g} s")
         leaving = self.access.leaving([one.host for one in left]) if left else []
@@ -264,14 +269,16 @@ class WarmEngines:
         self._end(gone, "no further run is expected")
 
     def forget(self) -> None:
-        """Forget everything, because the cluster is gone or other commands use its engines."""
+        """Forget all waiting engines: the cluster is gone, or other commands use them."""
         with self._lock:
             self._idle.clear()
 
     def adopt(self) -> bool:
-        """Add the engines that earlier commands left in this cluster; return whether any was."""
+        """Add engines that earlier commands left in this cluster; return whether there are any."""
         try:
-            found = [_Kept(kind, host, self.clock()) for kind, host in self.access.found()]
+            found = [
+                _IdleHost(kind, host, self.clock()) for kind, host in self.access.leftover_hosts()
+            ]
         except Exception as error:
             log.info("engines of earlier commands cannot be used: %s", error)
             return False
@@ -279,7 +286,7 @@ class WarmEngines:
             self._idle += found
         return bool(found)
 
-    def _end(self, gone: Sequence[_Kept], why: str) -> None:
+    def _end(self, gone: Sequence[_IdleHost], why: str) -> None:
         if gone:
             log.info("%s ended: %s", counted(len(gone), "idle engine"), why)
             self.access.end([one.host for one in gone], kindly=True)
@@ -289,7 +296,7 @@ class WarmEngines:
             self.tidy()
 
 
-class EarlyHosts:
+class PrewarmedHosts:
     """Engines that were started before their run was planned."""
 
     def __init__(self, access: HostAccess):
@@ -302,7 +309,7 @@ class EarlyHosts:
         self._starts.append(start)
 
     def begun(self) -> bool:
-        """Return whether all have started, or failed to start."""
+        """Return whether each engine has started or failed to start."""
         return self.access.begun(self._starts)
 
 

@@ -22,7 +22,7 @@ from prefect_raybatch.ledger.failures import (
     Loss,
 )
 from prefect_raybatch.ledger.records import digest
-from prefect_raybatch.stages.block import lost_all, passes_by
+from prefect_raybatch.stages.block import is_passthrough, lost_block_like
 from prefect_raybatch.stages.engine import GIVEN_BACK, EngineLaunch
 
 log = logging.getLogger(__name__)
@@ -34,25 +34,26 @@ HOST_CALLS = 64  # minimum number of blocks, so that runs with other numbers can
 
 
 def warm_kind(
-    engine: type, spec: EngineLaunch, resources: ActorOptions, calls: int
+    engine: type, launch: EngineLaunch, resources: ActorOptions, calls: int
 ) -> WarmKind | None:
-    """Return the kind of an engine with this spec and these Ray `resources`.
+    """Return the kind of engines of the stage `engine`, started with `launch` on Ray `resources`.
 
-    None if runs cannot share it, because a user's logits processor may keep state.
+    `calls` is the number of blocks in the engine at once. None if runs cannot share it: a user's
+    logits processor may keep state, and arguments that are objects cannot be compared.
     """
-    if spec.arguments.get("logits_processors"):
+    if launch.arguments.get("logits_processors"):
         return None
     counts = {
         "engine": f"{engine.__module__}.{engine.__qualname__}",
         # An engine loads adapters on demand, so they are not part of its kind.
-        "model": {name: value for name, value in spec.model.items() if name != "adapters"},
-        "arguments": spec.arguments,
-        "env": spec.env,
-        "engines_per_gpu": spec.engines_per_gpu,
-        "gpu_bytes": spec.gpu_bytes,
-        "share": spec.share,
-        "hang_seconds": spec.hang_seconds,
-        "encodes": spec.encodes,
+        "model": {name: value for name, value in launch.model.items() if name != "adapters"},
+        "arguments": launch.arguments,
+        "env": launch.env,
+        "engines_per_gpu": launch.engines_per_gpu,
+        "gpu_bytes": launch.gpu_bytes,
+        "share": launch.share,
+        "hang_seconds": launch.hang_seconds,
+        "encodes": launch.encodes,
         "resources": resources,
     }
     try:
@@ -65,7 +66,7 @@ def warm_kind(
     options = {**resources, "max_restarts": -1, "max_task_retries": 0}
     takes = {"CPU": float(resources.get("num_cpus", 0)), "GPU": float(resources.get("num_gpus", 0))}
     most = max(HOST_CALLS, calls) + SPARE_CALLS
-    return WarmKind(key, engine, options, most, takes, spec.arguments, base)
+    return WarmKind(key, engine, options, most, takes, launch.arguments, base)
 
 
 class EngineHost:
@@ -73,7 +74,8 @@ class EngineHost:
 
     A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it
     blocks. `leaving` returns, in the actor, whether its node is being drained: then it accepts no
-    more blocks and no run. `kind` is that of an engine that outlasts its command.
+    more blocks and no run. `kind` is the kind of an engine that outlasts its command, None for
+    others.
     """
 
     def __init__(
@@ -90,7 +92,10 @@ class EngineHost:
         self._inside = 0
 
     def take(self, token: str, by: str) -> bool:
-        """Give this engine to an actor if it is the first of its pass; return whether it is."""
+        """Claim this engine for the Forwarder `by` of a pass; return whether that succeeds.
+
+        It fails if another Forwarder of the pass has the engine, or if its node is being drained.
+        """
         if self.leaves():
             return False
         with self._lock:
@@ -99,8 +104,8 @@ class EngineHost:
             self._token, self._by = token, by
             return True
 
-    def begin(self, token: str, spec: EngineLaunch) -> None:
-        """Start or reconfigure the engine for that pass; return once it is ready."""
+    def begin(self, token: str, launch: EngineLaunch) -> None:
+        """Start or reconfigure the engine for the pass `token`; return once it is ready."""
         with self._begins:
             if self._ready == token:
                 return
@@ -112,9 +117,9 @@ class EngineHost:
             if self.stage is not None and (left or not hasattr(self.stage, "take_over")):
                 self._end_stage()
             if self.stage is None:
-                self.stage = self.engine(spec)
+                self.stage = self.engine(launch)
             else:
-                self.stage.take_over(spec)
+                self.stage.take_over(launch)
             self._ready = token
 
     def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
@@ -136,9 +141,9 @@ class EngineHost:
                 self._inside -= 1
 
     def described(self) -> tuple[WarmKind | None, str]:
-        """Return its kind and the name of its model, "" before the first run."""
-        spec: EngineLaunch | None = getattr(self.stage, "spec", None)
-        return self.kind, str(spec.model.get("source")) if spec is not None else ""
+        """Return `kind` and the name of the engine's model, "" before the first run."""
+        launch: EngineLaunch | None = getattr(self.stage, "launch", None)
+        return self.kind, str(launch.model.get("source")) if launch is not None else ""
 
     def is_idle(self) -> bool:
         """Return whether another run can use it: it is empty, and its node is not being drained."""
@@ -165,9 +170,10 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """Limits on the deaths of an engine's process in one pass, since Ray restarts it without limit.
+    """Numbers of deaths of an engine's process at which a pass gives it up; Ray has no limit.
 
-    `starting` counts deaths while it starts, `in_a_row` deaths without an answered block between.
+    `starting` counts deaths during one start, `in_a_row` deaths without an answered block in
+    between.
     """
 
     starting: int
@@ -179,14 +185,14 @@ class Forwarder:
 
     It holds no resources; the hosts do. If the node of its engine is being drained, `made` creates
     another engine of the `kind`, which takes the remaining blocks and ends with the pass. `leaving`
-    returns whether this actor's own node is being drained: then its blocks fail, for its
-    replacement elsewhere. `restarts` returns how often Ray has restarted a host. Once its process
-    has died more often than `most` allows, every further block fails immediately.
+    returns whether this actor's own node is being drained: then its blocks fail, and its
+    replacement on another node gets them. `restarts` returns how often Ray has restarted a host.
+    Once the host's process has died as often as `most` says, every further block fails immediately.
     """
 
     def __init__(
         self,
-        spec: EngineLaunch,
+        launch: EngineLaunch,
         hosts: Sequence[Host],
         token: str,
         kind: WarmKind,
@@ -197,7 +203,7 @@ class Forwarder:
     ):
         import ray
 
-        self.spec, self.token = spec, token
+        self.launch, self.token = launch, token
         self.kind, self._made, self._leaving = kind, made, leaving
         # The id survives a restart of this actor, which so finds its host again.
         self.id = ray.get_runtime_context().get_actor_id() or ""
@@ -206,15 +212,15 @@ class Forwarder:
         self._alive_at = 0  # restarts of the host at its last answer
         self._answered = False  # whether it has answered since its last death
         self._lock = threading.Lock()
-        self.host = self._found(list(hosts))
+        self.host = self._claim_host(list(hosts))
         self._alive_at = restarts(self.host)
         self._begun = False
         self._begin()
 
-    def _found(self, hosts: list[Host]) -> Host:
-        """Return a host that no other forwarder of the pass has, running ones first.
+    def _claim_host(self, hosts: list[Host]) -> Host:
+        """Claim a host for this forwarder, the first to answer; return it.
 
-        If others have all of them (this forwarder replaces a dead one), return any.
+        If other forwarders hold all hosts (this one replaces a dead one), return any of them.
         """
         import ray
         from ray.exceptions import RayActorError
@@ -244,7 +250,7 @@ class Forwarder:
             before = self._restarts(self.host)
             while not self._begun:
                 try:
-                    ray.get(self.host.begin.remote(self.token, self.spec))
+                    ray.get(self.host.begin.remote(self.token, self.launch))
                     self._begun = True
                 except ActorUnavailableError as error:
                     died = self._restarts(self.host) - before
@@ -252,7 +258,7 @@ class Forwarder:
                         self._gone = Loss(
                             STARTED_AND_DIED,
                             f"an engine's process died while starting, {died} times in a row: "
-                            f"{_how_it_died(error)}",
+                            f"{_death_text(error)}",
                         )
                         return
                     time.sleep(REACH_AGAIN)
@@ -272,18 +278,18 @@ class Forwarder:
         import ray
         from ray.exceptions import RayActorError
 
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         try:
             while True:
                 self._begin()
                 if self._gone is not None:
-                    return lost_all(table, self._gone)
+                    return lost_block_like(table, self._gone)
                 host = self.host
                 made = ray.get(host.answer.remote(self.token, table))
                 if made is False:
                     if self._leaving():
-                        return lost_all(table, GIVEN_BACK)
+                        return lost_block_like(table, GIVEN_BACK)
                     self._move(host)
                 elif made is not None:
                     self._answered = True
@@ -293,10 +299,10 @@ class Forwarder:
         except RayActorError as error:
             self._begun = False
             if "node has died" in str(error):
-                return lost_all(table, NODE_LOST)
+                return lost_block_like(table, NODE_LOST)
             self._count_death(host, error)
             # The death is already counted in Ray's table of actors.
-            return lost_all(table, Loss(ENGINE_DIED, _how_it_died(error), counted=True))
+            return lost_block_like(table, Loss(ENGINE_DIED, _death_text(error), counted=True))
 
     def _count_death(self, host: Host, error: Exception) -> None:
         """Give up the host if it died too often without an answered block in between."""
@@ -311,7 +317,7 @@ class Forwarder:
                 self._gone = Loss(
                     ENGINES_DIED,
                     f"an engine died {died} times in a row without an answer in between: "
-                    f"{_how_it_died(error)}",
+                    f"{_death_text(error)}",
                 )
 
 
@@ -326,6 +332,6 @@ def _end_when_empty(host: Host) -> None:
         ray.kill(host)
 
 
-def _how_it_died(error: Exception) -> str:
+def _death_text(error: Exception) -> str:
     message = " ".join(str(error).split())
     return f"the process of the engine's actor ended: {message[:300]}"

@@ -21,10 +21,10 @@ NAMESPACE = "raybatch"  # of the actors that outlast their command
 
 
 class RayHosts:
-    """The actors in the cluster that this process has joined.
+    """The actors with engines in the cluster that this process has joined: `HostAccess` by Ray.
 
-    With `outlast`, those that it starts are found by later processes. `waiting` says whether
-    engines of earlier processes may be there.
+    If `outlast` is set, later processes find the actors that this one starts. `waiting` says
+    whether the cluster may have engines of earlier processes.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class RayHosts:
     def standing(self, end_silent: bool = True) -> list[tuple[WarmKind, Host, str]]:
         """Return (kind, actor, model) of the engines that outlasted their command.
 
-        `end_silent` ends those that do not answer. While a command uses the cluster, they may be
-        starting.
+        `end_silent` ends those that do not answer. Pass False while a command uses the cluster,
+        since they may be starting.
         """
         import ray
 
@@ -50,7 +50,7 @@ class RayHosts:
             self.end(silent, kindly=False)
         return [(a[0], host, a[1]) for host, a in pairs if isinstance(a, tuple)]
 
-    def found(self) -> list[tuple[WarmKind, Host]]:
+    def leftover_hosts(self) -> list[tuple[WarmKind, Host]]:
         return [(kind, host) for kind, host, _ in self.standing()] if self.outlast else []
 
     def make(self, kind: WarmKind) -> Host:
@@ -68,8 +68,8 @@ class RayHosts:
         actor = made.options(**options, max_concurrency=kind.calls)
         return actor.remote(kind.engine, node_is_leaving, kind if self.outlast else None)
 
-    def begin(self, host: Host, spec: EngineLaunch) -> object:
-        return host.begin.remote(EARLY, spec)
+    def begin(self, host: Host, launch: EngineLaunch) -> object:
+        return host.begin.remote(EARLY, launch)
 
     def begun(self, starts: Sequence[object]) -> bool:
         import ray
@@ -94,7 +94,7 @@ class RayHosts:
                 ray.kill(host)
 
     def _asked(self, calls: Sequence[tuple[Host, str]], seconds: float) -> list[object]:
-        """Return the answers of the hosts, all within `seconds`; errors in place of answers."""
+        """Call a method of each host, all within `seconds`; return the results or exceptions."""
         import ray
 
         found: list[object] = []

@@ -1,4 +1,4 @@
-"""The threshold of a cascade from the answers of both its models to a sample."""
+"""Finds the threshold of a cascade from the answers of both its models to a sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from prefect_raybatch.compare.sample import compared_columns
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.sizing.agreement import CONFIDENCE, least_sample
+from prefect_raybatch.sizing.agreement import (
+    CONFIDENCE,
+    comparable_rows,
+    least_sample,
+    unanswered_text,
+)
 from prefect_raybatch.sizing.threshold import TestedThreshold, find_threshold, thresholds
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.result import FinishSpec
@@ -23,10 +28,14 @@ from prefect_raybatch.words import counted
 
 @dataclass(frozen=True)
 class TunedCascade:
-    """The threshold found, None if none keeps the `agreement`, and the sample's figures.
+    """The outcome of the search for a cascade's threshold on a sample of rows.
 
-    `field` is the field of the threshold; `same` rows got the same answer of both models. `low` and
-    `high` are the ends of the exact 95 % interval of the share of rows that go to the larger model.
+    `found` is the threshold, None if none keeps the share `agreement` of the larger model's
+    answers. `field` is the job's field for the threshold, `at_most` the job's
+    `output.escalate.at_most`. Of `rows` compared rows, `same` got the same answer from both models;
+    `unanswered` further sampled rows got no answer of the larger model. With the threshold,
+    `escalated` of all sampled rows go to the larger model; `low` and `high` are the ends of the
+    exact 95 % interval of that share.
     """
 
     first: str
@@ -38,20 +47,29 @@ class TunedCascade:
     same: int
     found: TestedThreshold | None
     at_most: float
+    unanswered: int = 0
+    escalated: int = 0
     low: float = 0.0
     high: float = 0.0
 
     @property
     def changes(self) -> dict[str, float]:
-        """Return the field to set in the job."""
+        """Return {field: threshold} to set in the job; {} if none was found."""
         return {} if self.found is None else {self.field: self.found.below}
 
+    @property
+    def sampled(self) -> int:
+        """Return the number of sampled rows, compared or not."""
+        return self.rows + self.unanswered
+
     def lines(self) -> list[str]:
-        """Return the outcome in sentences."""
+        """Return sentences for the user that describe the outcome."""
         made = [
             f"{self.first} and {self.larger} gave the same answer to {self.same:,} of "
             f"{counted(self.rows, 'sampled row')} ({self.same / self.rows:.1%})"
         ]
+        if failed := unanswered_text(self.unanswered, "sampled row", "the larger model"):
+            made.append(f"{failed}, so these were not compared")
         if self.found is None:
             return [
                 *made,
@@ -63,7 +81,7 @@ class TunedCascade:
             f"{self.field}: {found.below:g}",
             f"with it, at least {found.bound:.2%} of the answers are those of {self.larger} "
             f"({self.confidence:.0%} confidence); this says nothing about whether they are right",
-            f"{self.larger} is asked about {found.escalated / found.rows:.1%} of the rows "
+            f"{self.larger} is asked about {self.escalated / self.sampled:.1%} of the rows "
             f"({self.low:.1%} to {self.high:.1%}, 95 % interval)",
         ]
         if self.at_most < self.high:
@@ -76,7 +94,10 @@ class TunedCascade:
 
 @dataclass(frozen=True)
 class SampleAnswers:
-    """A model's answers by row (None: failed), and how sure it was (as `find_threshold` takes)."""
+    """A model's answer to each sampled row (None: failed), and how sure it was of each.
+
+    `sureness` is float[rows], as in `find_threshold`.
+    """
 
     answers: list[Any]
     sureness: np.ndarray
@@ -89,7 +110,12 @@ class SampleAnswers:
         finish: FinishSpec,
         cascade: CascadeSpec | None = None,
     ) -> SampleAnswers:
-        """Read the result of a finished run; with `cascade`, it is that of the first model."""
+        """Return the answers in the result of a finished run.
+
+        For the run of a first model, give its `cascade`: `sureness` is then the cascade's measure
+        (probability or logprob), and minus infinity for a row that failed in a way that escalates
+        it. All other rows have infinite sureness.
+        """
         table = report.to_arrow(options)
         numbers = table[finish.row_number].to_pylist()
         rows = table.select(compared_columns(table.column_names, finish, ())).to_pylist()
@@ -110,17 +136,26 @@ class SampleAnswers:
 def threshold_of_sample(
     cascade: CascadeSpec, agreement: float, first: SampleAnswers, larger: SampleAnswers
 ) -> TunedCascade:
-    """Return the threshold found; raise `ConfigError` if the sample is too small to show any."""
-    rows, need = len(first.answers), least_sample(agreement, CONFIDENCE)
+    """Find the threshold of a cascade from the answers of both its models to the same rows.
+
+    Raises `ConfigError` if the sample is too small for any threshold to show the `agreement`.
+    """
+    compared = comparable_rows(larger.answers)
+    rows, need = int(compared.sum()), least_sample(agreement, CONFIDENCE)
+    unanswered = len(compared) - rows
     if rows < need:
+        failed = unanswered_text(unanswered, "sampled row", "the larger model")
         raise ConfigError(
             f"{counted(rows, 'row')} cannot show an agreement of {agreement:g}; at least "
-            f"{need:,} are needed. Lower --agreement, or read more rows"
+            f"{need:,} are needed{f', and {failed}' if failed else ''}. Lower --agreement, or read "
+            "more rows"
         )
-    agrees = np.array([a == b for a, b in zip(first.answers, larger.answers, strict=True)], bool)
+    equal = [a == b for a, b in zip(first.answers, larger.answers, strict=True)]
+    agrees = np.array(equal, bool)[compared]
     order = thresholds(str(cascade.measure))
-    found = find_threshold(first.sureness, agrees, agreement, CONFIDENCE, order)
-    low, high = interval(found.escalated, found.rows) if found is not None else (0.0, 0.0)
+    found = find_threshold(first.sureness[compared], agrees, agreement, CONFIDENCE, order)
+    escalated = 0 if found is None else int((first.sureness < found.below).sum())
+    low, high = interval(escalated, len(compared)) if found is not None else (0.0, 0.0)
     return TunedCascade(
         first=cascade.first_name,
         larger=cascade.larger_name,
@@ -131,6 +166,8 @@ def threshold_of_sample(
         same=int(agrees.sum()),
         found=found,
         at_most=cascade.at_most,
+        unanswered=unanswered,
+        escalated=escalated,
         low=low,
         high=high,
     )

@@ -15,8 +15,8 @@ from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.early_stop import (
     choice_of,
     label_cap,
-    labels_cut_short,
-    may_ask_rest,
+    labels_to_cut_short,
+    may_continue_answer,
     may_stop_early,
 )
 from prefect_raybatch.job.edits import first_of, larger_of
@@ -43,18 +43,19 @@ from prefect_raybatch.spec.sizes import Grammar, RowSpec, SizeSpec
 
 # Fields of `output` whose default names get a suffix where the input has a column of that name:
 # the result of one job is the input of the next, and has both.
-GIVE_WAY = ("row_number", "column")
+AUTO_RENAMED_COLUMNS = ("row_number", "column")
 
 
 @dataclass(frozen=True)
 class Planned:
     """The parts of a run that its plan fixes: a resumed run takes them from here.
 
-    The files and classes that its job names may have changed since. `context` is the context length
-    that `auto` resolved to; `schema` and `chat_template` are the texts that were read from files or
-    classes; None where the job does not use them. `names` maps a field of GIVE_WAY to the name that
-    its column got, {} if none was renamed. `layout` is that of the result's files. `check` is how
-    many rows both models of a cascade answer: all attempts must choose the same random sample.
+    The files and classes that the job names may have changed since the plan was made. `context` is
+    the context length that `auto` resolved to; `schema` and `chat_template` are the texts that were
+    read from files or classes; each is None if the job does not use it. `names` maps a field of
+    AUTO_RENAMED_COLUMNS (row_number, column) to the column name that the plan has for it; a missing
+    field has its default name. `layout` is the layout of the result's files. `check` is how many
+    rows both models of a cascade answer: all attempts must choose the same random sample.
     """
 
     context: int | None
@@ -71,7 +72,7 @@ class Planned:
             context=None if context is None else context["max_model_len"],
             schema=plan.parts.get("output.schema_model"),
             chat_template=plan.parts.get("prompt.chat_template"),
-            names={f: kept[f] for f in GIVE_WAY if isinstance(kept.get(f), str)},
+            names={f: kept[f] for f in AUTO_RENAMED_COLUMNS if isinstance(kept.get(f), str)},
             layout=layout_spec(output),
             check=output.escalate.check,
         )
@@ -82,11 +83,11 @@ def compile_job(
 ) -> RunSpec:
     """Return the spec of a run of the job.
 
-    `columns` are those of the input, None if they are not known yet: the result then keeps all that
-    the job does not exclude by name. `planned` is what the run's plan settled; without it the job's
-    chat template and answer schema are read now.
+    `columns` are the input's columns, None if they are not known yet: the result then keeps all
+    that the job does not exclude by name. `planned` is what the run's plan settled; without it the
+    job's chat template and answer schema are read now.
 
-    Raises `CorruptRun` if the plan lacks what the job left to it.
+    Raises `CorruptRun` if the plan lacks a decision that the job leaves to it.
     """
     if job.output.escalate.engine is not None:
         return _compile_cascade(job, columns, planned)
@@ -121,7 +122,7 @@ def compile_job(
 def _compile_cascade(
     job: BatchJob, columns: Sequence[str] | None, planned: Planned | None
 ) -> RunSpec:
-    """Return the spec of the larger model of a cascade, with that of the first one in `first`."""
+    """Return the spec of a cascade's larger model; its `first` is the spec of the first model."""
     first, larger = first_of(job), larger_of(job)
     when, output = job.output.escalate.when, job.output
     measure, below, column = None, None, ""
@@ -161,12 +162,12 @@ def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
 
 
 def compile_plan(plan: Plan) -> RunSpec:
-    """Return the spec of a planned run by its plan alone; it has no keys of stores."""
+    """Return the spec of a planned run from its plan alone, so without credentials."""
     return compile_planned(planned_job(plan), plan)
 
 
 def planned_job(plan: Plan) -> BatchJob:
-    """Return the job as the plan of its run keeps it, without keys."""
+    """Return the job as the plan of its run keeps it, without credentials."""
     return BatchJob.from_dict(plan.job, "plan.json")
 
 
@@ -314,7 +315,10 @@ def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
 def finish_spec(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> FinishSpec:
-    """Return the columns of the result, for an input with these columns."""
+    """Return the columns of the result, for an input with these `columns` (None: not known yet).
+
+    Names that the plan fixed are taken from `planned`.
+    """
     output, kept = job.output, _kept(job, columns)
     names = planned.names if planned is not None else free_names(job, columns or ())
     schema = _schema(output, planned)
@@ -337,15 +341,19 @@ def finish_spec(
 
 
 def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
-    """Return {`_row`: `_row_2`} (or `_row_3`, ...) if the result keeps an input column `_row`.
+    """Return {field of `output`: free name} where a kept input column has the default name.
 
-    Likewise for `response`. Only default names are changed.
+    The fields are those of AUTO_RENAMED_COLUMNS: {"row_number": "_row_2"}, for example, if the
+    result keeps an input column `_row`. `_named` uses a free name only if the job keeps the
+    default.
     """
     free: dict[str, str] = {}
     kept = _kept(job, columns)
     kept = columns if kept is None else kept
     # A function gets the answer under output.column, whatever the input has under that name.
-    for field in GIVE_WAY if job.output.postprocess is None else GIVE_WAY[:1]:
+    for field in (
+        AUTO_RENAMED_COLUMNS if job.output.postprocess is None else AUTO_RENAMED_COLUMNS[:1]
+    ):
         usual = Output.model_fields[field].default
         if usual in kept:
             numbered = (f"{usual}_{number}" for number in count(2))
@@ -365,13 +373,16 @@ def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def _named(output: Output, field: str, names: Mapping[str, str]) -> str:
-    """Return the name of a column: as the job says, or as it was changed."""
+    """Return the column name that `field` of `output` sets.
+
+    A default name is replaced by the name that `names` has for `field`, if any (see `free_names`).
+    """
     name: str = getattr(output, field)
     return names.get(field, name) if name == Output.model_fields[field].default else name
 
 
 def _schema(output: Output, planned: Planned | None) -> str | None:
-    """Return the text of the answers' JSON Schema."""
+    """Return the text of the JSON Schema that answers must fit, None for free text."""
     if planned is not None and planned.schema is not None:
         return planned.schema
     return output.answer_form
@@ -427,14 +438,14 @@ def prices_of(cluster: Cluster) -> Prices:
 
 
 def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:
-    """Return the job as the run directory keeps it: without possible secrets.
+    """Return the job's plain values as the run directory keeps them: without possible secrets.
 
     Store options, environment and URL signatures are left out. `finish` has the final names of the
     result's columns.
     """
     value = job.to_dict()
     if finish is not None:
-        for field in GIVE_WAY:
+        for field in AUTO_RENAMED_COLUMNS:
             if getattr(finish, field) != getattr(job.output, field):
                 value["output"][field] = getattr(finish, field)
     for group in ("source", "output"):
@@ -465,9 +476,10 @@ def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
 
 
 def _pooling_fields(job: BatchJob) -> dict[str, Any]:
-    """Return vLLM's pooling fields of each row except `task`, which the model decides.
+    """Return the fields of vLLM's `PoolingParams` that the job sets, except `task`.
 
-    See `model.tasks`: `score` of two texts in one prompt is `classify`, of two vectors `embed`.
+    The model decides the task, see `model.tasks`: a job that scores pairs runs as `classify` if the
+    model reads both texts in one prompt, and as `embed` if it compares their vectors.
     """
     if job.engine.task == "embed" and not job.output.normalize:
         return {"use_activation": False}
@@ -476,8 +488,8 @@ def _pooling_fields(job: BatchJob) -> dict[str, Any]:
 
 # Expected length of an answer under a grammar, which ends by itself, as a fraction of max_tokens:
 # 43 to 72 of 96 tokens were measured (record-15b.jsonl, record-8b.jsonl).
-ENDS_AT = 0.6
-FIRST_AND_REST = 2  # tokens of an answer whose first one is asked for: few leave several labels
+MEAN_CUTOFF_SHARE = 0.6
+TWO_REQUEST_TOKENS = 2  # tokens of an answer whose first one is asked for: few leave several labels
 
 
 def size_spec(job: BatchJob) -> SizeSpec:
@@ -512,14 +524,17 @@ def size_spec(job: BatchJob) -> SizeSpec:
 
 
 def _shards_in_flight(engine: Engine, images: bool) -> int | None:
-    """Return the shards in flight in an engine, None for a number to be chosen."""
+    """Return the most shards in flight in an engine; None to leave the number to `sizing`.
+
+    `images`: prompts may have images.
+    """
     if engine.endpoint.batch and engine.max_concurrent_batches is None:
         return HOSTED_IMAGE_SHARDS if images else HOSTED_BATCH_SHARDS
     return engine.max_concurrent_batches
 
 
 def _sequences(engine: Engine) -> int | None:
-    """Return the requests that an engine may have in flight, None for a number to be chosen."""
+    """Return the most requests in flight in an engine; None to leave the number to `sizing`."""
     if engine.endpoint.asked:
         return engine.endpoint.max_in_flight
     return None if engine.max_num_seqs == "auto" else engine.max_num_seqs
@@ -538,12 +553,12 @@ def row_spec(job: BatchJob) -> RowSpec:
         text=bool(fields.get("stop") or fields.get("detokenize")),
         out=out,
         out_why=why,
-        expected=ENDS_AT * out if grammar_of(job) and not choice_of(fields) else 0.0,
+        expected=MEAN_CUTOFF_SHARE * out if grammar_of(job) and not choice_of(fields) else 0.0,
     )
 
 
 def grammar_of(job: BatchJob) -> Grammar:
-    """Return the backend of the grammar that holds the job's answers, "" without one."""
+    """Return the backend of the grammar that constrains the job's answers, "" without one."""
     fields = job.drawn.given()
     typed = job.output.schema_model is not None
     if not (typed or fields.get("choice") or fields.get("structured_outputs")):
@@ -578,10 +593,14 @@ def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]
     fields, early = job.drawn.given(), job.engine.early_stop
     if job.output.parsed_columns or not may_stop_early(job.engine.given):
         early = "off"
-    labels = labels_cut_short(fields) if early != "off" else None
+    labels = labels_to_cut_short(fields) if early != "off" else None
     cap = label_cap(labels) if labels else longest
-    if early == "first_token" and may_ask_rest(fields) and min(cap, longest) > FIRST_AND_REST:
-        return FIRST_AND_REST, "the first token of a choice, and what it leaves open"
+    if (
+        early == "first_token"
+        and may_continue_answer(fields)
+        and min(cap, longest) > TWO_REQUEST_TOKENS
+    ):
+        return TWO_REQUEST_TOKENS, "the first token of a choice, and what it leaves open"
     if cap < longest:
         return cap * answers, "what decides between the choices"
     return longest * answers, "the longest choice"

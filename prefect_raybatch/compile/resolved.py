@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -21,6 +22,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.edits import first_of, larger_of, with_answer_schema, with_template_text
+from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT, REQUEST_FORM, REQUEST_FUNCTIONS
 from prefect_raybatch.job.own_code.loading import shown_name
@@ -47,9 +49,11 @@ class Resolved:
     The texts are those of its chat template and answer schema.
 
     `pinned_model` is None while only Hugging Face could tell the model's commit, which is no part
-    of the fingerprint. `checked`: `model.check` has checked the model's files. `first` is the job
-    of the first model of a cascade; the model is then the larger one. `training` is what the job's
-    classifier was trained on; the job embeds with the same fields and, as far as known, model.
+    of the fingerprint. `checked`: `model.check` has checked the model's files. In a cascade,
+    `first` is the job of the first model, and `pinned_model` is the larger model. `classifier` has
+    the bytes of the job's classifier file; `training` has the fields and the model that made the
+    vectors on which it was trained. `of` has checked that the job's fields are the same, and so is
+    its model (its name, while it is not pinned).
     """
 
     job: BatchJob
@@ -57,6 +61,7 @@ class Resolved:
     identity: Identity
     checked: bool = False
     first: Resolved | None = None
+    classifier: bytes | None = field(default=None, repr=False)
     training: Training | None = None
 
     @classmethod
@@ -66,16 +71,18 @@ class Resolved:
         model: Mapping[str, object] | None,
         retry: Mapping[str, object] | None = None,
     ) -> Resolved:
-        """Return the job resolved with that model; `retry` as for `fingerprint`.
+        """Return the job resolved with `model`; `retry` is as for `fingerprint`.
 
-        Reads the files of the chat template and the classifier. Raises `ConfigError` for a
-        classifier that does not fit the job.
+        `model` is as a plan pins it, None if it is not pinned yet. Reads the files of the chat
+        template and the classifier. Raises `ConfigError` for a classifier that does not fit the
+        job.
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
         if job.output.escalate.engine is None:
             identity = fingerprint(job, model, retry)
-            found = cls(job, model, identity, training=_training(job, identity))
+            data, training = _classifier(job, identity)
+            found = cls(job, model, identity, classifier=data, training=training)
             found.check_encoder()
             return found
         small = first_of(job)
@@ -90,7 +97,7 @@ class Resolved:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the model as a plan pins it; raise `ConfigError` before `pinned`."""
+        """Return the model as a plan pins it; raise `ConfigError` if it is not pinned yet."""
         if self.pinned_model is None:
             raise ConfigError(
                 f"engine.model: {self.job.engine.model} is not pinned to a commit; call `pinned` "
@@ -120,12 +127,14 @@ class Resolved:
         if all(one.pinned_model is not None for one in both):
             return self
         first = None if self.first is None else self.first.pinned()
-        found = replace(self, pinned_model=models.pin(self.request), first=first)
+        with _larger_named(self.job):
+            model = models.pin(self.request)
+        found = replace(self, pinned_model=model, first=first)
         found.check_encoder()
         return found
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
-        """Return the job with the failed rows `retry` as its input."""
+        """Return the job with the failed rows `retry` (see `fingerprint`) as its input."""
         if retry == self.identity.retry:
             return self
         first = None if self.first is None else self.first.retrying(retry)
@@ -133,37 +142,56 @@ class Resolved:
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
-    """Return the job resolved; a resolved one is returned as it is.
+    """Return the job resolved; a resolved one is unchanged except for `retry`, if given.
 
-    Uses the network only if its model is there. Raises `ConfigError` for a job that is not trusted,
-    a missing model, and functions that cannot be imported.
+    Uses the network only for files in remote folders. Raises `ConfigError` for a job that is not
+    trusted, a missing model, and functions that cannot be imported.
     """
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
     check_trust(job)
     job = with_answer_schema(job)
-    return Resolved.of(job, _folder_model(model_request(larger_of(job).engine)), retry)
+    with _larger_named(job):
+        model = _folder_model(model_request(larger_of(job).engine))
+    return Resolved.of(job, model, retry)
+
+
+@contextmanager
+def _larger_named(job: BatchJob) -> Iterator[None]:
+    """In a cascade, make a `ConfigError` from the `with` block name fields of the larger model.
+
+    An error about `engine.X` then names `output.escalate.to.X`, as the job does.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if job.output.escalate.engine is not None:
+            error.args = (larger_fields(str(error)),)
+        raise
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
-    """Return the model with its identity if it is in a folder; None for a Hugging Face name."""
+    """Return the pinned model if it is bundled or in a folder; None for a Hugging Face name."""
     name = request.name
     is_here = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if is_here else None
 
 
-def _training(job: BatchJob, identity: Identity) -> Training | None:
-    """Return what the job's classifier was trained on; None for a job without one.
+def _classifier(job: BatchJob, identity: Identity) -> tuple[bytes | None, Training | None]:
+    """Return (bytes of the file, `Training`) of the job's classifier; (None, None) without one.
 
-    Raises `ConfigError` if the file is no classifier, or if the job makes other vectors.
+    Raises `ConfigError` if the file is no classifier or was replaced after `identity` was made, or
+    if the job makes other vectors than those that it was trained on.
     """
     name = job.engine.classifier
     if name is None:
-        return None
+        return None, None
     data = read_file(name, job.output.options)
+    if classifier_identity(data) != identity.parts["engine.classifier"]:
+        raise ConfigError(f"engine.classifier: {name} was replaced meanwhile. Run this again")
     training = Classifier.from_bytes(data, f"engine.classifier: {name}").training
     training.check_fields(name, identity.parts)
-    return training
+    return data, training
 
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
@@ -270,9 +298,9 @@ def fingerprint(
 
 
 def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint as records and messages hold them.
+    """Return the parts of a fingerprint without credentials, for records and messages.
 
-    They are without credentials, which the hash does include.
+    The hash, in contrast, is computed from the parts with their credentials.
     """
     shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
     if (larger := parts.get(f"{CASCADE}to")) is not None:

@@ -18,13 +18,13 @@ from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import open_store
 
 CLASSIFIER_FORMAT = 2
 LARGEST_FILE = 64 << 20  # bytes: 1,000 labels of 4,096 numbers each take about 50 MB
 STRENGTHS = (1.0, 10.0, 100.0)  # tried for C; embeddings of length 1 need large ones
-EVERY = 5  # of so many training rows, one chooses among the strengths
+EVERY = 5  # every fifth training row serves to choose among the strengths
 DECIMALS = 6  # of the stored weights; what is measured is rounded like what is stored
 MOST_STEPS = 1000
 GRADIENT = 1e-4  # largest component at which the minimizer ends, as in scikit-learn
@@ -40,11 +40,11 @@ VECTOR_FIELDS = (
 
 @dataclass(frozen=True)
 class Training(StrictRecord):
-    """What a classifier was trained on; a job that uses it must have the same.
+    """Record of what a classifier was trained on; a job that uses it must have the same.
 
-    `encoder` is the model as its job named it, `identity` its commit or the hash of its files.
-    `choice` are the labels that the answers were chosen among, and `fields` the values of
-    VECTOR_FIELDS in the job that embedded the rows.
+    `encoder` is the embedding model as its job named it, `identity` its commit or the hash of its
+    files. `choice` are the labels of the job's `sampling.choice`, and `fields` the values of the
+    job fields that decide the vectors (VECTOR_FIELDS).
     """
 
     encoder: str
@@ -56,13 +56,13 @@ class Training(StrictRecord):
     def of(
         cls, encoder: str, identity: str, choice: Sequence[str], parts: Mapping[str, Any]
     ) -> Training:
-        """Return the record of a job with these `parts` of a fingerprint."""
+        """Return the record for a job; `parts` are the values in its fingerprint, by job field."""
         return cls(encoder, identity, tuple(choice), _vector_fields(parts))
 
     def check_fields(self, name: str, parts: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if a job with these `parts` makes other vectors of its rows.
+        """Raise `ConfigError` if a job would embed rows differently from the training.
 
-        `name` is the classifier's file.
+        `parts` are the values in the job's fingerprint, by field; `name` is the classifier's file.
         """
         fields = _vector_fields(parts)
         for field in VECTOR_FIELDS:
@@ -74,7 +74,7 @@ class Training(StrictRecord):
                 )
 
     def check_choice(self, name: str, choice: Sequence[str]) -> None:
-        """Raise `ConfigError` if a job chooses among other labels."""
+        """Raise `ConfigError` if the labels in a job's `choice` differ from the training's."""
         for label in (*self.choice, *choice):
             if (label in self.choice) != (label in choice):
                 where = "the job" if label in self.choice else name
@@ -84,9 +84,9 @@ class Training(StrictRecord):
                 )
 
     def check_encoder(self, name: str, model: str, identity: str | None) -> None:
-        """Raise `ConfigError` if the engine's model is not the encoder.
+        """Raise `ConfigError` if `model`, the job's, is not the encoder; `name` is the classifier.
 
-        `identity` is None while a Hugging Face name is not pinned to a commit.
+        `identity` is as in `Training`, None while a Hugging Face name is not pinned to a commit.
         """
         named = identity is None and self.identity.startswith(f"{model}@")
         if named or identity == self.identity:
@@ -100,14 +100,14 @@ class Training(StrictRecord):
 
 
 def _pinned(model: str, identity: str | None) -> str:
-    """Return a model with its commit, or the hash of its files, as far as known."""
+    """Return a model's name for an error, with its commit or file hash if known."""
     if identity is None:
         return model
     return identity if "@" in identity else f"{model} (files {identity[:16]})"
 
 
 def _vector_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of VECTOR_FIELDS as a JSON file holds them."""
+    """Return the values of VECTOR_FIELDS from `parts` of a fingerprint, as JSON values by field."""
     found: dict[str, Any] = json.loads(dump({n: parts[n] for n in VECTOR_FIELDS if n in parts}))
     return found
 
@@ -118,18 +118,38 @@ def _short(value: object) -> str:
 
 
 @dataclass(frozen=True)
+class Measured(StrictRecord):
+    """How well a classifier did in the test after its training on the run with key `run`.
+
+    It learned from `learned` texts, and for `same` of `tested` other texts its label was the run's
+    answer. `trained` is when the rows had been embedded, in seconds since 1970, so that the same
+    training writes the same file.
+    """
+
+    run: str
+    trained: Number
+    learned: Count
+    tested: Count
+    same: Count
+
+
+@dataclass(frozen=True)
 class Classifier(StrictRecord):
-    """Weights and bias of each label, for vectors made as in `training`."""
+    """A linear classifier: weights and bias of each label, for vectors made as in `training`.
+
+    `measured` is None only for a classifier that was never tested.
+    """
 
     format: int
     training: Training
     labels: tuple[str, ...]
     weights: tuple[tuple[Number, ...], ...]
     bias: tuple[Number, ...]
+    measured: Measured | None = None
 
     @property
     def size(self) -> int:
-        """Return how many numbers a vector has."""
+        """Return the dimension of the vectors."""
         return len(self.weights[0])
 
     def probabilities(self, vectors: np.ndarray) -> np.ndarray:
@@ -152,7 +172,8 @@ class Classifier(StrictRecord):
 
     def to_bytes(self) -> bytes:
         """Return the classifier as a JSON file; raise `ConfigError` for one too large to read."""
-        data = dump(asdict(self))
+        value = asdict(self)
+        data = dump({n: item for n, item in value.items() if n != "measured" or item is not None})
         if len(data) > LARGEST_FILE:
             raise ConfigError(
                 f"the classifier would have {len(data):,} bytes, and at most {LARGEST_FILE:,} are "
@@ -162,7 +183,7 @@ class Classifier(StrictRecord):
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Classifier:
-        """Read a classifier; raise `ConfigError` with the file's `name` and what is wrong.
+        """Return the classifier in the bytes of file `name`; raise `ConfigError` for a bad file.
 
         The file may come from anybody: it is only parsed, and its size is limited.
         """
@@ -200,14 +221,14 @@ _RECORD = TypeAdapter(Classifier)
 
 
 def classifier_identity(data: bytes) -> str:
-    """Return what identifies a classifier by its file's content, as a plan keeps it."""
+    """Return the SHA-256 of a classifier's file, by which a plan identifies it."""
     return hashlib.sha256(data).hexdigest()
 
 
 def read_file(uri: str, options: Mapping[str, object]) -> bytes:
     """Return the bytes of the file that `engine.classifier` names, in a folder or a store.
 
-    `options` are those of the store. Raises `ConfigError` for a missing and for a too large file.
+    `options` are those of the store. Raises `ConfigError` if the file is missing or too large.
     """
     folder, _, name = uri.rpartition("/")
     if not name:
@@ -216,13 +237,15 @@ def read_file(uri: str, options: Mapping[str, object]) -> bytes:
     try:
         return store.read(name, LARGEST_FILE)
     except FileNotFoundError:
-        raise ConfigError(f"engine.classifier: no file {uri}. Correct the path") from None
+        raise ConfigError(
+            f"engine.classifier: no file {uri}. Restore the file, or correct the path"
+        ) from None
     except CorruptRun as error:
         raise ConfigError(f"engine.classifier: {error}. Name a file of raybatch distill") from None
 
 
 def check_can_train(answers: Sequence[str | None]) -> None:
-    """Raise `ConfigError` if scipy is missing, or if no two answers differ; None: a failed row."""
+    """Raise `ConfigError` if scipy is missing, or if no two answers (None: failed) differ."""
     _scipy_optimize()
     labels = {answer for answer in answers if answer is not None}
     if not labels:
@@ -235,10 +258,11 @@ def check_can_train(answers: Sequence[str | None]) -> None:
 
 
 def train(vectors: np.ndarray, answers: Sequence[str], training: Training) -> Classifier:
-    """Return the classifier of rows with these vectors and answers.
+    """Train a classifier on rows with these vectors and answers.
 
-    Every fifth row chooses the strength of the penalty, by the log loss of a classifier of the
-    others; then all rows train the classifier. Raises `ConfigError` if all answers are equal.
+    Every fifth row serves to choose the strength of the penalty, by the log loss of a classifier
+    trained on the others; then all rows train the final one. Raises `ConfigError` if all answers
+    are equal.
     """
     check_can_train(answers)
     labels, numbers = np.unique(np.array(answers, dtype=object), return_inverse=True)
@@ -265,10 +289,11 @@ def train(vectors: np.ndarray, answers: Sequence[str], training: Training) -> Cl
 def fit(
     vectors: np.ndarray, numbers: np.ndarray, labels: int, strength: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights [labels, numbers of a vector] and bias [labels] of least penalized log loss.
+    """Return weights [labels, dimension] and bias [labels] with the least penalized log loss.
 
-    `numbers` is the number of each row's label. The sum of the rows' log losses, times `strength`,
-    and half the sum of the squared weights is minimized; the bias has no penalty.
+    `numbers` holds the index of each row's label, `labels` is their count. The sum of the
+    rows' log losses, times `strength`, and half the sum of the squared weights is minimized; the
+    bias has no penalty.
     """
     optimize = _scipy_optimize()
     rows, size = vectors.shape

@@ -1,6 +1,6 @@
-"""Trains a classifier on half of the rows, and measures on the others what it could answer. Pure.
+"""Trains a classifier on half of the rows, and measures which of the other half it could answer.
 
-The threshold is found as that of a cascade (`sizing/threshold.py`). Rows with equal texts count
+No I/O. The threshold is found like a cascade's (`sizing/threshold.py`). Rows with equal texts count
 once, so that no text is both learned and tested.
 """
 
@@ -13,33 +13,31 @@ from typing import Any
 
 import numpy as np
 
-from prefect_raybatch.distill.classifier import Classifier, Training, train
+from prefect_raybatch.distill.classifier import Classifier, Training, check_can_train, train
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.sizing.agreement import CONFIDENCE, least_sample
+from prefect_raybatch.sizing.agreement import (
+    CONFIDENCE,
+    comparable_rows,
+    least_sample,
+    unanswered_text,
+)
 from prefect_raybatch.sizing.threshold import TestedThreshold, find_threshold, thresholds
 from prefect_raybatch.words import counted
 
 
 @dataclass(frozen=True)
 class EmbeddedRows:
-    """Rows of a run: their texts, their answers (None: failed), and their vectors.
+    """Rows of a run: their texts, their answers (None: failed), and the texts' embeddings.
 
-    `vectors` is float32[rows, numbers]; a row of NaN could not be embedded.
+    `vectors` is float32[rows, dimension]; NaN for a row that could not be embedded.
     """
 
     texts: Sequence[Hashable]
     answers: Sequence[str | None]
     vectors: np.ndarray
 
-    def distinct(self) -> EmbeddedRows:
-        """Return the first row of each text."""
-        first: dict[Hashable, int] = {}
-        for at, text in enumerate(self.texts):
-            first.setdefault(text, at)
-        return self.taken(list(first.values()))
-
     def taken(self, at: Sequence[int]) -> EmbeddedRows:
-        """Return the rows at these places."""
+        """Return the rows at these indexes."""
         places = np.asarray(at, np.int64)
         return EmbeddedRows(
             [self.texts[i] for i in at], [self.answers[i] for i in at], self.vectors[places]
@@ -47,17 +45,20 @@ class EmbeddedRows:
 
     @property
     def embedded(self) -> np.ndarray:
-        """Return which rows have a vector (bool)."""
+        """Return bool[rows]: whether each row has a vector."""
         return np.asarray(np.isfinite(self.vectors).all(axis=1))
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """A classifier, and what it could answer of the run that it was trained on.
+    """A classifier trained on answers of `run`, and the share of its rows that it could answer.
 
-    `learned` and `tested` rows have distinct texts and none in common; to `same` of the tested ones
-    the most probable label is the answer of the run. `found` is the lowest probability at which the
-    classifier may answer, None if there is none.
+    It was trained on `learned` rows and tested on `tested` other rows, all with distinct texts. For
+    `same` of the tested rows the most probable label is the answer of the run. `found` has the
+    lowest probability at which the classifier may answer, None if there is none. If the run's model
+    answers the rows below it, at least the share `agreement` of the texts keeps the run's answer,
+    with `confidence`. `unanswered` sampled rows failed in the run, and were neither learned nor
+    tested.
     """
 
     run: str
@@ -68,6 +69,7 @@ class Distilled:
     tested: int
     same: int
     found: TestedThreshold | None
+    unanswered: int = 0
 
     @property
     def answered(self) -> int:
@@ -81,22 +83,25 @@ class Distilled:
 
     @property
     def least_share(self) -> float:
-        """Return the lower confidence limit of that share of all distinct texts.
+        """Return a lower confidence limit of `share` for all distinct texts of the run.
 
-        It holds for all thresholds at once, since the tested rows chose one (the inequality of
-        Dvoretzky, Kiefer and Wolfowitz, one-sided, with the constant of P. Massart, 1990).
+        The limit holds for all thresholds at once, because the tested rows chose the threshold (the
+        one-sided inequality of Dvoretzky, Kiefer and Wolfowitz, with the constant of P. Massart,
+        1990).
         """
         margin = math.sqrt(-math.log(1 - self.confidence) / (2 * self.tested))
         return max(0.0, self.share - margin)
 
     def lines(self) -> list[str]:
-        """Return the outcome in sentences."""
+        """Return sentences for the user that describe the outcome."""
         made = [
             f"learned {len(self.classifier.labels):,} labels from "
             f"{counted(self.learned, 'distinct text')}",
             f"of {counted(self.tested, 'other text')}, the classifier gave {self.same:,} the "
             f"answer of the run ({self.same / self.tested:.1%})",
         ]
+        if failed := unanswered_text(self.unanswered, "sampled row", "the run's model"):
+            made.append(f"{failed}, so these were neither learned nor tested")
         if self.found is None or not self.answered:
             return [
                 *made,
@@ -127,6 +132,7 @@ class Distilled:
             "learned": self.learned,
             "tested": self.tested,
             "same": self.same,
+            "unanswered": self.unanswered,
             "answered": self.answered,
             "share": self.share,
             "least_share": self.least_share,
@@ -135,13 +141,13 @@ class Distilled:
 
 
 def check_agreement(agreement: float) -> None:
-    """Raise `ConfigError` for a share that no sample can show."""
+    """Raise `ConfigError` unless the agreement lies between 0 and 1, both excluded."""
     if not 0 < agreement < 1:
         raise ConfigError(f"--agreement {agreement:g} must be between 0 and 1. Example: 0.95")
 
 
 def check_rows(rows: int, agreement: float) -> None:
-    """Raise `ConfigError` if half of `rows` rows cannot show the agreement."""
+    """Raise `ConfigError` if half of `rows` rows are too few to test for the agreement."""
     need = least_sample(agreement, CONFIDENCE)
     if rows - rows // 2 < need:
         raise ConfigError(
@@ -151,25 +157,52 @@ def check_rows(rows: int, agreement: float) -> None:
         )
 
 
+def halves(texts: Sequence[Hashable], seed: int) -> tuple[list[int], list[int]]:
+    """Return the indexes of the rows to learn from and of those to test; each text once.
+
+    `seed` decides which text is in which half.
+    """
+    first: dict[Hashable, int] = {}
+    for at, text in enumerate(texts):
+        first.setdefault(text, at)
+    places = np.array(list(first.values()), np.int64)
+    order = places[np.random.default_rng(seed).permutation(len(places))]
+    half = len(order) // 2
+    return order[:half].tolist(), order[half:].tolist()
+
+
+def check_texts(
+    texts: Sequence[Hashable], answers: Sequence[str | None], agreement: float, seed: int
+) -> int:
+    """Return how many of these rows `distill` tests.
+
+    Raises `ConfigError` if the rows are too few, or those to learn from have one label. `distill`
+    checks the same, but only after the rows are embedded. Rows without an answer are left out.
+    """
+    answered = np.flatnonzero(comparable_rows(answers)).tolist()
+    learned, tested = halves([texts[at] for at in answered], seed)
+    check_rows(len(learned) + len(tested), agreement)
+    check_can_train([answers[answered[at]] for at in learned])
+    return len(tested)
+
+
 def distill(
     run: str, rows: EmbeddedRows, agreement: float, seed: int, training: Training
 ) -> Distilled:
-    """Train on half of the rows, and measure on the others.
+    """Train a classifier on half of the rows; measure which rows of the other half it could answer.
 
-    A failed row counts as one with another answer, and a row without a vector as one that the
-    classifier leaves to the model. `seed` decides which rows train. Raises `ConfigError` for too
-    few rows, and for answers that are all equal.
+    Rows that failed in the run are left out, and a row without a vector counts as one that the
+    classifier leaves to the model. `seed` decides which rows train, `training` is the classifier's
+    record of them. Raises `ConfigError` for too few rows, and for answers that are all equal.
     """
     check_agreement(agreement)
-    rows = rows.distinct()
-    order = np.random.default_rng(seed).permutation(len(rows.texts))
-    half = len(order) // 2
-    learned, tested = rows.taken(order[:half].tolist()), rows.taken(order[half:].tolist())
+    answered = comparable_rows(rows.answers)
+    unanswered = int((~answered).sum())
+    rows = rows.taken(np.flatnonzero(answered).tolist())
+    check_texts(rows.texts, rows.answers, agreement, seed)
+    learned, tested = map(rows.taken, halves(rows.texts, seed))
     number = len(tested.texts)
-    check_rows(len(order), agreement)
-    usable = [
-        i for i, good in enumerate(learned.embedded) if good and learned.answers[i] is not None
-    ]
+    usable = np.flatnonzero(learned.embedded).tolist()
     answers = [str(learned.answers[i]) for i in usable]
     classifier = train(learned.vectors[usable], answers, training)
     sureness, agrees = np.full(number, -np.inf), np.zeros(number, bool)
@@ -188,4 +221,5 @@ def distill(
         tested=number,
         same=int(agrees.sum()),
         found=find_threshold(sureness, agrees, agreement, CONFIDENCE, thresholds("probability")),
+        unanswered=unanswered,
     )

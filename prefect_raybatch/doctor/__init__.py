@@ -1,6 +1,7 @@
 """Checks everything that a run needs before it needs it: `raybatch doctor`.
 
-Checks are independent of each other, and each has a time limit. An exception is its finding.
+Checks are independent of each other, and each has a time limit. A check that raises an exception
+gets a failed finding.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 
-from prefect_raybatch.doctor.finding import ANY_JOB, CheckContext, Finding, failed
+from prefect_raybatch.doctor.check_result import ANY_JOB, CheckContext, CheckResult, failed
 from prefect_raybatch.doctor.machine import (
     check_bytecode,
     check_caches,
@@ -41,10 +42,10 @@ from prefect_raybatch.doctor.services import (
 from prefect_raybatch.doctor.stores import check_output, check_store
 from prefect_raybatch.errors import RayBatchError
 
-__all__ = ["ANY_JOB", "CHECKS", "STORE_CHECKS", "CheckContext", "Finding", "examine"]
+__all__ = ["ANY_JOB", "CHECKS", "STORE_CHECKS", "CheckContext", "CheckResult", "examine"]
 
 BLOCKS = "blocks"
-Check = Callable[[CheckContext], Iterable[Finding]]
+Check = Callable[[CheckContext], Iterable[CheckResult]]
 
 # In the order shown: the check, its time limit in seconds, and the advice for an exception that it
 # raises. A check gives up on a server that hangs after a few seconds; most of the time allowed is
@@ -73,7 +74,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "engines left behind": (check_engines, 10, "look for processes named VLLM:: (ps -ef)"),
 }
 
-# For a place alone: a job of which only the output matters.
+# Checks of `raybatch doctor FOLDER|URI`, for a job of which only the output matters.
 STORE_CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "store": (check_store, 75, "correct the URI, or give options with --set output.options.NAME="),
     "disk": (check_disk, 30, "correct the folder"),
@@ -84,21 +85,22 @@ STORE_CHECKS: Mapping[str, tuple[Check, float, str]] = {
 def examine(
     context: CheckContext | None = None,
     checks: Mapping[str, tuple[Check, float, str]] = CHECKS,
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Run all checks concurrently; return their findings in the order of `checks`.
 
-    Checks of a job find nothing without one.
+    `checks` has (check, seconds that it may take, advice if it raises) by name. Without a job in
+    `context`, the checks of a job return no finding.
     """
     context = context or CheckContext()
     started = time.monotonic()
-    answers: dict[str, SimpleQueue[list[Finding]]] = {}
+    answers: dict[str, SimpleQueue[list[CheckResult]]] = {}
     for name, (check, _, remedy) in checks.items():
         answers[name] = SimpleQueue()
         # Daemons: one that hangs must not keep the command from ending.
         threading.Thread(
             target=_run, args=(name, check, context, remedy, answers[name]), daemon=True
         ).start()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for name, (_, seconds, _) in checks.items():
         try:
             seconds_left = started + seconds - time.monotonic()
@@ -116,13 +118,17 @@ def examine(
 
 
 def _run(
-    name: str, check: Check, context: CheckContext, remedy: str, answer: SimpleQueue[list[Finding]]
+    name: str,
+    check: Check,
+    context: CheckContext,
+    remedy: str,
+    answer: SimpleQueue[list[CheckResult]],
 ) -> None:
     try:
         answer.put(list(check(context)))
     except RayBatchError as error:
         if error is context.block_fault and name != BLOCKS:
-            answer.put([])  # the check of the blocks says it
+            answer.put([])  # the check of the blocks reports it
             return
         answer.put([failed(name, str(error), remedy)])
     except Exception as error:

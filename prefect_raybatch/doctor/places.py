@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 from prefect_raybatch.compile.job import compile_job, model_request, read_spec
-from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
+from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.functions import load_function
+from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.check import INDEX
 from prefect_raybatch.model.pinned import WEIGHTS
 from prefect_raybatch.plan import plan as planning
-from prefect_raybatch.policy.in_force import POLICY_FILE, operator_policy, owner_policy, under
+from prefect_raybatch.policy.in_force import (
+    POLICY_FILE,
+    operator_policy,
+    owner_policy,
+    policy_applied,
+)
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.runs.quality import check_quality_columns
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import ModelRequest
-from prefect_raybatch.stages.endpoint.client import EndpointEngine, ask_for_model
-from prefect_raybatch.stages.hosted_batches.api import BatchEngine
+from prefect_raybatch.stages.hosted_batches.api import ask_for_model
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
@@ -32,8 +40,11 @@ from prefect_raybatch.words import counted
 HOSTED_REMEDY = "correct the URL, model or key; or see this machine's DNS, proxy and firewall"
 
 
-def check_policy(context: CheckContext) -> Iterator[Finding]:
-    """Report the policy for submitted jobs, and whether it and the owner's policy allow the job."""
+def check_policy(context: CheckContext) -> Iterator[CheckResult]:
+    """Report the operator's policy for submitted jobs, and whether it allows this job.
+
+    Raises `ConfigError` if the policy for jobs that their owner runs refuses the job.
+    """
     operator = operator_policy()
     yield passed(
         "policy",
@@ -42,12 +53,12 @@ def check_policy(context: CheckContext) -> Iterator[Finding]:
     )
     if context.job is None:
         return
-    with under(owner_policy()):
+    with policy_applied(owner_policy()):
         check_trust(context.job)
     if not os.environ.get(POLICY_FILE):
         return
     try:
-        with under(operator):
+        with policy_applied(operator):
             check_trust(context.job)
     except ConfigError as error:
         yield warned(
@@ -60,7 +71,7 @@ def check_policy(context: CheckContext) -> Iterator[Finding]:
 
 
 def described(policy: JobPolicy) -> str:
-    """Return the fields that allow something, with their values."""
+    """Return the policy's fields that allow something, with values; "nothing" without any."""
     settings = {
         field.name: getattr(policy, field.name)
         for field in fields(policy)
@@ -84,13 +95,13 @@ DISK_LEAST, DISK_GOOD = 1 << 30, 10 << 30  # bytes free
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 
 
-def check_disk(context: CheckContext) -> Iterator[Finding]:
+def check_disk(context: CheckContext) -> Iterator[CheckResult]:
     """Check the free space of the disk that a job writes to."""
     if context.job is not None and not is_remote(context.job.output.uri):
         yield _disk(Path(normalize(context.job.output.uri)))
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> CheckResult:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     text = f"{free / (1 << 30):.1f} GiB free in {there}"
@@ -102,7 +113,7 @@ def _disk(folder: Path) -> Finding:
     )
 
 
-def check_source(context: CheckContext) -> Iterator[Finding]:
+def check_source(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the input exists, is readable, and has the columns that the job uses."""
     job = context.keyed()
     if job is None:
@@ -122,38 +133,51 @@ def check_source(context: CheckContext) -> Iterator[Finding]:
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 
 
-def check_saved_blocks(context: CheckContext) -> tuple[Finding, ...]:
-    """Raise `ConfigError` if a Prefect block of the job cannot be loaded; find nothing else."""
+def check_saved_blocks(context: CheckContext) -> tuple[CheckResult, ...]:
+    """Raise `ConfigError` if a Prefect block of the job cannot be loaded; else return ()."""
     context.keyed()
     return ()
 
 
-def check_model(context: CheckContext) -> Iterator[Finding]:
+def check_model(context: CheckContext) -> Iterator[CheckResult]:
     """Check that each model of the job exists and is complete, or can be downloaded."""
     job = context.keyed()
     if job is None:
         return
-    yield from _model_findings(model_request(job.engine))
+    yield _model_finding(job.engine, str)
     if (larger := job.output.escalate.engine) is not None:
-        yield from _model_findings(model_request(larger))
+        yield _model_finding(larger, larger_fields)
     if (judge := job.quality.judge).asked:
-        yield from _model_findings(model_request(judge.whole_engine))
+        yield _model_finding(judge.whole_engine, judge_fields)
 
 
-def _model_findings(request: ModelRequest) -> Iterator[Finding]:
-    if (hosted := request.endpoint) is not None:
-        try:
-            ask_for_model(hosted, BatchEngine if hosted.batch else EndpointEngine)
-        except RayBatchError as error:
-            yield failed("model", f"{hosted.model}: {error}", HOSTED_REMEDY)
-        else:
-            yield passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
-        return
+def _model_finding(engine: Engine, named: Callable[[str], str]) -> CheckResult:
+    """Check an engine's model; `named` returns an error text with its fields as the job has them.
+
+    Raises `ConfigError`.
+    """
+    try:
+        request = model_request(engine)
+        hosted = request.endpoint
+        return _stored_model(request) if hosted is None else _hosted_model(hosted, named)
+    except ConfigError as error:
+        raise ConfigError(named(str(error))) from None
+
+
+def _hosted_model(hosted: EndpointSpec, named: Callable[[str], str]) -> CheckResult:
+    try:
+        ask_for_model(hosted)
+    except RayBatchError as error:
+        return failed("model", f"{hosted.model}: {named(str(error))}", HOSTED_REMEDY)
+    return passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
+
+
+def _stored_model(request: ModelRequest) -> CheckResult:
+    """Check that a model can be downloaded, or that its folder is complete."""
     found = models.pin(request)  # raises ConfigError with what to do
     source = str(found["source"])
     if found["revision"]:
-        yield passed("model", f"{source} at {found['revision']}")
-        return
+        return passed("model", f"{source} at {found['revision']}")
     if is_remote(source):
         files = {info.path for info in open_store(source).list()}
         index = open_store(source).read(INDEX, 64 << 20) if INDEX in files else b"{}"
@@ -165,17 +189,19 @@ def _model_findings(request: ModelRequest) -> Iterator[Finding]:
     if request.given.get("tokenizer"):
         missing = [name for name in missing if name != TOKENIZERS[0]]
     if missing:
-        yield failed(
+        return failed(
             "model",
             f"{source} has no {', '.join(missing)[:300]}",
             "copy the whole folder again: a copy was interrupted",
         )
-    else:
-        yield passed("model", f"{source}: {counted(len(files), 'file')}, complete")
+    return passed("model", f"{source}: {counted(len(files), 'file')}, complete")
 
 
 def _missing(files: set[str], index: bytes) -> list[str]:
-    """Return the files that a model folder lacks, by file names and the index of its weights."""
+    """Return the files that a model folder lacks.
+
+    `files` are its file names, `index` is the JSON that lists the files of its weights.
+    """
     missing = sorted(set(json.loads(index).get("weight_map", {}).values()) - files)
     if not any(name.endswith(WEIGHTS) for name in files):
         missing.append("weights (*.safetensors)")
@@ -186,7 +212,7 @@ def _missing(files: set[str], index: bytes) -> list[str]:
     return missing
 
 
-def check_functions(context: CheckContext) -> Iterator[Finding]:
+def check_functions(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the user's functions can be imported here."""
     if context.job is None:
         return

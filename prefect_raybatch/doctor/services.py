@@ -23,7 +23,7 @@ from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.reach import silent, token_refusal
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.compile.job import size_spec
-from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
+from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
 from prefect_raybatch.doctor.stores import clock_url
 from prefect_raybatch.errors import PrefectUnavailable, Problem, RayBatchError
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -40,11 +40,11 @@ API = 4.0  # seconds for Prefect's API, including the client's retries
 CLUSTER_SECONDS = 60.0  # to start a process and join; a busy machine takes half a minute to start
 START_PREFECT = "run prefect server start, or correct PREFECT_API_URL (see prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
-# Where Prefect's settings may come from: variables, files of the working directory and their texts.
+# Sources of Prefect's settings: variables, and files here with a text that marks such settings.
 API_VARIABLES = {"PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"}
 API_FILES = ((".env", b"prefect"), ("prefect.toml", b""), ("pyproject.toml", b"tool.prefect"))
 MOST_SETTINGS_BYTES = 1 << 20
-# In its own process: joining a cluster can hang, and ends the process if versions differ.
+# Run in a child process: joining a cluster can hang, and ends the process if versions differ.
 JOIN_CLUSTER = """
 import json, pickle, sys
 from dataclasses import asdict
@@ -61,7 +61,7 @@ except RayBatchError as error:
 # --- Prefect ------------------------------------------------------------------------------------
 
 
-def check_prefect(context: CheckContext) -> Iterator[Finding]:
+def check_prefect(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the API answers, and that its version is compatible."""
     url = prefect_api()
     here = metadata.version("prefect")
@@ -129,7 +129,8 @@ def prefect_api() -> str | None:
 def _may_name_api() -> bool:
     """Return whether a variable or file that Prefect reads may name its API.
 
-    Prefect itself decides then, because a file may also name another profile or file.
+    If so, Prefect's settings must be imported to tell, because a file may also name another profile
+    or file.
     """
     if any(name.upper() in API_VARIABLES for name in os.environ):
         return True
@@ -141,7 +142,10 @@ def _may_name_api() -> bool:
 
 
 def _mentions(file: Path, text: bytes) -> bool:
-    """Return whether a settings file has this text in any case, or cannot be read."""
+    """Return whether a settings file contains `text` (lower case), ignoring case.
+
+    True if an existing file cannot be read.
+    """
     try:
         return text in read_regular_file(file, MOST_SETTINGS_BYTES).lower()
     except FileNotFoundError:
@@ -153,7 +157,7 @@ def _mentions(file: Path, text: bytes) -> bool:
 # --- Ray ----------------------------------------------------------------------------------------
 
 
-def check_cluster(context: CheckContext) -> Iterator[Finding]:
+def check_cluster(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the cluster of a run answers and is large enough for the job."""
     spec = context.cluster()
     access = spec.access
@@ -192,7 +196,7 @@ def check_cluster(context: CheckContext) -> Iterator[Finding]:
         cluster.check_fit(size_spec(job), have)
 
 
-def _local(sizes: SizeSpec | None) -> Finding:
+def _local(sizes: SizeSpec | None) -> CheckResult:
     cpus = cluster.usable_cpus()
     text = f"cluster.address is not set: each run starts a local one with {counted(cpus, 'CPU')}"
     if sizes is None:
@@ -233,7 +237,7 @@ def _join(spec: ClusterSpec, address: str) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
-def job_server(access: ClusterAccess) -> Finding:
+def job_server(access: ClusterAccess) -> CheckResult:
     url = str(access.job_server)
     remedy = "start the head with its dashboard, open port 8265, or correct cluster.job_server"
     token = token_sent(access)
@@ -259,15 +263,15 @@ def job_server(access: ClusterAccess) -> Finding:
     return passed("cluster", text)
 
 
-def _problem(found: Problem) -> Finding:
-    """Return the failed check of the cluster; remedies begin in lower case in the table."""
-    return failed("cluster", found.fault, f"{found.remedy[0].lower()}{found.remedy[1:]}")
+def _problem(problem: Problem) -> CheckResult:
+    """Return a problem of the cluster as a finding, whose remedy begins in lower case."""
+    return failed("cluster", problem.fault, f"{problem.remedy[0].lower()}{problem.remedy[1:]}")
 
 
-def kubernetes(made: Kubernetes) -> Finding:
+def kubernetes(kubernetes: Kubernetes) -> CheckResult:
     """Check the API server, KubeRay, and this user's permission to create a cluster."""
     try:
-        api = KubeApi(made)
+        api = KubeApi(kubernetes)
         with api.briefly(REQUEST_SECONDS):
             api.clusters(limit=1)
             lacking = api.forbidden()
@@ -283,19 +287,19 @@ def kubernetes(made: Kubernetes) -> Finding:
 # --- clocks -------------------------------------------------------------------------------------
 
 
-def check_clock(context: CheckContext) -> Iterator[Finding]:
+def check_clock(context: CheckContext) -> Iterator[CheckResult]:
     """Compare this machine's clock with those of the Prefect server and the object store."""
     api = prefect_api()
     servers = [("Prefect's server", f"{api}/health")] if api else []
     yield from _compared([*servers, *_store_clocks(context)])
 
 
-def check_store_clock(context: CheckContext) -> Iterator[Finding]:
+def check_store_clock(context: CheckContext) -> Iterator[CheckResult]:
     """Compare this machine's clock with that of the object store alone."""
     yield from _compared(_store_clocks(context))
 
 
-def _compared(servers: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+def _compared(servers: Iterable[tuple[str, str]]) -> Iterator[CheckResult]:
     """Compare this machine's clock with those of servers, given as (name, URL).
 
     Without a server that tells its time there is no finding.

@@ -1,4 +1,4 @@
-"""Checks that a place can hold a run: each operation of a run once, and the store's clock."""
+"""Checks a store by trying each operation that a run needs; finds a URL that tells its time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from prefect_raybatch.doctor.finding import CheckContext, Finding, failed, passed, warned
+from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
 from prefect_raybatch.errors import (
     AccessDenied,
     CredentialsUnusable,
@@ -36,18 +36,18 @@ NO_KEYS = {
 UNREPLACED = "none for runs: only a damaged file of a finished result cannot be replaced there"
 
 
-def check_output(context: CheckContext) -> Iterator[Finding]:
+def check_output(context: CheckContext) -> Iterator[CheckResult]:
     """Check the output of a job: one finding if all is well, else one for each failed step."""
     if (store := _output(context)) is None:
         return
     wrong = [one for one in check_steps(store) if one.mark != "pass"]
     for one in wrong:
-        yield Finding("output", one.mark, f"{one.check}: {one.found}", one.remedy)
+        yield CheckResult("output", one.mark, f"{one.check}: {one.found}", one.remedy)
     if all(one.mark == "warn" for one in wrong):
         yield passed("output", f"{store.uri}: can write, list and delete; put-if-absent works")
 
 
-def check_store(context: CheckContext) -> Iterator[Finding]:
+def check_store(context: CheckContext) -> Iterator[CheckResult]:
     """Check the output of a job, with a finding for each step."""
     if (store := _output(context)) is not None:
         yield from check_steps(store)
@@ -62,18 +62,18 @@ def _output(context: CheckContext) -> Store | None:
     return store
 
 
-def check_steps(store: Store) -> Iterator[Finding]:
-    """Do what a run does in a folder of its own, and remove that folder.
+def check_steps(store: Store) -> Iterator[CheckResult]:
+    """Try each store operation of a run in a new folder `_probe-UUID`, then delete its files.
 
-    After a step that is not permitted the others are tried, so that all that is missing is named
-    at once. Any other failure ends the check, because the rest would fail of the same.
+    If a permission is missing, the other operations are still tried, so that all missing
+    permissions are reported at once. Missing keys and other store errors end the check.
     """
     folder = f"_probe-{uuid.uuid4()}"
     names = [f"{folder}/file", f"{folder}/race"]
     denied: set[str] = set()
 
     def told(error: Exception) -> str:
-        """Return a message that names the place, and not the names of this check in it."""
+        """Return the error's message without the names of this check's folder and files."""
         return re.sub(rf"/{folder}(/file|/race)?", "", str(error))
 
     try:
@@ -165,7 +165,7 @@ STORE_STEPS: Mapping[str, tuple[Operation, Callable[[Store, list[str]], None], s
 
 
 def clock_url(uri: str, options: Mapping[str, Any]) -> str | None:
-    """Return a URL of the store of `uri`, whose answers tell its time; None for a disk."""
+    """Return a URL of the store of `uri` whose HTTP answers tell its time; None for a folder."""
     scheme = store_scheme(uri)
     if not scheme:
         return None

@@ -1,6 +1,6 @@
 """Cost of a run: the time for which its engines hold GPUs, times the price of a GPU-hour.
 
-A hosted model costs what its tokens do.
+A hosted model costs its tokens, at their prices.
 
 Each attempt records its GPU time in its heartbeats, so a killed attempt is counted up to its last
 heartbeat.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prefect_raybatch.driver.heartbeat import alive, read_beats
+from prefect_raybatch.driver.heartbeat import alive, read_heartbeats
 from prefect_raybatch.errors import CostExceeded
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.increments import ledgers_of
@@ -35,7 +35,7 @@ class Spent:
     cost: float = 0.0
     unpriced: float = 0.0
 
-    def at(self, price: float | None) -> float | None:
+    def cost_at(self, price: float | None) -> float | None:
         """Return the total cost, or None if it is unknown.
 
         Unpriced GPU-seconds are charged at `price` (per GPU-hour).
@@ -46,10 +46,13 @@ class Spent:
 
 
 def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
-    """Add up what the named attempts have spent, according to their last heartbeats."""
+    """Add up what attempts have spent, according to their last heartbeats.
+
+    `stores` are pairs of a run directory and the names of attempts in it.
+    """
     seconds = cost = unpriced = 0.0
     for store, attempts in stores:
-        for beat in read_beats(store, attempts).values():
+        for beat in read_heartbeats(store, attempts).values():
             seconds += beat.gpu_seconds
             if beat.cost is None:
                 unpriced += beat.gpu_seconds
@@ -59,7 +62,7 @@ def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
 
 
 def spent_on(ledger: Ledger, plan: Plan) -> Spent:
-    """Return what all attempts at a run have spent, those at its requests phase too."""
+    """Return what all attempts at a run have spent, including those of its requests phase."""
     return spent_by((one.store, list(one.attempts())) for one in ledgers_of(ledger, plan))
 
 
@@ -68,7 +71,7 @@ class CostMeter:
 
     An engine holds its GPUs from the moment Ray creates its actor. An elastic pool requests more
     engines than the cluster may have room for, so engines beyond `fewest` count only once they are
-    alive.
+    alive. `price` is per GPU-hour, and `before` what earlier attempts at the run have spent.
     """
 
     def __init__(
@@ -83,13 +86,16 @@ class CostMeter:
         self.price, self.gpus_an_engine, self.fewest = price, gpus_an_engine, fewest
         self.before = before or Spent()
         self.gpu_seconds = 0.0
-        self.gpus = 0.0  # that are held now
-        self._beside = 0.0  # of these, by what is no engine of a pass
+        self.gpus = 0.0  # GPUs held now
+        self._beside = 0.0  # GPUs held now outside of a pass's engines, e.g. by a precision trial
         self._at: float | None = None
         self.tokens_cost: Callable[[], float] = lambda: 0.0  # of a hosted model, in this attempt
 
     def see(self, now: float, states: Mapping[str, int]) -> None:
-        """Charge the time since the last call to the engine states given then; keep `states`."""
+        """Charge the GPUs held since the last call for that time; then update them from `states`.
+
+        `states` counts engine actors by Ray state, `now` is in seconds.
+        """
         if self._at is not None:
             self.gpu_seconds += self.gpus * max(0.0, now - self._at)
         living = alive(states)
@@ -105,10 +111,10 @@ class CostMeter:
         finally:
             self._beside -= gpus
 
-    def after(self, earlier: CostMeter, more: float = 0.0) -> CostMeter:
-        """Return this meter, continued from another meter of the same attempt.
+    def continue_from(self, earlier: CostMeter, more: float = 0.0) -> CostMeter:
+        """Take over the GPU-seconds of an `earlier` meter of the same attempt; return this meter.
 
-        `more` GPU-seconds were spent before it.
+        Adds `more` GPU-seconds, which were spent outside of both meters.
         """
         self.gpu_seconds = earlier.gpu_seconds + more
         return self
@@ -121,25 +127,25 @@ class CostMeter:
         return (gpus or 0.0) + tokens if tokens else gpus
 
     @property
-    def whole(self) -> float | None:
+    def total_cost(self) -> float | None:
         """Return the cost of all attempts at the run so far; None if unknown."""
-        before, own = self.before.at(self.price), self.cost
+        before, own = self.before.cost_at(self.price), self.cost
         return None if before is None and own is None else (before or 0.0) + (own or 0.0)
 
     def at_end(self, seconds_left: float | None) -> float | None:
         """Return the expected cost of the run if it ends in `seconds_left`; None if unknown.
 
-        It keeps the GPUs that it holds now until then.
+        Assumes that the run keeps the GPUs that it holds now until it ends.
         """
-        if self.whole is None or self.price is None or seconds_left is None:
+        if self.total_cost is None or self.price is None or seconds_left is None:
             return None
-        return self.whole + self.gpus * seconds_left * self.price / HOUR
+        return self.total_cost + self.gpus * seconds_left * self.price / HOUR
 
     def figures(self, seconds_left: float | None) -> JsonObject:
         """Return the cost fields of a heartbeat."""
         found = {
             "cost": self.cost,
-            "cost_run": self.whole,
+            "cost_run": self.total_cost,
             "cost_end": self.at_end(seconds_left),
         }
         rounded = {k: None if v is None else round(v, 6) for k, v in found.items()}

@@ -41,7 +41,7 @@ from prefect_raybatch.ledger.failures import (
     add_failures,
     alike,
 )
-from prefect_raybatch.ledger.increments import Waiting
+from prefect_raybatch.ledger.increments import RequestWeights
 from prefect_raybatch.ledger.ledger import Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Commit, Plan, Receipt, Unit
@@ -52,17 +52,20 @@ log = logging.getLogger(__name__)
 
 SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
 ALONE = 2000  # units of a pass that isolates them: each takes a Ray task of its own in each stage
-STRIKES = 3  # passes in a row in which nothing got through, before the infrastructure is to blame
+STRIKES = 3  # passes in a row without progress, after which the run fails
 PROBES = 3  # rows of committed shards that tell whether engines work at all
 NO_RECEIPT = "no receipt came back"
-LOSSES, LOSS = 20, 200  # reasons why shards were lost that are kept, and characters of each
-RATE_WINDOW = 30  # commits the shown rate is taken over
+LOSSES, LOSS = 20, 200  # how many reasons for lost shards are kept, and characters of each
+RATE_WINDOW = 30  # commits over which the displayed rate is computed
 DRAINED_TEXT = "drained:"  # how the message of a drained run begins
 COMMON = 5  # failures named in an error
 
 
 class RunPass(Protocol):
-    """Sends units through the stages and yields their receipts as they arrive."""
+    """A pass: sends units through the stages and yields their receipts as they arrive.
+
+    `isolated` sends an engine one unit at a time.
+    """
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]: ...
 
@@ -72,7 +75,7 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """The rows and shards of the other phase of a run, as the progress of this phase counts them.
+    """Rows and shards of another phase of a run, before or after the one whose progress is shown.
 
     `failed` counts the rows of the run that are already known to fail because a request failed.
     """
@@ -87,11 +90,14 @@ class Progress:
     """Progress of a run over all its attempts. Rates are of this attempt, in rows per second.
 
     `held_back` counts the failed rows of the shard that crossed the error budget. That shard is not
-    committed, so the tally does not include them. A run that reuses answers has two phases:
-    requests, then rows. `before` is what the earlier phase did, `later` what the later phase will
-    do, and displays of progress use `whole`, the sum. `core_deaths` counts deaths of an engine core
-    whose actor survived, reported with the shards that they cost; `process_deaths` counts deaths of
-    the actor processes, as Ray counts them.
+    committed, so the tally does not include them. A run has two phases with reuse or `engine.order:
+    run` (requests, then rows) and in a cascade (one for each model). `before` holds the counts of
+    the phase that is over, `later` those of the one still to come; shown is the progress of
+    `whole`, the rows of all phases together. `core_deaths` counts deaths of an engine core whose
+    actor survived, reported with the shards that they cost; `process_deaths` counts deaths of the
+    actor processes, as Ray counts them. `rows_of_failed` counts failed rows, in the requests phase
+    all rows that wait for a failed request. `recent` holds (start of its work, rows) of the latest
+    commits, and `passed_on` the error classes of rows that the larger model of a cascade gets.
     """
 
     rows: int
@@ -108,10 +114,17 @@ class Progress:
     before: PhaseProgress = PhaseProgress()
     later: PhaseProgress = PhaseProgress()
     rows_of_failed: int = 0  # failed rows, where a failed request counts each row that waits for it
+    passed_on: frozenset[str] = frozenset()  # error classes that the larger model answers again
+
+    @property
+    def to_larger(self) -> int:
+        """Return how many rows failed at a cascade's first model and go on to the larger one."""
+        failures = self.tally.failures.items() if self.passed_on else ()
+        return sum(rows for key, rows in failures if key.error in self.passed_on)
 
     @property
     def whole(self) -> int:
-        """Return the rows of the run and, if it reuses answers, the requests of its first phase."""
+        """Return the rows of this phase and of those before and after it."""
         return self.before.rows + self.rows + self.later.rows
 
     @property
@@ -122,7 +135,8 @@ class Progress:
     def unit(self) -> tuple[str, str]:
         """Return the singular and plural noun for what `whole` counts.
 
-        A step answers a request or fills in a row.
+        These are rows, or steps if the run has two phases: a step answers a request or fills in a
+        row.
         """
         both = self.before.rows or self.later.rows
         return ("step", "steps") if both else ("row", "rows")
@@ -134,8 +148,11 @@ class Progress:
 
     @property
     def failed(self) -> int:
-        """Return the failed rows of the run, including rows whose request failed."""
-        return max(self.before.failed, self.rows_of_failed, self.tally.failed)
+        """Return the number of failed rows of the run, including those whose request failed.
+
+        Those of a cascade's first model that go on to the larger one are not among them.
+        """
+        return max(self.before.failed, self.rows_of_failed, self.tally.failed) - self.to_larger
 
     @property
     def done(self) -> int:
@@ -164,9 +181,9 @@ class Driver:
     """Drives one attempt at a run until all shards are committed or an error ends it.
 
     `observe` is called after each commit, and once more when the error budget is crossed; `on_stop`
-    receives the details of that. `waiting` maps each request to the number of the run's rows that
-    wait for it, which is how a failed request is counted. `draining` returns whether to begin no
-    more shards.
+    receives the details of the crossing. `waiting` says how many rows of the run wait for each
+    request, so that a failed request counts as that many failed rows; None outside the requests
+    phase. `draining` returns whether the run is being drained, so that no more shards may start.
     """
 
     def __init__(
@@ -177,7 +194,7 @@ class Driver:
         limits: Limits,
         observe: Callable[[Progress], None] = lambda progress: None,
         on_stop: Callable[[Stop], None] = lambda stop: None,
-        waiting: Waiting | None = None,
+        waiting: RequestWeights | None = None,
         draining: Callable[[], bool] = lambda: False,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
@@ -196,7 +213,7 @@ class Driver:
     def resume(self) -> Progress:
         """Count the shards that are already committed.
 
-        Raise `ErrorBudgetExceeded` if shards are left to do and too many rows have failed.
+        Raise `ErrorBudgetExceeded` if shards are pending and too many rows have failed.
         """
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
@@ -217,19 +234,21 @@ class Driver:
         """Run passes until every shard is committed. Call `resume` first.
 
         `quarantine(unit, why)` writes the piece for a single row that kills its engine and returns
-        its receipt. `suspects` is the number of units that may be in flight in engines at once.
+        its receipt. `suspects` is the number of units that may be in flight in engines at once: if
+        no more are missing after a pass, the next pass isolates them.
 
-        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, or `EngineFailure` when a pass
-        makes no progress. Committed shards stay committed.
+        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, `RunDrained`, or
+        `EngineFailure` after STRIKES passes in a row without progress. Committed shards stay
+        committed.
         """
         units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
         deaths: Counter[Unit] = Counter()
         strikes, most_alone = 0, ALONE
         while units:
             self._check_draining()
-            # Isolated once what is missing may all have been in flight at a death; more than that
-            # was never tried, and one unit at a time would be slow. A pass that got nothing through
-            # would only die the same way again.
+            # Isolate once all missing units may have been in flight at a death. More units than
+            # that were never tried, and one unit at a time would be slow. A pass without progress
+            # is isolated too, because the next one would only die in the same way.
             few = strikes > 0 or len(units) <= suspects
             isolated = self.progress.passes > 0 and few
             rows_before, deaths_before = self._rows_received(), deaths.total()
@@ -237,18 +256,18 @@ class Driver:
             asked = [*self._probes(), *turn] if isolated else turn
             self._pass(run_pass, asked, isolated)
             units = self._lacking(turn)
-            if units:  # what was given back is no death of a row
+            if units:  # units returned because of a drain must not count as deaths
                 self._check_draining()
             if isolated:
                 units = self._after_isolation(units, deaths, quarantine)
             if later:
                 units += self._lacking(later)
-            # Where engines work at all, a row that dies alone is progress: it ends in quarantine.
+            # If engines work at all, a death by a single row is progress: quarantine follows.
             died = self._answered and deaths.total() > deaths_before
             if died or self._rows_received() > rows_before:
                 strikes, most_alone = 0, ALONE
             elif isolated and most_alone > FEW_ALONE and self._gave_up():
-                # Which of its units were tried is not known. The next pass tries all that it asks.
+                # Unknown which of its units were tried. The next pass is small enough to try all.
                 most_alone = FEW_ALONE
             else:
                 strikes += 1
@@ -286,19 +305,19 @@ class Driver:
 
     def _pass(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
         self.progress.passes += 1
-        self._lost = {}  # what an earlier pass was told says nothing of a death in this one
+        self._lost = {}  # losses of an earlier pass do not explain a death in this one
         for receipt in run_pass(units, isolated):
             if receipt.lost is not None:
-                self._note_lost(receipt.unit, receipt.lost)
+                self._record_loss(receipt.unit, receipt.lost)
                 continue
             self._answered = True
             self._accept(receipt)
 
     def _probes(self) -> list[Unit]:
-        """Return rows of committed shards to ask again, with their answers discarded.
+        """Return rows of committed shards to infer again, as a test that engines work at all.
 
-        Only until this attempt has seen an engine work: an earlier attempt may have left only rows
-        that kill engines.
+        Their answers are discarded. Empty once this attempt has a receipt, or without commits.
+        Needed because an earlier attempt may have left only rows that kill engines.
         """
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
@@ -309,12 +328,12 @@ class Driver:
     def _accept(self, receipt: Receipt) -> None:
         if self.done[receipt.shard]:
             return
-        self._look_at_code(receipt)
+        self._check_worker_code(receipt)
         whole = self.coverage.add(receipt)
         if whole is not None:
             self._commit(receipt.shard, whole)
 
-    def _look_at_code(self, receipt: Receipt) -> None:
+    def _check_worker_code(self, receipt: Receipt) -> None:
         """Warn once of workers whose code differs from the driver's."""
         theirs, own = receipt.where.get("code"), code_version()
         if theirs is None or theirs == own or theirs in self._codes:
@@ -373,7 +392,7 @@ class Driver:
         lines += [f"  {line}" for line in stop.lines()]
         committed = some_are(self.progress.tally.shards, self.plan.shards, "shard")
         raise ErrorBudgetExceeded(
-            f"{stop.share()}, more than {self.limits.said(rows)}"
+            f"{stop.share()}, more than {self.limits.sentence_start(rows)}"
             f"{stop.rest()}. Most common:\n"
             + "\n".join(lines)
             + f"\n{committed} committed and kept. Fix the cause or raise the limit, then run the "
@@ -390,7 +409,10 @@ class Driver:
         return self.waiting.count(record.shard, record.failed)
 
     def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
-        """Report the failed rows that no commit will include."""
+        """Report the failed rows of the shard that will not be committed; return `stop` with them.
+
+        Reads a sample of them from quarantine, and calls `observe` and `on_stop`.
+        """
         shard = receipts[0].shard
         pieces = [piece for receipt in receipts for piece in receipt.pieces]
         numbers = partial(self.ledger.numbers, self.plan)
@@ -401,7 +423,7 @@ class Driver:
         self.on_stop(stop)
         return stop
 
-    def _note_lost(self, unit: Unit, why: Loss) -> None:
+    def _record_loss(self, unit: Unit, why: Loss) -> None:
         if why.fatal:
             raise error_of_loss(why)
         if why.is_death and not why.counted:
@@ -429,11 +451,11 @@ class Driver:
         return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
 
     def _rows_received(self) -> int:
-        """Return the rows that are committed or held by receipts; every pass must increase it."""
+        """Return the rows that are committed or held by receipts, which measures progress."""
         pending = np.flatnonzero(~self.done).tolist()
         return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
-    def _count_others(self) -> None:
+    def _count_foreign_commits(self) -> None:
         """Count the shards that another driver has committed meanwhile."""
         theirs = self.ledger.committed(self.plan) & ~self.done
         for shard in np.flatnonzero(theirs).tolist():
@@ -442,7 +464,7 @@ class Driver:
 
     def _lacking(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the parts of `units` that no driver has committed and that have no receipt."""
-        self._count_others()
+        self._count_foreign_commits()
         left = []
         gaps = {u.shard: self.coverage.gaps(u.shard) for u in units if not self.done[u.shard]}
         for unit in units:
@@ -455,17 +477,18 @@ class Driver:
     def _after_isolation(
         self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
     ) -> list[Unit]:
-        """Split each unit that died while alone in an engine.
+        """Split each unit whose engine died while the unit was alone in it.
 
-        A single row that did so often enough is quarantined.
+        A single row whose engine died `limits.engine_deaths` times is quarantined. Returns the
+        units for the next pass, and counts the deaths of single rows in `deaths`.
         """
         rest: list[Unit] = []
         for unit in units:
             why = self._why_lost(unit)
-            if not why.may_be_of_a_row:
+            if not why.may_be_caused_by_row:
                 rest.append(unit)  # the store's or the input's fault: cutting would not help
             elif unit.rows > 1:
-                rest += cut(unit)
+                rest += split_unit(unit)
             else:
                 deaths[unit] += 1
                 if deaths[unit] < self.limits.engine_deaths:
@@ -475,7 +498,7 @@ class Driver:
         return rest
 
 
-def cut(unit: Unit) -> list[Unit]:
+def split_unit(unit: Unit) -> list[Unit]:
     """Split a unit into up to 16 parts of about equal size, in order."""
     size = -(-unit.rows // SPLIT)
     return [
@@ -498,6 +521,6 @@ FATAL: dict[str, type[RayBatchError]] = {
 
 
 def error_of_loss(why: Loss) -> RayBatchError:
-    """Return the error that a fatal loss stands for."""
+    """Return the error that ends a run when units fail for the reason `why`."""
     kind = FATAL.get(why.kind)
     return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

@@ -1,7 +1,7 @@
 """Heartbeats: small records of a run's current state, and the thread that writes them.
 
-They lie beside the records of attempts. They are for people and followers; correctness never
-depends on them.
+They are stored beside the records of attempts, for people and for processes that follow a run;
+correctness never depends on them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BEAT_EVERY = 10.0  # seconds between two records of an attempt
+HEARTBEAT_SECONDS = 10.0  # seconds between two records of an attempt
 SILENT_AFTER = 60.0  # seconds without one after which an attempt is shown as silent
 STARTING, INFERRING, WAITING, ENDED = "starting engines", "inferring", "waiting", "ended"
 UNHEARD = "waiting for the Ray job"  # phase until the driver in a Ray job has sent a heartbeat
 TEXT_FIELDS = ("phase", "about", "dashboard")  # fields that hold text
 COSTS = ("cost", "cost_run", "cost_end")
-SINCE_COSTS = ("gpu_seconds", *COSTS)  # left out while they say nothing: kept runs have none
+SINCE_COSTS = (
+    "gpu_seconds",
+    "to_larger",
+    *COSTS,
+)  # left out while they say nothing: kept runs have none
 UNKNOWN_AT_FIRST = ("seconds_left", "last_commit", *COSTS)  # numbers that may be None
 MAKING = "waiting for the cluster"  # phase while a cluster is created for the run
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
@@ -43,8 +47,10 @@ class Counts:
     """A snapshot of `Progress` for other threads, taken in the driver's thread after a commit.
 
     `at` and `window_start` are seconds since 1970. `commits` and `window_rows` belong to the window
-    over which the rate is computed, and are empty before this attempt's first commit. `held_back`
-    counts the failed rows of the shard that crossed the error budget and is not committed.
+    over which the rate is computed, and are 0 before this attempt's first commit. `held_back`
+    counts the failed rows of the shard that crossed the error budget and is not committed,
+    `to_larger` those of a cascade's first model that go on to the larger one; `before` and `later`
+    are the rows of the run's other phases.
     """
 
     at: float
@@ -64,12 +70,13 @@ class Counts:
     held_back: int = 0
     before: int = 0
     later: int = 0
+    to_larger: int = 0
 
     @classmethod
     def whole(cls, progress: Progress) -> Counts:
-        """Return the counts over both phases of a run that reuses answers.
+        """Return the counts over all phases of a run: this one, the one before and the later one.
 
-        Adds the phase `before` and the phase `later`.
+        `failed` counts the rows that wait for a failed request, not requests.
         """
         own, before, later = cls.of(progress), progress.before, progress.later
         return replace(
@@ -91,7 +98,8 @@ class Counts:
             rows=progress.rows,
             shards=progress.shards,
             done=tally.rows,
-            failed=tally.failed,
+            failed=tally.failed - progress.to_larger,
+            to_larger=progress.to_larger,
             skipped=tally.skipped,
             committed=tally.shards,
             passes=progress.passes,
@@ -110,14 +118,16 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """The contents of a heartbeat.
 
     Rates are per second, times are seconds; `at` and `last_commit` are seconds since 1970.
     `engines` counts engine actors by Ray state. `alarms` counts the warnings of the present stall
-    and `quiet` is its duration; both are 0 while shards are being committed. `dashboard` is the URL
-    of Ray's dashboard, "" if there is none. `held_back` counts the failed rows of the shard that
-    crossed the error budget, in addition to the committed `failed` rows. `gpu_seconds` and `cost`
+    and `quiet` is its duration; both are 0 while shards are being committed. `about` is a text on
+    the stall, on what the run waits for, or on its start. `dashboard` is the URL of Ray's
+    dashboard, "" if there is none. `held_back` counts the failed rows of the shard that
+    crossed the error budget, in addition to the committed `failed` rows. `to_larger` counts rows
+    that failed at a cascade's first model and go on to the larger one. `gpu_seconds` and `cost`
     are of this attempt, `cost_run` is of the whole run so far and `cost_end` of the run when it
     ends; an unknown cost is None.
     """
@@ -147,9 +157,10 @@ class Beat:
     cost: float | None = None
     cost_run: float | None = None
     cost_end: float | None = None
+    to_larger: int = 0
 
     @classmethod
-    def of(cls, counts: Counts, now: float, **more: Any) -> Beat:
+    def of(cls, counts: Counts, now: float, **more: Any) -> Heartbeat:
         rate = counts.rate(now)
         own = counts.done - counts.before
         a_row = rate / own if own else 0.0
@@ -169,14 +180,16 @@ class Beat:
             passes=counts.passes,
             engine_deaths=counts.engine_deaths,
             held_back=counts.held_back,
+            to_larger=counts.to_larger,
             last_commit=round(counts.at, 3) if counts.commits else None,
             **more,
         )
 
-    def seen(self, done: int) -> Beat:
-        """Return this heartbeat as it reads once `done` rows are committed.
+    def with_committed(self, done: int) -> Heartbeat:
+        """Return this heartbeat, updated for a run that has `done` rows committed.
 
-        If that is more than it knew of, the engines have started since it was written.
+        If the heartbeat has the phase "starting" but fewer rows than `done`, the engines have
+        started since it was written, so the phase becomes "inferring".
         """
         if self.phase == STARTING and self.done < done:
             return replace(self, phase=INFERRING, about="")
@@ -187,7 +200,7 @@ class Beat:
         return dump({k: v for k, v in value.items() if v or k not in SINCE_COSTS})
 
     @classmethod
-    def from_bytes(cls, data: bytes, what: str) -> Beat:
+    def from_bytes(cls, data: bytes, what: str) -> Heartbeat:
         """Decode a heartbeat. Raise `CorruptRun` for anything that `to_bytes` does not write."""
         value = load(data, what)
         numbers = {f.name for f in fields(cls)} - set(TEXT_FIELDS) - {"engines"}
@@ -203,6 +216,14 @@ class Beat:
                 f"{what} is not a valid heartbeat: wrong value of {', '.join(wrong) or 'phase'}"
             )
         return cls(**{**value, "engines": engines})
+
+
+def to_larger_text(rows: int) -> str:
+    """Return e.g. `, 12 to the larger model`, to append to a number of failed rows; "" for 0.
+
+    `rows` failed at a cascade's first model, so the larger one gets them.
+    """
+    return f", {rows:,} to the larger model" if rows else ""
 
 
 def alive(engines: Mapping[str, int]) -> int:
@@ -225,20 +246,20 @@ class Listener:
         Called in the driver's thread, so it must return quickly.
         """
 
-    def hear(self, beat: Beat) -> None:
-        """Receive the current state; called even while nothing is committed."""
+    def on_heartbeat(self, beat: Heartbeat) -> None:
+        """Receive the current state, also while nothing is committed."""
 
-    def lost(self, cause: str) -> None:
-        """Receive why this process will end within seconds, without an exception."""
+    def on_process_end(self, cause: str) -> None:
+        """Receive the reason why this process will end within seconds, without an exception."""
 
 
-def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
+def read_heartbeats(store: Store, attempts: Iterable[str]) -> dict[str, Heartbeat]:
     """Read the last heartbeat of each attempt, leaving out those that are missing or damaged."""
     found = {}
     for attempt in attempts:
         path = heartbeat_path(attempt)
         try:
-            found[attempt] = Beat.from_bytes(read_record(store, path), path)
+            found[attempt] = Heartbeat.from_bytes(read_record(store, path), path)
         except FileNotFoundError:
             continue
         except CorruptRun as fault:
@@ -246,22 +267,21 @@ def read_beats(store: Store, attempts: Iterable[str]) -> dict[str, Beat]:
     return found
 
 
-def newest(store: Store) -> Beat | None:
+def newest(store: Store) -> Heartbeat | None:
     """Return the latest heartbeat of any driver of the run; None if there is none.
 
     Followers in other processes read it.
     """
     names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
     names = [name for name in names if name.isalnum()]  # no copies that a tool made
-    return max(read_beats(store, names).values(), key=lambda beat: beat.at, default=None)
+    return max(read_heartbeats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 
-def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
-    """Return the state that the run's driver in another process last reported.
+def heartbeat_elsewhere(store: Store, counts: Counts, over: bool = False) -> Heartbeat:
+    """Return the last heartbeat of a driver in another process, or one built from `counts` alone.
 
-    Its heartbeat may know of fewer commits than there are (`Beat.seen`). A stale heartbeat says
-    nothing about the driver being followed, nor does one of a driver that has ended although the
-    run is not `over`.
+    Builds one if there is no heartbeat, if it is stale, or if its driver ended although the run is
+    not `over`. A heartbeat may lag behind the commits (`Heartbeat.with_committed`).
     """
     beat, now = newest(store), time.time()
     if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
@@ -269,16 +289,16 @@ def told_elsewhere(store: Store, counts: Counts, over: bool = False) -> Beat:
     return beat
 
 
-def unheard(counts: Counts) -> Beat:
-    """Return the state of a run before its driver in another process has reported any."""
-    return Beat.of(counts, time.time(), phase=UNHEARD)
+def unheard(counts: Counts) -> Heartbeat:
+    """Return the state of a run whose driver in another process has not sent a heartbeat yet."""
+    return Heartbeat.of(counts, time.time(), phase=UNHEARD)
 
 
 class Ticker:
-    """Calls `work` every `seconds` from a thread of its own, and once more on exit.
+    """Calls `work` every `seconds` from a separate thread, and once more on exit.
 
     An exception from `work` is logged, once for each message, and never fails the run. The thread
-    inherits the caller's contextvars, so that Prefect finds the flow run there.
+    inherits the caller's contextvars, so that Prefect finds the flow run in it.
     """
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]):
@@ -308,7 +328,7 @@ class Ticker:
         while not last:
             self._wake.wait(self.seconds)
             self._wake.clear()
-            last = self._stop  # asked before the work, which may be going on when the end comes
+            last = self._stop  # read before the work, since the end may come during it
             self._once()
 
     def _once(self) -> None:

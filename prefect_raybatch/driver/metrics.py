@@ -18,7 +18,7 @@ from functools import partial
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
-from prefect_raybatch.driver.heartbeat import Beat, alive
+from prefect_raybatch.driver.heartbeat import Heartbeat, alive
 from prefect_raybatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 METRICS_PORT, METRICS_HOST = "RAYBATCH_METRICS_PORT", "RAYBATCH_METRICS_HOST"
 METRIC_LABELS = ("job_name", "run_key")  # Prometheus itself calls the scrape job "job"
 LAST_SCRAPE_SECONDS = 75.0  # wait for the scrape after a run's end; Prometheus's default is 60
-NONE = float("nan")  # Prometheus' word for a value that is not known
+NONE = float("nan")  # an unknown value, by Prometheus's convention
 
 # name -> (help, value); those that only grow are counters, whose samples end in _total.
-COUNTERS: dict[str, tuple[str, Callable[[Beat], float]]] = {
+COUNTERS: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
     "raybatch_rows": ("Rows committed, over all attempts.", lambda b: b.done),
     "raybatch_failed_rows": ("Rows in quarantine, over all attempts.", lambda b: b.failed),
     "raybatch_skipped_rows": ("Rows that postprocess left out.", lambda b: b.skipped),
@@ -44,7 +44,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Beat], float]]] = {
         lambda b: b.gpu_seconds,
     ),
 }
-GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
+GAUGES: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
     "raybatch_planned_rows": ("Rows of the plan.", lambda b: b.rows),
     "raybatch_planned_shards": ("Shards of the plan.", lambda b: b.shards),
     "raybatch_rows_per_second": (
@@ -87,9 +87,9 @@ COMPLETED_METRIC = "raybatch_completed"
 
 @dataclass
 class Served:
-    """A run at the endpoint. `state` is called at each scrape."""
+    """A run whose metrics the endpoint serves; each scrape calls `state` for its heartbeat."""
 
-    state: Callable[[], Beat]
+    state: Callable[[], Heartbeat]
     is_completed: bool = False  # it has _SUCCESS
     is_end_scraped: bool = False
 
@@ -109,7 +109,7 @@ class Endpoint:
         self._server.set_app(self._noting_answers(make_wsgi_app(registry)))
         atexit.register(self.wait_for_last_scrape)
 
-    def begin(self, job: str, run_key: str, state: Callable[[], Beat]) -> None:
+    def begin(self, job: str, run_key: str, state: Callable[[], Heartbeat]) -> None:
         with self._scraped:
             self._runs[job, run_key] = Served(state)
 
@@ -162,13 +162,16 @@ class Endpoint:
         return wrapped
 
     def wait_for_last_scrape(self) -> None:
-        """Wait until a scrape has shown each completed run, if anything scrapes at all."""
+        """Wait until a scrape has shown each completed run, at most LAST_SCRAPE_SECONDS.
+
+        Return at once if no scrape ever came.
+        """
 
         def all_seen() -> bool:
             return all(run.is_end_scraped for run in self._runs.values() if run.is_completed)
 
-        # Since Python 3.12 no thread starts while the interpreter ends, so the one that listens
-        # answers too.
+        # Since Python 3.12 no thread starts while the interpreter ends, so the listening thread
+        # handles requests itself.
         answers = partial(TCPServer.process_request, self._server)
         self._server.process_request = answers  # type: ignore[method-assign]
         with self._scraped:
@@ -191,7 +194,7 @@ def port() -> int | None:
 
 
 @contextmanager
-def serving(job: str, run_key: str, state: Callable[[], Beat]) -> Iterator[None]:
+def serving(job: str, run_key: str, state: Callable[[], Heartbeat]) -> Iterator[None]:
     """Serve the run's metrics at http://HOST:PORT/metrics if a port is set.
 
     `state` is called during the block; the last values stay at the endpoint until the process ends.

@@ -11,17 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefect_raybatch.bounded import ANSWER, Question
+from prefect_raybatch.bounded import ANSWER, BoundedCalls
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.cost import CostMeter, check_cost
 from prefect_raybatch.driver.heartbeat import (
-    BEAT_EVERY,
     ENDED,
+    HEARTBEAT_SECONDS,
     INFERRING,
     STARTING,
     WAITING,
-    Beat,
     Counts,
+    Heartbeat,
     Listener,
     Ticker,
 )
@@ -44,11 +44,13 @@ log = logging.getLogger(__name__)
 LOOK = 1.0  # seconds between looks
 ASK_ENGINES = 10.0  # seconds between questions to Ray
 DIED_LOOKS = 2  # looks in a row that must find Ray dead
-NOTE_AFTER = 2.0  # seconds from the first commit, in which the slowest engines may still tell
+LATE_PHASE_SECONDS = (
+    2.0  # seconds after the first commit in which slow engines may still report phases
+)
 
 
 class EngineStates(Protocol):
-    """Reports how the engines of a pipeline stand; see `Monitor`.
+    """Reports the state of a pipeline's engines; the methods are described at `Monitor`.
 
     `server_wait` returns why the run waits for a hosted model's server, "" if it does not.
     """
@@ -60,7 +62,7 @@ class EngineStates(Protocol):
 
 
 class Monitor:
-    """An observer that stands between the driver and `observe`.
+    """Watches one attempt; an observer that passes each commit on to `observe`.
 
     `engines` returns the number of engine actors by state, `starts` how far each engine has
     started, and `deaths` how often each engine's process has died and which process it is; all
@@ -84,12 +86,12 @@ class Monitor:
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
         self.starts: Callable[[], Sequence[Marks]] = list
         self.deaths: Callable[[], Mapping[str, tuple[int, str]]] = dict
-        self._dead: Mapping[str, tuple[int, str]] | None = None  # of `deaths`, as last heard
+        self._dead: Mapping[str, tuple[int, str]] | None = None  # last result of `deaths`
         self._counting = threading.Lock()  # deaths are looked at from two threads
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
         self.ray_died: Callable[[], bool] = lambda: False  # on this host
         self._ray_died = 0  # looks in a row that found it so; one may see Ray being stopped
-        self._left: frozenset[str] = frozenset()  # nodes that were told of
+        self._left: frozenset[str] = frozenset()  # draining nodes that were logged
         self.on_started = on_started
         self.starting = Starting()
         self.noted = False
@@ -103,17 +105,17 @@ class Monitor:
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
-        self._held = ""  # why the run does not work yet
+        self._wait_reason = ""  # why the run does not work yet
         self.server_wait: Callable[[], str] = str
         self._server_wait = ""  # why the run waits for the server of a hosted model
         self.dashboard = ""  # of Ray, known once it is connected
         self._states: Mapping[str, int] = {}
         asked = ("engines", "leaving", "deaths", "starts", "start", "note", "store", "server")
-        self._questions = {name: Question(ANSWER) for name in asked}
-        self._unheard = ""  # why the states of engines are old ones
+        self._questions = {name: BoundedCalls(ANSWER) for name in asked}
+        self._unheard = ""  # why Ray did not report the engine states; "" if they are current
         self._asked = self._written = float("-inf")
         self._ended = False
-        self._beats = Ticker("heartbeat", BEAT_EVERY, self.write)
+        self._beats = Ticker("heartbeat", HEARTBEAT_SECONDS, self.write)
 
     def __call__(self, progress: Progress) -> None:
         """Take a snapshot of a commit for the other threads.
@@ -127,13 +129,13 @@ class Monitor:
             self._longest = max(self._longest, series.ended[-1] - series.started[-1])
         self.observe(progress)
 
-    def joined(
+    def set_cluster(
         self,
         dashboard: str,
         leaving: Callable[[], Mapping[str, float | None]],
         ray_died: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Note the address of Ray's dashboard, and how to ask what becomes of Ray's nodes.
+        """Set the URL of Ray's dashboard and the functions that query Ray's nodes.
 
         `leaving` returns the nodes that are about to leave, `ray_died` whether Ray on this host has
         died.
@@ -143,16 +145,16 @@ class Monitor:
             log.info("Ray's dashboard: %s", dashboard)
 
     def watch(self, engines: EngineStates) -> None:
-        """Ask these engines from now on."""
+        """Query these engines from now on."""
         self.engines, self.starts = engines.engines, engines.starts
         self.deaths, self.server_wait = engines.deaths, engines.server_wait
 
-    def held(self, why: str) -> None:
-        """Note that the run waits for its turn, with the reason in `why`; "" when it continues.
+    def set_waiting(self, why: str) -> None:
+        """Record what the run waits for, e.g. room on the cluster; `why` is "" once it continues.
 
         A waiting run does not stall.
         """
-        self._held = why
+        self._wait_reason = why
         self.starting.enter(ON_TURN if why else ON_CLUSTER)
         self._beats.nudge()
 
@@ -166,7 +168,7 @@ class Monitor:
             self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
-        """Report the duration of the first start that led to a commit to `on_started`, once.
+        """Call `on_started`, once, with the phases of the first start that led to a commit.
 
         Called while Ray can still be queried.
         """
@@ -199,16 +201,16 @@ class Monitor:
     def _end(self) -> None:
         self._ended = True
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """Return the current state as a heartbeat."""
         latest, watch = self.counts, self._watch
         counts = self._now(latest)
         if self._ended:
             phase = ENDED
-        elif watch.alarms or self._held or self._server_wait:
+        elif watch.alarms or self._wait_reason or self._server_wait:
             phase = WAITING
         else:
-            # Of the counts that are told, which are newer than what the watch saw last.
+            # By the current counts, which are newer than those that the watch saw last.
             starting = counts is None or latest is None or starts(latest, counts.passes)
             phase = STARTING if starting and not self.limited() else INFERRING
         more: dict[str, Any] = {
@@ -217,7 +219,7 @@ class Monitor:
             "alarms": watch.alarms,
             "dashboard": self.dashboard,
         }
-        about = self._about if watch.alarms else self._held or self._server_wait
+        about = self._about if watch.alarms else self._wait_reason or self._server_wait
         if phase == STARTING:
             about = self.starting.text()
         elif phase == INFERRING:
@@ -225,9 +227,9 @@ class Monitor:
         if counts is None:
             rows, shards = self.plan.rows, self.plan.shards
             more |= self.meter.figures(None)
-            return Beat(time.time(), rows=rows, shards=shards, about=about, **more)
+            return Heartbeat(time.time(), rows=rows, shards=shards, about=about, **more)
         quiet = round(self.clock() - watch.since, 1) if watch.alarms else 0.0
-        found = Beat.of(counts, time.time(), quiet=quiet, about=about, **more)
+        found = Heartbeat.of(counts, time.time(), quiet=quiet, about=about, **more)
         left = 0.0 if self._ended else found.seconds_left
         return replace(found, **self.meter.figures(left))
 
@@ -253,7 +255,7 @@ class Monitor:
         counts = self._now(latest)
         self._look_at_cost(now, counts)  # first: nothing may keep a limit on costs from holding
         self._look_at_start()
-        if self._held or self._server_wait or self.limited():
+        if self._wait_reason or self._server_wait or self.limited():
             self._watch = StallWatch(self.limits, now)
         elif counts is not None and latest is not None and not self._ended:
             found = self._watch.look(now, latest, counts.passes, self._longest)
@@ -263,10 +265,10 @@ class Monitor:
                 log.warning("commits flow again after %.0f s without one", found.seconds)
                 self._beats.nudge()
         if isinstance(self.observe, Listener):
-            self.observe.hear(self.beat())
+            self.observe.on_heartbeat(self.beat())
 
     def _look_at_ray(self) -> None:
-        """Report once that Ray on this host has died: it ends this process within seconds."""
+        """Report once that Ray on this host has died, which ends this process within seconds."""
         self._ray_died = self._ray_died + 1 if self.ray_died() else 0
         if self._ended or self._ray_died != DIED_LOOKS:
             return
@@ -278,7 +280,7 @@ class Monitor:
         )
         log.error("%s", cause)
         if isinstance(self.observe, Listener):
-            self.observe.lost(cause)
+            self.observe.on_process_end(cause)
 
     def _look_at_engines(self) -> None:
         """Update the engine states.
@@ -300,7 +302,7 @@ class Monitor:
             log.debug("the server's state is not known: %s: %s", type(error).__name__, error)
 
     def _look_at_nodes(self) -> None:
-        """Log, once for each node that is about to be drained, what becomes of its work."""
+        """Log each node that is being drained, once: its engines get no new shards."""
         try:
             leaving = self._questions["leaving"](self.leaving)
         except Exception as error:  # for people alone: costs and stalls must be seen all the same
@@ -359,9 +361,9 @@ class Monitor:
     def _look_at_start(self) -> None:
         """Query the engines' start-up phases until they have started."""
         ended = self.starting.ended
-        if ended is not None and time.time() - ended > NOTE_AFTER:
+        if ended is not None and time.time() - ended > LATE_PHASE_SECONDS:
             self.note_start()
-        if self._held or self._ended or ended is not None:
+        if self._wait_reason or self._ended or ended is not None:
             return
         try:
             self.starting.heard(self._questions["starts"](self.starts))
@@ -373,12 +375,12 @@ class Monitor:
         committed = counts.committed if counts is not None else 0
         try:
             currency = self.meter.currency
-            check_cost(self.limits, self.meter.whole, self.plan.shards, committed, currency)
+            check_cost(self.limits, self.meter.total_cost, self.plan.shards, committed, currency)
         except CostExceeded as error:
             self.spent = self.spent or error
 
     def _stalled(self, stall: Stall, counts: Counts) -> None:
-        self._look_at_engines()  # what was asked last may be older than the stall
+        self._look_at_engines()  # the last known states may be older than the stall
         unheard = f" (last known; Ray did not answer: {self._unheard})" if self._unheard else ""
         try:
             seen = self._questions["store"](partial(probe, self.store))
@@ -389,7 +391,7 @@ class Monitor:
             f"allowed{' until the first of a pass' if stall.starting else ''} "
             f"({counts.committed:,} of {counted(counts.shards, 'shard')}, pass {counts.passes}, "
             f"{counts.engine_deaths} engine deaths). Engines: "
-            f"{_told(self._states, self._unheard)}{unheard}. Store: {seen}; {self._heard()}"
+            f"{_states_text(self._states, self._unheard)}{unheard}. Store: {seen}; {self._heard()}"
         )
         log.warning("%s", self._about)
         self._beats.nudge()
@@ -421,6 +423,6 @@ def probe(store: Store) -> str:
     return f"a listing took {time.monotonic() - began:.2f} s"
 
 
-def _told(states: Mapping[str, int], unheard: str) -> str:
+def _states_text(states: Mapping[str, int], unheard: str) -> str:
     none = "none known" if unheard else "none alive"
     return ", ".join(f"{n} {state.lower()}" for state, n in sorted(states.items())) or none

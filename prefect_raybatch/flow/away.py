@@ -15,22 +15,23 @@ from prefect_raybatch.report.report import duration
 
 log = logging.getLogger(__name__)
 
-AWAY_AFTER = 10.0  # seconds without an answer; a busy server may take almost as long
+OUTAGE_SECONDS = 10.0  # seconds without an answer; a busy server may take almost as long
 NO_ANSWER = (httpx.TransportError, OSError)  # raised by calls that got no answer
 
 
 class ApiWatch:
-    """Watches calls that one thread makes `within` it.
+    """Detects outages of Prefect's API from the calls that one thread makes to it.
 
-    `look` is called from another thread, because Prefect's client retries for a minute before a
-    call raises.
+    The thread makes each call in a `with` block of `within`. `look` is called from another thread,
+    because Prefect's client retries for a minute before a call raises. `since` is the time on
+    `clock` at which an outage began that an earlier watch saw and that is not over; None without.
     """
 
     def __init__(self, clock: Callable[[], float], since: float | None = None):
         self.clock = clock
         self._since = since  # start of the first unanswered call
         self._said = False
-        self._outages: list[float] = []  # seconds of each that has ended since `take_outage`
+        self._outages: list[float] = []  # seconds of each that has ended since `pop_outage`
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -50,7 +51,7 @@ class ApiWatch:
         since, self._since = self._since, None
         if since is None:
             return
-        if self._said or self.clock() - since >= AWAY_AFTER:
+        if self._said or self.clock() - since >= OUTAGE_SECONDS:
             self._said = False
             self._outages.append(self.clock() - since)
             # Only this line reaches the page: Prefect does not resend lines that it could not send.
@@ -61,14 +62,14 @@ class ApiWatch:
                 duration(self.clock() - since),
             )
 
-    def take_outage(self) -> float | None:
-        """Return the seconds of an outage that has ended, once; None without one."""
+    def pop_outage(self) -> float | None:
+        """Return the seconds of an outage that has ended, each only once; None if there is none."""
         return self._outages.pop() if self._outages else None
 
     def look(self) -> None:
         """Report once per outage that the API is unreachable."""
         since = self._since
-        if self._said or since is None or self.clock() - since < AWAY_AFTER:
+        if self._said or since is None or self.clock() - since < OUTAGE_SECONDS:
             return
         self._said = True
         log.warning(
@@ -78,10 +79,10 @@ class ApiWatch:
             self.clock() - since,
         )
 
-    def left_over(self) -> ApiWatch | None:
-        """Return the watch for the next task if the API is unreachable as this task ends.
+    def continue_outage(self) -> ApiWatch | None:
+        """Return a watch that continues an open outage in the next task; None if there is none.
 
-        This watch reports nothing more, because a thread of the task may still be in a call.
+        This watch then reports nothing more, because a thread of the task may still be in a call.
         """
         since, self._since = self._since, None
         return None if since is None else ApiWatch(self.clock, since)
@@ -92,9 +93,9 @@ _UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: the watch that a task left
 
 @contextmanager
 def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
-    """Yield the watch of a task.
+    """Yield the watch of Prefect's API for a task.
 
-    Continues an outage that began in an earlier task of the flow run, so that its end and its
+    It continues an outage that began in an earlier task of the flow run, so that its end and its
     length are reported.
     """
     run = flow_run.get_id() or ""
@@ -102,7 +103,7 @@ def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
     try:
         yield watch
     finally:
-        if (left := watch.left_over()) is not None:
+        if (left := watch.continue_outage()) is not None:
             _UNANSWERED[run] = left
 
 
@@ -115,8 +116,8 @@ class _OneLine(logging.Filter):
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """Suppress the long messages with which each of Prefect's clients reports an outage."""
+def outages_logged_once() -> Iterator[None]:
+    """Report each outage in one line, in place of the long messages of Prefect's clients."""
     added = _OneLine()
     loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal")]
     loggers.append(logging.getLogger("prefect._internal.concurrency"))

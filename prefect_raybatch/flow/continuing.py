@@ -31,32 +31,38 @@ BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_fai
 
 
 @dataclass(frozen=True)
-class Started:
-    """The start of the outermost flow run.
+class FlowStart:
+    """How the outermost flow run was started.
 
-    `deployment` is FLOW/DEPLOYMENT. `given` are the parameters that differ from the deployment's,
-    or all of them without one; `takes` are the names of all parameters; `job` is the job parameter,
-    None for flows without one.
+    `deployment` is FLOW/DEPLOYMENT. `flow_parameters` are the parameters that differ from the
+    deployment's; without a deployment, all of them. `takes` are the names of all parameters; `job`
+    is the job parameter, None for flows that take no job. `start` is the scheduled start.
     """
 
     run: UUID
     flow: str
     deployment: str | None
-    given: Mapping[str, Any]
+    flow_parameters: Mapping[str, Any]
     takes: frozenset[str]
     start: datetime | None
     job: Any = None
 
     @property
     def is_of_a_job(self) -> bool:
-        """Return whether a new flow run with the same parameters would do the same work."""
+        """Return whether a new flow run with the same parameters would do the same work.
+
+        True for flows with the parameters of `batch_inference`, `retry_failed` or `backfill`.
+        """
         return any(
             self.takes >= names for names in (RUN_PARAMETERS, RETRY_PARAMETERS, BACKFILL_PARAMETERS)
         )
 
     def parameters(self, run_key: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters, secrets masked, with which a new flow run continues the run."""
-        values = {name: value for name, value in self.given.items() if value is not None}
+        """Return the parameters, secrets masked, with which a new flow run continues the run.
+
+        `changes` maps dotted names of job fields to values; they are added to `overrides`.
+        """
+        values = {name: value for name, value in self.flow_parameters.items() if value is not None}
         if self.takes >= RUN_PARAMETERS:
             if run_key:
                 values["run_key"] = run_key
@@ -68,7 +74,7 @@ class Started:
         return _without_secrets(dict(sorted(values.items())), self.job)
 
 
-def started() -> Started | None:
+def started() -> FlowStart | None:
     """Return how the outermost flow run was started; None if unknown or outside a flow run."""
     root = root_run()
     if root is None:
@@ -78,11 +84,11 @@ def started() -> Started | None:
     return None
 
 
-def _started(client: SyncPrefectClient, run: FlowRun) -> Started:
+def _started(client: SyncPrefectClient, run: FlowRun) -> FlowStart:
     flow, all_given = client.read_flow(run.flow_id).name, run.parameters
     start, job = run.expected_start_time, all_given.get("job")
     if run.deployment_id is None:
-        return Started(run.id, flow, None, all_given, frozenset(all_given), start, job)
+        return FlowStart(run.id, flow, None, all_given, frozenset(all_given), start, job)
     deployment = client.read_deployment(run.deployment_id)
     defaults = deployment.parameters or {}
     given = {
@@ -92,11 +98,11 @@ def _started(client: SyncPrefectClient, run: FlowRun) -> Started:
     }
     schema = deployment.parameter_openapi_schema
     takes = frozenset((schema or {}).get("properties", all_given))
-    return Started(run.id, flow, f"{flow}/{deployment.name}", given, takes, start, job)
+    return FlowStart(run.id, flow, f"{flow}/{deployment.name}", given, takes, start, job)
 
 
 def root_run() -> UUID | None:
-    """Return the outermost flow run; retrying it keeps the run key."""
+    """Return the id of the outermost flow run, whose retry keeps the run key; None outside one."""
     with suppress(Exception):
         return UUID(str(flow_run.get_root_flow_run_id()))
     return None
@@ -105,8 +111,9 @@ def root_run() -> UUID | None:
 def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> str:
     """Return the command that continues the run; `run_key` is None if not known yet.
 
-    `changes` maps dotted names of job fields to new values. `new_run` asks for a new flow run,
-    which uses the job as its deployment has it by then.
+    `changes` maps dotted names of job fields to new values. Without any, a flow run of a deployment
+    is continued by `prefect flow-run retry`, which keeps its job; with `new_run`, by a new flow
+    run, which uses the job that the deployment has when it starts.
     """
     if words := typed_words(run_key, changes):
         return shlex.join(words)
@@ -123,7 +130,7 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
 
 
 def command_of_new_run(client: SyncPrefectClient, run: FlowRun) -> str:
-    """Return the command for a new flow run that does the work of `run`, of a deployment."""
+    """Return the command that starts a new flow run with the deployment and parameters of `run`."""
     start = _started(client, run)
     return _new_run(str(start.deployment), start.parameters(None, {}))
 
@@ -138,7 +145,8 @@ def _new_run(deployment: str, parameters: Mapping[str, Any]) -> str:
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
     """Return the call of a flow as Python.
 
-    Mappings such as jobs, which may contain secrets, are written as variables, except `overrides`.
+    Mappings such as jobs, which may contain secrets, are shown as variable names, except
+    `overrides`.
     """
     texts = []
     for name, value in parameters.items():
@@ -148,7 +156,7 @@ def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _as_parameter(value: Any) -> str:
-    """Return a value as `prefect deployment run` reads it: as JSON, otherwise as text."""
+    """Return a value as `prefect deployment run` takes it: JSON, or a text that is not JSON."""
     if not isinstance(value, str):
         return json.dumps(value)
     with suppress(ValueError):
@@ -166,7 +174,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
-    """Return the parameters with secrets masked as in a report of the complete `job`.
+    """Return the parameters with secrets masked; `job` is the job that `overrides` change.
 
     For an invalid job, keep only values that are known to be public.
     """
@@ -187,7 +195,7 @@ def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _numbers_alone(value: Any) -> Any:
-    """Return a value that is not a valid job, with texts masked unless known to be public."""
+    """Return a value with its texts masked unless they are surely public; numbers stay."""
     if isinstance(value, Mapping):
         return {name: _numbers_alone(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -10,7 +10,7 @@ from typing import Any
 from prefect.events import emit_event
 from prefect.runtime import task_run
 
-from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Beat, alive
+from prefect_raybatch.driver.heartbeat import MAKING, UNHEARD, Heartbeat, alive
 from prefect_raybatch.errors import CostExceeded, ErrorBudgetExceeded, RunDrained, is_transient
 from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.report.report import duration
@@ -29,8 +29,8 @@ EVENT_TEXT = 500  # characters of an error's message in an event
 class RunEvents:
     """Emits the events of one run.
 
-    Prefect adds the flow run and its relatives as related resources. During an outage of its API
-    it queues events and logs those that it cannot send.
+    Prefect adds the flow run and its relatives as related resources. During an outage of its API,
+    Prefect queues events and logs those that it cannot send.
     """
 
     def __init__(self, run_key: str, job: str):
@@ -57,7 +57,10 @@ class RunEvents:
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:
-        """Emit an event if the block exceeds a limit or fails without a retry."""
+        """Emit an event if the block exceeds a limit, is drained or fails for good.
+
+        The task that runs the block is retried `retries` times after transient errors.
+        """
         try:
             yield
         except Exception as error:
@@ -65,7 +68,10 @@ class RunEvents:
             raise
 
     def failed(self, error: Exception, retries: int) -> bool:
-        """Emit the event of an error as `failures` does; return whether Prefect will not retry."""
+        """Emit the events of an error as `failures` does; return whether the run failed for good.
+
+        False if the run was drained, or if Prefect retries the task.
+        """
         text = str(error)[:EVENT_TEXT]
         if isinstance(error, RunDrained):  # requested by an operator, so no failure
             self.emit("run.drained", message=text)
@@ -85,7 +91,7 @@ class LiveEvents:
 
     Reports commits (coalesced), stalls, more than `reported` failed rows, a run that will take
     longer than `deadline` seconds, one that costs almost `max_cost`, and one that takes at least
-    twice its `usual` seconds.
+    twice the `usual` seconds of the job's runs. `run` is the run directory.
     """
 
     usual: float | None = None
@@ -110,11 +116,11 @@ class LiveEvents:
         self._at = float("-inf")
         self.told_high = False
 
-    def started(self, beat: Beat, worked: float = 0.0) -> None:
+    def started(self, beat: Heartbeat, worked: float = 0.0) -> None:
         """Emit the start event; must be called first.
 
-        Shards that are committed now are not reported. `worked` are the seconds of earlier
-        attempts.
+        Shards that are already committed are not reported later. `worked` are the seconds of
+        earlier attempts.
         """
         self._committed = self._first = beat.committed
         self._worked = worked
@@ -128,8 +134,8 @@ class LiveEvents:
         )
         self.events.emit("prefect.away", run=self.run, seconds=round(seconds), about=about)
 
-    def see(self, beat: Beat, now: float) -> None:
-        """Process a heartbeat; `now` is in seconds of a monotonic clock."""
+    def see(self, beat: Heartbeat, now: float) -> None:
+        """Emit the events that a heartbeat gives rise to; `now` is monotonic, in seconds."""
         if beat.alarms > self._alarms:
             self.events.emit(
                 "run.stalled", run=self.run, seconds=beat.quiet, about=beat.about, **_figures(beat)
@@ -149,8 +155,8 @@ class LiveEvents:
         self._look_at_time(beat, now)
         self._commits(beat, now)
 
-    def _look_at_cost(self, beat: Beat) -> None:
-        """Compare the cost so far, and the expected one once the rate is known, with the limit."""
+    def _look_at_cost(self, beat: Heartbeat) -> None:
+        """Emit `cost.high` once if the cost is near `max_cost` or is expected to exceed it."""
         if self.max_cost is None or self.told_dear or beat.cost_run is None:
             return
         end = beat.cost_end if self._is_steady(beat) else None
@@ -166,11 +172,11 @@ class LiveEvents:
         log.warning("the cost is near its limit: %s", about)
         self.events.emit("cost.high", run=self.run, about=about, **_figures(beat))
 
-    def _is_steady(self, beat: Beat) -> bool:
+    def _is_steady(self, beat: Heartbeat) -> bool:
         return beat.committed - self._first >= STEADY
 
-    def _look_at_time(self, beat: Beat, now: float) -> None:
-        """Compare the time so far with the usual one, and the expected end with the deadline.
+    def _look_at_time(self, beat: Heartbeat, now: float) -> None:
+        """Emit `time.high` once for a slow run, `deadline.risk` once if it will miss its deadline.
 
         The rate is used only after `STEADY` commits, because the first ones include the engines'
         start. Time that an attempt waits before it starts does not count, as in the report.
@@ -205,7 +211,7 @@ class LiveEvents:
         log.warning("the run will probably miss its deadline: %s", about)
         self.events.emit("deadline.risk", run=self.run, about=about, **_figures(beat))
 
-    def _commits(self, beat: Beat, now: float) -> None:
+    def _commits(self, beat: Heartbeat, now: float) -> None:
         # A minimum share of the shards per event bounds the number over all attempts.
         fresh = beat.committed - self._committed
         enough = fresh * COMMIT_EVENTS >= beat.shards and now - self._at >= COMMIT_EVERY
@@ -214,7 +220,7 @@ class LiveEvents:
             self.events.emit("shard.committed", run=self.run, new=fresh, **_figures(beat))
 
 
-def _figures(beat: Beat) -> dict[str, Any]:
+def _figures(beat: Heartbeat) -> dict[str, Any]:
     return {
         "rows": beat.rows,
         "done": beat.done,

@@ -23,7 +23,7 @@ from prefect_raybatch.api import (
     resolve_run,
 )
 from prefect_raybatch.cluster.connect import end_by_sigterm
-from prefect_raybatch.cluster.early import engines_early
+from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
 from prefect_raybatch.flow.artifacts import artifact_key, put
@@ -43,13 +43,13 @@ from prefect_raybatch.flow.tasks import (
     with_blocks,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited, run_words, with_run_words
-from prefect_raybatch.job.run_words import start_of_key, today
+from prefect_raybatch.job.edits import edited, job_placeholders, render_placeholders
+from prefect_raybatch.job.placeholders import start_of_key, today
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.attempts import record_bad_job, record_command
 from prefect_raybatch.runs.backfill import DatedRun, dates_table, summary
-from prefect_raybatch.runs.retry import Nothing
+from prefect_raybatch.runs.retry import NothingToRetry
 from prefect_raybatch.runs.run import Run, complete_before
 
 
@@ -58,15 +58,15 @@ def titled(title: str) -> Any:
     return Field(json_schema_extra={"title": title})
 
 
-def in_form_order(made: Flow[..., Any], last: str) -> None:
-    """Put a flow's parameter last in the Prefect form, which otherwise follows the signature.
+def in_form_order(flow: Flow[..., Any], last: str) -> None:
+    """Put the parameter named `last` last in a flow's form, which else follows the signature.
 
     Calls still follow the function's own signature.
     """
-    signature = inspect.signature(made.fn, eval_str=True)
+    signature = inspect.signature(flow.fn, eval_str=True)
     named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
     named.sort(key=lambda parameter: parameter.name == last)
-    vars(made)["__signature__"] = signature.replace(parameters=named)
+    vars(flow)["__signature__"] = signature.replace(parameters=named)
 
 
 DRAINED_STATE = "Drained"
@@ -94,7 +94,7 @@ def key_of(
     if run_date is not None and scheduled_for is None:
         return resolve_run(with_blocks(job), None, None, run_date)[1]
     start = scheduled_for or scheduled_start()
-    if start is None and run_words(job):
+    if start is None and job_placeholders(job):
         return resolve_run(with_blocks(job), None, None)[1]
     return default_run_key(with_blocks(job), start)
 
@@ -169,10 +169,10 @@ def batch_inference(
 
 def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNotes) -> RunReport:
     try:
-        with engines_early():
+        with prewarm_allowed():
             run = plan_shards(job, key, **({"accept": accept} if accept else {}))
             progress = infer_shards(job, run)
-        return _ended(job, run, progress, notes)
+        return _finalize_and_publish(job, run, progress, notes)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal as signal:
@@ -191,7 +191,9 @@ def _recorded_unplanned(
         with suppress(Exception):  # the scheduled start is unknown while Prefect's API is away
             start = scheduled_for or scheduled_start()
             key = run_key or (default_run_key(job, start) if start is not None else None)
-            when = when or (scheduled_date(start) if start is not None and run_words(job) else None)
+            when = when or (
+                scheduled_date(start) if start is not None and job_placeholders(job) else None
+            )
         recorded = record_unplanned(job, key, error, when)
         if recorded is not None:
             store, key = recorded
@@ -225,7 +227,7 @@ def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
 
 batch_inference.when_invalid = _record_invalid
 
-# The form shows what may change from run to run first; the job is the deployment's.
+# The form shows parameters that change from run to run first; the job is the deployment's.
 in_form_order(batch_inference, last="job")
 
 
@@ -234,17 +236,17 @@ def _filled(
 ) -> BatchJob:
     """Return the job with {run_date} and {run_key} filled in, if the tasks need that.
 
-    If the run key alone gives their values, return the job as written: the tasks fill them in, and
-    the job as written shows what its runs have in common.
+    If both follow from the run key, return the job unchanged: the tasks fill them in, and the
+    unchanged output URI is the same for all runs of the job.
     """
-    if not run_words(job):
+    if not job_placeholders(job):
         return job
     start = scheduled_for or start_of_key(key) or scheduled_start()
     if run_date is None and start is not None:
         run_date = scheduled_date(start)
     filled = resolve_run(job, key, start, run_date)[0]
     with suppress(ConfigError):  # the run key contains no date
-        if with_run_words(job, key) == filled:
+        if render_placeholders(job, key) == filled:
             return job
     return filled
 
@@ -273,13 +275,13 @@ def retry_failed(
         job: Job that replaces the job of the run. Its input and output.uri are ignored.
     """
     planned = plan_retry(run_dir, errors, overrides, job)
-    if isinstance(planned, Nothing):
+    if isinstance(planned, NothingToRetry):
         state: Any = Completed(message=planned.message)
         return cast(None, state)
     try:
         progress = infer_shards(planned.job, planned.run)
         with flow_notes(planned.job.output.uri) as notes:
-            return _ended(planned.job, planned.run, progress, notes)
+            return _finalize_and_publish(planned.job, planned.run, progress, notes)
     except RunDrained as drained:
         return cast(RunReport, _ended_drained(drained))
     except TerminationSignal as signal:
@@ -298,21 +300,24 @@ def _ended_cancelled(signal: TerminationSignal, key: str) -> Any:
     return Cancelled(message=f"{ENDED_BY_ITSELF} Continue with: {command(key, {}, False)}")
 
 
-def called(made: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Return the result of a flow; raise `RunDrained` if it ended drained."""
+def call_flow(flow: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call the flow `flow` and return its result; raise `RunDrained` if it ended drained."""
     end_by_sigterm()
     try:
-        return made(*arguments, **more)
+        return flow(*arguments, **options)
     except CancelledRun as error:
         if str(error).startswith(DRAINED_TEXT):
             raise RunDrained(str(error)) from None
         raise
 
 
-def _ended(job: BatchJob, run: Run, progress: Progress, notes: FlowNotes) -> RunReport:
+def _finalize_and_publish(
+    job: BatchJob, run: Run, progress: Progress, notes: FlowNotes
+) -> RunReport:
     """Finalize the run and publish it to all targets of the job; return its report.
 
-    The state's message is the verdict on the run, or that it was already complete.
+    The report is the data of a Completed state, which Prefect unpacks. Its message is the verdict
+    on the run, or says that the run was already complete.
     """
     report = finalize_run(job, run, progress)
     if job.output.publish:
@@ -381,4 +386,4 @@ def tune_job(
         minutes: Approximate duration of the trials, in minutes.
         deadline: Time that the whole input may take, such as 6h. Default: limits.deadline.
     """
-    return tune_engine(with_run_words(job, job.name, today()), minutes, deadline)
+    return tune_engine(render_placeholders(job, job.name, today()), minutes, deadline)

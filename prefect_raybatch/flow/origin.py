@@ -1,8 +1,8 @@
-"""Whether a flow or task run came through Prefect's API, and the folder of its pull steps.
+"""Tells whether a flow or task run came through Prefect's API; finds its pull steps' folder.
 
-Anybody who may use the API can choose the parameters of a deployment's flow run, and of one that a
-block's `trigger` creates. So the operator's policy limits their jobs. It does not limit a flow that
-its owner calls in their own process, from a script or by `raybatch run`.
+Anybody who may use the API can choose the parameters of a deployment's flow runs, and of flow runs
+that a block's `trigger` creates. So the operator's policy limits their jobs. It does not limit a
+flow that its owner calls in their own process, from a script or by `raybatch run`.
 
 Prefect makes the folder of a deployment's pull steps the working directory, which Ray's workers can
 import user functions from, but not the driver. Only the operator who deploys chooses the folder;
@@ -23,7 +23,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.runtime import flow_run
 
 from prefect_raybatch.flow.continuing import root_run
-from prefect_raybatch.policy.in_force import ask_for_origin
+from prefect_raybatch.policy.in_force import register_origin_check
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,16 @@ def _is_scheduled(run: FlowRun) -> bool:
 
 @cache
 def _root_is_scheduled(run_id: str | None) -> bool:
-    """Return whether the root of the current flow run, `run_id`, is scheduled.
+    """Return whether the root flow run has a deployment or a work queue.
 
-    Every check of a job asks for this, so Prefect is asked once for each flow run.
+    `run_id` is the current flow run and only the cache key: each check of a job needs the answer,
+    and Prefect is asked once per flow run.
     """
     with get_client(sync_client=True) as client:
         return _is_scheduled(client.read_flow_run(UUID(flow_run.get_root_flow_run_id())))
 
 
-ask_for_origin(comes_through_api)
+register_origin_check(comes_through_api)
 
 
 def add_pull_folder() -> None:

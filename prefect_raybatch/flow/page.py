@@ -28,20 +28,21 @@ from prefect_raybatch.driver.heartbeat import (
     STARTING,
     UNHEARD,
     WAITING,
-    Beat,
     Counts,
+    Heartbeat,
     Listener,
     Ticker,
     alive,
-    told_elsewhere,
+    heartbeat_elsewhere,
+    to_larger_text,
 )
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.flow.artifacts import artifact_key, of_run, put, update
-from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, said_once, watched
+from prefect_raybatch.flow.away import NO_ANSWER, ApiWatch, outages_logged_once, watched
 from prefect_raybatch.flow.cancelling import CANCEL_LOOK, CancelWatch
 from prefect_raybatch.flow.continuing import root_run
 from prefect_raybatch.flow.events import LiveEvents, RunEvents
-from prefect_raybatch.flow.run_history import put_history, read_history, with_all_nights
+from prefect_raybatch.flow.run_history import put_history, read_history, with_deployment_runs
 from prefect_raybatch.harmless import link, markdown_text
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.limits import Limits
@@ -53,7 +54,7 @@ from prefect_raybatch.report.report import duration, table_lines
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.runs.run_history import usual_time
 from prefect_raybatch.runs.starts import attempts_seconds
-from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, sequences_seen
+from prefect_raybatch.sizing.shards import SEQUENCES, concurrent_batches, known_max_num_seqs
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
@@ -61,10 +62,10 @@ from prefect_raybatch.words import counted, money
 
 log = logging.getLogger(__name__)
 
-MARK_SECONDS = 5.0  # to send the log and to mark a flow run; Ray ends the process in about ten
+MARK_SECONDS = 5.0  # to send the log and mark flow runs; Ray ends the process after about 10 s
 PAGE_LOOK = 1.0  # seconds between looks of the page's thread
 ROW_UNIT = ("row", "rows")
-PROGRESS_EVERY = 5.0  # seconds between calls to the API, which a page needs no more often
+PROGRESS_EVERY = 5.0  # minimum seconds between updates; for other parts of the page see below
 TABLE_EVERY = 10.0
 PLOTS_EVERY = 30.0
 LOG_EVERY = 15.0
@@ -81,8 +82,8 @@ class Page(Listener):
     """Shows a run in the Prefect page; a context manager around the work.
 
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
-    receive the same updates immediately. `written` is the job's output URI as written, where its
-    earlier runs are. `sizes` are those that the job sets.
+    receive the same updates immediately. `written` is the job's output URI before {run_date} is
+    filled in, where its earlier runs are. `sizes` are the sizes that the job sets.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Page(Listener):
         self.counts: Counts | None = None
         self._first: Counts | None = None  # before the first commit of this attempt
         self.progress: Progress | None = None
-        self._beat: Beat | None = None
+        self._beat: Heartbeat | None = None
         self._heard = self._asked = clock()
         self._began = self._closing = False
         self._artifacts: dict[str, UUID] = {}
@@ -129,7 +130,7 @@ class Page(Listener):
         self.api = self._open.enter_context(watched(self.clock))
         watch = Ticker("Prefect's API", PAGE_LOOK, self.api.look)
         cancel = Ticker("cancellation", CANCEL_LOOK, CancelWatch().look)
-        for part in (said_once(), watch, cancel, self._ticker):
+        for part in (outages_logged_once(), watch, cancel, self._ticker):
             self._open.enter_context(part)
         return self
 
@@ -144,21 +145,21 @@ class Page(Listener):
         self._first = self._first or counts
         self.counts, self.progress = counts, progress
 
-    def hear(self, beat: Beat) -> None:
+    def on_heartbeat(self, beat: Heartbeat) -> None:
         for observer in self.observers:
             if isinstance(observer, Listener):
-                observer.hear(beat)
+                observer.on_heartbeat(beat)
         self._beat, self._heard = beat, self.clock()
 
-    def lost(self, cause: str) -> None:
+    def on_process_end(self, cause: str) -> None:
         """Mark the flow runs Crashed and end this process, as Ray would some seconds later.
 
-        A retry may begin as soon as they are marked. Prefect's worker knows one process per flow
-        run: when the former one ends beside it, the worker removes the folder of the new one.
+        A retry may begin as soon as they are marked. Prefect's worker tracks one process per flow
+        run: if this one ended after the retry's had started, it would remove the retry's folder.
         """
         for observer in self.observers:
             if isinstance(observer, Listener):
-                observer.lost(cause)
+                observer.on_process_end(cause)
         if self._flow_runs:
             mark_crashed(self._flow_runs, cause)
             os._exit(1)
@@ -175,10 +176,14 @@ class Page(Listener):
         if not self._began:
             self._began = True
             # A small run may have committed shards before the first tick.
-            first = beat if self._first is None else Beat.of(self._first, beat.at, phase=beat.phase)
+            first = (
+                beat
+                if self._first is None
+                else Heartbeat.of(self._first, beat.at, phase=beat.phase)
+            )
             self.events.started(first, self._worked())
         self.events.see(beat, now)
-        if (seconds := self.api.take_outage()) is not None:
+        if (seconds := self.api.pop_outage()) is not None:
             self.events.outage(seconds)
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         drawn = (beat.committed, alive(beat.engines))
@@ -207,9 +212,9 @@ class Page(Listener):
             raise failed
 
     def _show_history(self) -> None:
-        """Show the job's history as this run starts, with nights that never started.
+        """Show the history of the job, with scheduled runs that never started.
 
-        Also note how long its runs usually take.
+        Also pass the usual time of its runs to `self.events`.
         """
         try:
             page = read_history(self.job_name, self.uri, self.options)
@@ -218,10 +223,10 @@ class Page(Listener):
             return
         self.events.usual = usual_time(page, self.run.run_key)
         with self.api.within():
-            put_history(with_all_nights(page, self.uri), self.run.run_key)
+            put_history(with_deployment_runs(page, self.uri), self.run.run_key)
 
     def _worked(self) -> float:
-        """Return the seconds of earlier attempts."""
+        """Return for how many seconds earlier attempts have worked; 0 if unknown."""
         try:
             ledger = Ledger(open_store(self.run.uri, self.options))
             plan = ledger.load_plan()
@@ -233,7 +238,7 @@ class Page(Listener):
             )
             return 0.0
 
-    def _show_share(self, beat: Beat) -> None:
+    def _show_share(self, beat: Heartbeat) -> None:
         share = 100.0 * beat.done / beat.rows if beat.rows else 100.0
         text = f"Committed {self._unit[1]}, in percent."
         if now := starting(beat):
@@ -242,24 +247,24 @@ class Page(Listener):
         text += "".join(f" {name.capitalize()}: {value}." for name, value in costs.items())
         self.show(ProgressArtifact(progress=share, description=text), "progress")
 
-    def _show_state(self, beat: Beat) -> None:
+    def _show_state(self, beat: Heartbeat) -> None:
         table = "\n".join(table_lines(live_rows(beat, self._unit, self._currency)))
         text = f"Current state of the run, updated every {TABLE_EVERY:.0f} seconds."
         self.show(MarkdownArtifact(markdown=table, description=text), "live")
 
-    def _show_plots(self, beat: Beat) -> None:
+    def _show_plots(self, beat: Heartbeat) -> None:
         image = self.image(beat)
         if image is not None:
             text = "Throughput over time, and the state of each shard."
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
-    def image(self, beat: Beat) -> str | None:
+    def image(self, beat: Heartbeat) -> str | None:
         if self.progress is None:
             return None
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
         a_shard = max(1, round(self.run.rows / max(1, self.run.shards)))
         tally = self.progress.tally
-        seqs = sequences_seen(self.sizes.max_num_seqs, tally.stats.figures()) or SEQUENCES
+        seqs = known_max_num_seqs(self.sizes.max_num_seqs, tally.stats.figures()) or SEQUENCES
         working = engines * concurrent_batches(self.sizes.max_concurrent_batches, a_shard, seqs)
         return plots.live(charts(tally, self.progress.shards), working)
 
@@ -267,19 +272,22 @@ class Page(Listener):
     def _unit(self) -> tuple[str, str]:
         return self.progress.unit if self.progress is not None else ROW_UNIT
 
-    def state(self, now: float) -> Beat | None:
-        """Return the state of the run, reported by its driver or read from its records."""
+    def state(self, now: float) -> Heartbeat | None:
+        """Return the state of the run, reported by its driver or read from its records.
+
+        Return None before the first progress.
+        """
         counts = self.counts
         if counts is None:
             return None
         if self.followed and now - self._heard > REMOTE_AFTER and now - self._asked > REMOTE_EVERY:
             self._asked = now
             store = open_store(self.run.uri, self.options)
-            self._beat = told_elsewhere(store, counts, over=counts.done == counts.rows)
+            self._beat = heartbeat_elsewhere(store, counts, over=counts.done == counts.rows)
         beat = self._beat
         more: dict[str, Any] = {"phase": UNHEARD} if self.followed else {}
         if beat is not None:
-            beat = beat.seen(self.progress.done) if self.progress is not None else beat
+            beat = beat.with_committed(self.progress.done) if self.progress is not None else beat
             more = {name: getattr(beat, name) for name in OF_DRIVER}
             counts = replace(
                 counts,
@@ -287,7 +295,7 @@ class Page(Listener):
                 engine_deaths=beat.engine_deaths,
                 held_back=max(counts.held_back, beat.held_back),
             )
-        return Beat.of(counts, time.time(), **more)
+        return Heartbeat.of(counts, time.time(), **more)
 
     def _is_due(self, what: str, every: float, now: float, value: object) -> bool:
         early = now < self._due.get(what, float("-inf")) and not self._closing
@@ -299,7 +307,7 @@ class Page(Listener):
     def show(self, artifact: Artifact, kind: str) -> None:
         """Create the artifact of this kind, or update the existing one of this flow run.
 
-        So a retry continues it, and the page does not get a new version every few seconds.
+        A retry then continues the artifact, and it does not get a new version every few seconds.
         """
         known = self._artifacts.get(kind)
         with self.api.within():
@@ -311,13 +319,14 @@ class Page(Listener):
 
 
 def live_rows(
-    beat: Beat, unit: tuple[str, str] = ROW_UNIT, currency: str = ""
+    beat: Heartbeat, unit: tuple[str, str] = ROW_UNIT, currency: str = ""
 ) -> list[dict[str, str]]:
     """Return the table of the run's current state; `unit` is the counted noun and its plural."""
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
         unit[1]: f"{beat.done:,} of {beat.rows:,}",
         "failed": _failed(beat),
+        **({"to the larger model": f"{beat.to_larger:,}"} if beat.to_larger else {}),
         "shards": f"{beat.committed:,} of {beat.shards:,}",
         f"{unit[1]}/s": f"{beat.rate:,.1f}",
         "tokens/s in / out": f"{beat.prompt_tokens_rate:,.0f} / {beat.output_tokens_rate:,.0f}",
@@ -330,25 +339,25 @@ def live_rows(
     return [{"": name, "now": value} for name, value in figures.items()]
 
 
-def starting(beat: Beat) -> str:
+def starting(beat: Heartbeat) -> str:
     """Return the progress of the start, e.g. `starting engines: cluster 3 s, imports 9 s`.
 
-    While a cluster is created for the run, return what it waits for. Return "" after the start,
-    unless the limit of a hosted model holds the run up: then that.
+    While a cluster is created for the run, return what the run waits for. After the start return
+    "", or the limit of a hosted model if it holds the run up.
     """
     told = beat.phase in (STARTING, MAKING, INFERRING) and beat.about
     return f"{beat.phase}: {beat.about}" if told else ""
 
 
-def cost_figures(beat: Beat, currency: str = "") -> dict[str, str]:
-    """Return the cost so far and at the end; empty if unknown."""
+def cost_figures(beat: Heartbeat, currency: str = "") -> dict[str, str]:
+    """Return {name: text} of the cost so far and the estimated total; {} if unknown."""
     if beat.cost_run is None:
         return {}
     end = {} if beat.cost_end is None else {"estimated total cost": money(beat.cost_end, currency)}
     return {"cost": money(beat.cost_run, currency), **end}
 
 
-def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
+def progress_line(beat: Heartbeat, unit: tuple[str, str] = ROW_UNIT) -> str:
     """Return progress in one line: rows, share, failures, and rate with time left, or the phase."""
     share = beat.done / beat.rows if beat.rows else 1.0
     waits = beat.phase == WAITING and not beat.alarms and beat.about
@@ -358,26 +367,30 @@ def progress_line(beat: Beat, unit: tuple[str, str] = ROW_UNIT) -> str:
         told = waits or (beat.phase == INFERRING and beat.about)
         pace = f"{left}, {beat.about}" if told else left
     rows = counted(beat.rows, *unit)
-    return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {_failed(beat)} failed"
+    failed = f"{_failed(beat)} failed{to_larger_text(beat.to_larger)}"
+    return f"{beat.done:,} of {rows} ({share:.0%}), {pace}, {failed}"
 
 
-def _failed(beat: Beat) -> str:
+def _failed(beat: Heartbeat) -> str:
     if not beat.held_back:
         return f"{beat.failed:,}"
     return f"{beat.failed + beat.held_back:,} ({beat.held_back:,} not committed yet)"
 
 
 def active_flow_runs() -> list[UUID]:
-    """Return the outermost flow run of this process, and the current one if it is another."""
+    """Return the ids of the outermost flow run and, if it is another, of the current one.
+
+    The list is empty outside of a flow run.
+    """
     root, current = root_run(), flow_run.get_id()
     return [] if root is None else list(dict.fromkeys((root, UUID(str(current or root)))))
 
 
 def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
-    """Send the log and mark flow runs Crashed because of `cause`; the first is the outermost.
+    """Send queued log lines, and mark flow runs Crashed by `cause`; the first is the outermost.
 
-    Otherwise the worker marks them, with the exit status alone; Prefect keeps the first of the two.
-    A failure is logged.
+    Otherwise the worker marks them, with only the exit status as the reason; Prefect keeps the
+    mark that comes first. A failure is logged.
     """
     text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
 

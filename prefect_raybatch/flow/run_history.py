@@ -12,16 +12,17 @@ from prefect.artifacts import ImageArtifact, MarkdownArtifact
 
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.completion import ASSET, CompletionEvents
-from prefect_raybatch.flow.nights import nights_of_deployment, with_nights
+from prefect_raybatch.flow.prefect_runs import runs_of_deployment, with_prefect_runs
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.report.plots import data_uri, of_history
+from prefect_raybatch.quality.alarm import ACCURACY, AGREEMENT
+from prefect_raybatch.report.plots import data_uri, history_plot
 from prefect_raybatch.report.run_history import (
     HistoryLine,
     HistoryPage,
     history_markdown,
     unusual_figures,
 )
-from prefect_raybatch.report.verdict import DRIFT_REMARK, FALLEN_REMARK
+from prefect_raybatch.report.verdict import DISAGREEMENT_REMARK, DRIFT_REMARK, FALLEN_REMARK
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 from prefect_raybatch.spec.options import StoreOptions
 
@@ -32,8 +33,8 @@ log = logging.getLogger(__name__)
 class FlowNotes:
     """Notes about a run that a flow and its tasks share, beside their parameters.
 
-    `output` is the job's output URI before {run_date} is filled in; `remarks` are what is unusual
-    about the completed run, and `seconds` is its whole time, Prefect's own start included.
+    `output` is the job's output URI before {run_date} is filled in. `remarks` say what is unusual
+    about the completed run; `seconds` is its whole time, Prefect's own start included.
     """
 
     output: str
@@ -46,7 +47,7 @@ _notes: ContextVar[FlowNotes | None] = ContextVar("flow_notes", default=None)
 
 @contextmanager
 def flow_notes(output: str) -> Iterator[FlowNotes]:
-    """Keep notes about the run of the block."""
+    """Yield new notes, which tasks in the block share through a context variable."""
     notes = FlowNotes(output)
     token = _notes.set(notes)
     try:
@@ -56,13 +57,16 @@ def flow_notes(output: str) -> Iterator[FlowNotes]:
 
 
 def written_uri(uri: str) -> str:
-    """Return a job's output URI as written, which all its runs have in common."""
+    """Return the job's output URI before {run_date} is filled in, from the flow's notes.
+
+    Outside of `flow_notes`, return `uri`.
+    """
     notes = _notes.get()
     return uri if notes is None else notes.output
 
 
 def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPage:
-    """Return the history of the job `name` by its records.
+    """Return the history of the job `name` from the records in its output folder.
 
     `uri` is the output URI as written in the job, which may contain {run_date}; `options` have its
     credentials.
@@ -71,9 +75,12 @@ def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPa
     return page
 
 
-def with_all_nights(page: HistoryPage, uri: str) -> HistoryPage:
-    """Return a history with the nights of which only Prefect knows."""
-    return with_nights(page, nights_of_deployment(), uri, RUNS_SHOWN)
+def with_deployment_runs(page: HistoryPage, uri: str) -> HistoryPage:
+    """Return the history with the deployment's runs added that only Prefect has records of.
+
+    `uri` is the output URI as written in the job.
+    """
+    return with_prefect_runs(page, runs_of_deployment(), uri, RUNS_SHOWN)
 
 
 def put_history(page: HistoryPage, run_key: str) -> None:
@@ -83,7 +90,7 @@ def put_history(page: HistoryPage, run_key: str) -> None:
     key = artifact_key(page.job)
     text = MarkdownArtifact(markdown=history_markdown(page), description="Run history.")
     put(text, f"{key}-history", run_key)
-    picture = of_history(page.runs)
+    picture = history_plot(page.runs)
     if picture is not None:
         # Also a separate artifact: Prefect's newer page shows no images within Markdown.
         image = ImageArtifact(image_url=data_uri(picture), description="Run history, plotted.")
@@ -101,7 +108,7 @@ def show_history(
     """
     try:
         written = uri or output.uri
-        page = with_all_nights(read_history(name, written, output.options or None), written)
+        page = with_deployment_runs(read_history(name, written, output.options or None), written)
         put_history(page, run_key)
         line = next((line for line in page.runs if line.run_key == run_key), None)
     except Exception as error:
@@ -117,10 +124,10 @@ def send_history_events(
     uri: str | None = None,
     limited: bool = False,
 ) -> None:
-    """Show the history of the job `name`, and send what is unusual about its completed run.
+    """Show the history of the job `name`; send events if its completed run is unusual.
 
-    `uri` is the output URI as written in the job. A run whose input was `limited` is not compared
-    by its rows and its time. An error of the history is only logged.
+    `uri` is the output URI as written in the job. If the input was `limited`, the run's rows and
+    time are not compared with earlier runs. An error of the history is only logged.
     """
     shown = show_history(name, output, events.run.run_key, uri)
     if shown is None:
@@ -128,31 +135,43 @@ def send_history_events(
     page, line = shown
     few, slow = ("", "") if limited else unusual_figures(page, line)
     if (notes := _notes.get()) is not None:
-        about = {few: few, slow: slow, DRIFT_REMARK: line.drift, FALLEN_REMARK: line.has_fallen}
+        about = {
+            few: few,
+            slow: slow,
+            DRIFT_REMARK: line.drift,
+            FALLEN_REMARK: line.has_fallen(ACCURACY),
+            DISAGREEMENT_REMARK: line.has_fallen(AGREEMENT),
+        }
         notes.remarks = [text for text, applies in about.items() if applies]
         notes.seconds = line.elapsed or 0.0
-    _send_fallen(events, line)
+    for share in (ACCURACY, AGREEMENT):
+        _send_fallen(events, line, share)
     _send_few_rows(events, line, few)
     if slow and not events.is_sent(ASSET):
         log.warning("%s", slow)
     _send_drift(events, line, lambda: changed_fields(page, line, output.options))
 
 
-def _send_fallen(events: CompletionEvents, line: HistoryLine) -> None:
-    """Send one event for all measures by which the accuracy fell.
+def _send_fallen(events: CompletionEvents, line: HistoryLine, share: str) -> None:
+    """Send one event if `share`, ACCURACY or AGREEMENT, fell below that of the job's first runs.
 
-    Other e-values, as after another judgement, make another event.
+    It names all measurements by which it fell: golden rows, the judge, the larger model. It is sent
+    again if their e-values (`quality/alarm.py`) change, e.g. after another judgement.
     """
-    fallen = {measure: series for measure, series in line.series.items() if series.rings}
+    found = [(way, series) for way, series in line.series.items() if series.measure == share]
+    fallen = {way: series for way, series in found if series.rings}
     e_values = {measure: series.e_value for measure, series in fallen.items()}
-    version = repr(sorted(e_values.items()))
-    if not fallen or events.is_sent("accuracy.fell", version):
+    version, name = repr(sorted(e_values.items())), f"{share}.fell"
+    if not fallen or events.is_sent(name, version):
         return
     texts = [f"{measure}: {series.text()}" for measure, series in fallen.items()]
     for text in texts:
         log.warning("run %s: %s", line.run_key, text)
     about = "; ".join(texts)
-    events.send("accuracy.fell", version, run=line.run, about=about, e_values=e_values)
+    if share == AGREEMENT:
+        events.send("agreement.fell", version, run=line.run, about=about, e_values=e_values)
+    else:
+        events.send("accuracy.fell", version, run=line.run, about=about, e_values=e_values)
 
 
 def _send_few_rows(events: CompletionEvents, line: HistoryLine, text: str) -> None:
@@ -163,7 +182,7 @@ def _send_few_rows(events: CompletionEvents, line: HistoryLine, text: str) -> No
 
 
 def _send_drift(events: CompletionEvents, line: HistoryLine, changed: Callable[[], str]) -> None:
-    """Send one event for all drift, so that a run sends one notification.
+    """Send one event for all shifts beyond the usual differences between runs (drift).
 
     `changed` names the fields of the job that changed since the run before, if any.
     """

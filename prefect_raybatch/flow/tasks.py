@@ -1,4 +1,4 @@
-"""The Prefect tasks: the verbs in `runs` with retries by error class, artifacts and logs."""
+"""The Prefect tasks: the steps of a run with retries by error class, artifacts and logs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
+from prefect_raybatch.api import Sender, plan_run, recorded_attempt, retry
 from prefect_raybatch.api import finalize_run as finalize
-from prefect_raybatch.api import plan_run, recorded_attempt, retry
 from prefect_raybatch.api import publish_run as publish
 from prefect_raybatch.api.retry import Retry
 from prefect_raybatch.api.submission import infer_in_place
@@ -47,13 +47,13 @@ from prefect_raybatch.harmless import markdown_text
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.job.edits import (
+    render_placeholders,
     with_access,
     with_endpoint_fields,
     with_judge_fields,
-    with_run_words,
     with_store_options,
 )
-from prefect_raybatch.job.run_words import date_of_key, today
+from prefect_raybatch.job.placeholders import date_of_key, today
 from prefect_raybatch.job.trust import check_blocks, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.ledger import Ledger
@@ -65,7 +65,7 @@ from prefect_raybatch.report.report import published_text, published_verb
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, record_command
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.retry import Nothing
+from prefect_raybatch.runs.retry import NothingToRetry
 from prefect_raybatch.runs.run import Run, run_store
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted
@@ -91,7 +91,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
-    """Retry condition for Prefect: retry only what a retry can help."""
+    """Return whether Prefect retries a task: only after errors that a retry can help."""
     error = None
     with suppress(Exception):  # a state without a result: retry
         error = state.result(raise_on_failure=False)
@@ -126,7 +126,7 @@ def plan_shards(
         explained("plan_shards", job.name, run_key, RETRY["retries"]),
     ):
         add_pull_folder()
-        job = with_blocks(with_run_words(job, run_key))
+        job = with_blocks(render_placeholders(job, run_key))
         run = plan_run(job, run_key, dataset, accept)
         get_run_logger().info(
             "run %s: %s in %s at %s",
@@ -142,7 +142,7 @@ def plan_retry(
     errors: list[str] | None = None,
     overrides: dict[str, Any] | None = None,
     job: BatchJob | None = None,
-) -> Retry | Nothing:
+) -> Retry | NothingToRetry:
     """Plan the retry of failed rows of the finished run at `run_dir`, or load its existing plan.
 
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
@@ -158,7 +158,7 @@ def plan_retry(
         add_pull_folder()
         planned = retry.plan_retry(run_dir, errors, overrides, job, with_blocks)
         log = get_run_logger()
-        if isinstance(planned, Nothing):
+        if isinstance(planned, NothingToRetry):
             log.info("%s", planned.message)
         else:
             key, rows = planned.run.run_key, counted(planned.run.rows, "failed row")
@@ -182,7 +182,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     retried), `EngineFailure` or `StoreUnavailable` (retried; committed shards are kept).
     """
     with logs_in_page(), _failures_shown("infer_shards", job, run):
-        job = with_run_words(job, run.run_key)
+        job = render_placeholders(job, run.run_key)
         loaded = with_blocks(job)
         with (
             _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
@@ -209,12 +209,12 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
     Raises `IncompleteRun` if shards are missing and `CorruptRun` if the coverage is wrong.
     """
     with logs_in_page(), _failures_shown("finalize_run", job, run):
-        loaded = with_blocks(with_run_words(job, run.run_key))
+        loaded = with_blocks(render_placeholders(job, run.run_key))
         with _recorded(loaded, run, FINALIZING), _ended_if_cancelled(loaded):
-            report = finalize(loaded, run, progress, written_uri(job.output.uri))
+            written = written_uri(job.output.uri)
+            report = finalize(loaded, run, progress, written, _sender(job, run))
         with watched() as api, api.within():
             _show_report(job.name, report)
-        written = written_uri(job.output.uri)
         events = CompletionEvents(run, job.name, loaded.output.options)
         limited = loaded.source.most_rows is not None
         send_history_events(events, loaded.name, loaded.output, written, limited)
@@ -224,7 +224,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
                 *(run.run_key, counted(report.rows, "row"), f"{report.good:,}"),
                 *(f"{report.failed:,}", f"{report.skipped:,}", run.uri),
             )
-            # Last, so that the page shows it first: such a run is green in spite of it.
+            # Logged last, so that the page shows it first: a late run is shown in green.
             for advice in report.advice:
                 if advice.about == DEADLINE_MISSED:
                     get_run_logger().warning(
@@ -238,7 +238,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
 
 def _send_completed(events: CompletionEvents, report: RunReport) -> None:
-    """Send that the run is completed; also once it has been published to a further target."""
+    """Send the event of a completed run; again once it is published to a further target."""
     published = [publication.target for publication in report.published]
     events.send(
         "run.completed",
@@ -265,12 +265,13 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
     `StoreUnavailable` (retried; published targets are kept).
     """
     with logs_in_page(), _failures_shown("publish_run", job, run):
-        loaded = with_blocks(with_run_words(job, run.run_key))
+        loaded = with_blocks(render_placeholders(job, run.run_key))
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
         began = time.time()
         with _ended_if_cancelled(loaded):
-            report = publish(loaded, run.uri, written=written_uri(job.output.uri))
+            written = written_uri(job.output.uri)
+            report = publish(loaded, run.uri, written=written, sender=_sender(job, run))
         for publication in report.published:
             verb, text = published_verb(publication, began), published_text(publication)
             get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
@@ -303,10 +304,10 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
 @contextmanager
 def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
-    """Explain errors of a planned run with some of its failed rows, and show its history."""
+    """Explain errors of a planned run with some of its failed rows, and show the run history."""
 
     def options() -> dict[str, Any] | None:
-        return with_blocks(with_run_words(job, run.run_key)).output.options or None
+        return with_blocks(render_placeholders(job, run.run_key)).output.options or None
 
     @cache  # the attempts are read once
     def stop() -> Stop | None:
@@ -318,7 +319,7 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job.name, run.run_key, RETRY["retries"]):
         check_run_place(run.uri)
-        check_trust(with_blocks(with_run_words(job, run.run_key)))
+        check_trust(with_blocks(render_placeholders(job, run.run_key)))
     with (
         failed_run_shown(job, run.run_key),
         explained(
@@ -361,7 +362,7 @@ def _is_allowed(job: BatchJob) -> bool:
 def _loaded(job: BatchJob, run_key: str) -> BatchJob:
     """Return the job with its credentials and placeholders filled in, as far as that works."""
     with suppress(RayBatchError):
-        job = with_run_words(job, run_key, date_of_key(run_key) or today())
+        job = render_placeholders(job, run_key, date_of_key(run_key) or today())
         job = with_blocks(job)
     return job
 
@@ -371,10 +372,15 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
     return recorded_attempt(store, job, run.run_key, phase, begin=False)
 
 
+def _sender(job: BatchJob, run: Run) -> Sender:
+    """Return who sends the judge's job to a cluster that receives jobs: this flow run."""
+    return Sender(render_placeholders(job, run.run_key), flow_runs.owner(RETRY["retries"]))
+
+
 def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:
     """End this process if the flow run is cancelled during the block and its worker does not.
 
-    Only for a job with a judge, which works for as long as inference may.
+    Does so only for a job with a judge, which may work as long as inference.
     """
     if not job.quality.judge.asked:
         return nullcontext()
@@ -382,7 +388,10 @@ def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:
 
 
 def _job_of(run_dir: str) -> str:
-    """Return the name of a run's job, for its artifacts; else the name of the directory."""
+    """Return the name of a run's job, for its artifacts.
+
+    The name of the directory if the plan is missing or unreadable.
+    """
     with suppress(RayBatchError, OSError):
         plan = Ledger(open_store(run_dir)).load_plan()
         if plan is not None:
@@ -404,7 +413,7 @@ def _show_report(job_name: str, report: RunReport) -> None:
             table=reports.failure_table(report.failures),
             description="Most common errors of failed rows.",
         )
-    image = plots.whole(report)
+    image = plots.combined_plot(report)
     if image is not None:
         # Also a separate artifact: Prefect's newer page shows no images within Markdown.
         shown["plots"] = ImageArtifact(image_url=image, description="Plots of the run.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from prefect_raybatch.compile.job import compile_job
+from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.frames.convert import read_data
 from prefect_raybatch.frames.running import KEEP_SECONDS, run_call
@@ -34,17 +35,20 @@ if TYPE_CHECKING:
 
 ANSWERS_VARIABLE = "RAYBATCH_ANSWERS"  # variable that names the folder for runs of `ask`
 REASON = "error"  # column with the reason why a row has no answer
-FILLED = ("source", "prompt", "sampling", "engine", "output")  # groups of the job of a call
-FOLDER_LENGTH = 16  # hex digits of a hash that name the folder of a question
+FILLED = ("source", "prompt", "sampling", "engine", "output")  # job groups that a call sets
+FOLDER_LENGTH = 16  # hex digits of the hash (prompt, sampling, engine) that names a runs folder
 LABEL_TOKENS, TEXT_TOKENS = 16, 256  # default length of an answer, with and without `choice`
-# Names that other libraries give to options of `ask`: Daft and Marvin, instructor, Daft.
+# Option names of other libraries (in order: Daft and Marvin; instructor; Daft) and ours.
 FAMILIAR = {"labels": "choice", "response_model": "schema", "return_format": "schema"}
 Data = TypeVar("Data")
 Schema = Mapping[str, Any] | str | type["BaseModel"]
 
 
 class RowsFailed(RayBatchError):
-    """Rows have no answer, and `errors="raise"` was asked for. The answers of others are kept."""
+    """Some rows have no answer, and the call has `errors="raise"`.
+
+    The answers to the other rows are stored: the next call takes them.
+    """
 
 
 class CallOptions(TypedDict, total=False):
@@ -171,7 +175,10 @@ def ask_run(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]
 
 
 def _by_our_names(options: AskOptions) -> Any:
-    """Return the options with the names of other libraries replaced."""
+    """Return the options, with familiar names such as `labels` (FAMILIAR) replaced by ours.
+
+    Raises `ConfigError` for an option given by both names.
+    """
     named: dict[str, object] = dict(options)
     for familiar, ours in FAMILIAR.items():
         if familiar in named:
@@ -184,9 +191,9 @@ def _by_our_names(options: AskOptions) -> Any:
 def embed(
     data: Data, text: str, *, model: str, column: str = "vector", **options: Unpack[CallOptions]
 ) -> Data:
-    """Compute the vector of a text for each row, as a new column.
+    """Embed a text of each row; return the data with a column of vectors.
 
-    `text` is a template such as "{title}. {abstract}"; a vector has length 1.
+    `text` is a template such as "{title}. {abstract}". Vectors have the Euclidean length 1.
     """
     answers: Data = _pooled(data, "embed", text, model, column, options).data
     return answers
@@ -195,9 +202,9 @@ def embed(
 def classify(
     data: Data, text: str, *, model: str, column: str = "label", **options: Unpack[CallOptions]
 ) -> Data:
-    """Find the label of a text for each row by a classification model, as a new column.
+    """Label a text of each row with a classification model; return the data with a label column.
 
-    A column `label_probabilities` has the probability of each label.
+    A further column, `column` with the ending `_probabilities`, has the probability of each label.
     """
     answers: Data = _pooled(data, "classify", text, model, column, options).data
     return answers
@@ -212,7 +219,7 @@ def score(
     column: str = "score",
     **options: Unpack[CallOptions],
 ) -> Data:
-    """Compare two texts of each row by a model, as a new column of numbers.
+    """Score the two texts of each row with a model; return the data with a column of scores.
 
     `text` and `second` are templates such as "{query}" and "{passage}".
     """
@@ -267,7 +274,7 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
     job = edited(job, {"source.uri": _stored(table, place)}, f"the job of {name}()")
     keep, progress = options.get("keep_seconds", KEEP_SECONDS), options.get("progress")
     try:
-        report = run_call(job, keep, progress, options.get("engine"))
+        report = run_call(resolve(job), keep, progress, options.get("engine"))
     except KeyboardInterrupt:
         # `from None`: the traceback of the waiting loop would hide the line that helps.
         raise KeyboardInterrupt(
@@ -280,7 +287,10 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
 
 
 def _check_options(name: str, options: CallOptions) -> None:
-    """Raise TypeError for an unknown option, as Python does, and `ConfigError` for a bad value."""
+    """Raise TypeError for an unknown option, as Python does, and `ConfigError` for a bad value.
+
+    `name` is the called function, such as `ask`.
+    """
     for option in options:
         if option not in CallOptions.__annotations__:
             near = get_close_matches(option, AskOptions.__annotations__, 1)
@@ -305,7 +315,7 @@ def _check_options(name: str, options: CallOptions) -> None:
 
 
 def _place(cache: str | os.PathLike[str] | None) -> str:
-    """Return the folder of the runs; a local one that is made here is private."""
+    """Return the folder of the runs; create a missing local one, readable by its owner only."""
     if cache is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         cache = os.environ.get(ANSWERS_VARIABLE) or Path(home) / "prefect_raybatch" / "answers"
@@ -318,9 +328,10 @@ def _place(cache: str | os.PathLike[str] | None) -> str:
 def _job(
     name: str, fields: dict[str, Any], settings: Mapping[str, object] | None, place: str
 ) -> BatchJob:
-    """Return the job, still without its input. `settings` override `fields`.
+    """Return the job of a call of function `name`; its input, `source.uri`, is set later.
 
-    The runs of a question have a folder of their own, in which all answers are looked for.
+    `settings` ({"group.field": value}) override `fields`. Runs with the same prompt, sampling and
+    engine share a folder of the cache `place`, so that each can reuse the answers of the others.
     """
     runs, where = f"{place}/runs", f"the job of {name}()"
     made = {
@@ -349,7 +360,7 @@ def _columns_of(job: BatchJob) -> list[str]:
 
 
 def _stored(table: pa.Table, place: str) -> str:
-    """Store the input once, named by its content; return its URI."""
+    """Write the input to `place`/inputs, named by its hash, unless stored; return its URI."""
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
@@ -363,8 +374,9 @@ def _stored(table: pa.Table, place: str) -> str:
 def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -> pa.Table:
     """Return the answer columns with a row for each input row; nulls where a row failed.
 
-    `number` names the column with the number of the input row. Columns of `expected` that no row
-    has, since all failed, are null.
+    `number` names the column with the number of the input row. Columns in `expected` that the
+    result lacks because all rows failed are added as nulls. If a row failed, column REASON holds
+    the reason of each failure.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -387,7 +399,11 @@ def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -
 
 
 def _answer_columns(job: BatchJob, given: Sequence[str]) -> dict[str, pa.Array]:
-    """Return the answer columns of the job without rows; a type without a short name is null."""
+    """Return the job's answer columns as empty arrays.
+
+    `given` are the names of the input columns. A column whose Arrow type is not certain before a
+    run has type null.
+    """
     import pyarrow as pa
 
     spec = compile_job(job, given)

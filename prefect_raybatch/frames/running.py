@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cli.show import TerminalProgress, describe_progress
 from prefect_raybatch.cli.terminal import err
-from prefect_raybatch.cluster.connect import SHARED, warm_engines
-from prefect_raybatch.compile.resolved import Resolved, resolve
-from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.cluster.connect import CLUSTER_SESSION, warm_engines
+from prefect_raybatch.compile.resolved import Resolved
+from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.run import Run, run_keys
@@ -36,11 +37,11 @@ class _KeptEngines:
         self._stack: ExitStack | None = None
 
     def keep(self, seconds: float) -> None:
-        """Let engines wait for `seconds`, those too that wait already.
+        """Let engines, also those already waiting, wait `seconds` for the next call.
 
-        In a block of `warm_engines`, that block alone says how long they wait.
+        Does nothing in a block of `warm_engines`, which sets the time itself.
         """
-        if self._stack is None and SHARED.warm.kept:
+        if self._stack is None and CLUSTER_SESSION.warm.is_keeping:
             return
         stack = ExitStack()
         stack.enter_context(warm_engines(seconds))
@@ -63,13 +64,14 @@ def end_engines() -> None:
 
 
 def run_call(
-    job: BatchJob, keep_seconds: float, progress: bool | None, engine: type | None
+    resolved: Resolved, keep_seconds: float, progress: bool | None, engine: type | None
 ) -> RunReport:
-    """Answer the rows of a call, or take the answers that are stored; return the report.
+    """Run the call's job, or continue or reuse its stored run; return the report.
 
-    `progress` None shows a bar in a notebook and on a terminal, and nothing elsewhere.
+    `keep_seconds`, `progress` and `engine` are the options of `ask`. `progress` None shows a bar in
+    a notebook and on a terminal, and nothing elsewhere.
     """
-    run = _newest_run(resolve(job))
+    job, run = resolved.job, _newest_run(resolved)
     if keep_seconds:
         _KEPT.keep(keep_seconds)
     with closing(_progress(progress)) as show:
@@ -80,28 +82,29 @@ def run_call(
 
 
 def _newest_run(resolved: Resolved) -> Run:
-    """Return the newest run of a call, or a new one if another try may answer its failed rows.
+    """Return the newest run of a call, which is planned if the call has none.
 
-    The new one asks only about these, because it reuses the answers of the others.
+    If that run is finished and a retry may answer some of its failed rows, return a new run, which
+    asks only about these rows, because it reuses the answers of the others.
     """
     job, key = resolved.job, resolved.identity.fingerprint[:KEY_LENGTH]
     root = open_store(job.output.uri, job.output.options or None)
     numbered = (re.fullmatch(rf"{key}-(\d+)", name) for name in run_keys(root))
     number = max((int(match[1]) for match in numbered if match), default=0)
     run = plan_run(resolved, f"{key}-{number}")
-    if run.finished and _may_succeed(job, finalize_run(job, run)):
+    if run.finished and _may_succeed(job.prompt, job.sampling, finalize_run(job, run)):
         return plan_run(resolved, f"{key}-{number + 1}")
     return run
 
 
-def _may_succeed(job: BatchJob, report: RunReport) -> bool:
-    """Return whether another try may answer failed rows.
+def _may_succeed(prompt: Prompt, sampling: Sampling, report: RunReport) -> bool:
+    """Return whether a retry may answer some of the failed rows.
 
-    A row that was no request (a null, a prompt that is too long) fails for the same reason again,
-    unless a function or an image took part. An answer that is always the same is cut off again.
+    A row that made no request (a null, a prompt that is too long) fails again, unless the prompt
+    comes from a function or has images. A deterministic answer that was cut off is cut off again.
     """
-    prompts_vary = job.prompt.function is not None or bool(job.prompt.images.columns)
-    answers_vary = prompts_vary or job.sampling.temperature > 0
+    prompts_vary = prompt.function is not None or bool(prompt.images.columns)
+    answers_vary = prompts_vary or sampling.temperature > 0
     failures = (FailureKey.parse(text) for text in report.failures)
     return any(
         prompts_vary if one.stage == "prepare" else answers_vary or one.error != CUT_OFF
@@ -115,7 +118,7 @@ def _progress(progress: bool | None) -> TerminalProgress:
 
 
 class NotebookProgress(TerminalProgress):
-    """Show progress as a bar below the cell of a notebook."""
+    """The progress of a call, shown as a bar below the cell of a notebook."""
 
     def __init__(self, quiet: bool):
         super().__init__(quiet)
@@ -124,7 +127,7 @@ class NotebookProgress(TerminalProgress):
         self._drawn = 0.0
 
     def draw(self, progress: Progress) -> None:
-        """Show the state as HTML that replaces the one before it."""
+        """Show progress as an HTML bar, in place of the previous one."""
         from IPython.display import HTML, display
 
         now, whole = time.monotonic(), progress.whole

@@ -20,21 +20,24 @@ import time
 from dataclasses import dataclass
 
 IMPORTS_WAIT = 120.0
-"""Seconds that imports may take, and that a worker waits for them: less than Ray gives a worker of
-a local cluster to report itself (`REGISTER_SECONDS` in `cluster.ray_process`)."""
+"""Seconds that imports may take, and that a worker waits for them.
+
+Less than the time in which a worker of a local cluster must report itself to Ray
+(`REGISTER_SECONDS` in `cluster.ray_process`).
+"""
 
 CALL_WAIT = 10.0  # seconds that a call may take once the imports are done
-ALIVE_EVERY = 0.5  # seconds between looks at a process where the kernel cannot tell its end
-MAY_ASK = b"r"  # sent on accept, so that nothing is forked for a caller that has given up
+ALIVE_EVERY = 0.5  # seconds between checks of a process on kernels without pidfd_open
+FORK_REQUEST = b"r"  # sent on accept, so that nothing is forked for a caller that has given up
 SIZE = struct.Struct("!Q")  # 8 bytes: the length of a call, or the process id in the reply
 
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """A worker to be forked: its words of the command line, environment, folder and streams.
+    """A request to fork a worker: its command line (`words`), environment and working folder.
 
-    `files` is its limit of open files, `oom` its score for the kernel that runs out of memory: Ray
-    has set them for the process that calls.
+    `files` is its limit of open files and `oom` its oom_score_adj, as Ray has set them for the
+    calling process. `streams` are descriptors for stdin, stdout and stderr.
     """
 
     words: list[str]
@@ -46,9 +49,9 @@ class WorkerCall:
 
 
 def receive(caller: socket.socket) -> WorkerCall | None:
-    """Return the call of a caller, which is told first that it may ask; None if it is cut off."""
+    """Tell a caller that it may send its call, and return the call; None if that fails."""
     caller.settimeout(CALL_WAIT)
-    caller.sendall(MAY_ASK)
+    caller.sendall(FORK_REQUEST)
     streams: list[int] = []
     try:
         head, streams, _, _ = socket.recv_fds(caller, SIZE.size, 3)
@@ -69,16 +72,17 @@ def reply(caller: socket.socket) -> None:
 
 
 def forked_worker(path: str, words: list[str]) -> int | None:
-    """Return the process id of a fork that runs `words`; None if there is none.
+    """Have the server at socket `path` fork a process that runs `words`; return its process id.
 
-    Its environment, folder, streams and limits are those of this process. Raises OSError if the
-    answer fails to come within `CALL_WAIT`: the fork may run already.
+    None if the server forks none. The fork's environment, folder, streams and limits
+    are those of this process. Raises OSError if no reply comes within `CALL_WAIT`: the fork may
+    run already.
     """
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(IMPORTS_WAIT)
         try:
             server.connect(path)
-            if server.recv(1) != MAY_ASK:
+            if server.recv(1) != FORK_REQUEST:
                 return None
         except OSError:
             return None
@@ -100,7 +104,7 @@ def forked_worker(path: str, words: list[str]) -> int | None:
 
 
 def wait_for(pid: int) -> None:
-    """Return when a process has ended, be it a child or not."""
+    """Wait until a process has ended, whether it is a child of this one or not."""
     with contextlib.suppress(ProcessLookupError):  # it has ended
         if (handle := _handle_of(pid)) is not None:
             select.select([handle], [], [])
@@ -134,7 +138,10 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def main(path: str, python: str, words: list[str]) -> None:
-    """Run `words` in a fork, or else in this process by `python`."""
+    """Run `words` in a fork and wait for its end, or else in this process with `python`.
+
+    `path` is the socket of the process that forks.
+    """
     pid = forked_worker(path, words)
     if pid is None:
         os.execv(python, [python, *words])

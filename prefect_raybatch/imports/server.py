@@ -1,8 +1,8 @@
-"""Imports vLLM, then forks Ray workers that have it imported already.
+"""Imports vLLM, then forks Ray workers, which thus have vLLM imported already.
 
 Run as `python -P -m prefect_raybatch.imports.server LISTENER ALIVE` with two inherited descriptors:
 a listening UNIX socket, and the read end of a pipe whose other end closes when this process is no
-longer needed. What it has forked lives on.
+longer needed. The workers that it has forked live on.
 
 A fork must not inherit a CUDA context or a thread of Python's. If an import has made one, this
 process ends, and the workers that wait for it start as usual.
@@ -11,16 +11,20 @@ process ends, and the workers that wait for it start as usual.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import json
 import os
 import resource
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from types import ModuleType
 from typing import NoReturn, cast
 
@@ -29,10 +33,19 @@ from prefect_raybatch.stages.vllm import forking
 
 LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """Variables that say from where modules and libraries are loaded."""
+LIST_PACKAGES = """
+import json, sys
+from importlib import metadata
+json.dump(metadata.packages_distributions(), sys.stdout)
+"""
 
 
 def main(listener: int, alive: int) -> None:
-    """Import, then serve calls until the pipe `alive` closes."""
+    """Import vLLM, then fork a worker for each call, until the pipe `alive` closes.
+
+    `listener` is the descriptor of the socket for calls. Returns at once if the imports left a
+    thread or a CUDA context, which a fork must not inherit.
+    """
     loaded_by = [os.environ.get(name) for name in LOADED_BY]
     for descriptor in (listener, alive):  # not for programs that an import starts
         os.set_inheritable(descriptor, False)
@@ -60,14 +73,42 @@ def main(listener: int, alive: int) -> None:
 def _import_engine() -> None:
     """Import what an engine's processes need, but not Ray, which must be loaded in the fork.
 
-    When it is loaded, Ray reads from the environment for which job the process is. Of vLLM's
-    modules one looks for Ray, for engines over several nodes, which are not started from here.
+    When it is loaded, Ray reads from the environment for which job the process is. One of vLLM's
+    modules tries to import Ray for multi-node engines, which are not started from here.
     """
     sys.modules["ray"] = cast(ModuleType, None)  # so it is not found
     try:
-        importlib.import_module(forking.PRELOAD)
+        with _packages_listed_beside():
+            importlib.import_module(forking.PRELOAD)
     finally:
         del sys.modules["ray"]
+
+
+@contextlib.contextmanager
+def _packages_listed_beside() -> Iterator[None]:
+    """List the installed packages in another process while this one imports in the `with` block.
+
+    When it is imported, transformers calls `importlib.metadata.packages_distributions`, which reads
+    files of every package: up to 2 seconds where hundreds are installed. In the block, that
+    function returns what the other process has found, and lists the packages here only if the other
+    process failed.
+    """
+    words = [sys.executable, "-P", "-c", LIST_PACKAGES]
+    none = subprocess.DEVNULL
+    list_here = metadata.packages_distributions
+    with subprocess.Popen(words, stdin=none, stdout=subprocess.PIPE, stderr=none) as lister:
+
+        @functools.cache
+        def listed() -> Mapping[str, list[str]]:
+            found, _ = lister.communicate()
+            return json.loads(found) if lister.returncode == 0 else list_here()
+
+        metadata.packages_distributions = listed
+        try:
+            yield
+        finally:
+            metadata.packages_distributions = list_here
+            lister.kill()  # nobody asked
 
 
 def _may_fork() -> bool:
@@ -80,9 +121,9 @@ def _may_fork() -> bool:
 def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> WorkerCall | None:
     """Fork the worker that `caller` asks for; return the call in the fork, and None here.
 
-    Without a fork for a worker that would load other modules or libraries than this process has:
-    its variables `LOADED_BY` differ. The fork keeps what imports have opened: NVML fails in one
-    whose /dev/nvidia* descriptors are closed.
+    Does not fork if the worker would load other modules or libraries than this process, because its
+    variables `LOADED_BY` differ from `loaded_by`, the values here. The fork keeps the descriptors
+    that imports have opened: NVML fails in a fork whose /dev/nvidia* descriptors are closed.
     """
     call = receive(caller)
     if call is None:
@@ -99,11 +140,10 @@ def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> Worke
 
 
 def _become(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
-    """Be the worker in this process, a fork: its streams, environment, folder and program.
+    """Turn this process, a fork, into the worker: reply to the caller, then run the program.
 
-    `apart`: the core of its engine gets a process. Ends as the program does, with all that was
-    registered for the end of the process. If it ends before the reply, the caller starts a worker
-    itself.
+    `apart`: vLLM's core gets a process of its own. The process exits when the program ends, after
+    its exit handlers. If it ends before the reply, the caller starts a worker itself.
     """
     try:
         _take_over(call)

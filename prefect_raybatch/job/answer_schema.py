@@ -1,8 +1,8 @@
 """`output.schema_model`: the required form of an answer, as the text of a JSON Schema.
 
-A job gives it inline, as a file or as a pydantic class; a plan keeps the text that it stood for. It
-is a text and not a mapping because a model writes properties in the order of the schema, and
-records sort their names.
+A job gives the schema inline, as a file or as a pydantic class; a plan keeps its text. The schema
+is text and not a mapping because a model writes properties in the order of the schema, and records
+sort the names of mappings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import class_name, missing_path, without_user
 from prefect_raybatch.job.function_faults import check_defined_in, import_failure
 from prefect_raybatch.job.functions import check_module
-from prefect_raybatch.job.own_code.loading import is_own_code, load_own
+from prefect_raybatch.job.own_code.loading import is_own_code, load_user_function
 from prefect_raybatch.job.schema_limits import (
     MOST_SCHEMA_BYTES,
     VALUES,
@@ -25,16 +25,20 @@ from prefect_raybatch.job.schema_limits import (
     parts_of,
     target_of,
 )
-from prefect_raybatch.job.vllm.structured_outputs import guidance_says
+from prefect_raybatch.job.vllm.structured_outputs import guidance_error
 
 FIELD = "output.schema_model"
 BACKEND = "guidance"
-"""vLLM's backend for grammars that enforces most of JSON Schema and refuses what it does not,
-where xgrammar passes over some of it. It can be asked in a fifth of a second, without torch."""
+"""vLLM's backend for grammars from a JSON Schema. guidance enforces most of JSON Schema and rejects
+what it cannot enforce, while xgrammar ignores some keywords. Its check takes 0.2 s and no torch.
+"""
 
 
 def form_of_class(value: object) -> object:
-    """Return the JSON Schema of a pydantic class; any other value as it is."""
+    """Return the JSON Schema of a pydantic class; raise ValueError for any other class.
+
+    A value that is no class is returned as it is.
+    """
     make = getattr(value, "model_json_schema", None) if isinstance(value, type) else None
     if isinstance(value, type) and make is None:
         raise ValueError(f"{value.__name__} is no pydantic class; derive it from BaseModel")
@@ -42,12 +46,11 @@ def form_of_class(value: object) -> object:
 
 
 def check_form(value: str | dict[str, Any]) -> str:
-    """Return the form of an answer as JSON text, the path of a .json file or package.module:Class.
+    """Return output.schema_model as text: a JSON Schema, a .json file or package.module:Class.
 
-    A mapping becomes JSON text; raises ValueError for anything else.
-
-    Text, because Prefect treats each mapping with a `$ref` in a flow's parameters as a block, and
-    sorts the names of others.
+    A mapping becomes JSON text, because Prefect treats each mapping with a `$ref` in a flow's
+    parameters as a block, and sorts the names of other mappings. Raises ValueError for anything
+    else.
     """
     if isinstance(value, dict):
         return json.dumps(_parsed(value), ensure_ascii=False, separators=(",", ":"))
@@ -64,7 +67,7 @@ def check_form(value: str | dict[str, Any]) -> str:
 
 
 def schema_text(value: str | Mapping[str, object]) -> str:
-    """Return the schema as the text that a plan keeps.
+    """Return the JSON Schema of answers (inline, of a file or of a class) as the text in a plan.
 
     Raises `ConfigError` for a file or class that cannot be loaded, and for a schema that is invalid
     or that no engine accepts.
@@ -118,7 +121,7 @@ def _of_class(name: str) -> dict[str, Any]:
     from pydantic import BaseModel
     from pydantic.errors import PydanticUserError
 
-    found = load_own(name, FIELD) if is_own_code(name) else _module_class(name)
+    found = load_user_function(name, FIELD) if is_own_code(name) else _module_class(name)
     if not isinstance(found, type) or not issubclass(found, BaseModel):
         raise ConfigError(f"{FIELD}: {name} is no pydantic class; correct the name")
     try:
@@ -180,11 +183,11 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """Raise ValueError with what the grammar library, if installed, rejects in a schema.
+    """Raise ValueError with what llguidance, if installed, rejects in a schema.
 
-    vLLM would reject each row.
+    vLLM would reject every request with such a schema.
     """
-    if said := guidance_says("json", json.dumps(closed(schema)), blanks=False):
+    if said := guidance_error("json", json.dumps(closed(schema)), blanks=False):
         raise ValueError(
             f"vLLM cannot compile it to a grammar: {' '.join(said.split())[:400]}; remove that "
             "part, and check it in output.postprocess if it matters"
@@ -192,7 +195,10 @@ def _check_grammar(schema: dict[str, Any]) -> None:
 
 
 def closed(part: object) -> object:
-    """Return a schema whose objects with named properties accept no others, unless they say so."""
+    """Return a copy of (a part of) a schema, with `additionalProperties: false` where it is unset.
+
+    Only objects with named `properties` get it.
+    """
     if isinstance(part, list):
         return [closed(item) for item in part]
     if not isinstance(part, dict):
@@ -204,7 +210,7 @@ def closed(part: object) -> object:
 
 
 def schema_sampling_fields(sampling: Mapping[str, object], schema: str | None) -> dict[str, Any]:
-    """Return the sampling fields of a job whose answers have that schema."""
+    """Return the sampling fields with `schema` as structured output; unchanged if it is None."""
     if schema is None:
         return dict(sampling)
     form = {
@@ -216,12 +222,12 @@ def schema_sampling_fields(sampling: Mapping[str, object], schema: str | None) -
 
 
 def schema_engine_fields(given: Mapping[str, object], schema: str | None) -> dict[str, Any]:
-    """Return vLLM's engine arguments `given`, completed for answers of that schema.
+    """Return vLLM's engine arguments `given`, completed for answers that fit `schema`.
 
-    Arguments that the job sets are unchanged.
+    Arguments that the job sets are unchanged. If `schema` is None, nothing is added.
 
-    Blanks between the parts are forbidden, because models can continue with blanks until
-    max_tokens. vLLM accepts this for an engine, and not for a request.
+    The arguments forbid blanks between the parts of the JSON, because models can continue with
+    blanks until max_tokens. vLLM accepts this setting for an engine, and not for a request.
     """
     if schema is None:
         return dict(given)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.cascade_conflicts import OF_A_CHAT, cascade_conflict
 from prefect_raybatch.job.checks import check_name, check_uri, class_name, run_checks
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.endpoint import (
@@ -94,10 +95,10 @@ class BatchJob(Group):
 
     @property
     def drawn(self) -> Sampling:
-        """Sampling as far as sizes depend on it.
+        """The sampling from which the sizes of a run are computed.
 
-        A task that pools takes one step and reserves no tokens for the answer; answers of a schema
-        have a form, wherever the job names the schema. Its file or class is not read.
+        A task that pools takes one step and reserves no tokens for the answer; an
+        output.schema_model counts as structured output, without reading its file or class.
         """
         if pools(self.engine.task):
             return Sampling(max_tokens=1)
@@ -108,7 +109,7 @@ class BatchJob(Group):
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether a run looks its answers up and keeps them for later runs."""
+        """Whether a run stores raw answers, which its own rows and later runs then use."""
         return self.reuse is not None or self.output.keep_answers is not None
 
     @field_validator("reuse")
@@ -125,12 +126,14 @@ class BatchJob(Group):
 
     @model_validator(mode="after")
     def _combined(self) -> BatchJob:
+        if conflict := cascade_conflict(self.engine, self.prompt, self.sampling, self.output):
+            raise ValueError(conflict)
         run_checks(COMBINATIONS, self)
         return self
 
     @property
     def fixed_form(self) -> str | None:
-        """The field for which all answers must have one form, so that no row may set another."""
+        """The job field that fixes the form of all answers; None if each row may set a form."""
         if self.output.schema_model is not None:
             return "output.schema_model"
         return "output.probabilities" if self.output.probabilities else None
@@ -169,7 +172,7 @@ class BatchJob(Group):
         raise ConfigError(explain(wrong, cls, where, text, faults))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for YAML or JSON, without what equals its default."""
+        """Return plain values for YAML or JSON, without defaults but with credentials."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, context=CLEAR)
 
 
@@ -178,13 +181,9 @@ def job_schema() -> dict[str, Any]:
     return {"$schema": JSON_SCHEMA, **BatchJob.model_json_schema()}
 
 
-MOST_LABELS = 128  # of which vLLM tells the probabilities (MAX_LOGPROB_TOKEN_IDS)
+MOST_LABELS = 128  # vLLM's limit for probabilities of labels (MAX_LOGPROB_TOKEN_IDS)
 MOST_LOGPROBS = 20  # vLLM's default of engine.max_logprobs
-# Fields of a job that have no meaning where no chat is held, and where no text comes back.
-OF_A_CHAT = (
-    *("messages", "chat_template", "chat_template_kwargs", "prefill"),
-    *("continue_final_message", "tools", "documents"),
-)
+# Fields of a job that have no meaning where no text comes back.
 OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
 
 
@@ -242,24 +241,10 @@ def _check_pooling(job: BatchJob, task: str) -> None:
 
 
 def check_classifier(job: BatchJob) -> None:
-    """Raise ValueError for a field that does not go with engine.classifier."""
-    if job.engine.classifier is None:
+    """Raise ValueError for a field that does not go with a classifier outside of a cascade."""
+    if job.engine.classifier is None or job.output.escalate.engine is not None:
         return
-    cascade, when = job.output.escalate.engine is not None, job.output.escalate.when
-    if not cascade and job.engine.task != "embed":
-        raise ValueError(
-            "engine.classifier needs output.escalate, which names the larger model; set it, or "
-            "set engine.task: embed to use the classifier alone"
-        )
-    if job.prompt.template is None:
-        raise ValueError("engine.classifier needs prompt.template, the text to embed; set it")
-    if cascade and (when.logprob_below is not None or when.fails_schema):
-        raise ValueError(
-            "output.escalate.when: a classifier gives only probabilities; remove all but "
-            "probability_below"
-        )
     refused = {
-        "sampling.logprobs": job.sampling.extra.get("logprobs") is not None,
         "output.postprocess": job.output.postprocess is not None,
         "reuse": job.reuse is not None,
         "output.keep_answers": job.output.keep_answers is not None,
@@ -272,7 +257,7 @@ def check_classifier(job: BatchJob) -> None:
 
 
 def check_adapters(job: BatchJob) -> None:
-    """Raise ValueError if it is unclear which rows an adapter is for."""
+    """Raise ValueError if it is unclear which LoRA adapter each row uses."""
     column, several = job.prompt.adapter_column, job.engine.adapters
     if job.engine.adapter is not None and (several or column is not None):
         raise ValueError(
@@ -289,7 +274,7 @@ def check_adapters(job: BatchJob) -> None:
 
 
 def _set(group: Group) -> list[str]:
-    """Return the fields of a group that differ from their defaults."""
+    """Return the names of the group's fields that differ from their defaults and are not None."""
     given = group.model_dump(exclude_defaults=True)
     return [name for name, value in given.items() if value is not None]
 
@@ -331,7 +316,7 @@ def check_with_images(job: BatchJob) -> None:
 
 
 def check_precision(job: BatchJob) -> None:
-    """Raise ValueError for a job for which a trial is impossible or useless."""
+    """Raise ValueError for `try-fp8` in a job in which it cannot be tried, or has no effect."""
     tries = precision_tries(job.engine)
     if not tries:
         return
@@ -370,6 +355,10 @@ def check_quality(job: BatchJob) -> None:
         raise ValueError("quality.golden needs output.compact: true; set it, or remove golden")
     columns = output.columns
     for name in quality.key:
+        if name == (quality.answer or output.column):
+            raise ValueError(
+                f"quality.key: {name!r} is the column of the answer; name columns of the input"
+            )
         if columns is not None and name not in columns:
             raise ValueError(
                 f"quality.key: the result has no column {name!r}; add it to output.columns"
@@ -377,18 +366,13 @@ def check_quality(job: BatchJob) -> None:
 
 
 def _check_judge(job: BatchJob) -> None:
-    """Raise ValueError if no judge can be asked about this job's answers."""
+    """Raise ValueError if the answers cannot be judged, or if the judge's own job is invalid."""
     if pools(job.engine.task):
         raise ValueError(
             f"quality.judge: engine.task {job.engine.task} gives no answers in words; remove judge"
         )
     if not job.output.compact:
         raise ValueError("quality.judge needs output.compact: true; set it, or remove judge")
-    if job.quality.judge.model and (job.cluster.job_server or job.cluster.kubernetes.asked):
-        raise ValueError(
-            "quality.judge.model is not supported with cluster.job_server or cluster.kubernetes; "
-            "use quality.judge.endpoint"
-        )
     made = judge_job(job.to_dict(), job.quality.judge, max_cost=job.limits.max_cost)
     try:
         BatchJob.from_dict(made, "job")
@@ -458,7 +442,7 @@ def check_logprobs(job: BatchJob) -> None:
 
 
 def check_probabilities(job: BatchJob) -> None:
-    """Raise ValueError if the probabilities of labels cannot be written."""
+    """Raise ValueError for output.probabilities in a job without labels, or with too many."""
     if not job.output.probabilities or pools(job.engine.task):
         return
     if not job.sampling.choice:
@@ -496,7 +480,7 @@ def check_answer_schema(job: BatchJob) -> None:
 
 
 def check_own_code(job: BatchJob) -> None:
-    """Raise ValueError for a function of a file or notebook in a job that is sent elsewhere."""
+    """Raise ValueError for a function in a file or notebook if the run is sent as a Ray job."""
     cluster = job.cluster
     server = (
         "job_server" if cluster.job_server else "kubernetes" if cluster.kubernetes.asked else ""
@@ -572,12 +556,12 @@ def check_endpoint(job: BatchJob) -> None:
 
 
 def check_batch(job: BatchJob) -> None:
-    """Raise ValueError for a field that does not go with a batch file, or without one."""
+    """Raise ValueError for a field that does not go with an OpenAI batch file, or needs one."""
     check_batch_file(job.source, job.prompt.function, job.sampling, job.engine.task, job.output)
 
 
 def check_max_tokens(job: BatchJob) -> None:
-    """Raise ValueError for an answer of any length where that length must be known."""
+    """Raise ValueError for a hosted model without a limit on the length of answers."""
     if job.sampling.max_tokens is None and job.engine.endpoint.asked is not None:
         raise ValueError(
             "sampling.max_tokens: null needs vLLM, which knows the context; with engine.endpoint "
@@ -591,7 +575,6 @@ def check_cascade(job: BatchJob) -> None:
     if escalate.engine is None:
         return
     refused = {
-        "engine.task": job.engine.task != "generate",
         "engine.adapter": job.engine.adapter is not None,
         "engine.adapters": bool(job.engine.adapters),
         "engine.order: run": job.engine.order == "run",
@@ -608,21 +591,13 @@ def check_cascade(job: BatchJob) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise ValueError(f"output.escalate cannot be combined with {name}; remove one of them")
-    when, hosted = escalate.when, job.engine.endpoint.asked is not None
     for name, needs, given in (
         ("probability_below", "sampling.choice", job.sampling.choice),
         ("logprob_below", "", True),
         ("fails_schema", "output.schema_model", job.output.schema_model),
     ):
-        if getattr(when, name) in (None, False):
-            continue
-        if not given:
+        if getattr(escalate.when, name) not in (None, False) and not given:
             raise ValueError(f"output.escalate.when.{name} needs {needs}; set it")
-        if hosted and name != "fails_schema":
-            raise ValueError(
-                f"output.escalate.when.{name} needs vLLM as the first engine, not "
-                "engine.endpoint; use fails_schema"
-            )
     if ANSWERED_BY in (job.output.column, job.output.row_number):
         raise ValueError(
             f"output.escalate writes a column {ANSWERED_BY}; rename the column of that name"
@@ -636,7 +611,7 @@ def check_cascade(job: BatchJob) -> None:
 
 
 def _errors_of(job: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    """Return what is wrong with a job of these fields once they are changed; "" if nothing is."""
+    """Return the errors of a job (plain values) after `changes` to it; "" if it is then valid."""
     try:
         BatchJob.from_dict(with_fields(job, changes), "job")
     except ConfigError as error:
@@ -645,7 +620,7 @@ def _errors_of(job: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
 
 
 def check_token_limit(job: BatchJob) -> None:
-    """Raise ValueError if no answer fits a hosted model's tokens per minute."""
+    """Raise ValueError if a row's answer alone may fill a hosted model's tokens per minute."""
     endpoint, answer = job.engine.endpoint, job.sampling.max_tokens
     limit = endpoint.tokens_per_minute
     if limit is None or endpoint.batch or pools(job.engine.task) or job.prompt.function is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from prefect_raybatch.job.checks import nearest
 
 # What the stages give to a chat template themselves, or to what renders it.
-TAKEN = frozenset(
+RESERVED_ARGUMENTS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template"),
         *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
@@ -21,27 +21,30 @@ FIELDS_FIRST = ("type", "function", "name", "description", "parameters", "proper
 
 
 def is_template_text(value: str) -> bool:
-    """Return whether a chat template is given as text.
+    """Return whether `value` is the text of a chat template, rather than the name of its file.
 
-    A value without any mark of Jinja is a file's name.
+    Text contains {{, {% or {#.
     """
     return any(mark in value for mark in ("{{", "{%", "{#"))
 
 
 def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """Return `prompt.chat_template_kwargs` in a fixed order.
+    """Return `prompt.chat_template_kwargs` with names in a fixed order (see `_ordered`).
 
-    Raises ValueError for values that are no JSON or not allowed.
+    Raises ValueError for values that are no JSON, and for arguments that the run itself sets.
     """
     for name in value:
-        if name in TAKEN:
+        if name in RESERVED_ARGUMENTS:
             raise ValueError(f"{name!r} is set by the run itself; remove it")
     made: dict[str, Any] = _json(value)
     return made
 
 
 def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return `prompt.tools` in a fixed order; raise ValueError that names an invalid tool."""
+    """Return `prompt.tools` with names in a fixed order (see `_ordered`).
+
+    Raises ValueError that names an invalid tool.
+    """
     if value is None:
         return None
     if not value:
@@ -69,7 +72,10 @@ def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 
 
 def check_parser(name: str | None, known: frozenset[str] | None) -> str | None:
-    """Return a parser's name; raise ValueError if the installed vLLM does not know it."""
+    """Return a parser's name; raise ValueError if it is not in `known`, vLLM's parsers.
+
+    If `known` is None, nothing is checked.
+    """
     if name is not None and known is not None and name not in known:
         raise ValueError(f"vLLM has no parser {name!r}{nearest(name, known)}")
     return name
@@ -85,10 +91,10 @@ def _json(value: object) -> Any:
 
 
 def _ordered(value: object) -> object:
-    """Return values in a fixed order of names.
+    """Return a value with the names of its mappings sorted, those of FIELDS_FIRST first.
 
-    Templates write tools in the order that they are given. Records and Prefect's database keep no
-    order, and the prompts of a retry must equal those of its run.
+    Templates write tools in the order of their names. Records and Prefect's database keep no order,
+    and the prompts of a retry must equal those of its run.
     """
     if isinstance(value, list):
         return [_ordered(inner) for inner in value]

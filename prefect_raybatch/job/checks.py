@@ -26,7 +26,8 @@ from prefect_raybatch.schemes import (
     store_scheme,
 )
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+LONGEST_NAME = 128  # characters
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}\Z")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 FILE_FUNCTION = re.compile(r"[^\n\0]+\.py:[A-Za-z_]\w*\Z")
 # No user:password@, which would be kept in clear, and no path: Ray's client appends its own.
@@ -38,7 +39,7 @@ BRACES = "write {{ and }} for literal braces"
 
 
 def check_name(value: str) -> str:
-    """Return a valid name; raise ValueError for any other."""
+    """Return `value` if it is a valid name of a job or target; raise ValueError otherwise."""
     if not NAME.match(value):
         raise ValueError(
             f"{value!r} is not a valid name; use up to 128 letters, digits, '.', '_' and '-', "
@@ -134,7 +135,7 @@ def check_uri(uri: str) -> str:
 
 
 def missing_path(path: str | os.PathLike[str]) -> str:
-    """Return in words that a local path does not exist, with the folder it was looked for in."""
+    """Return the message that a local path does not exist, with the folder that should have it."""
     given = os.fspath(path).removeprefix("file://")
     folder, name = os.path.split(os.path.abspath(os.path.expanduser(given)))
     start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
@@ -175,7 +176,7 @@ def check_function(name: str) -> str:
 
 
 def class_name(value: object) -> str | None:
-    """Return the `package.module:Class` or `file.py:Class` that replaces a schema, else None."""
+    """Return `value` if it is package.module:Class or file.py:Class, else None."""
     is_name = isinstance(value, str) and (FUNCTION.match(value) or FILE_FUNCTION.match(value))
     return str(value) if is_name else None
 
@@ -213,7 +214,11 @@ def refuse_unknown(
     where: str = "",
     between: str = "\n",
 ) -> None:
-    """Raise ValueError that lists the fields that neither we nor the installed vLLM know."""
+    """Raise ValueError that lists the fields in `given` that are neither in `known` nor in `ours`.
+
+    `known` are vLLM's fields; if None, nothing is checked. `where` begins each message, `between`
+    joins them.
+    """
     unknown = [name for name in given if known is not None and name not in known | ours]
     if known is not None and unknown:
         names = known | ours
@@ -225,9 +230,10 @@ def refuse_unknown(
 def unknown_too(
     kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
 ) -> Iterator[None]:
-    """Report unknown fields of a group together with other errors in it.
+    """Within the block, which validates a group of fields, add unknown fields to its errors.
 
-    Otherwise they would be the next error, once the others are fixed.
+    Otherwise they would be reported only after the other errors are fixed. `kind` is the group,
+    `value` its plain values; `known` returns vLLM's fields, None for no check.
     """
     try:
         yield
@@ -254,9 +260,9 @@ def nearest(name: str, known: set[str] | frozenset[str]) -> str:
 
 
 def check_count(value: object, most: int, auto: bool = True) -> Any:
-    """Return a whole number from 1 to `most`, or auto; raise ValueError otherwise.
+    """Return a whole number from 1 to `most` or, if `auto`, the text auto; else raise ValueError.
 
-    Text of digits counts too, because a form sends text.
+    Text of digits counts as a number, because a form sends text.
     """
     if auto and value == "auto":
         return value
@@ -276,7 +282,7 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
 
 
 def not_finite(value: object) -> str | None:
-    """Return the place of a NaN or an infinity in a plain value, such as `.bias.3`, or None."""
+    """Return where a plain value has a NaN or an infinity, such as `.bias.3`; None if nowhere."""
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
     if isinstance(value, Mapping):

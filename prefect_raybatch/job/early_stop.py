@@ -24,22 +24,28 @@ ALLOWED_BESIDE = frozenset(
         *("skip_special_tokens", "spaces_between_special_tokens"),
     ]
 )
-# Engine arguments with which vLLM's grammar is not the whole truth about an answer's tokens.
+# Engine arguments with which more than the grammar decides the tokens of an answer.
 NOT_BESIDE = ("reasoning_parser", "logits_processors", "speculative_config")
-# What a second request would see otherwise than the first one's next step.
+# Penalties, and their neutral values: a second request would not count the first one's tokens.
 PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 
 def may_stop_early(arguments: Mapping[str, Any]) -> bool:
-    """Return whether only xgrammar decides which tokens an engine with these arguments allows."""
+    """Return whether answers may be cut short in an engine with these vLLM arguments.
+
+    They may if xgrammar alone decides which tokens are allowed.
+    """
     forms = arguments.get("structured_outputs_config") or {}
     backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
     backend = arguments.get("guided_decoding_backend") or backend or "auto"
     return backend in ("auto", "xgrammar") and not any(arguments.get(n) for n in NOT_BESIDE)
 
 
-def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the labels of a request whose answer may be cut short; None for any other."""
+def labels_to_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
+    """Return the labels of a request whose answer may be cut short once one label is certain.
+
+    `fields` are its sampling fields. Returns None for any other request.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
     labels = _labels(given)
     if labels is None or not given.keys() <= ALLOWED_BESIDE:
@@ -49,7 +55,7 @@ def labels_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
     return labels
 
 
-def may_ask_rest(fields: Mapping[str, Any]) -> bool:
+def may_continue_answer(fields: Mapping[str, Any]) -> bool:
     """Return whether a second request can continue an answer that was cut short."""
     given = {name: value for name, value in fields.items() if value is not None}
     if given.get("n", 1) != 1 or "seed" in given:
@@ -64,7 +70,7 @@ def label_cap(labels: Sequence[str]) -> int:
 
 
 def _shared(one: bytes, other: bytes) -> int:
-    """Return the length of the common prefix in bytes."""
+    """Return the length in bytes of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -80,7 +86,7 @@ def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the labels of a request whose answer nothing else constrains; else None."""
+    """Return the labels of a request if nothing else constrains its answer; else None."""
     form = given.get("structured_outputs")
     if form is not None and not (isinstance(form, Mapping) and set(form) == {"choice"}):
         return None

@@ -19,14 +19,15 @@ from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.judge import judge_fields, judge_job
 from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.run_words import day_of_run, fill_words, today, words_in
+from prefect_raybatch.job.placeholders import day_of_run, placeholders_in, render_text, today
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
     """Return the job with fields changed, such as {"source.limit": 5}, checked as a job file is.
 
-    `where` says in messages which job that is. A block of the cluster that is not changed stays
-    loaded. Raises `ConfigError` for a field that there is not, and for what no job may be.
+    `where` names the job in messages. If the cluster's settings were loaded from a block, they are
+    kept unless the job then names another block. Raises `ConfigError` for an unknown field, and if
+    the changed job is invalid.
     """
     if not changes:
         return job
@@ -38,17 +39,17 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
 
 
 def job_of_fields(fields: Mapping[str, Any], changes: Mapping[str, object], where: str) -> BatchJob:
-    """Return the job of the fields that a command made, with the changes of `--set`."""
+    """Return the validated job of plain values `fields`, with `changes` made as by `edited`."""
     return edited(BatchJob.from_dict(fields, where), changes, where)
 
 
 def first_of(job: BatchJob) -> BatchJob:
-    """Return the job of the first model of a cascade: it answers all rows."""
+    """Return the job in which the first model of a cascade answers all rows."""
     return edited(job, first_changes(job.to_dict()), "the first model of the cascade")
 
 
 def larger_of(job: BatchJob) -> BatchJob:
-    """Return the job as its last model answers it: without a cascade the job itself."""
+    """Return the job of the larger model of a cascade; the job itself without a cascade."""
     if job.output.escalate.engine is None:
         return job
     return edited(job, larger_changes(job.to_dict()["output"]), "output.escalate.to")
@@ -57,23 +58,19 @@ def larger_of(job: BatchJob) -> BatchJob:
 def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = None) -> BatchJob:
     """Return the job that judges the rows of the file `rows`; its runs are written below `runs`.
 
-    It reaches the cluster as `job` does, and may cost at most `max_cost`.
+    That job uses the cluster of `job` and may cost at most `max_cost` (None: no limit). A hosted
+    judge is asked from this machine if the cluster takes only Ray jobs.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
     access = job.cluster.access_if_loaded
-    if access is None or not access.remote:
+    if job.quality.judge.model or access is None or not access.remote:
         made = BatchJob.from_dict(value, "quality.judge")
         return made if access is None else with_access(made, access)
-    if job.quality.judge.model:
-        raise ConfigError(
-            f"quality.judge.model is not supported with cluster.block {job.cluster.block}, which "
-            "takes Ray jobs. Use quality.judge.endpoint"
-        )
     return BatchJob.from_dict({**value, "cluster": {"address": LOCAL}}, "quality.judge")
 
 
 def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two job files mean the same job; False if one is not valid."""
+    """Return whether two plain jobs are equal once validated; False if one is not valid."""
     with suppress(ConfigError):
         return BatchJob.from_dict(value).to_dict() == BatchJob.from_dict(other).to_dict()
     return False
@@ -111,7 +108,7 @@ def with_store_options(
 
 
 def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
-    """Return the job with a block's fields in its `engine.endpoint`; its own have precedence.
+    """Return the job with a block's fields in `engine.endpoint`; the job's have precedence.
 
     Raises `ConfigError` if the job has another URL, which would get the block's key.
     """
@@ -120,9 +117,10 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
 
 
 def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
-    """Return the job with a block's fields in its `quality.judge.endpoint`, in the same way.
+    """Return the job with a block's fields in `quality.judge.endpoint`; the job's have precedence.
 
-    Raises `ConfigError` too if limits.max_cost needs prices that neither has.
+    Raises `ConfigError` as `with_endpoint_fields` does, and if limits.max_cost needs prices that
+    neither job nor block has.
     """
     quality, judge = job.quality, job.quality.judge
     own = ModelEndpoint.model_validate(judge.endpoint)
@@ -140,7 +138,11 @@ def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
 def _endpoint_of_block(
     where: str, endpoint: ModelEndpoint, fields: Mapping[str, object]
 ) -> ModelEndpoint:
-    """Return the endpoint at the field `where` with the fields of its block."""
+    """Return `endpoint` with the fields of its Prefect block added; its own take precedence.
+
+    Raises `ConfigError` if its URL is not the block's, whose key must go nowhere else. `where` is
+    the job field that the message names.
+    """
     own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
     own = {name: value for name, value in own.items() if value is not None}
     if own.get("url", fields["url"]) != fields["url"]:
@@ -165,7 +167,7 @@ def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
 
 
 def with_template_text(job: BatchJob, text: str) -> BatchJob:
-    """Return the job with the text of its chat template."""
+    """Return the job with `text` as its chat template, in place of a file's name."""
     return job.model_copy(update={"prompt": job.prompt.model_copy(update={"chat_template": text})})
 
 
@@ -186,64 +188,64 @@ def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
     return job.model_copy(update={"engine": engine})
 
 
-def run_words(job: BatchJob) -> set[str]:
-    """Return which placeholders a job uses.
+def job_placeholders(job: BatchJob) -> set[str]:
+    """Return which of the placeholders run_date and run_key a job uses.
 
-    Of its targets only the date counts: {run_key} is filled in there when a run is published,
-    because a retry has a key of its own.
+    In the targets of output.publish only {run_date} counts: publishing fills in {run_key}, because
+    a retry run has another key.
     """
-    return _place_words(job) | ({"run_date"} if targets_are_dated(job.output) else set())
+    return _location_placeholders(job) | ({"run_date"} if targets_are_dated(job.output) else set())
 
 
-def places_are_dated(job: BatchJob) -> bool:
+def locations_are_dated(job: BatchJob) -> bool:
     """Return whether {run_date} is in a job's input, or in the place where its runs are written."""
-    return "run_date" in _place_words(job)
+    return "run_date" in _location_placeholders(job)
 
 
-def _place_words(job: BatchJob) -> set[str]:
-    return words_in(*job.source.uris, job.source.query, job.source.filter, job.output.uri)
+def _location_placeholders(job: BatchJob) -> set[str]:
+    return placeholders_in(*job.source.uris, job.source.query, job.source.filter, job.output.uri)
 
 
 def targets_are_dated(output: Output) -> bool:
     """Return whether {run_date} is in a target that a job publishes to."""
     texts = (text for target in output.publish for text in (target.uri, target.table))
-    return "run_date" in words_in(*texts)
+    return "run_date" in placeholders_in(*texts)
 
 
-def of_today(job: BatchJob) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in as a run of today would have them."""
-    return with_run_words(job, f"{job.name}-{today():%Y%m%d}T000000Z")
+def render_for_today(job: BatchJob) -> BatchJob:
+    """Return the job with {run_date} and {run_key} filled in as for a run planned today."""
+    return render_placeholders(job, f"{job.name}-{today():%Y%m%d}T000000Z")
 
 
-def with_run_words(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+def render_placeholders(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """Return the job with {run_date} and {run_key} filled in.
 
     Without `run_date`, use the date in the run key; raise `ConfigError` if there is none. A job
     without placeholders is unchanged.
     """
-    return with_dated_targets(with_places(job, run_key, run_date), run_key, run_date)
+    return render_targets(render_locations(job, run_key, run_date), run_key, run_date)
 
 
-def with_places(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Like `with_run_words`, except for the targets to publish to, which are unchanged."""
-    words = _place_words(job)
+def render_locations(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """Return the job with {run_date} and {run_key} filled in, except in its publish targets."""
+    words = _location_placeholders(job)
     if not words:
         return job
     when = day_of_run(run_key, run_date) if "run_date" in words else None
     key = check_run_key(run_key) if "run_key" in words else run_key
-    return _changed(job, lambda text: fill_words(text, key, when))
+    return _changed(job, lambda text: render_text(text, key, when))
 
 
-def with_dated_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Return the job with {run_date} filled in for its targets, as by `with_run_words`."""
+def render_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
+    """Return the job with {run_date} filled in, only in its publish targets."""
     if not targets_are_dated(job.output):
         return job
     when = day_of_run(run_key, run_date)
     targets = [
         target.model_copy(
             update={
-                "uri": target.uri and fill_words(target.uri, None, when),
-                "table": target.table and fill_words(target.table, None, when),
+                "uri": target.uri and render_text(target.uri, None, when),
+                "table": target.table and render_text(target.table, None, when),
             }
         )
         for target in job.output.publish

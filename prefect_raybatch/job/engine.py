@@ -145,10 +145,10 @@ class Engine(Group):
     classifier: str | None = field(
         None,
         title="Classifier",
-        text="JSON file of raybatch distill, in a folder that the run's driver reads or in a "
-        "store. The model embeds each row, and the classifier answers with a label: as the first "
-        "model of output.escalate, or alone with task: embed. Its content is fixed when the run is "
-        "planned.",
+        text="JSON file of raybatch distill, in a folder or in a store. The model embeds each row, "
+        "and the classifier answers with a label: as the first model of output.escalate, or alone "
+        "with task: embed. The plan of the run keeps a copy, and each attempt is refused if the "
+        "file differs.",
         min_length=1,
     )
     adapter: str | None = field(
@@ -180,7 +180,7 @@ class Engine(Group):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Include arguments that are no fields of ours."""
+        """Return True for `env`, and for vLLM arguments without a field here."""
         return name == "env" or name not in cls.model_fields
 
     _model = field_check("model", "adapter", by=without_user)
@@ -240,7 +240,7 @@ class Engine(Group):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return vLLM's engine arguments that have no field here."""
+        """Return the vLLM arguments that the job sets and that are no field here, {name: value}."""
         return dict(self.model_extra or {})
 
     @property
@@ -250,9 +250,9 @@ class Engine(Group):
 
     @property
     def context(self) -> int | None:
-        """`max_model_len` in tokens; None for the model's own.
+        """`max_model_len` in tokens; None for the model's own, and for `auto`.
 
-        `decide` of the compiled spec settles `auto` later.
+        `decide` of the compiled spec later replaces `auto` by a number.
         """
         return None if self.max_model_len == "auto" else self.max_model_len
 
@@ -262,7 +262,7 @@ class Engine(Group):
 
 
 def _check_shared_gpu(engine: Engine) -> None:
-    """Raise ValueError if engines of several GPUs are to share one."""
+    """Raise ValueError if engines that each use several GPUs are to share a GPU."""
     shares = engine.engines_per_gpu != "auto" and engine.engines_per_gpu > 1
     if shares and engine.gpus_per_replica > 1:
         raise ValueError(
@@ -272,7 +272,7 @@ def _check_shared_gpu(engine: Engine) -> None:
 
 
 def _check_spanning(engine: Engine) -> None:
-    """Raise ValueError if an engine that may span nodes has no two GPUs."""
+    """Raise ValueError if an engine that may span nodes has fewer than two GPUs."""
     if not engine.spans_nodes:
         return
     if engine.gpus_per_replica == 1:
@@ -291,9 +291,9 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """Return the engine arguments to try, in this order, until one setting passes.
+    """Return the settings to try in this order until one passes, each {engine argument: value}.
 
-    First every `try-fp8` of the job together, then each alone; [] if the job has none.
+    First all `try-fp8` of the job together, then each alone; [] if the job has none.
     """
     names = [name for name in PRECISION_FIELDS if engine.given.get(name) == TRY_FP8]
     if not names:
@@ -303,6 +303,6 @@ def precision_tries(engine: Engine) -> list[dict[str, str]]:
 
 
 def without_tries(engine: Engine) -> dict[str, Any]:
-    """Return the vLLM arguments of an engine, without those that are to be decided."""
+    """Return an engine's vLLM arguments, {name: value}, without those that are `try-fp8`."""
     undecided = {name for tried in precision_tries(engine) for name in tried}
     return {name: value for name, value in engine.given.items() if name not in undecided}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ class Escalate(Group):
         title="Rows to check",
         text="Number of rows, chosen at random among those that the first model answered, that the "
         "larger model is asked about too. The report says how many of these answers agree; the "
-        "result keeps the first model's.",
+        "result keeps the first model's. A resumed run keeps the number of its plan.",
         ge=0,
         le=MOST_CHECKED,
     )
@@ -131,9 +132,8 @@ def check_second_engine(value: Mapping[str, Any], who: str, may_name_block: bool
     }
     for name, is_set in refused.items():
         if is_set:
-            raise ValueError(
-                f"{name}: {_short(engine, name)} is not supported for {who}; remove it"
-            )
+            remedy = "set url and model in its place" if name == "endpoint.block" else "remove it"
+            raise ValueError(f"{name}: {_short(engine, name)} is not supported for {who}; {remedy}")
     for tried in precision_tries(engine)[:1]:
         name = next(iter(tried))
         raise ValueError(f"{name}: try-fp8 is not supported for {who}; write fp8")
@@ -157,7 +157,7 @@ OF_LARGER_ALONE: dict[str, object] = {
 
 
 def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
-    """Return the changes that make a job with a cascade the job of its first model.
+    """Return {field: new value} that makes a job with a cascade the job of its first model.
 
     `job` are the job's plain values.
     """
@@ -182,6 +182,14 @@ def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
     return changes
 
 
+def larger_fields(error: str) -> str:
+    """Return an error text about the larger model with its fields named as in output.escalate."""
+    return re.sub(r"(?<![\w.])engine\.", "output.escalate.to.", error)
+
+
 def larger_changes(output: Mapping[str, Any]) -> dict[str, object]:
-    """Return the changes that make a job with a cascade the job of its larger model."""
+    """Return {field: new value} that makes a job with a cascade the job of its larger model.
+
+    `output` are the plain values of the job's group `output`.
+    """
     return {"output.escalate": {}, "engine": output["escalate"]["to"]}

@@ -1,6 +1,6 @@
 """Loads the functions that a job names.
 
-Those of modules that the operator installed; for a job's owner also those of `own_code`.
+They come from modules that the operator installed; a job's owner may also use `own_code`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.function_faults import check_call, check_defined_in, import_failure
 from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
-from prefect_raybatch.job.own_code.loading import check_owner, is_own_code, own_digest
-from prefect_raybatch.job.own_code.shipping import OwnFunction, by_value
+from prefect_raybatch.job.own_code.loading import check_owner, function_digest, is_own_code
+from prefect_raybatch.job.own_code.shipping import OwnFunction, pickle_by_value
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
 
 # Parts of Python that `sys.stdlib_module_names` leaves out, and what a process was started with.
@@ -42,7 +42,10 @@ def check_module(module: str, field: str) -> None:
 
 
 def check_place(name: str, field: str) -> None:
-    """Raise `ConfigError` unless a function or class of that name may be used. Imports nothing."""
+    """Raise `ConfigError` unless the policy in force allows the function or class `name`.
+
+    `name` is e.g. package.module:function. Imports nothing.
+    """
     if is_own_code(name):
         check_owner(name, field)
     elif name not in REQUEST_FUNCTIONS:
@@ -99,12 +102,12 @@ def source_digest(name: str, field: str) -> str:
     It changes with a helper in the same file too.
 
     Falls back to the function's own source, then to its name (a builtin has none). A function that
-    is sent to the workers by value is tried too: raises `ConfigError` if that is impossible.
+    is sent to the workers by value is also pickled on trial: raises `ConfigError` if that fails.
     """
     function = load_function(name, field)
     if is_own_code(name):
-        by_value(name, field)
-        return own_digest(name, field)
+        pickle_by_value(name, field)
+        return function_digest(name, field)
     try:
         data = Path(inspect.getsourcefile(function) or "").read_bytes()
     except (OSError, TypeError):

@@ -90,17 +90,17 @@ class Judge(Group):
 
     @property
     def whole_engine(self) -> Engine:
-        """Return the judge's engine."""
+        """Return the judge's engine, validated."""
         return Engine.model_validate(self.engine_fields)
 
     @property
     def name(self) -> str:
-        """Return the name of the judge's model, or of the block that is not loaded yet."""
+        """Return the name of the judge's model, or of its block while that is not loaded."""
         return str(self.model or self.endpoint.get("model") or self.endpoint.get("block"))
 
     @property
     def block(self) -> str | None:
-        """Return the saved Prefect block of a hosted judge, if it names one."""
+        """Return the name of the saved Prefect block of a hosted judge; None if it names none."""
         return ModelEndpoint.model_validate(self.endpoint).block if self.endpoint else None
 
     def _shown(self, name: str, value: Any) -> Any:
@@ -120,8 +120,8 @@ def judge_job(
 ) -> dict[str, Any]:
     """Return the plain fields of the job that judges the rows of the file `rows`.
 
-    `job` are those of the judged job. The result is written below `runs`, and the judge may cost at
-    most `max_cost`.
+    `job` are the plain fields of the judged job. The result is written below `runs`, and the judge
+    may cost at most `max_cost` (None: no limit).
     """
     output, limits = job["output"], job.get("limits", {})
     reached = {k: output[k] for k in ("options", "credentials_block") if output.get(k)}
@@ -138,21 +138,24 @@ def judge_job(
             "max_failed_fraction": 1.0,  # rows that fail count as not judged
             "max_cost": max_cost,
         },
-        "cluster": _cluster(job.get("cluster", {})),
+        "cluster": _cluster(job.get("cluster", {}), judge),
     }
 
 
-def _cluster(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cluster of the judge: that of the job, or this machine if that takes Ray jobs."""
+def _cluster(cluster: Mapping[str, Any], judge: Judge) -> dict[str, Any]:
+    """Return the fields of the judge's cluster: the job's, or this machine with the job's prices.
+
+    This machine asks a hosted judge if the job's runs are submitted as Ray jobs.
+    """
     remote = ("job_server", "kubernetes")
-    if not any(cluster.get(name) for name in remote):
+    if judge.model or not any(cluster.get(name) for name in remote):
         return dict(cluster)
     priced = ("price_per_gpu_hour", "price_by_card", "currency")
     return {"address": LOCAL, **{name: cluster[name] for name in priced if name in cluster}}
 
 
 def judge_fields(error: str) -> str:
-    """Return an error about the judge's own job with the fields that the user wrote."""
+    """Return an error about the judge's job, with its fields named as in quality.judge."""
     error = error.replace("prompt.template", "quality.judge.prompt")
     error = re.sub(r"\bengine\.(model|endpoint)\b", r"quality.judge.\1", error)
     return re.sub(r"(?<![\w.])engine\.", "quality.judge.engine.", error)

@@ -8,7 +8,7 @@ from prefect_raybatch.job.checks import check_duration
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.words import counted
 
-MAX_FAILED = 0.01  # of the planned rows, where a job sets no limit
+MAX_FAILED = 0.01  # fraction of the planned rows that may fail by default
 FAILED_LIMITS = ("max_failed_rows", "max_failed_fraction")  # the fields that bound the failed rows
 
 
@@ -129,17 +129,18 @@ class Limits(Group):
     _known_duration = field_check("deadline", by=check_duration)
 
     def _limits(self) -> dict[str, float]:
-        """Return the limits of failed rows that are set, else the default."""
+        """Return {field: value} of the set limits of failed rows, else of the default limit."""
         given = {
             name: getattr(self, name) for name in FAILED_LIMITS if getattr(self, name) is not None
         }
         return given or {"max_failed_fraction": MAX_FAILED}
 
     def allowed(self, rows: int) -> int:
-        """Return the failed rows allowed among `rows` planned.
+        """Return how many of `rows` planned rows may fail; the lowest of several limits counts.
 
         A fraction is rounded down; `max_failed_fraction` above 0 allows at least one row, and below
-        1 not all of them, so that neither one bad row of 20 fails a run, nor one of 1 passes.
+        1 not all of them, so that one failed row of 20 does not fail a run, and a run whose only
+        row failed does not pass.
         """
         allowed = []
         for name, value in self._limits().items():
@@ -150,8 +151,8 @@ class Limits(Group):
             allowed.append(most)
         return min(allowed)
 
-    def said(self, rows: int) -> str:
-        """Return the limit in words: `limits.max_failed_rows 2 (2 rows) allows`."""
+    def sentence_start(self, rows: int) -> str:
+        """Return the limits to begin a sentence: "limits.max_failed_rows 2 (2 rows) allows"."""
         fields = [f"limits.{name} {value}" for name, value in self._limits().items()]
         words = counted(self.allowed(rows), "row")
         return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"

@@ -16,9 +16,9 @@ from prefect_raybatch.job.checks import (
 )
 from prefect_raybatch.job.escalate import Escalate
 from prefect_raybatch.job.group import Group, field, field_check
-from prefect_raybatch.job.own_code.loading import own_name
+from prefect_raybatch.job.own_code.loading import name_of_function
+from prefect_raybatch.job.placeholders import check_placeholders
 from prefect_raybatch.job.publish import PublishTarget, check_targets
-from prefect_raybatch.job.run_words import check_run_words
 from prefect_raybatch.job.vllm import fields as vllm_fields
 
 PROBABILITIES = "probabilities"  # the column of output.probabilities
@@ -185,7 +185,7 @@ class Output(Group):
     @field_validator("uri")
     @classmethod
     def _uri(cls, value: str) -> str:
-        check_run_words(value)
+        check_placeholders(value)
         check_uri(value)
         if any(c in value for c in "*?["):
             raise ValueError(f"{value!r} contains a wildcard; name one folder")
@@ -193,7 +193,7 @@ class Output(Group):
 
     _class = field_check("schema_model", by=answer_schema.form_of_class, mode="before")
 
-    _callable = field_check("postprocess", by=own_name, mode="before")
+    _callable = field_check("postprocess", by=name_of_function, mode="before")
 
     _function = field_check("postprocess", by=check_function)
 
@@ -227,7 +227,7 @@ class Output(Group):
 
     @property
     def parsed_columns(self) -> dict[str, str]:
-        """The columns that parsers fill besides the answer's, by the field that names them."""
+        """{job field: column} of the columns that parsers fill in addition to the answer's."""
         fields = {}
         if self.reasoning_parser:
             fields["output.reasoning_column"] = self.reasoning_column
@@ -270,13 +270,13 @@ def _check_column_names(output: Output) -> None:
 
 
 def _check_files(output: Output) -> None:
-    """Raise ValueError for targets without the files that they are made of."""
+    """Raise ValueError for publish targets without compact, which writes the published files."""
     if output.publish and not output.compact:
         raise ValueError("publish needs the files in data/, and compact is off; set compact: true")
 
 
 def _check_types(output: Output) -> None:
-    """Raise ValueError for types of columns without a function that returns them."""
+    """Raise ValueError for output.schema without output.postprocess, whose columns it types."""
     if output.output_schema is not None and output.postprocess is None:
         raise ValueError(
             "schema needs postprocess, whose columns it describes; set postprocess, or remove "

@@ -1,4 +1,4 @@
-"""What a row becomes for the model: `prompt` of a job file."""
+"""How a row becomes a request to the model: `prompt` of a job file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from prefect_raybatch.job import chat
 from prefect_raybatch.job.checks import check_function, run_checks, template_fields
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.images import Images
-from prefect_raybatch.job.own_code.loading import own_name
+from prefect_raybatch.job.own_code.loading import name_of_function
 
-# Fields of the prompt that vLLM's preparing of images is not told of.
+# Fields of the prompt that do not go with images: vLLM's image processing does not get them.
 WITHOUT_IMAGES = (
     *("chat_template", "chat_template_kwargs", "prefill", "continue_final_message"),
     *("tools", "documents"),
@@ -128,7 +128,7 @@ class Prompt(Group):
             template_fields(value)
         return value
 
-    _callable = field_check("function", by=own_name, mode="before")
+    _callable = field_check("function", by=name_of_function, mode="before")
 
     _function = field_check("function", by=check_function)
 
@@ -150,7 +150,7 @@ class Prompt(Group):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The input columns that the prompt names, each with the field that names it.
+        """The input columns that the prompt names, as {column: job field that names it}.
 
         The columns that a function reads are unknown.
         """
@@ -167,7 +167,10 @@ class Prompt(Group):
 
 
 def _check_form(prompt: Prompt) -> None:
-    """Raise ValueError unless exactly one form of the prompt is set, with fields that suit it."""
+    """Raise ValueError unless exactly one of template, function and messages is set.
+
+    Other fields must suit it.
+    """
     if [prompt.template, prompt.function, prompt.messages].count(None) != 2:
         raise ValueError("set exactly one of template, function and messages")
     if prompt.continue_final_message and prompt.template is not None:

@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 
 from prefect_raybatch.job.checks import check_name, check_options
 from prefect_raybatch.job.group import Group, field, field_check
-from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.placeholders import check_placeholders
 from prefect_raybatch.job.secrets import holds_password, is_masked
 from prefect_raybatch.job.table_formats import check_catalog_code
 from prefect_raybatch.job.variables import VARIABLE, fill_variables
@@ -70,7 +70,7 @@ class PublishTarget(Group):
 
     _name = field_check("name", by=check_name)
 
-    _words = field_check("uri", "table", by=check_run_words)
+    _words = field_check("uri", "table", by=check_placeholders)
 
     _uri = field_check("uri", by=lambda uri: _without_password(uri))
 
@@ -117,7 +117,7 @@ class PublishTarget(Group):
         return self.name or self.format
 
     def place(self, run_key: str) -> str:
-        """Return the target's location for display and records: without secrets, not filled in."""
+        """Return the location for display and records; ${NAME} stays, so that no secret shows."""
         where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
         whole = f"{where}#{self.table}" if self.table else where
         return whole.replace("{run_key}", run_key)

@@ -14,6 +14,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.job_file import MAX_JOB_BYTES
 from prefect_raybatch.job.kubernetes import GPU, Kubernetes, check_manifest, quantity
 from prefect_raybatch.words import counted
@@ -28,18 +29,27 @@ class PodGroup(NamedTuple):
     cpus: float
 
 
-def check_made_cluster(access: ClusterAccess, engine: Engine) -> None:
-    """Call `check_shape` for the cluster that a job creates; does nothing if it creates none."""
-    if access.kubernetes is not None:
-        check_shape(access.kubernetes, engine)
+def check_made_cluster(access: ClusterAccess, engine: Engine, larger: Engine | None) -> None:
+    """Raise `ConfigError` if the cluster that a job creates can never hold its engines.
+
+    Does nothing if the job creates none. `larger` is the second engine of a cascade.
+    """
+    if access.kubernetes is None:
+        return
+    check_shape(access.kubernetes, engine)
+    if larger is not None:
+        try:
+            check_shape(access.kubernetes, larger)
+        except ConfigError as error:
+            raise ConfigError(larger_fields(str(error))) from None
 
 
-def check_shape(made: Kubernetes, engine: Engine) -> None:
+def check_shape(kubernetes: Kubernetes, engine: Engine) -> None:
     """Raise `ConfigError` if the cluster can never hold the job's engines.
 
     A manifest that is unusable is refused too. Contacts no server.
     """
-    groups = worker_groups(made)
+    groups = worker_groups(kubernetes)
     if engine.device == "cpu":
         return
     most = max((group.gpus for group in groups), default=0)
@@ -77,27 +87,27 @@ def _groups_text(groups: list[PodGroup]) -> str:
     return " and ".join(f"{counted(g.pods, 'worker')} of {counted(g.gpus, 'GPU')}" for g in groups)
 
 
-def worker_groups(made: Kubernetes) -> list[PodGroup]:
-    """Return the groups of workers. Raises `ConfigError` for an unusable manifest file."""
-    body = given_manifest(made)
+def worker_groups(kubernetes: Kubernetes) -> list[PodGroup]:
+    """Return the groups of worker pods; raise `ConfigError` for an unusable manifest file."""
+    body = given_manifest(kubernetes)
     if body is not None:
         return groups_of(body["spec"])
-    shape = made.shape
+    shape = kubernetes.shape
     return [PodGroup("workers", shape.workers, shape.gpus, _whole(shape.worker_cpu))]
 
 
-def pod_groups(made: Kubernetes) -> list[PodGroup]:
-    """Return the groups of workers, and the head."""
-    body = given_manifest(made)
+def pod_groups(kubernetes: Kubernetes) -> list[PodGroup]:
+    """Return the head pod, then `worker_groups`; raise `ConfigError` for an unusable manifest."""
+    body = given_manifest(kubernetes)
     if body is not None:
         head = _pods("head", 1, body["spec"]["headGroupSpec"])
     else:
-        head = PodGroup("head", 1, 0, float(made.shape.head_ray_cpus))
-    return [head, *worker_groups(made)]
+        head = PodGroup("head", 1, 0, float(kubernetes.shape.head_ray_cpus))
+    return [head, *worker_groups(kubernetes)]
 
 
 def groups_of(spec: Mapping[str, Any]) -> list[PodGroup]:
-    """Return the groups of workers of a RayCluster's spec."""
+    """Return the groups of worker pods in the spec of a RayCluster."""
     return [
         _pods(
             str(group["groupName"]),
@@ -116,7 +126,7 @@ def _pods(name: str, pods: int, group: Mapping[str, Any]) -> PodGroup:
 
 
 def _of_pod(group: Mapping[str, Any], resource: str) -> float:
-    """Return a resource as KubeRay reads it.
+    """Return how much of `resource` a pod of the group has; 0 if the pod does not name it.
 
     KubeRay reads the first container, which is Ray's: its limits, or its requests if a CPU has no
     limit.
@@ -133,18 +143,20 @@ def _whole(amount: object) -> float:
     return float(math.ceil(quantity(amount)))
 
 
-def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
+def given_manifest(kubernetes: Kubernetes) -> dict[str, Any] | None:
     """Return the user's own RayCluster, checked; None if the fields define it."""
-    if made.manifest is not None:
-        return copy.deepcopy(made.manifest)
-    if made.manifest_file is None:
+    if kubernetes.manifest is not None:
+        return copy.deepcopy(kubernetes.manifest)
+    if kubernetes.manifest_file is None:
         return None
-    where = f"cluster.kubernetes.manifest_file: {made.manifest_file}"
+    where = f"cluster.kubernetes.manifest_file: {kubernetes.manifest_file}"
     try:
-        text = read_regular_file(made.manifest_file, MAX_JOB_BYTES).decode()
+        text = read_regular_file(kubernetes.manifest_file, MAX_JOB_BYTES).decode()
         found = list(yaml.safe_load_all(text))
     except FileNotFoundError:
-        raise ConfigError(f"{where}: {missing_path(made.manifest_file)}; check the path") from None
+        raise ConfigError(
+            f"{where}: {missing_path(kubernetes.manifest_file)}; check the path"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -154,7 +166,7 @@ def given_manifest(made: Kubernetes) -> dict[str, Any] | None:
         raise ConfigError(
             f"{where} contains {counted(len(kinds), 'RayCluster')}; it must contain one"
         )
-    # That of a file that is applied by hand, too.
+    # Name and namespace may differ: the file may also be applied by hand.
     described = {**(kinds[0].get("metadata") or {}), "name": None, "namespace": None}
     try:
         check_manifest({**kinds[0], "metadata": described})

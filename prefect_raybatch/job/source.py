@@ -21,7 +21,7 @@ from prefect_raybatch.job.checks import (
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.filter_text import parse_filter
 from prefect_raybatch.job.group import Group, field, field_check
-from prefect_raybatch.job.run_words import check_run_words
+from prefect_raybatch.job.placeholders import check_placeholders
 from prefect_raybatch.job.secrets import hide_users, holds_password, is_masked
 from prefect_raybatch.job.table_formats import (
     TABLE_FORMATS,
@@ -246,7 +246,7 @@ class Source(Group):
         if isinstance(value, list) and not value:
             raise ValueError("is an empty list; name at least one file")
         for uri in [value] if isinstance(value, str) else value:
-            check_run_words(uri)
+            check_placeholders(uri)
             if is_web(uri):
                 check_web(uri)
             elif format_of_scheme(scheme_of(uri)) is None:
@@ -326,7 +326,7 @@ def _check_query(source: Source) -> None:
 
 
 def _check_single_table(source: Source) -> None:
-    """Raise ValueError for a table beside other entries, or in a format that is not its own."""
+    """Raise ValueError for a table beside other entries, or for one read in another format."""
     formats = {format_of_scheme(scheme_of(uri)) for uri in source.uris} - {None}
     name = source.table_format
     if formats - {name}:

@@ -46,7 +46,7 @@ ODD_IN_DATABASE = re.compile(r"[@#;\\\s\x00-\x1f\x7f]")
 
 
 class Reach:
-    """Checks places that a job names against a policy.
+    """Checks what a job names (folders, hosts, variables, blocks) against a policy.
 
     Each method raises `ConfigError` with the field, what is rejected, and what the operator can add
     to the policy.
@@ -95,7 +95,7 @@ class Reach:
             self._refuse(field, "reach private addresses", _add("allow_private: true"))
 
     def variables(self, field: str, value: object) -> None:
-        """Check each ${NAME} in texts at any depth."""
+        """Reject each ${NAME} in `value`, however deep, that the policy does not let jobs name."""
         for text in _texts(value):
             for match in VARIABLE.finditer(text):
                 self.secret(field, match[1])
@@ -139,7 +139,10 @@ class Reach:
             self._refuse(field, "use this region name", "write a plain name, such as eu-central-1")
 
     def catalog(self, field: str, catalog: Mapping[str, object], writes: bool) -> None:
-        """Check the properties of a catalog: their names, hosts, folders and variables."""
+        """Check the properties of a catalog: their names, hosts, folders and variables.
+
+        `writes`: the job writes to the catalog's tables.
+        """
         self.variables(field, catalog)
         kind = catalog.get("type")
         if kind is not None and kind not in CATALOG_TYPES:
@@ -160,7 +163,10 @@ class Reach:
                 self.connect_url(where, text)
 
     def database(self, field: str, url: str, writes: bool) -> None:
-        """Check a database's URL: its dialect, parameters, and its file or its host."""
+        """Check a database's URL: its dialect, parameters, and its file or its host.
+
+        `writes`: the job writes to the database.
+        """
         head, _, query = url.partition("?")
         dialect, _, driver = head.partition("://")[0].lower().partition("+")
         if dialect not in SQL_SCHEMES:
@@ -197,11 +203,15 @@ class Reach:
 
 
 def _add(what: str) -> str:
-    return f"to allow it, add {what} in the file of {POLICY_FILE} where the flow runs"
+    where = "where the flow or its Ray job runs"
+    return f"to allow it, add {what} in the file of {POLICY_FILE} {where}"
 
 
 def limited_reach() -> Reach | None:
-    """Return what a job may reach under the policy in force; None where that is everything."""
+    """Return the checks of the policy in force; None if it is the policy of a job's owner.
+
+    The owner's policy limits no places.
+    """
     policy = policy_in_force()
     return Reach(policy) if policy.limited else None
 
@@ -252,7 +262,7 @@ def check_table_files(uris: Iterable[str]) -> None:
 def url_check(field: str) -> Callable[[str], None]:
     """Return a function that raises `ConfigError` for a URL of a host that is not allowed.
 
-    It keeps the present policy, whichever thread calls it.
+    The function uses the policy in force now, also when another thread calls it later.
     """
     reach = limited_reach()
 
@@ -270,9 +280,9 @@ def check_server(field: str, url: str) -> None:
 
 
 def database_file(url: str) -> str | None:
-    """Return the file of a SQLite or DuckDB URL, None for one in memory.
+    """Return the file of a SQLite or DuckDB URL; None for a database in memory.
 
-    The forms with `file:` and `?mode=` mean the same file.
+    In the forms with `file:` or `?mode=`, returns the path alone.
     """
     place = url.partition("://")[2].partition("?")[0].partition("/")[2]
     if place.startswith("file:"):
@@ -283,9 +293,10 @@ def database_file(url: str) -> str | None:
 
 
 def _is_place(warehouse: str, kind: object) -> bool:
-    """Return whether a catalog's warehouse may be a folder.
+    """Return whether the `warehouse` of an Iceberg catalog of type `kind` may be a folder.
 
-    A REST catalog sends its server the name; a catalog given by name alone may be of any type.
+    A REST catalog may have a name instead, which it sends to its server; so may a catalog whose
+    type is unknown (None), because it is configured elsewhere.
     """
     if kind == "rest":
         return bool(ANY_URL.match(warehouse)) or warehouse.startswith((".", "/", "~"))
@@ -304,5 +315,5 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _shown(uri: str) -> str:
-    """Return a location for a message, without possible credentials."""
+    """Return at most 200 characters of a location, for a message, without credentials."""
     return uri.partition("?")[0].rpartition("@")[2][:200]

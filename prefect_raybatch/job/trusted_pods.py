@@ -36,7 +36,7 @@ POD_HOOKS = ("postStart", "preStop")
 def check_made_pods(cluster: Cluster, policy: JobPolicy) -> None:
     """Raise `ConfigError` for a cluster that the policy does not allow.
 
-    Checks the job's own, and that of its RayCluster block if this is loaded.
+    Checks the cluster in the job, and the cluster of its RayCluster block if the block is loaded.
     """
     loaded = cluster.access_if_loaded
     for made in (cluster.kubernetes.asked, loaded.kubernetes if loaded else None):
@@ -44,30 +44,30 @@ def check_made_pods(cluster: Cluster, policy: JobPolicy) -> None:
             check_pods(made, policy)
 
 
-def check_pods(made: Kubernetes, policy: JobPolicy) -> None:
+def check_pods(kubernetes: Kubernetes, policy: JobPolicy) -> None:
     """Raise `ConfigError` naming the first thing that the policy does not allow."""
     limits, reach = policy.kubernetes, Reach(policy)
-    namespace = made.namespace
+    namespace = kubernetes.namespace
     reserved = namespace is not None and RESERVED_NAMESPACES.fullmatch(namespace)
     if reserved and namespace not in limits.namespaces:
         _refuse("namespace", f"{namespace} belongs to the system", "namespaces")
     _check_names("namespace", [namespace], limits.namespaces, "namespaces")
-    _check_names("context", [made.context], limits.contexts, "contexts")
-    _check_names("image", [made.image], limits.images, "images")
+    _check_names("context", [kubernetes.context], limits.contexts, "contexts")
+    _check_names("image", [kubernetes.image], limits.images, "images")
     _check_names(
-        "service_account", [made.service_account], limits.service_accounts, "service_accounts"
+        "service_account", [kubernetes.service_account], limits.service_accounts, "service_accounts"
     )
-    _check_names("secrets", made.secrets, limits.secrets, "secrets")
-    _check_variables("env", made.env, policy)
-    if made.url is not None and policy.limited:
+    _check_names("secrets", kubernetes.secrets, limits.secrets, "secrets")
+    _check_variables("env", kubernetes.env, policy)
+    if kubernetes.url is not None and policy.limited:
         # As its name and namespace may be: each is one label of a host's name.
-        reach.connect_url(f"{WHERE}.url", made.url.format(name="name", namespace="namespace"))
-    if made.manifest_file is not None and policy.limited:
-        reach.read(f"{WHERE}.manifest_file", made.manifest_file)
-    if (made.manifest or made.manifest_file) and not limits.manifest:
+        reach.connect_url(f"{WHERE}.url", kubernetes.url.format(name="name", namespace="namespace"))
+    if kubernetes.manifest_file is not None and policy.limited:
+        reach.read(f"{WHERE}.manifest_file", kubernetes.manifest_file)
+    if (kubernetes.manifest or kubernetes.manifest_file) and not limits.manifest:
         _refuse("manifest", "a manifest can set everything about the pods", "manifest: true")
-    body = given_manifest(made)
-    pods = made.shape.workers if body is None else sum(_pods_of(body["spec"]))
+    body = given_manifest(kubernetes)
+    pods = kubernetes.shape.workers if body is None else sum(_pods_of(body["spec"]))
     if pods > limits.max_workers:
         _refuse("workers", f"{pods:,} are more than {limits.max_workers:,}", "max_workers")
     if body is not None:
@@ -218,9 +218,9 @@ def _check_fields(value: Mapping[str, Any], known: Iterable[str], place: str) ->
 
 
 def _mapping(value: object, place: str) -> Mapping[str, Any]:
-    """Return the fields there, {} if there is nothing.
+    """Return a mapping as it is, and {} for None; reject any other value.
 
-    Anything else is rejected, because nothing has checked it.
+    `place` names it in the error.
     """
     if value is not None and not isinstance(value, Mapping):
         _refuse_pod(place)

@@ -1,7 +1,7 @@
 """The API server of a Kubernetes cluster, with retries and plain error messages.
 
-Wraps the official client (the extra `kubernetes`). Returns None for a missing object, retries while
-the server is unavailable, and adds what to do to each kind of rejection.
+Wraps the official client (the extra `kubernetes`). Returns None for a missing object, and retries
+while the server is unavailable. The error for a rejection says what to do about it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLUSTER_OF_POD = "ray.io/cluster"
 API_PATIENCE = 300.0  # seconds of retries before an error is raised
 TIMEOUT = (5.0, 25.0)  # seconds to connect, and for an answer
 LONGEST_API_PAUSE = 15.0
-AWAY = frozenset((429, 500, 502, 503, 504))
+UNAVAILABLE_STATUSES = frozenset((429, 500, 502, 503, 504))
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # The verbs that a flow uses, by (group, resource), as in deployments/kuberay-rbac.yaml.
 VERBS = {
@@ -45,7 +45,7 @@ NO_CONFIG = (
 
 
 class Conflict(Exception):
-    """The object was changed since it was read."""
+    """The object was changed since it was read, or it exists already."""
 
 
 class KubeApi:
@@ -58,14 +58,14 @@ class KubeApi:
 
     def __init__(
         self,
-        made: Kubernetes,
+        kubernetes: Kubernetes,
         patience: float = API_PATIENCE,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.patience, self._sleep = patience, sleep
         self._timeout = TIMEOUT
-        client, found = _client(made)
-        self.namespace = made.namespace or found or "default"
+        client, found = _client(kubernetes)
+        self.namespace = kubernetes.namespace or found or "default"
         self.server = str(client.configuration.host)
         from kubernetes.client import AuthorizationV1Api, CoreV1Api, CustomObjectsApi
 
@@ -98,12 +98,12 @@ class KubeApi:
         except Conflict:
             return None
 
-    def annotate(self, found: JsonMapping, notes: Mapping[str, str]) -> KubeObject | None:
-        """Set annotations of a RayCluster as it was read; return None if it is gone.
+    def annotate(self, existing: JsonMapping, notes: Mapping[str, str]) -> KubeObject | None:
+        """Set annotations of the RayCluster `existing`; return None if it is gone.
 
-        Raises `Conflict` if it was changed since.
+        Raises `Conflict` if it has changed since `existing` was read.
         """
-        meta = found["metadata"]
+        meta = existing["metadata"]
         version = {"resourceVersion": meta["resourceVersion"]}
         return self._ask(
             *("patch", PLURAL, meta["name"], self._custom.patch_namespaced_custom_object),
@@ -111,14 +111,15 @@ class KubeApi:
             body={"metadata": {"annotations": dict(notes), **version}},
         )
 
-    def delete(self, found: JsonMapping, unchanged: bool = False) -> bool:
-        """Delete a RayCluster as it was read, with its pods; return False if it is gone.
+    def delete(self, existing: JsonMapping, unchanged: bool = False) -> bool:
+        """Delete the RayCluster `existing` with its pods; return False if it is gone already.
 
-        Raises `Conflict` if another one has its name now or, with `unchanged`, if it was changed.
+        Raises `Conflict` if another cluster has its name by now or, with `unchanged`, if it has
+        changed since `existing` was read.
         """
         from kubernetes.client import V1DeleteOptions, V1Preconditions
 
-        meta = found["metadata"]
+        meta = existing["metadata"]
         version = meta["resourceVersion"] if unchanged else None
         options = V1DeleteOptions(
             preconditions=V1Preconditions(uid=meta["uid"], resource_version=version),
@@ -212,7 +213,7 @@ class KubeApi:
             try:
                 found = json.loads(call().data)
             except ApiException as error:
-                if error.status in AWAY:
+                if error.status in UNAVAILABLE_STATUSES:
                     trouble = f"{error.status} {error.reason}"
                 else:
                     self._raise_refused(error, verb, resource, name)
@@ -238,7 +239,7 @@ class KubeApi:
             pause = min(2 * pause, LONGEST_API_PAUSE)
 
     def _raise_refused(self, error: Any, verb: str, resource: str, name: str) -> None:
-        """Raise the error for a rejection, unless the object does not exist."""
+        """Raise the error for a rejected request; return if only the object `name` is missing."""
         status = _status(error.body)
         message = str(status.get("message") or error.reason or error.status)
         details = status.get("details") or {}
@@ -279,7 +280,7 @@ class KubeApi:
 
 
 def quota_text(message: str) -> str:
-    """Return the message of an exceeded quota with what to do."""
+    """Return Kubernetes' message about an exceeded quota, with advice appended."""
     return f"a quota is exceeded ({message[:300]}). Request less, wait, or raise the quota"
 
 
@@ -292,7 +293,7 @@ def _status(body: Any) -> KubeObject:
     return status if isinstance(status, dict) else {}
 
 
-def _client(made: Kubernetes) -> tuple[Any, str | None]:
+def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
     """Return the client and its default namespace.
 
     A kubeconfig context in the job or KUBECONFIG takes precedence over the service account of a
@@ -303,23 +304,25 @@ def _client(made: Kubernetes) -> tuple[Any, str | None]:
     except ImportError:
         raise ConfigError(NO_CLIENT) from None
     settings = client.Configuration()
-    named = made.context or os.environ.get("KUBECONFIG")
+    named = kubernetes.context or os.environ.get("KUBECONFIG")
     try:
         if not named and os.environ.get("KUBERNETES_SERVICE_HOST"):
             config.load_incluster_config(client_configuration=settings)
             own = SERVICE_ACCOUNT / "namespace"
             namespace = own.read_text().strip() if own.exists() else None
         else:
-            # The client reads the variable only when it is imported.
+            # Passed explicitly: the client reads KUBECONFIG only when it is imported.
             file = os.environ.get("KUBECONFIG") or None
-            config.load_kube_config(file, made.context, client_configuration=settings)
+            config.load_kube_config(file, kubernetes.context, client_configuration=settings)
             contexts, current = config.list_kube_config_contexts(file)
-            if made.context:
-                current = next(c for c in contexts if c["name"] == made.context)
+            if kubernetes.context:
+                current = next(c for c in contexts if c["name"] == kubernetes.context)
             namespace = (current.get("context") or {}).get("namespace")
     except config.ConfigException as error:
-        if made.context:
-            raise ConfigError(f"cluster.kubernetes.context: {made.context}: {error}") from None
+        if kubernetes.context:
+            raise ConfigError(
+                f"cluster.kubernetes.context: {kubernetes.context}: {error}"
+            ) from None
         raise ConfigError(f"{NO_CONFIG}: {error}") from None
     settings.retries = 0  # retried by `_patiently`
     return client.ApiClient(settings), namespace

@@ -18,7 +18,7 @@ RUN_KEY, JOB, FINGERPRINT = "raybatch/run-key", "raybatch/job", "raybatch/finger
 RUN_NOTE, SPEC, FLOW_RUN = "raybatch/run", "raybatch/spec", "raybatch/flow-run"  # annotations
 HOLDER, DEADLINE = "raybatch/holder", "raybatch/deadline"
 KubeObject = dict[str, Any]  # an object of Kubernetes
-JsonMapping = Mapping[str, Any]  # one that is only read
+JsonMapping = Mapping[str, Any]  # an object that is only read
 LONGEST_VALUE = 63
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 # KubeRay derives names of services and pods from the cluster's, truncated to 50 characters.
@@ -52,7 +52,7 @@ class RunIdentity:
 
 
 def label_value(text: str) -> str:
-    """Return the text as a label's value.
+    """Return the text as the value of a Kubernetes label.
 
     A text that Kubernetes does not accept is shortened and cleaned, with a hash at its end.
     """
@@ -63,26 +63,28 @@ def label_value(text: str) -> str:
     return f"{cleaned.strip('-_.')}-{tail}".lstrip("-")
 
 
-def ray_cluster(made: Kubernetes, whose: RunIdentity) -> KubeObject:
-    """Return the RayCluster to create, without its holder and deadline.
+def ray_cluster(kubernetes: Kubernetes, owner: RunIdentity) -> KubeObject:
+    """Return the RayCluster to create for the run `owner`, without its holder and deadline.
+
+    `kubernetes` are the job's settings in cluster.kubernetes.
 
     Raises `ConfigError` for an unusable manifest file.
     """
-    body = given_manifest(made) or _from_fields(made)
+    body = given_manifest(kubernetes) or _from_fields(kubernetes)
     spec = body["spec"]
     for template in _templates(spec):
         labels = template.setdefault("metadata", {}).setdefault("labels", {})
-        template["metadata"]["labels"] = {**labels, **whose.labels}
+        template["metadata"]["labels"] = {**labels, **owner.labels}
     described = body.get("metadata") or {}
-    notes = {RUN_NOTE: whose.run, SPEC: spec_hash(spec)}
-    if whose.flow_run:
-        notes[FLOW_RUN] = whose.flow_run
+    notes = {RUN_NOTE: owner.run, SPEC: spec_hash(spec)}
+    if owner.flow_run:
+        notes[FLOW_RUN] = owner.flow_run
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": {
-            "name": whose.name,
-            "labels": {**(described.get("labels") or {}), **whose.labels},
+            "name": owner.name,
+            "labels": {**(described.get("labels") or {}), **owner.labels},
             "annotations": {**(described.get("annotations") or {}), **notes},
         },
         "spec": spec,
@@ -94,7 +96,7 @@ def spec_hash(spec: JsonMapping) -> str:
 
 
 def differences(wanted: object, there: object, where: str = "spec") -> Iterator[str]:
-    """Yield where the existing object `there` differs from the wanted one.
+    """Yield a text for each field in which the existing object `there` differs from `wanted`.
 
     Additional fields of the existing object are ignored, because Kubernetes adds defaults.
     """
@@ -113,9 +115,9 @@ def workers_wanted(spec: JsonMapping) -> int:
     return sum(group.pods for group in groups_of(spec))
 
 
-def _from_fields(made: Kubernetes) -> KubeObject:
-    shape = made.shape
-    head = _pod(made, "ray-head", {"cpu": shape.head_cpu, "memory": shape.head_memory})
+def _from_fields(kubernetes: Kubernetes) -> KubeObject:
+    shape = kubernetes.shape
+    head = _pod(kubernetes, "ray-head", {"cpu": shape.head_cpu, "memory": shape.head_memory})
     head["spec"]["containers"][0]["ports"] = [
         {"name": "gcs", "containerPort": 6379},
         {"name": "dashboard", "containerPort": 8265},
@@ -140,36 +142,36 @@ def _from_fields(made: Kubernetes) -> KubeObject:
                     "minReplicas": shape.workers,
                     "maxReplicas": shape.workers,
                     "rayStartParams": {},
-                    "template": _pod(made, "ray-worker", resources),
+                    "template": _pod(kubernetes, "ray-worker", resources),
                 }
             ],
         }
     }
 
 
-def _pod(made: Kubernetes, name: str, resources: Mapping[str, str]) -> KubeObject:
+def _pod(kubernetes: Kubernetes, name: str, resources: Mapping[str, str]) -> KubeObject:
     container: KubeObject = {
         "name": name,
-        "image": made.image,
+        "image": kubernetes.image,
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    if made.env:
-        container["env"] = [{"name": key, "value": value} for key, value in made.env.items()]
-    if made.secrets:
-        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in made.secrets]
+    if kubernetes.env:
+        container["env"] = [{"name": key, "value": value} for key, value in kubernetes.env.items()]
+    if kubernetes.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in kubernetes.secrets]
     spec: KubeObject = {
         "containers": [container],
-        # Without it, a pod has 64 MiB, and Ray's object store falls back to disk.
+        # Without this volume, /dev/shm has 64 MiB, and Ray's object store falls back to disk.
         "volumes": [
             {
                 "name": "shm",
-                "emptyDir": {"medium": "Memory", "sizeLimit": made.shape.shm},
+                "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shape.shm},
             }
         ],
     }
-    if made.service_account:
-        spec["serviceAccountName"] = made.service_account
+    if kubernetes.service_account:
+        spec["serviceAccountName"] = kubernetes.service_account
     return {"spec": spec}
 
 

@@ -52,33 +52,42 @@ READY_POLL = 2.0  # seconds between looks at a cluster that is not ready
 WARNINGS_EVERY = 10.0  # seconds between looks at events
 LONGEST_RENEWAL = 60.0  # maximum seconds between renewals
 END_WITHIN = 8.0  # seconds to delete: Prefect kills a cancelled process after 30
+SUCCESSOR_SECONDS = 600.0  # that a cluster waits for the next run of its flow
 NOBODY = "nobody"  # the holder of a cluster that is kept
 RACES = 100  # lost races before giving up
 HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
 
 
 class RunCluster:
-    """The cluster of the run `whose`; `tell` is called with what it waits for."""
+    """The RayCluster of the run `owner`; `tell` gets a text about what the run waits for."""
 
     def __init__(
         self,
-        made: Kubernetes,
-        whose: RunIdentity,
+        kubernetes: Kubernetes,
+        owner: RunIdentity,
         api: KubeApi,
         tell: Callable[[str], None] = lambda text: None,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.made, self.whose, self.api, self.tell, self._sleep = made, whose, api, tell, sleep
-        self.name = whose.name
+        self.kubernetes, self.owner, self.api, self.tell, self._sleep = (
+            kubernetes,
+            owner,
+            api,
+            tell,
+            sleep,
+        )
+        self.name = owner.name
         self.holder = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
         self._held = False
-        every = min(LONGEST_RENEWAL, made.lease_seconds / 4)
+        every = min(LONGEST_RENEWAL, kubernetes.lease_seconds / 4)
         self._ticker = Ticker("the cluster's lease", every, self.renew)
 
     @property
     def url(self) -> str:
         """Return the URL of the job server on the head."""
-        return (self.made.url or HEAD_URL).format(name=self.name, namespace=self.api.namespace)
+        return (self.kubernetes.url or HEAD_URL).format(
+            name=self.name, namespace=self.api.namespace
+        )
 
     def __enter__(self) -> RunCluster:
         """Create the cluster or take it over, and keep it alive for the block."""
@@ -97,7 +106,7 @@ class RunCluster:
 
         Raises `ConfigError` if the name is taken, or if the cluster has another job or spec.
         """
-        body = ray_cluster(self.made, self.whose)
+        body = ray_cluster(self.kubernetes, self.owner)
         body["metadata"]["annotations"] |= self._claim()
         began = time.monotonic()
         for _ in range(RACES):
@@ -127,11 +136,11 @@ class RunCluster:
         )
 
     def _claim(self) -> dict[str, str]:
-        return {HOLDER: self.holder, DEADLINE: _after(self.made.lease_seconds)}
+        return {HOLDER: self.holder, DEADLINE: _after(self.kubernetes.lease_seconds)}
 
-    def _check_ours(self, found: JsonMapping) -> None:
-        labels, notes = found["metadata"].get("labels") or {}, notes_of(found)
-        expected = self.whose.labels
+    def _check_ours(self, existing: JsonMapping) -> None:
+        labels, notes = existing["metadata"].get("labels") or {}, notes_of(existing)
+        expected = self.owner.labels
         where = f"the RayCluster {self.name} in {self.api.namespace}"
         if labels.get(MANAGED_BY) != expected[MANAGED_BY]:
             raise ConfigError(
@@ -140,7 +149,7 @@ class RunCluster:
                 "another run key"
             )
         pairs = {name: (labels.get(name), expected[name]) for name in (RUN_KEY, JOB, FINGERPRINT)}
-        pairs["run directory"] = notes.get(RUN_NOTE), self.whose.run
+        pairs["run directory"] = notes.get(RUN_NOTE), self.owner.run
         differing = [
             f"{n}: {there} there, {here} here"
             for n, (there, here) in pairs.items()
@@ -152,10 +161,10 @@ class RunCluster:
                 f"({'; '.join(differing)}). Wait until that run has ended, or use another run key"
             )
 
-    def _check_spec(self, found: JsonMapping, body: JsonMapping) -> None:
-        if notes_of(found).get(SPEC) == body["metadata"]["annotations"][SPEC]:
+    def _check_spec(self, existing: JsonMapping, body: JsonMapping) -> None:
+        if notes_of(existing).get(SPEC) == body["metadata"]["annotations"][SPEC]:
             return
-        changes = list(differences(body["spec"], found.get("spec") or {}))[:3]
+        changes = list(differences(body["spec"], existing.get("spec") or {}))[:3]
         raise ConfigError(
             f"cluster.kubernetes: the existing RayCluster {self.name} of this run in "
             f"{self.api.namespace} differs from the job "
@@ -165,7 +174,7 @@ class RunCluster:
 
     def _await_gone(self, began: float) -> None:
         waited = time.monotonic() - began
-        if waited > self.made.ready_seconds:
+        if waited > self.kubernetes.ready_seconds:
             raise ClusterNotReady(
                 f"the former RayCluster {self.name} has been terminating for {waited:.0f} s. Check "
                 f"its finalizers: kubectl get raycluster {self.name} -o yaml"
@@ -176,10 +185,10 @@ class RunCluster:
     # --- wait -------------------------------------------------------------------------------
 
     def wait_ready(self) -> None:
-        """Wait for the head and all workers.
+        """Wait until the head and all workers are ready.
 
-        Raises `ClusterNotReady` for a fault that waiting does not fix, and after `ready_within`,
-        with what it waited for.
+        Raises `ClusterNotReady` for a fault that waiting does not fix, and after
+        cluster.kubernetes.ready_within, with what it waited for.
         """
         began = time.monotonic()
         warnings: list[KubeObject] = []
@@ -201,15 +210,15 @@ class RunCluster:
             if state.trouble and state.trouble != warned:
                 warned = state.trouble
                 log.warning("cluster: %s", warned)
-            if now - began > self.made.ready_seconds:
+            if now - began > self.kubernetes.ready_seconds:
                 raise ClusterNotReady(
                     f"RayCluster {self.name}: {state.text} after {now - began:.0f} s "
                     f"(cluster.kubernetes.ready_within)" + (f": {warned}" if warned else "")
                 )
             self._sleep(READY_POLL)
 
-    def _look(self, found: JsonMapping, warnings: list[KubeObject]) -> PodsState:
-        status, spec = found.get("status") or {}, found.get("spec") or {}
+    def _look(self, existing: JsonMapping, warnings: list[KubeObject]) -> PodsState:
+        status, spec = existing.get("status") or {}, existing.get("spec") or {}
         state = pods_state(self.api.pods(self.name), workers_wanted(spec), warnings)
         if not state.trouble and status.get("state") == "failed" and status.get("reason"):
             return PodsState(state.head, state.workers, state.wanted, "", str(status["reason"]))
@@ -235,28 +244,31 @@ class RunCluster:
             )
             return
         try:
-            self.api.annotate(found, {DEADLINE: _after(self.made.lease_seconds)})
+            self.api.annotate(found, {DEADLINE: _after(self.kubernetes.lease_seconds)})
         except Conflict:
             log.debug("the RayCluster %s has changed; its lease is renewed next time", self.name)
 
     def leave(self) -> None:
-        """Report that the cluster continues with its Ray job."""
+        """Log that the cluster stays, with its Ray job, until its lease expires."""
         log.warning(
             "the RayCluster %s continues until %s; start the same run again to follow it, or "
             "delete it: kubectl delete raycluster %s",
-            *(self.name, _after(self.made.lease_seconds), self.name),
+            *(self.name, _after(self.kubernetes.lease_seconds), self.name),
         )
 
-    def end(self, keep: bool = False) -> None:
-        """Delete the cluster if this flow holds it, or keep it for the job's `keep` time.
+    def end(self, keep: bool = False, for_successor: bool = False) -> None:
+        """Delete the cluster if this flow holds it.
 
+        With `keep`, it stays for the job's keep time (`keep_seconds`), and with `for_successor`
+        for at least SUCCESSOR_SECONDS, for a run that follows.
         A failure is only logged, so that it does not hide how the run ended.
         """
         if not self._held:
             return
         try:
             with self.api.briefly(END_WITHIN):
-                self._end(self.made.keep_seconds if keep else 0.0)
+                least = SUCCESSOR_SECONDS if for_successor else 0.0
+                self._end(max(self.kubernetes.keep_seconds, least) if keep else 0.0)
         except (RayBatchError, Conflict) as error:
             log.error(
                 "could not delete the RayCluster %s: %s. Run kubectl delete raycluster %s, or "
@@ -284,10 +296,13 @@ class RunCluster:
                     log.info("deleted the RayCluster %s", self.name)
                 return
             except Conflict:
-                continue  # the operator writes its status at any time
+                continue  # the KubeRay operator may change the cluster's status at any time
 
     def end_left_over(self) -> None:
-        """Delete the cluster of a complete run that another flow left, unless `keep` is set."""
+        """Delete the cluster that another flow left of a complete run, unless it is being kept.
+
+        A failure is only logged.
+        """
         try:
             with self.api.briefly(END_WITHIN):
                 found = self.api.get(self.name)
@@ -302,7 +317,11 @@ class RunCluster:
 
 @dataclass(frozen=True)
 class Expired:
-    """A cluster of a run; `over` if its deadline has passed, `why` as text."""
+    """A cluster of a run that `delete_expired` looked at.
+
+    `over`: it was deleted because its lease expired, or would be without a dry run. `why` is the
+    reason for deleting or keeping it.
+    """
 
     name: str
     run_key: str
@@ -312,7 +331,10 @@ class Expired:
 
 
 def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
-    """Delete the run clusters in the namespace whose deadline has passed; return all of them."""
+    """Delete the run clusters in the namespace whose lease has expired; return all run clusters.
+
+    A dry run deletes nothing.
+    """
     clusters = []
     for found in api.clusters():
         meta, notes = found["metadata"], notes_of(found)
@@ -340,15 +362,15 @@ def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
     return clusters
 
 
-def notes_of(found: JsonMapping) -> dict[str, str]:
-    """Return the annotations of an object."""
-    return dict(found["metadata"].get("annotations") or {})
+def notes_of(existing: JsonMapping) -> dict[str, str]:
+    """Return the annotations of a Kubernetes object; {} if it has none."""
+    return dict(existing["metadata"].get("annotations") or {})
 
 
-def is_past(found: JsonMapping) -> bool:
-    """Return whether the deadline has passed, or is unreadable."""
+def is_past(existing: JsonMapping) -> bool:
+    """Return whether the cluster's deadline has passed, is missing or is unreadable."""
     try:
-        return datetime.fromisoformat(notes_of(found)[DEADLINE]) < datetime.now(UTC)
+        return datetime.fromisoformat(notes_of(existing)[DEADLINE]) < datetime.now(UTC)
     except (KeyError, TypeError, ValueError):
         return True
 

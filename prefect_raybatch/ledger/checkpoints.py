@@ -1,8 +1,8 @@
 """Commit records folded into few files, so that a resume needs hundreds of reads and not 250,000.
 
-Only a cache: a commit record alone says what is done. A folded copy is believed when it is the
-record that the store's fresh listing shows, else the record is read; so a checkpoint that is
-lost, old, torn or another's costs time and nothing else.
+Only a cache: commit records alone say which shards are done. A folded copy is used only if it
+matches the store's fresh listing, else the record is read; so a checkpoint that is lost, old, torn
+or of another run costs only time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 class Listing:
     """The commits in a fresh listing of commits/, for each shard.
 
-    `done`: bool[shards]. `sizes`: int32[shards], bytes of the commit record. `md5`: 16 bytes for
-    each shard, or b"" where the store's ETag is no MD5 (local disk, multipart uploads, some
-    encryptions). `strays` are the first files there that are not commit records, such as copies
-    made by a tool.
+    `done`: bool[shards], True for a shard with a commit record. `sizes`: int32[shards], bytes of
+    the record. `md5`: 16 bytes for each shard, or b"" where the store's ETag is no MD5 (local disk,
+    multipart uploads, some encryptions). `strays` are the first files in commits/ that are not
+    commit records, such as copies made by a tool.
     """
 
     done: np.ndarray
@@ -67,7 +67,7 @@ class Listing:
         if info.etag and _MD5.match(info.etag):
             self.md5[shard] = bytes.fromhex(info.etag)
 
-    def stray(self, path: str) -> None:
+    def add_unexpected(self, path: str) -> None:
         if len(self.strays) < MOST_STRAYS:
             self.strays.append(path)
 
@@ -86,7 +86,7 @@ class Listing:
 
 
 class Folder:
-    """Collect commits and write a checkpoint file for each FOLD of them, or FOLD_BYTES."""
+    """Collector of commits that writes a checkpoint file after each FOLD of them, or FOLD_BYTES."""
 
     def __init__(self, store: Store, plan_hash: str):
         self.store, self.plan_hash = store, plan_hash
@@ -116,12 +116,12 @@ class Folder:
 
 
 class Copies:
-    """Commit records from checkpoints by shard, each taken once.
+    """Copies of commit records from checkpoints, by shard; each can be taken once.
 
-    `confirmed` tells whether bytes are the stored record.
+    `confirmed(shard, bytes)` returns whether the bytes are the stored record of the shard.
 
-    The first HELD_BYTES are held in memory and the others on the local disk (TMPDIR) as far as it
-    has room, so memory grows by only 12 bytes a shard.
+    The first HELD_BYTES of copies are held in memory and later ones on the local disk (TMPDIR), as
+    far as it has room, so memory grows by only 12 bytes a shard.
     """
 
     def __init__(self, shards: int, confirmed: Callable[[int, bytes], bool]) -> None:
@@ -143,9 +143,9 @@ class Copies:
             self._held_bytes += size
 
     def take(self, shard: int) -> bytes | None:
-        """Return the record of a shard; if None, the caller reads the store's own.
+        """Return the copy of a shard's record, or None if there is no intact one.
 
-        None if there is no copy, or the local disk cannot return it.
+        After None the caller reads the record from the store. A copy held in memory is dropped.
         """
         body = self._held.pop(shard, None)
         if body is not None or self._file is None:
@@ -167,7 +167,7 @@ class Copies:
             self._file.close()
 
     def _written(self, records: Mapping[int, bytes]) -> bool:
-        """Return whether the local disk could store the records."""
+        """Append the records to the temporary file; return False if the local disk rejects them."""
         left, at = memoryview(b"".join(records.values())), self._end
         try:
             if self._file is None:
@@ -190,7 +190,7 @@ class Copies:
 
 
 def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copies:
-    """Return the records in checkpoints that the listing confirms.
+    """Return the records in checkpoints of which `listing` confirms that the store has the same.
 
     `exact` requires proof by checksum; otherwise a matching size is enough where the store has no
     checksum.
@@ -214,7 +214,10 @@ def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copie
 
 
 def _lines(store: Store, plan_hash: str, name: str) -> list[tuple[int, bytes]]:
-    """Return (shard, record) pairs of a checkpoint file; [] if it is damaged or another plan's."""
+    """Return (shard, record) pairs of a checkpoint file.
+
+    Returns [] if the file is damaged or belongs to another plan.
+    """
     try:
         with gzip.open(io.BytesIO(read_record(store, name))) as stream:
             text = stream.read(MAX_BYTES + 1)

@@ -17,7 +17,7 @@ from prefect_raybatch.ledger.strict import Count
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _LOSS = re.compile(r"([A-Za-z_]\w*): (.*)\Z", re.DOTALL)
 
-COUNTED_BY = 120  # characters of a message by which failed rows are counted
+COUNTED_CHARACTERS = 120  # characters of a message by which failed rows are counted
 SURE = 100  # of these characters, those kept even if numbers in the message grow longer
 ENGINE_DIED = "EngineDied"
 ENGINES_DIED = "EnginesDied"  # no single unit is to blame: engines died until the pass was given up
@@ -28,11 +28,11 @@ FEW_ALONE = 16  # units that a pass surely tries one at a time before engines ar
 
 @dataclass(frozen=True)
 class Loss:
-    """Why positions did not get through the stages.
+    """The reason why rows were lost in a stage, without an answer or an error of their own.
 
-    `kind` is an error class, "" without one. `fatal`: it would happen again, so the run stops.
-    `counted`: the engine death behind it was counted already, with another lost block or at the end
-    of an actor's process.
+    `kind` is the name of an error class, or "" if unknown. `fatal`: it would happen again, so the
+    run stops. `counted`: the engine death that caused it was already counted, with another lost
+    block or when an actor's process ended.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Loss:
 
     @classmethod
     def parse(cls, text: str, fatal: bool = False) -> Loss:
-        """Return the loss that `str` turned into `text`."""
+        """Return the loss whose `str` is `text`."""
         match = _LOSS.match(text)
         return cls(match[1], match[2], fatal) if match else cls("", text, fatal)
 
@@ -56,12 +56,12 @@ class Loss:
 
     @property
     def is_death(self) -> bool:
-        """Return whether an engine death lost the positions, not the store or the input."""
+        """Return whether the rows were lost because an engine died."""
         return self.kind == ENGINE_DIED
 
     @property
-    def may_be_of_a_row(self) -> bool:
-        """Return whether one of the rows may have killed the engine or hung the block."""
+    def may_be_caused_by_row(self) -> bool:
+        """Return whether one of the rows may have killed the engine or made the stage hang."""
         return self.kind in (ENGINE_DIED, BLOCK_HUNG)
 
 
@@ -78,7 +78,7 @@ class FailureKey:
 
     @classmethod
     def parse(cls, text: str) -> FailureKey:
-        """Return the key that `str` turned into `text`; text of another shape becomes the stage."""
+        """Return the key whose `str` is `text`; text without "|" becomes the stage."""
         return cls(*text.split("|", 2))
 
     def __str__(self) -> str:
@@ -90,12 +90,14 @@ class FailureKey:
 
 
 def counted_message(message: str) -> str:
-    """Return the message as failed rows are counted by it, with "..." where it is cut."""
-    return message if len(message) <= COUNTED_BY else f"{message[: COUNTED_BY - 3]}..."
+    """Return a message cut to COUNTED_CHARACTERS characters, as the message of a `FailureKey`."""
+    return (
+        message if len(message) <= COUNTED_CHARACTERS else f"{message[: COUNTED_CHARACTERS - 3]}..."
+    )
 
 
 Failures = Mapping[FailureKey, Count]
-"""Failed rows by why they failed."""
+"""Numbers of failed rows by reason."""
 
 
 def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
@@ -107,14 +109,14 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
 
 
 def alike(failures: Failures) -> Counter[FailureKey]:
-    """Return failure counts, merging messages that differ only in numbers.
+    """Return failure counts in which messages that differ only in numbers count as one.
 
     Each number that differs becomes `N`.
     """
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:
         pattern = _NUMBER.sub("N", key.message)
-        if len(key.message) >= COUNTED_BY:  # cut off, by a number's length sooner or later
+        if len(key.message) >= COUNTED_CHARACTERS:  # cut off, by a number's length sooner or later
             pattern = pattern[:SURE]
         groups.setdefault((key.stage, key.error, pattern), []).append(key)
     total: Counter[FailureKey] = Counter()
@@ -137,7 +139,7 @@ def _in_common(messages: Sequence[str]) -> str:
 
 
 def failure_texts(failures: Failures) -> dict[str, int]:
-    """Return {"stage|class|message": rows}, as records hold it."""
+    """Return failure counts in the form of records: {"stage|class|message": rows}."""
     texts: dict[str, int] = {}
     for key, rows in failures.items():
         text = str(key)

@@ -1,7 +1,8 @@
-"""Which runs belong together: a run and the runs that retry its failed rows.
+"""Finds the family of a run: its root run, and all runs that retry failed rows of the family.
 
-All lie side by side under one output root. The run that read the input is the root; the others
-are its key with `.r1`, `.r2`, ... whichever of them they are a child of, and `Plan.parent` says.
+The runs of a family lie side by side under one output root. The root run read the input. Retry runs
+have its key with `.r1`, `.r2` and so on, even if they retry rows of a retry run; `Plan.parent` is
+the key of the run whose rows they retry.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Member:
 class Family:
     """A root run and its retries, by key: the root first, then children by number.
 
-    `base` is the root's key. `strays` has one sentence for each run directory that does not belong.
+    `base` is the root's key and `root` the folder of all runs; `next_key` is free for the next
+    child. `strays` has one sentence for each run directory that is unreadable or does not belong.
     """
 
     root: Store
@@ -58,17 +60,20 @@ class Family:
         return [member for member in self.members.values() if member.plan.parent == key]
 
     def is_taken(self, member: Member) -> bool:
-        """Return whether child runs retry all failed rows of a finished run."""
+        """Return whether all failed rows of `member`, a finished run, are in child runs.
+
+        Unfinished child runs count, too.
+        """
         taken = sum(child.plan.rows for child in self.children(member.key))
         return taken >= member.failed
 
 
-def place(run_dir: str, options: StoreOptions | None = None) -> tuple[Store, str]:
+def locate_run(run_dir: str, options: StoreOptions | None = None) -> tuple[Store, str]:
     """Return (store of the output root, run key) of a run directory.
 
     Raises `ConfigError` for a name that no run can have.
 
-    A link is resolved, so that child runs are written beside the run that it points to.
+    A symbolic link is resolved, so that child runs are written beside the run that it points to.
     """
     uri = without_link(run_dir)
     root, _, key = uri.rpartition("/")
@@ -81,7 +86,7 @@ def place(run_dir: str, options: StoreOptions | None = None) -> tuple[Store, str
 
 
 def without_link(run_dir: str) -> str:
-    """Return the URI of a run directory; of a link to one, the directory that it points to."""
+    """Return the normalized URI of a run directory, with a symbolic link replaced by its target."""
     uri = join(run_dir)
     return os.path.realpath(uri) if not is_remote(uri) and os.path.islink(uri) else uri
 
@@ -117,7 +122,7 @@ def load_family(root: Store, key: str) -> Family:
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
     """Read the run directory `key` and add its run to the family if it belongs there.
 
-    Return its plan, or the error.
+    Return its plan, the error if it cannot be read, or None if it holds no run.
     """
     try:
         member = _member(root, key)
@@ -135,7 +140,7 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
 
 
 def _first(root: Store, member: Member) -> Member:
-    """Return the run that `member` descends from and that has no parent."""
+    """Return the root run of `member`'s family; `member` itself if it has no parent."""
     seen = {member.key}
     while member.plan.parent is not None:
         parent = member.plan.parent

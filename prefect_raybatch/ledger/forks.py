@@ -1,7 +1,7 @@
 """Forks: runs that continue another run under another key after a repair.
 
-The old run only points to its fork. Whoever follows the pointer checks that the fork was made from
-the very plan of the old run.
+The old run only names its fork. A reader that follows the name checks that the fork's plan names
+the plan of the old run.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ MOST_FORKS = 100  # that are followed one after the other
 
 
 def fork_key(key: str) -> str:
-    """Return the key of the fork of run `key`."""
+    """Return the key for a fork of run `key`: X.m1 for a run X, X.m2 for its fork X.m1, ..."""
     match = _FORK.match(key)
     return f"{match['base']}.m{int(match['number']) + 1}" if match else f"{key}.m1"
 
 
 def forks_of(key: str) -> int:
-    """Return how many forks led to run `key`."""
+    """Return how many forks led to run `key`; 0 if it is not a fork."""
     match = _FORK.match(key)
     return int(match["number"]) if match else 0
 
 
+def original_key(plan: Plan) -> str:
+    """Return the run key of a plan, or if its run was made by repairs, that of the first run."""
+    match = _FORK.match(plan.run_key) if plan.forked_from is not None else None
+    return match["base"] if match else plan.run_key
+
+
 def forked(plan: Plan) -> dict[str, str]:
-    """Return how a fork records the run that it continues."""
+    """Return `Plan.forked_from` for a fork of the run with this plan."""
     return {"run_key": plan.run_key, "plan": plan.hash}
 
 
@@ -42,7 +48,7 @@ def supersede(ledger: Ledger, key: str) -> None:
 
 
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
-    """Return the ledger and plan of the run that continues this one; this one's without a fork."""
+    """Follow a run's fork, that fork's fork and so on; return ledger and plan of the last run."""
     for _ in range(MOST_FORKS):
         fork = _next(ledger, plan)
         if fork is None:

@@ -1,8 +1,9 @@
-"""What plan.json says of a run that reuses answers, and what such a run records of its own answers.
+"""Records of runs that reuse or keep answers: `increment` in plan.json, and the answer records.
 
-Such a run has two ledgers. `_raybatch/asks/` is an ordinary run over the distinct requests that no
-earlier run has answered; the run itself then looks answers up. Its plan holds the plan of the asks,
-so whoever begins the asks begins the same ones.
+A run that reuses answers has two ledgers. `_raybatch/asks/` holds its requests phase: an ordinary
+run over the distinct requests that no earlier run has answered. The run itself then looks up the
+answer of each row. Its plan contains the plan of the requests phase, so every process that begins
+the phase writes the same plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.ledger.layout import ANSWERS_RECORD, ASKS, BY_ROW_RECORD
+from prefect_raybatch.ledger.layout import ANSWERS_RECORD, BY_ROW_RECORD, REQUESTS_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, from_parquet
 from prefect_raybatch.ledger.positions import Positions
@@ -26,10 +27,10 @@ from prefect_raybatch.ledger.records import JsonObject, Plan, digest, dump, load
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 
-# Where a row's answer is: its row makes no request; among those taken over; among those asked for
-# this row; among those asked for another row with the same request.
+# Where a row's answer is: nowhere, since the row makes no request; among the reused ones; among the
+# requests phase's, requested for this row; or there, requested for another row's equal request.
 NO_REQUEST, REUSED, ASKED, MERGED_ROW = range(4)
-PLACES_ROWS = 1 << 22  # rows of a table of places
+PLACES_ROWS = 1 << 22  # rows of one table in `Increment.places`
 OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
 OF_LARGER, OF_FIRST = "larger", "first"  # the two ledgers of a cascade, by model
 FIRST_KEY = "first"  # run key of the first model
@@ -38,7 +39,11 @@ LEDGERS = (OF_ROWS, OF_ASKS, OF_LARGER, OF_FIRST)
 
 @dataclass(frozen=True)
 class RowCounts(StrictRecord):
-    """Rows of a run that reuses answers, by the source of their answers. `none` make no request."""
+    """Row counts of a run that reuses answers, by the source of the answer.
+
+    `reused`: an earlier run. `asked`: a request made for this row. `merged`: a request made for
+    another row. `none`: the row makes no request.
+    """
 
     reused: Count = 0
     merged: Count = 0
@@ -48,9 +53,9 @@ class RowCounts(StrictRecord):
 
 @dataclass(frozen=True)
 class AnswerPart(StrictRecord):
-    """A file of raw answers: its path in the run directory, and what proves that it is intact.
+    """A file of raw answers: its path in the run directory, its rows, and its size and checksum.
 
-    `origin` is the run that asked, None where the file names it for each row.
+    `origin` is the key of the run that inferred the answers, None if the file has a column with it.
     """
 
     path: str
@@ -62,7 +67,11 @@ class AnswerPart(StrictRecord):
 
 @dataclass(frozen=True)
 class TakenPrecision(StrictRecord):
-    """The engine arguments that run `by` (a run key) decided on, with its `min_agreement`."""
+    """The precision that an earlier run decided on.
+
+    `decided` are the engine arguments of that precision, `min_agreement` is the share of equal
+    answers that the earlier run required, and `by` is its run key.
+    """
 
     decided: Mapping[str, str]
     min_agreement: Number
@@ -73,7 +82,7 @@ class TakenPrecision(StrictRecord):
 class RowAnswers(StrictRecord):
     """A file of raw answers in the order of the run's rows.
 
-    Its column `_row` has the row numbers, from `first` on.
+    Its column `_row` holds the row numbers; `first` is the first of them.
     """
 
     path: str
@@ -85,14 +94,17 @@ class RowAnswers(StrictRecord):
 
 @dataclass(frozen=True)
 class AnswersByRow(StrictRecord):
-    """The raw answers of all rows of a run in input order. `plan` is the hash of the run's plan."""
+    """The record of the files that hold the raw answers to all rows of a run, in input order.
+
+    `plan` is the hash of the run's plan.
+    """
 
     plan: str
     files: tuple[RowAnswers, ...]
     format: int = 1
 
     def put(self, store: Store) -> None:
-        """Write the record.
+        """Write the record unless one exists.
 
         Two concurrent writers write equally valid records, and one of them stays.
         """
@@ -100,19 +112,38 @@ class AnswersByRow(StrictRecord):
 
 
 @dataclass(frozen=True)
+class RetryShare(StrictRecord):
+    """The rows of a retry of a cascade that may go to the larger model: `sent` and `more` rows.
+
+    The first run has `rows` rows, of which it and all its retries together may send the share
+    `output.escalate.at_most`. `sent` rows of this retry were sent by earlier runs and may go again;
+    `table` is the name of the table with their positions. Of other rows, at most `more` may go.
+    """
+
+    rows: Count
+    table: str
+    sent: Count
+    more: Count
+
+
+@dataclass(frozen=True)
 class Increment(StrictRecord):
-    """`Plan.increment`. `ledger` is `rows` in the run itself and `asks` in the run of its asks.
+    """The value of `Plan.increment`: how a run reuses or keeps answers.
 
-    In a cascade, they are `larger` and `first`: `asks` is the plan by which the first model answers
-    all rows, and only `ledger` and `context` are set besides.
+    `ledger` is `rows` in the run itself and `asks` in its requests phase. In a cascade it is
+    `larger` in the run itself and `first` in the run of its first model; `asks` then is the plan by
+    which the first model answers all rows, and only `ledger`, `context` and, in a retry with
+    `output.escalate.at_most`, `share` are set besides.
 
-    `context` is the hash of what all requests have in common, `parts` what went into it. `places`
-    names tables with (kind, at) for each row of the input. `reused` are the files of answers taken
-    over, `earlier` the runs that they come from, newest first; `differs` lists the fields whose
-    values differ from those of `earlier`, so that nothing was reused. `asks` is the plan of the
-    asks. In the plan of the asks, `weights` names the table with the number of rows that wait for
-    each ask, `rows` in all. `seconds` is the engine time of one earlier answer, None if unknown.
-    `precision` is the earlier decision of a job with `try-fp8`.
+    `context` is the hash of what all requests have in common, `parts` the values behind it.
+    `merge`: equal requests are made once, if sampling gives them equal answers. `places` names
+    tables with (kind, at) for each input row: the source of its answer (NO_REQUEST to MERGED_ROW)
+    and the answer's index there. `reused` are the files of reused answers, `earlier` the runs that
+    they come from, newest first; `differs` lists the fields whose values differ from those of
+    `earlier`, so that nothing was reused. `asks` is the plan of the requests phase. In that phase's
+    plan, `weights` names the table with the number of rows that wait for each request. `rows`
+    counts the input rows of the run. `seconds` is the engine time of one earlier answer, None if
+    unknown. `precision` is the earlier decision of a job with `try-fp8`.
     """
 
     ledger: str
@@ -129,32 +160,35 @@ class Increment(StrictRecord):
     rows: Count = 0
     seconds: Number | None = None
     precision: TakenPrecision | None = None
+    share: RetryShare | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without those that are defaults."""
+        """Return the fields as plain values, without those that have their default."""
         value, usual = asdict(self), asdict(Increment(self.ledger, self.context))
         needed = ("ledger", "context")
         return {k: v for k, v in value.items() if k in needed or v != usual[k]}
 
     @property
     def looks_up(self) -> bool:
-        """Return whether the rows look up their answers, so that none of them needs an engine."""
+        """Return whether the run looks up all answers in stored ones, and so needs no engine."""
         return self.ledger == OF_ROWS
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Return the names of the tables beside the plan's own."""
-        return (*self.places, *([self.weights] if self.weights else []))
+        """Return the names of the tables that this record names, in addition to the plan's."""
+        share = [self.share.table] if self.share is not None else []
+        return (*self.places, *([self.weights] if self.weights else []), *share)
 
 
 @dataclass(frozen=True)
 class Answers(StrictRecord):
-    """The raw answers of a finished run, in order.
+    """The record of the files that hold a finished run's raw answers.
 
-    They are reused and kept until `until` (seconds since 1970), or as long as the run if None;
+    They can be reused until `until` (seconds since 1970), or as long as the run exists if None;
     `raybatch reap` deletes them afterwards. `seconds` is the engine time of one answer, None if no
-    run measured it. `rejected` marks, by file path, the answers whose rows all failed; they are not
-    reused. `checksum` is the SHA-256 of the record without it, None in a record that has none.
+    run measured it. `rejected` holds, by file path, the positions of answers whose rows all failed;
+    they are not reused. `checksum` is the SHA-256 of the record with `checksum` None; None in a
+    record without one.
     """
 
     run_key: str
@@ -173,9 +207,9 @@ class Answers(StrictRecord):
         return self.until is not None and time.time() >= self.until
 
     def usable(self, part: AnswerPart) -> np.ndarray:
-        """Return bool for each answer in one of the files: whether it may be taken over.
+        """Return bool[answers] for one of the files: True for those that may be reused.
 
-        Raise `CorruptRun` if what was rejected is not readable.
+        Raise `CorruptRun` if the file's positions in `rejected` are malformed.
         """
         usable = np.ones(part.rows, bool)
         text = self.rejected.get(part.path)
@@ -187,10 +221,7 @@ class Answers(StrictRecord):
         return usable
 
     def put(self, store: Store) -> None:
-        """Write the record once.
-
-        A second writer finds the first one's record, which says the same.
-        """
+        """Write the record unless one exists. All writers of a run write the same content."""
         put_record_if_absent(store, ANSWERS_RECORD, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -202,7 +233,7 @@ class Answers(StrictRecord):
 
 
 def increment_of(plan: Plan) -> Increment | None:
-    """Return the plan's record of reuse; None if its run neither reuses nor keeps answers."""
+    """Return `Plan.increment` decoded; None if the run neither reuses nor keeps answers."""
     if plan.increment is None:
         return None
     increment = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
@@ -214,23 +245,29 @@ def increment_of(plan: Plan) -> Increment | None:
 
 
 def looks_up(plan: Plan) -> bool:
-    """Return whether the rows of a run look up their answers, so that none needs an engine."""
+    """Return whether a run looks up all answers in stored ones, so that it needs no engine.
+
+    Stored answers are those of earlier runs and of the run's own requests phase.
+    """
     increment = increment_of(plan)
     return increment is not None and increment.looks_up
 
 
 def is_first_phase(plan: Plan) -> bool:
-    """Return whether a plan is that of a run's requests phase, or of a cascade's first model."""
+    """Return whether a plan belongs to a requests phase or to the first model of a cascade."""
     increment = increment_of(plan)
     return increment is not None and increment.ledger in (OF_ASKS, OF_FIRST)
 
 
 def ledgers_of(ledger: Ledger, plan: Plan) -> tuple[Ledger, ...]:
-    """Return the ledger of a run and, if it has a first phase, that of this phase."""
+    """Return the ledger of a run and, if it has one, of its requests phase or its first model.
+
+    Only a cascade has a first model.
+    """
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
         return (ledger,)
-    return (ledger, asks_ledger(ledger.store))
+    return (ledger, requests_ledger(ledger.store))
 
 
 def read_answers(store: Store) -> Answers | None:
@@ -252,7 +289,7 @@ def read_answers(store: Store) -> Answers | None:
 
 
 def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
-    """Return the record of the files with answers in row order; None without them."""
+    """Return the record of the files with answers in row order; None if the run has none."""
     try:
         data = read_record(store, BY_ROW_RECORD)
     except FileNotFoundError:
@@ -263,20 +300,33 @@ def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
     return record
 
 
-def asks_ledger(store: Store) -> Ledger:
-    """Return the ledger of the asks of the run at `store`."""
-    return Ledger(store.sub(ASKS))
+def requests_ledger(store: Store) -> Ledger:
+    """Return the ledger of a run's requests phase or, in a cascade, of its first model.
+
+    `store` is the run directory. Reads nothing: the phase may not have begun, or not exist.
+    """
+    return Ledger(store.sub(REQUESTS_FOLDER))
 
 
-def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
-    """Return ledger and plan of the asks of a run; None if it has none.
+def has_begun(ledger: Ledger, plan: Plan, committed: bool) -> bool:
+    """Return whether a shard of a run is `committed`, or one of its requests phase is."""
+    increment = increment_of(plan)
+    if committed or increment is None or increment.asks is None:
+        return committed
+    requests = requests_ledger(ledger.store)
+    asked = requests.load_plan()
+    return asked is not None and bool(requests.committed(asked).any())
 
-    The plan is written unless it is there: every caller writes the same bytes, which the run's own
-    plan holds.
+
+def begin_requests_phase(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
+    """Return ledger and plan of a run's requests phase; None if the run has none.
+
+    Writes the phase's plan unless it exists. Every caller writes the same bytes, which are part of
+    the run's own plan. Raises `CorruptRun` if the folder holds another plan.
     """
     if increment.asks is None:
         return None
-    ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
+    ledger, plan = requests_ledger(store), Plan.from_bytes(dump(increment.asks))
     there = ledger.load_plan() or ledger.create_plan(plan, {})
     if there.hash != plan.hash:
         raise CorruptRun(
@@ -287,15 +337,16 @@ def begin_asks(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None
 
 
 def input_store(store: Store, plan: Plan) -> Store:
-    """Return the store that the copy of a run's input is in.
+    """Return the run directory that holds the snapshot of a run's input, usually `store` itself.
 
-    The first model of a cascade reads the copy of the run itself.
+    The first model of a cascade has a run directory inside the cascade's, and reads the cascade's
+    snapshot. Raises `CorruptRun` if its directory is not inside a run's.
     """
     increment = increment_of(plan)
     if increment is None or increment.ledger != OF_FIRST:
         return store
     above: Store | None = store
-    for _ in ASKS.split("/"):
+    for _ in REQUESTS_FOLDER.split("/"):
         above = above.above() if above is not None else None
     if above is None:
         raise CorruptRun(f"{store.uri} is not inside the directory of a run")
@@ -303,21 +354,28 @@ def input_store(store: Store, plan: Plan) -> Store:
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
-    """Return the files of raw answers of the run at `store`: reused ones, then its asks' own."""
-    begun = begin_asks(store, increment)
+    """Return the files of raw answers of the run at `store`: reused ones, then its own.
+
+    Writes the plan of the requests phase if it is missing (see `begin_requests_phase`).
+    """
+    begun = begin_requests_phase(store, increment)
     success = begun[0].finished(begun[1]) if begun is not None else None
     asked = [
-        AnswerPart(f"{ASKS}/{part.path}", part.rows, part.bytes, part.sha256, plan.run_key)
+        AnswerPart(
+            f"{REQUESTS_FOLDER}/{part.path}", part.rows, part.bytes, part.sha256, plan.run_key
+        )
         for part in (success.of("data") if success is not None else ())
     ]
     return (*increment.reused, *asked)
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """The number of rows that wait for each ask of a run.
+class RequestWeights:
+    """The number of rows that wait for each request of a requests phase.
 
-    A failed ask fails all of them, so limits on failed rows count them all.
+    A failed request fails all rows that wait for it, so limits on failed rows count them all.
+    `rows` counts all rows of the run. `starts` is int64[shards + 1], the first request of each
+    shard; `weights` is int64[requests], the rows that wait for each.
     """
 
     rows: int
@@ -325,13 +383,16 @@ class Waiting:
     weights: np.ndarray
 
     def count(self, shard: int, positions: Positions) -> int:
-        """Return how many rows wait for the asks at these positions of a shard."""
+        """Return how many rows wait for the requests at these positions of a shard."""
         start = int(self.starts[shard])
         return int(self.weights[start + positions.numbers].sum())
 
 
-def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waiting | None:
-    """Return the rows that wait for the asks in `ledger`; None for any other run."""
+def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> RequestWeights | None:
+    """Read how many rows wait for each request of a requests phase.
+
+    None if `increment`, from the plan of `ledger`, is not that of a requests phase.
+    """
     if increment.weights is None:
         return None
     table = from_parquet(ledger.table(increment.weights), "table of weights", ["rows"])
@@ -341,7 +402,7 @@ def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Waitin
             f"{increment.weights} does not match the plan: it has {len(weights):,} values of type "
             f"{weights.dtype}, not {shards.starts[-1]:,} of int64"
         )
-    return Waiting(increment.rows, shards.starts, weights)
+    return RequestWeights(increment.rows, shards.starts, weights)
 
 
 _INCREMENT, _ANSWERS = TypeAdapter(Increment), TypeAdapter(Answers)

@@ -28,16 +28,21 @@ ATTEMPT_FAILED, ATTEMPT_STOPPED, ATTEMPT_DRAINED = (
     "stopped",
     "drained",
 )  # how an attempt ended
+MEASURING, JUDGING = "measuring", "judging"  # phases of a complete run: golden rows, a judge
 MESSAGE_KEPT, COMMAND_KEPT = 1000, 4000  # characters
-RECORD_SECONDS = 5.0  # the longest that a remote store is asked to take the record
+RUN_AGAIN = "run the same command or script again"  # advice if the command is unknown
+RECORD_SECONDS = 5.0  # for which a remote store is retried to read or write the record
 
 
 @dataclass(frozen=True)
 class LastAttempt:
     """An attempt at run `run_key` of `job`.
 
-    `phase` is planning, inference or finalizing. `started` and `ended` are seconds since 1970;
-    `ended` is None while it works or if it was killed. `command` runs it again.
+    `phase` is planning, inference, finalizing, measuring or judging (the last two of a complete
+    run). `started` and `ended` are in seconds since 1970; `ended` is None while it works, if it
+    succeeded or was killed. `outcome` is failed, stopped, drained or "". `error` is the class and
+    `message` the text of the exception that ended it. `command` runs the job again. `by` is
+    user@host.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -56,15 +61,29 @@ class LastAttempt:
 
     @property
     def failure(self) -> str:
-        """Return why it failed, in one line; "" if it did not."""
+        """Return why the attempt failed: phase, error and message; "" if it did not fail."""
         if self.outcome != ATTEMPT_FAILED:
             return ""
         return f"{self.phase}: {self.error}: {self.message}"
 
-    def put(self, store: Store) -> None:
-        """Write the record over that of an earlier attempt.
+    @property
+    def unmeasured(self) -> str:
+        """Return why the answers of a complete run were not measured or judged; "" if they were."""
+        what = {MEASURING: "accuracy not measured", JUDGING: "not judged"}.get(self.phase)
+        if what is None or not self.outcome:
+            return ""
+        why = f"{self.error}: {self.message}".removesuffix(": ")
+        return f"{what}: {why if self.outcome == ATTEMPT_FAILED else self.outcome}"
 
-        A store that refuses it is logged: the attempt's own error matters more.
+    @property
+    def unmeasured_advice(self) -> str:
+        """Return `unmeasured` with what to do."""
+        return f"{self.unmeasured.rstrip('.')}; {RUN_AGAIN}"
+
+    def put(self, store: Store) -> None:
+        """Write the record, replacing that of an earlier attempt.
+
+        An error of the store is only logged: the attempt's own error matters more.
         """
         try:
             put_record(not_waiting(store), LAST_ATTEMPT, dump(asdict(self)))
@@ -76,31 +95,37 @@ _ATTEMPT = TypeAdapter(LastAttempt)
 
 
 def not_waiting(store: Store) -> Store:
-    """Return a store with short timeouts, to read and write this record."""
+    """Return a copy of a store that retries for at most RECORD_SECONDS."""
     hasty = copy.copy(store)
     hasty.retry_seconds = min(store.retry_seconds, RECORD_SECONDS)
     return hasty
 
 
-def cut_to_bytes(text: str, most: int) -> str:
-    """Return a text in one line, of at most `most` characters, that every store and page takes."""
+def cut_to_characters(text: str, most: int) -> str:
+    """Return a text as one storable line of at most `most` characters; a cut one ends in `...`."""
     text = storable(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def read_last_attempt(store: Store) -> LastAttempt | None:
-    """Return the record, or None where there is none. Raise `CorruptRun` if it is malformed."""
+    """Return the record of the last attempt; None if there is none.
+
+    Raises `CorruptRun` if it is malformed.
+    """
     try:
         return read_json(_ATTEMPT, read_record(store, LAST_ATTEMPT), LAST_ATTEMPT)
     except FileNotFoundError:
         return None
 
 
-def last_attempt_of(store: Store) -> LastAttempt | None:
-    """Return the last attempt at a run that has a plan.
+def unmeasured_attempt(store: Store) -> LastAttempt | None:
+    """Return the attempt that could not measure or judge a complete run; None if none failed."""
+    attempt = last_attempt_of(store)
+    return attempt if attempt is not None and attempt.unmeasured else None
 
-    A malformed record is logged and counts as none.
-    """
+
+def last_attempt_of(store: Store) -> LastAttempt | None:
+    """Return the record of the last attempt; None if there is none or it is malformed (logged)."""
     try:
         return read_last_attempt(store)
     except CorruptRun as error:

@@ -1,9 +1,9 @@
-"""What everything in a run directory is called: paths relative to it.
+"""Names of the files and folders in a run directory, as paths relative to it.
 
 data/, _quarantine/          the result
 _SUCCESS                     written last: the result is complete
-partial/_UUID/               rows of a run that was not complete, for who could not wait
-_raybatch/                   records, and what is needed until the end
+partial/_UUID/               partial result: the committed rows of an incomplete run
+_raybatch/                   records, and files that are needed until the run is finished
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ LAYOUT = f"{RECORDS}/layout.json"  # which shards are in which file of the resul
 PART_NOTES = f"{RECORDS}/parts"  # a record for each result file that is written
 ROW_SUMS = f"{RECORDS}/row_sums"
 PUBLISHED = f"{RECORDS}/published"  # a record for each target
-ASKS = f"{RECORDS}/asks"  # run directory of the requests phase, or of a cascade's first model
+REQUESTS_FOLDER = (
+    f"{RECORDS}/asks"  # run directory of the requests phase, or of a cascade's first model
+)
 REUSED_FOLDER = f"{RECORDS}/reused"  # answers of an earlier run, in a folder for each try to plan
 BY_ROW = f"{RECORDS}/by_row"  # answers in the order of the rows, in a folder for each try
 BY_ROW_RECORD = f"{RECORDS}/by_row.json"  # which of these files are whole
@@ -46,6 +48,7 @@ ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers o
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # names the run that continues this one
 PRECISION = f"{RECORDS}/precision.json"  # decision on the model's precision
 QUALITY = f"{RECORDS}/quality.json"  # accuracy on golden rows
+AGREEMENT_RECORD = f"{RECORDS}/agreement.json"  # in how many checked rows a cascade's models agree
 JUDGE = f"{RECORDS}/judge"  # runs that judge a sample of the answers, a folder for each judge
 JUDGEMENT = f"{RECORDS}/judgement.json"  # what the judge said
 SENT_EVENTS = f"{RECORDS}/events-sent.json"  # ids of the events of the completed run
@@ -111,7 +114,10 @@ def partial_path(name: str, file: str = "") -> str:
 
 
 def row_sums_path(part: str) -> str:
-    """Return the path of the row checksums of a result file. A partial result holds its own."""
+    """Return the path of the row checksums of result file `part`.
+
+    The checksums of a partial result's files lie in the folder of the partial result.
+    """
     folder, _, rest = part.partition("/")
     if folder == PARTIAL_FOLDER:
         name, _, file = rest.partition("/")

@@ -1,7 +1,7 @@
 """Plan and commit records in the run directory, and the proof that shards are covered.
 
-Knows neither Ray nor Prefect. docs/exactly-once.md has the rules; comments here give the reason for
-each line that follows from one.
+Knows neither Ray nor Prefect. docs/exactly-once.md has the rules; a comment marks each line that
+follows from one of them, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prefect_raybatch.ledger.layout import (
     commit_path,
 )
 from prefect_raybatch.ledger.many_uris import read_uris
-from prefect_raybatch.ledger.plan_tables import Shards, read_files, read_shards
+from prefect_raybatch.ledger.plan_tables import Shards, read_classifier, read_files, read_shards
 from prefect_raybatch.ledger.positions import Positions, Ranges, disjoint
 from prefect_raybatch.ledger.record_files import (
     put_record,
@@ -78,13 +78,13 @@ class Ledger:
             return None
 
     def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
-        """Write plan and tables.
+        """Write the plan and its tables (name: content) unless the run has a plan.
 
-        Return the plan that counts: this one, or that of an earlier writer.
+        Return the run's plan: this one, or the one of an earlier writer.
 
         Tables are written first, under names with their hash, so that plan.json never names a table
-        that is missing or another's. A writer that loses the race adopts the winner's plan if it is
-        the same job's; else `PlanMismatch` is raised.
+        that is missing or belongs to another plan. A writer that loses the race adopts the winner's
+        plan if it is the same job's; else `PlanMismatch` is raised.
         """
         for name, data in tables.items():
             put_table(self.store, name, data)
@@ -109,7 +109,7 @@ class Ledger:
         return read_files(self.table(plan.files_table))
 
     def uris(self, plan: Plan) -> list[str]:
-        """Return the URIs of the input that the plan's job names."""
+        """Return `source.uri` of the plan's job as a list, complete even if it is very long."""
         if plan.uris_table is not None:
             return read_uris(self.table(plan.uris_table))
         uris = plan.job.get("source", {}).get("uri", [])
@@ -120,6 +120,11 @@ class Ledger:
         if plan.numbers_table is None:
             return RowNumbers(plan.rows)
         return read_numbers(self.table(plan.numbers_table), plan.rows)
+
+    def classifier(self, plan: Plan) -> bytes | None:
+        """Return the classifier's file, which the plan keeps; None if the job has no classifier."""
+        name = plan.classifier_table
+        return None if name is None else read_classifier(self.table(name))
 
     def table(self, name: str) -> bytes:
         """Return a table that the plan names, checked against the hash in its name."""
@@ -137,7 +142,7 @@ class Ledger:
         for info in self.store.list(COMMITS):
             match = COMMIT_NAME.match(info.path)
             if match is None or info.path != commit_path(int(match[1])):
-                listing.stray(info.path)
+                listing.add_unexpected(info.path)
                 continue
             if int(match[1]) >= plan.shards:
                 raise CorruptRun(
@@ -164,10 +169,11 @@ class Ledger:
     ) -> Iterator[Commit]:
         """Yield the commits that `listing` shows, by shard, from checkpoints where possible.
 
-        With `exact`, checkpoints need proof by checksum. Without `copies` every record is read from
-        the store, since a record can be damaged while the listing still shows its first checksum.
-        `on_read` is called with each commit that was not in a checkpoint. A record that is no
-        commit of this plan raises `CorruptRun`, or is passed to `on_fault` and left out.
+        `exact`: take a record from a checkpoint only if the store's checksum proves it. Without
+        `copies` all records are read from the store, to find those that were damaged although the
+        listing still shows the checksum of the intact record. `on_read` is called with each commit
+        that no checkpoint supplied. A record that is no commit of this plan raises `CorruptRun`, or
+        goes to `on_fault` and is left out.
         """
         shards = np.flatnonzero(listing.done).tolist()
         none = Copies(plan.shards, listing.fits)
@@ -191,7 +197,7 @@ class Ledger:
                 yield commit
 
     def every_commit(self, plan: Plan) -> Iterator[Commit]:
-        """Yield the commits of all shards of a complete run, by shard, whatever a listing shows.
+        """Yield the commits of all shards of a complete run, also those that a listing lacks.
 
         Raises `CorruptRun` if one is missing.
         """
@@ -209,7 +215,7 @@ class Ledger:
     def read_commit(self, plan: Plan, shard: int) -> Commit:
         """Return one commit, checked against the plan.
 
-        Raises `CorruptRun` with what does not fit.
+        Raises `CorruptRun` if it is missing, malformed, or of another shard or plan.
         """
         path = commit_path(shard)
         try:
@@ -251,8 +257,8 @@ class Ledger:
     def finished(self, plan: Plan | None = None) -> Success | None:
         """Return the `_SUCCESS` record of `plan`, or None while the run is not complete.
 
-        The plan is read if it is not given. Raises `CorruptRun` for a file that is not such a
-        record, or that is another plan's.
+        The plan is read if it is None. Raises `CorruptRun` for a malformed record, one of another
+        plan, or one beside which there is no plan.
         """
         plan = plan or self.load_plan()
         if plan is None:
@@ -271,25 +277,25 @@ class Ledger:
         )
 
     def succeed(self, success: Success) -> None:
-        """Write `_SUCCESS` once. A second writer finds it there and is done as well."""
+        """Write `_SUCCESS` unless it exists."""
         put_success(self.store, success)
 
     def note_attempt(self, attempt: str, info: JsonObject) -> None:
-        """Record who drives the run, since when and from where.
+        """Write `info` on an attempt: who drives the run, since when and from where.
 
         It is for people; correctness does not depend on it.
         """
         put_record(self.store, attempt_path(attempt), dump(dict(info)))
 
     def attempts(self) -> list[str]:
-        """Return the attempts that were recorded. Does not tell which of them are alive."""
+        """Return the ids of the recorded attempts, active or ended."""
         matches = (ATTEMPT_NAME.match(info.path) for info in self.store.list(ATTEMPTS))
         return [match[1] for match in matches if match]
 
     def read_attempt(self, attempt: str) -> dict[str, Any]:
-        """Return what `note_attempt` wrote.
+        """Return the `info` that `note_attempt` wrote for an attempt.
 
-        Raises `CorruptRun`, or `FileNotFoundError` if it is gone.
+        Raises `CorruptRun` if it is malformed, and `FileNotFoundError` if it does not exist.
         """
         path = attempt_path(attempt)
         return load(read_record(self.store, path), path)
@@ -309,7 +315,10 @@ class Coverage:
         self._held: dict[int, Positions] = {}
 
     def add(self, receipt: Receipt) -> list[Receipt] | None:
-        """Add a receipt. Return all receipts of its shard once they cover it, else None."""
+        """Add a receipt. Return all receipts of its shard once they cover it, else None.
+
+        Ignores a receipt that is empty, overlaps an earlier one, or exceeds the shard.
+        """
         held = receipt.held
         shard = self._shards[receipt.shard]
         if not held or held.end > shard.rows:
@@ -329,7 +338,7 @@ class Coverage:
         return self._held.get(shard, NO_POSITIONS).lacking(self._shards[shard].rows).ranges
 
     def lacking(self, shard: int) -> int:
-        """Return the number of positions that no receipt covers yet."""
+        """Return the number of positions of an uncommitted shard that no receipt covers yet."""
         return self._shards[shard].rows - len(self._held.get(shard, NO_POSITIONS))
 
     def drop(self, shard: int) -> None:
@@ -357,9 +366,9 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
 
 
 def _commonest(failures: Failures) -> Failures:
-    """Return the FAILURES most frequent failures, and the others by class alone.
+    """Return the FAILURES most frequent failures, and others summed by stage and error class.
 
-    A text that differs from row to row would make the record as large as the rows.
+    Messages that differ from row to row would make the record as large as the rows.
     """
     ordered = sorted(failures.items(), key=lambda item: -item[1])
     kept = dict(ordered[:FAILURES])

@@ -1,7 +1,7 @@
 """Partial results: the committed rows of a run that is not complete.
 
-A partial result lies in a folder of its own below the run directory, never in data/. The run stays
-unfinished, and nothing that asks whether it is complete looks there.
+A partial result lies in a separate folder below the run directory, never in data/. The run stays
+unfinished: checks for completeness do not look at partial results.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from prefect_raybatch.words import counted
 
 PARTIAL_RECORD = "_PARTIAL.json"  # readers of the folder skip names with a leading _
 PARTIAL_REPORT, PARTIAL_PAGE = "_report.json", "_report.md"
-RANGES_TOLD = 1000  # ranges of missing rows that a record names
+MAX_RANGES_LISTED = 1000  # ranges of missing rows that a record names
 _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\Z")
 
 
 @dataclass(frozen=True)
 class MissingRows(StrictRecord):
-    """Rows that are in no file because they were not committed.
+    """The rows that a partial result lacks, because they were not committed.
 
-    Counts rows and shards, and lists the first `RANGES_TOLD` ranges of row numbers (first, last).
-    `more` counts the ranges not listed.
+    `rows` and `shards` are their numbers, `ranges` the first `MAX_RANGES_LISTED` ranges of their
+    row numbers, as (first, last). `more` counts the ranges not listed.
     """
 
     rows: Count
@@ -51,15 +51,15 @@ class MissingRows(StrictRecord):
 
     @classmethod
     def of(cls, done: np.ndarray, shards: Shards, numbers: RowNumbers) -> MissingRows:
-        """Return the rows of the shards that are not `done` (bool[shards])."""
+        """Return the missing rows: those of the shards that are not `done` (bool[shards])."""
         pending = np.flatnonzero(~done)
         rows = int(np.diff(shards.starts)[pending].sum())
         spans = _spans(pending, shards, numbers)
-        ranges = tuple(islice(spans, RANGES_TOLD))
+        ranges = tuple(islice(spans, MAX_RANGES_LISTED))
         return cls(rows, len(pending), ranges, sum(1 for _ in spans))
 
     def text(self, most: int = 5) -> str:
-        """Return `1,200 rows (400 to 799, 1,600 to 2,399)`."""
+        """Describe the missing rows, e.g. as `1,200 rows (400 to 799, 1,600 to 2,399)`."""
         named = [f"{first:,} to {last:,}" for first, last in self.ranges[:most]]
         left = len(self.ranges) - len(named) + self.more
         named += [f"and {left:,} more ranges"] if left else []
@@ -67,7 +67,10 @@ class MissingRows(StrictRecord):
 
 
 def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of row numbers of these shards, in order; adjacent shards make one range."""
+    """Yield the (first, last) row numbers of each range of rows in the `pending` shards, in order.
+
+    `pending` are ascending shard numbers; adjacent shards make one range.
+    """
     cuts = np.flatnonzero(np.diff(pending) != 1) + 1
     for run in np.split(pending, cuts) if len(pending) else ():
         start, stop = int(shards.starts[run[0]]), int(shards.starts[run[-1] + 1])
@@ -110,7 +113,7 @@ class PartialResult(StrictRecord):
 
     @property
     def line(self) -> str:
-        """Return a sentence about the rows of the partial result, without a full stop."""
+        """Describe the rows held and missing in one sentence, without a full stop."""
         held = self.data + self.quarantine + self.skipped
         return f"{held:,} of {counted(self.rows, 'row')}; missing: {self.missing.text()}"
 
@@ -135,8 +138,8 @@ def split_partial(uri: str) -> tuple[str, str | None]:
 def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
     """Return the record of a partial result.
 
-    Raises `NoSuchRun` if there is no complete one of that name, and `CorruptRun` for a file that is
-    not such a record, or that is another plan's.
+    Raises `NoSuchRun` if no complete partial result has this name, and `CorruptRun` for a malformed
+    record or one of another plan.
     """
     path = partial_path(name, PARTIAL_RECORD)
     try:

@@ -1,7 +1,4 @@
-"""The tables that a plan names, and its schema, as bytes: shards, input files, columns.
-
-Does no I/O.
-"""
+"""Encode and decode the tables that a plan names, and Arrow schemas. Does no I/O."""
 
 from __future__ import annotations
 
@@ -23,14 +20,15 @@ if TYPE_CHECKING:
 
 
 # Columns of the file table.
-FILES_SAY = ("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "footer", "values")
+FILE_FIELDS = ("uri", "size", "etag", "mtime_ns", "rows", "ctime_ns", "inode", "footer", "values")
 
 
 class Shards:
-    """The shard table.
+    """A plan's table of shards. Indexing with a shard's number gives a `Shard`.
 
-    `starts` is int64[count + 1]; indexing gives a `Shard`. `work` is int64[count], the relative
-    work of each shard; None if all are alike or it is unknown.
+    `starts` is int64[shards + 1]: the first input row of each shard and, at the end, the number of
+    all input rows. `work` is int64[shards], the relative work of each shard; None if all are alike
+    or it is unknown.
     """
 
     def __init__(self, starts: np.ndarray, work: np.ndarray | None = None):
@@ -83,7 +81,7 @@ def read_shards(data: bytes) -> Shards:
 
 
 def files_table(files: Sequence[InputFile]) -> bytes:
-    """Return the inventory as Parquet bytes, one row for each file."""
+    """Return the file table as Parquet bytes, one row for each input file."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -104,10 +102,24 @@ def files_table(files: Sequence[InputFile]) -> bytes:
 
 
 def read_files(data: bytes) -> tuple[InputFile, ...]:
-    table = from_parquet(data, "file table", FILES_SAY)
+    table = from_parquet(data, "file table", FILE_FIELDS)
     return tuple(
         InputFile(**row | {"values": _path_values(row["values"])}) for row in table.to_pylist()
     )
+
+
+def classifier_table(data: bytes) -> bytes:
+    """Return the bytes of a Parquet table whose one row holds a classifier's file, `data`."""
+    import pyarrow as pa
+
+    return to_parquet(pa.table({"content": pa.array([data], pa.large_binary())}))
+
+
+def read_classifier(data: bytes) -> bytes:
+    content = from_parquet(data, "classifier table", ["content"])["content"].to_pylist()
+    if len(content) != 1 or not isinstance(content[0], bytes):
+        raise CorruptRun("the classifier table must hold one row of bytes")
+    return content[0]
 
 
 def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
@@ -123,7 +135,7 @@ def _path_values(text: str | None) -> tuple[tuple[str, str | None], ...]:
 
 
 def encode_schema(schema: pa.Schema) -> str:
-    """Return an Arrow schema in IPC form as base64."""
+    """Encode an Arrow schema as base64 of its IPC form, from which `decode_schema` reads it."""
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
@@ -150,9 +162,9 @@ def to_parquet(table: pa.Table) -> bytes:
 def from_parquet(
     data: bytes, what: str, names: Sequence[str], optional: Sequence[str] = ()
 ) -> pa.Table:
-    """Return the columns `names` of such bytes, and those of `optional` that exist.
+    """Read the columns `names`, and those of `optional` that exist, from a Parquet file's bytes.
 
-    Raises `CorruptRun` saying that `what` cannot be read.
+    Raises `CorruptRun`, which calls the table `what`, if it cannot be read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -35,9 +35,9 @@ class Positions:
 
     @classmethod
     def of(cls, numbers: np.ndarray) -> Positions:
-        """Return the set of integers in any order.
+        """Return the set of these integers, which may be in any order.
 
-        Raises ValueError for a repeated one, or one that no shard can have.
+        Raises ValueError for a repeated integer, or one that no shard can have.
         """
         if not len(numbers):
             return cls()
@@ -98,7 +98,7 @@ class Positions:
         return Positions(self.bits & other.bits)
 
     def __repr__(self) -> str:
-        return f"Positions({self.said()})"
+        return f"Positions({self.ranges_text()})"
 
     @property
     def start(self) -> int:
@@ -143,25 +143,25 @@ class Positions:
             at += gap + length
         return tuple(ranges)
 
-    def said(self, most: int = 5) -> str:
-        """Return the first ranges for people: `0 to 3, 7 to 7 and more`."""
+    def ranges_text(self, most: int = 5) -> str:
+        """Return the first `most` ranges as text, e.g. `0 to 3, 7 to 7 and more`."""
         ranges = self.ranges
         shown = ", ".join(f"{start} to {stop - 1}" for start, stop in ranges[:most])
         return shown + (" and more" if len(ranges) > most else "")
 
     def to_text(self) -> PositionsText:
-        """Return the form in records: ranges if there are few, else a bitmap."""
+        """Encode the positions for a record: as ranges if there are few, else as a bitmap."""
         if (self.bits & ~(self.bits << 1)).bit_count() <= FEW_RANGES:
             return self._few_ranges()
         return base64.b64encode(zlib.compress(self._packed())).decode()
 
     @classmethod
     def from_text(cls, text: PositionsText, rows: int) -> Positions:
-        """Return the positions below `rows` that `to_text` encoded.
+        """Return the positions that `to_text` encoded, all of which must be below `rows`.
 
-        Raises ValueError saying what is wrong.
+        Raises ValueError for any other text.
 
-        A longer text is refused before it is unpacked further than such a set can be.
+        A bitmap is never unpacked to more bytes than `rows` positions need.
         """
         if not isinstance(text, str):
             positions = cls.spans(*text)

@@ -1,6 +1,6 @@
-"""`_raybatch/precision.json`: the precision in which the rows of a run are asked.
+"""`_raybatch/precision.json`: the model's precision with which a run infers its rows.
 
-Written once by put-if-absent before the first shard is asked; every driver of the run follows it.
+Written by put-if-absent before the first shard is inferred; every driver of the run follows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Disagreement(StrictRecord):
-    """A row (its number in the input) with both answers, as texts cut to a length."""
+    """A row whose answer changed, by its number in the input.
+
+    `stored` and `tried` are its answers with the model as stored and as tried, cut to a length.
+    """
 
     row: Count
     stored: str
@@ -29,11 +32,12 @@ class Disagreement(StrictRecord):
 
 @dataclass(frozen=True)
 class PrecisionTry(StrictRecord):
-    """The outcome of trying the engine arguments `tried`.
+    """The outcome of trying the engine arguments `tried` on a sample of rows.
 
-    `agreed` of the `rows` rows asked both ways got the same answer, which shows with `confidence`
-    that at least the share `bound` agrees. `disagreeing` are some of the others. `error` says why
-    nothing could be compared. `seconds` includes the engine's start.
+    `rows` rows were inferred with and without these arguments. `agreed` of them got the same answer
+    both times, which shows with `confidence` that at least the share `bound` of all rows agrees.
+    `disagreeing` are some rows with two answers. `error` says why nothing could be compared, or "".
+    `seconds` includes the engine's start.
     """
 
     tried: Mapping[str, str]
@@ -55,9 +59,10 @@ class PrecisionTry(StrictRecord):
 class PrecisionNote(StrictRecord):
     """The engine arguments that a run `decided` on; {} for the model as stored.
 
-    `tries` were measured against `min_agreement`. `itself` is the share of the sample in which the
-    stored model gave the same answer when asked again in another order. `seconds` is the time of
-    the whole trial. `by` is the attempt that decided, or the run whose decision was reused.
+    `tries` were measured against `min_agreement`. `itself` is the share of sampled rows for which
+    the stored model gave the same answer in a second inference, in another row order; None if it
+    was not measured. `seconds` is the time of the whole trial. `by` is the attempt that decided, or
+    the run whose decision was reused.
     """
 
     decided: Mapping[str, str]
@@ -75,7 +80,7 @@ _NOTE = TypeAdapter(PrecisionNote)
 
 
 def read_precision(store: Store) -> PrecisionNote | None:
-    """Return the decision of a run; None without one.
+    """Return the decision of a run; None if there is none yet.
 
     Raises `CorruptRun` for a malformed record.
     """
@@ -86,8 +91,8 @@ def read_precision(store: Store) -> PrecisionNote | None:
     return read_json(_NOTE, without_checksum(data, f"{store.uri}/{PRECISION}"), PRECISION)
 
 
-def note_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
-    """Write the decision once. Return the one that counts."""
+def record_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
+    """Write the decision unless one exists; return the stored one."""
     if put_record_if_absent(store, PRECISION, note.to_bytes()):
         return note
     decision = read_precision(store)

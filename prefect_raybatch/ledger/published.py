@@ -20,10 +20,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Published(StrictRecord):
-    """A target that has the rows of the run with this plan.
+    """The record that a target has the rows of the run whose plan has the hash `plan`.
 
-    `version` is the table's, in the terms of its format; "" if it has none. `at` is in seconds
-    since 1970.
+    `target` is the target's name, `place` its address and `mode` how rows were added. `version` is
+    the table's version with these rows, as its format writes it; "" if it has none. `at` is in
+    seconds since 1970.
     """
 
     target: str
@@ -58,10 +59,10 @@ def all_published(store: Store) -> tuple[Published, ...]:
     return tuple(sorted((one for one in records if one), key=lambda one: one.target))
 
 
-def note_published(store: Store, record: Published) -> Published:
-    """Write the record of a target once.
+def record_published(store: Store, record: Published) -> Published:
+    """Write the record of a target unless one exists; return the stored record.
 
-    Return the one that counts. Raises `CorruptRun` for a record of another plan.
+    Raises `CorruptRun` if the stored record belongs to another plan.
     """
     if put_record_if_absent(store, published_path(record.target), record.to_bytes()):
         return record
@@ -71,7 +72,7 @@ def note_published(store: Store, record: Published) -> Published:
     return existing
 
 
-def note_again(store: Store, record: Published) -> Published:
-    """Replace the record of a target that had lost the rows and has them again."""
+def replace_published(store: Store, record: Published) -> Published:
+    """Replace the record after publishing again to a target that had lost the rows; return it."""
     put_record(store, published_path(record.target), record.to_bytes())
     return record

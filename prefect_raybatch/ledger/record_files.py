@@ -15,9 +15,9 @@ from prefect_raybatch.storage import Store, put_proved, put_same_proved
 
 
 class Kind(NamedTuple):
-    """Records whose path begins with `prefix`: at most `limit` bytes.
+    """A kind of record: the `prefix` of its paths, and the `limit` of its size in bytes.
 
-    `change` is the remedy for a larger record.
+    `change` tells the user what to do about a larger record.
     """
 
     prefix: str
@@ -43,6 +43,7 @@ RECORD_KINDS = (
     Kind(layout.QUALITY, 1 << 20, "Name fewer columns in quality.key"),
     Kind(layout.SENT_EVENTS, 1 << 16, "Remove the file; the events are sent again"),
     Kind(layout.JUDGEMENT, 1 << 20, "Name fewer columns in quality.judge.prompt"),
+    Kind(layout.AGREEMENT_RECORD, 1 << 20, "Choose shorter run keys"),
     Kind(layout.PRECISION, 1 << 20, "Remove try-fp8"),
     Kind(f"{layout.PARTIAL_FOLDER}/", 64 << 20, _PARTS),
     Kind(f"{layout.COPIED}/", 64 << 20, "Name fewer columns in source.columns"),
@@ -69,7 +70,7 @@ def limit_of(path: str) -> int:
 def read_record(store: Store, path: str) -> bytes:
     """Return the bytes of a record.
 
-    Raises `FileNotFoundError`, and `CorruptRun` if it is larger than any record may be.
+    Raises `FileNotFoundError`, and `CorruptRun` if it is larger than its kind allows.
     """
     return store.read(path, limit_of(path))
 
@@ -86,36 +87,37 @@ def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
 
 
 def hash_in_name(name: str) -> str:
-    """Return the digits of the SHA-256 at the end of a table's name."""
+    """Return the hash in a table's name: the first hex digits of the content's SHA-256."""
     return name.removesuffix(".parquet").rpartition("-")[2]
 
 
 def put_record(store: Store, path: str, data: bytes) -> None:
-    """Write a record over what is there.
+    """Write a record, replacing an existing one.
 
-    Raises `ConfigError`, and writes nothing, if the record is too large to be read.
+    Raises `ConfigError`, and writes nothing, if the record is larger than readers accept.
     """
     _check(store, path, data)
     store.put(path, data)
 
 
 def put_record_proved(store: Store, path: str, data: bytes) -> None:
-    """Write a record as `put_record` does, then check what was stored: others will rely on it."""
+    """Write a record as `put_record` does, then check that the store holds the same bytes."""
     _check(store, path, data)
     put_proved(store, path, data)
 
 
 def put_table(store: Store, name: str, data: bytes) -> None:
-    """Write a table whose name holds its hash. One that exists is left alone."""
+    """Write a table whose name holds its hash unless an intact one exists; check what is stored."""
     path = layout.table_path(name)
     _check(store, path, data)
     put_same_proved(store, path, data)
 
 
 def put_record_if_absent(store: Store, path: str, data: bytes) -> bool:
-    """Write a record as `put_record` does, unless one exists.
+    """Write a record unless one exists.
 
-    Return what `Store.put_if_absent` does.
+    Return True if the file then holds exactly `data`, False if it holds other content. Raises the
+    errors of `put_record`.
     """
     _check(store, path, data)
     return store.put_if_absent(path, data)

@@ -116,9 +116,9 @@ def with_checksum(record: bytes) -> bytes:
 
 
 def without_checksum(data: bytes, what: str) -> bytes:
-    """Return the record that `with_checksum` was given.
+    """Return the JSON object in `data` without the checksum that `with_checksum` added.
 
-    Raise `CorruptRun`, which names `what`, if it was changed since.
+    Raise `CorruptRun`, which names `what`, if the checksum does not match.
     """
     end = len(_CHECKSUM) + _DIGITS
     record = b"{" + data[end + 2 :]
@@ -129,14 +129,15 @@ def without_checksum(data: bytes, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file as the plan saw it.
+    """An input file as it was when the run was planned.
 
-    `uri` is complete; `rows` counts the rows that the run reads of it.
+    `uri` is absolute, or relative to the run directory for a file of the snapshot. `rows` counts
+    the rows that the run reads from it.
 
     `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place. The
     first two change whenever it is written, and at other times too; `footer` (a hash) then tells
-    whether it is still the same file. `values` are the columns, as text, that come from its path
-    alone. All are None or empty otherwise.
+    whether it is still the same file; for other files all three are None. `values` are (column,
+    value as text) of the columns that only its path gives, such as year=2024.
     """
 
     uri: str
@@ -163,7 +164,7 @@ class Shard:
 class Unit:
     """Work for one pass through the stages: positions [offset, offset + rows) of a shard.
 
-    Usually a whole shard; parts of it after its engine died.
+    Usually a whole shard. After an engine death, a shard is divided into smaller units.
     """
 
     shard: int
@@ -171,7 +172,7 @@ class Unit:
     rows: int
 
     def overlaps(self, other: Unit) -> bool:
-        """Return whether both hold a common position."""
+        """Return whether the two units have a position in common."""
         first, last = max(self.offset, other.offset), min(self.end, other.end)
         return self.shard == other.shard and first < last
 
@@ -194,8 +195,8 @@ class Plan(StrictRecord):
 
     `shards_table` and `files_table` name Parquet files under `_raybatch/` with their hash in the
     name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of the record's
-    bytes and stands in every commit. `row_bytes` is the mean number of input bytes in a row, by
-    which engines are packed.
+    bytes and stands in every commit. `row_bytes` is the mean number of input bytes in a row, used
+    to compute sizes such as sequences and rows per shard.
 
     A run that retries failed rows has the run key of its `parent` and a `numbers_table`: the row
     number of each of its rows in the root's input. `context` is set if engine.max_model_len is
@@ -203,9 +204,10 @@ class Plan(StrictRecord):
     {format, uri, id, version, schema, ...}, with the schema of all its columns encoded as
     `input_schema` is. `increment` is set in a run that reuses or keeps answers
     (`ledger/increments.py`). `uris_table` holds the URIs of the input if the job names very many
-    one by one; `job` then holds the first of them and `parts` their number and hash. `forked_from`
-    is the run that this one continues: {run_key, plan}, with the plan's hash; `night` is when the
-    first of such runs was planned.
+    one by one; `job` then holds the first of them and `parts` their number and hash.
+    `classifier_table` holds the file of the job's classifier. `forked_from` is the damaged run that
+    this one continues: {run_key, plan}, with the plan's hash; `night` is then the time at which the
+    original run was planned.
     """
 
     run_key: str
@@ -230,16 +232,23 @@ class Plan(StrictRecord):
     table: InputTable | None = None
     increment: JsonObject | None = None
     uris_table: TableName | None = None
+    classifier_table: TableName | None = None
     forked_from: ForkedFrom | None = None
     night: str | None = None
 
     def to_bytes(self) -> bytes:
-        return dump(asdict(self))
+        value = asdict(self)
+        if self.classifier_table is None:  # plans from before this field keep their hash
+            del value["classifier_table"]
+        return dump(value)
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the tables that the plan itself names."""
-        named = (self.shards_table, self.files_table, self.numbers_table, self.uris_table)
+        """Return the names of the plan's tables, without those that `increment` names."""
+        named = (
+            *(self.shards_table, self.files_table, self.numbers_table, self.uris_table),
+            self.classifier_table,
+        )
         return {name for name in named if name is not None}
 
     @cached_property  # every commit is compared with it
@@ -247,9 +256,9 @@ class Plan(StrictRecord):
         return digest(self.to_bytes())
 
     def with_model(self, model: JsonObject) -> Plan:
-        """Return the plan for an attempt at which a person accepted another model.
+        """Return the plan with another model, which a person accepted for an attempt.
 
-        It keeps the hash of its record, which commits name.
+        `hash` stays that of the recorded plan, because commits contain it.
         """
         made = replace(self, model=model)
         made.__dict__["hash"] = self.hash
@@ -271,7 +280,7 @@ class Plan(StrictRecord):
 
 @dataclass(frozen=True)
 class Piece:
-    """A Parquet file that finish wrote; `kind` is data or quarantine."""
+    """A Parquet file that the finish stage wrote; `kind` is data or quarantine."""
 
     path: str
     kind: PieceKind
@@ -285,9 +294,10 @@ class Piece:
 class Receipt:
     """The outcome of one pass of a shard, or of a part of it, through the stages.
 
-    If the positions did not get through, `lost` has the reason: such a receipt holds no positions.
-    Its `part` is (first position, number of positions), None for the whole shard. `failures` counts
-    failed rows. `where` names node and process of finish, and the engine.
+    If the rows were lost in a stage, `lost` has the reason and the receipt holds no positions;
+    `part` then is (first position, number of positions) of the lost rows, None for the whole shard.
+    `failures` counts failed rows by reason. `where` names node and process of the finish stage, and
+    the engine.
     """
 
     shard: int
@@ -308,7 +318,7 @@ class Receipt:
 
     @property
     def unit(self) -> Unit:
-        """Return the unit from the first to the last position that is held or was lost."""
+        """Return the unit of the lost positions or, if none were, of the first to the last held."""
         if self.lost is not None:
             return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
         held = self.good | self.failed | self.skipped
@@ -316,7 +326,7 @@ class Receipt:
 
     @property
     def held(self) -> Positions | None:
-        """Return all positions that the receipt accounts for; None if its own parts overlap."""
+        """Return the union of good, failed and skipped positions; None if any two overlap."""
         return disjoint((self.good, self.failed, self.skipped))
 
     def to_json(self) -> str:
@@ -376,10 +386,10 @@ class Commit:
 
     @cached_property
     def body(self) -> bytes:
-        """Return the stored bytes.
+        """Return the bytes of the commit's record.
 
-        For a commit that was read these are the bytes that were read, since the same positions can
-        be written in more than one way.
+        For a commit that was read from a record, they are the record's own bytes, since the same
+        positions can be encoded in more than one way.
         """
         return self.to_bytes()
 
@@ -399,8 +409,9 @@ class Commit:
 class Part(StrictRecord):
     """A file of the result; `path` is relative to the run directory.
 
-    `first` and `last` are the row numbers at its ends, `sums` the SHA-256 of its row checksums;
-    None while only the file itself is written. `etag` is that of the checked file, None on a disk.
+    `first` and `last` are its first and last row number, `sums` is the SHA-256 of a second file,
+    which holds its row checksums; all three are None without that file. `etag` is the ETag of the
+    checked file, None in a local folder.
     """
 
     path: str
@@ -414,7 +425,10 @@ class Part(StrictRecord):
 
 
 def _shallow(record: Receipt | Commit) -> dict[str, Any]:
-    """Return the fields for JSON, without the positions of pieces."""
+    """Return a record's fields as values for JSON, except positions, which are encoded later.
+
+    Pieces are without positions.
+    """
     value = dict(record.__dict__)
     value.pop("body", None)
     value["pieces"] = [
@@ -426,9 +440,10 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
 
 
 def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
-    """Unpack the positions of a record of `rows` rows.
+    """Decode the positions and pieces in `value`, the fields of a record, in place.
 
-    A record with `rows` None names the good ones itself.
+    `rows` is the number of rows in the shard of a commit, which leaves out its good positions; None
+    for a receipt, which lists them. Raises `CorruptRun`, which names `what`.
     """
     most = MOST_POSITIONS if rows is None else rows
     for name in KINDS_OF_ROWS:

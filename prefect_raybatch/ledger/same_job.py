@@ -1,4 +1,4 @@
-"""Compare a job with that of a run by the parts of their fingerprints."""
+"""Compares a job with the job that planned a run, by the parts of their fingerprints."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def differing(old: JsonObject, new: JsonObject) -> dict[str, tuple[str, str]]:
 
 def check_same(
     plan: Plan,
-    own: Identity,
+    identity: Identity,
     where: str,
     left_out: Collection[str] = (),
     accepts: bool = False,
 ) -> None:
-    """Raise `PlanMismatch` with the differences if the run belongs to another job.
+    """Raise `PlanMismatch` with the differences if `plan` was made by another job than `identity`.
 
-    A person has accepted the differences in the fields `left_out`; `accepts`: the command takes
-    further ones with --accept.
+    `where` names the run in the message. Differences in the fields `left_out` are ignored, because
+    a person accepted them. `accepts`: the command has --accept, so the message may suggest it.
     """
-    if plan.fingerprint == own.fingerprint:
+    if plan.fingerprint == identity.fingerprint:
         return
-    differences = differing(plan.parts, own.parts)
+    differences = differing(plan.parts, identity.parts)
     lines = [
-        _changed_code(key, plan, own, accepts) or f"{key}: {before} -> {after}"
+        _changed_code(key, plan, identity, accepts) or f"{key}: {before} -> {after}"
         for key, (before, after) in differences.items()
         if key not in left_out
     ]
-    hidden = any(masked(own.parts.get("engine", {}), "engine"))
+    hidden = any(masked(identity.parts.get("engine", {}), "engine"))
     if differences and not lines and not hidden:
         return
     if not lines:  # then it is what both hide
-        fields = ", ".join(masked(own.parts.get("engine", {}), "engine")) or "a field"
+        fields = ", ".join(masked(identity.parts.get("engine", {}), "engine")) or "a field"
         lines = [f"{fields}: changed (value hidden)"]
     raise PlanMismatch(
         f"{where} was planned by a job that differs from this one, so it cannot be continued:\n  "
@@ -61,10 +61,10 @@ def check_same(
     )
 
 
-def _changed_code(key: str, plan: Plan, own: Identity, accepts: bool) -> str:
-    """Return the line about a function whose code alone differs, "" for any other difference."""
+def _changed_code(key: str, plan: Plan, identity: Identity, accepts: bool) -> str:
+    """Return a line about the field `key` if it is a user function's changed code, else ""."""
     field, _, last = key.rpartition(".")
-    function = own.parts.get(field)
+    function = identity.parts.get(field)
     if last != "source" or function is None or plan.parts.get(field) != function:
         return ""
     place, _, name = function.rpartition(":")

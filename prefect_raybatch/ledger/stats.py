@@ -1,4 +1,4 @@
-"""Measurements of a shard on its way through the stages, and how those of several are combined."""
+"""Measurements of a shard in the stages, and how measurements of several shards are combined."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from pydantic_core import CoreSchema, core_schema
 
 from prefect_raybatch.ledger.strict import Number
 
-# How the names of figures begin that count answers: by their label, by the number of bits of their
-# length in tokens, and by why they ended. They are among the `others`, and summed as these are.
+# Prefixes of the names of figures that count answers: by label, by the number of bits of the length
+# in tokens, and by the reason why they ended. The figures are in `others`, which are summed.
 ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", "answers.end."
-# Likewise of figures that count rows: by an input column that is null or not, and by the digest of
-# its value, which comes after a separator.
+# Prefixes of figures that count input rows: those with a null in a column, those with a value, and
+# those with a certain value (prefix, column, separator AND_VALUE, digest of the value).
 INPUT_NULLS, INPUT_FILLED, INPUT_VALUES = "inputs.null.", "inputs.filled.", "inputs.value."
 AND_VALUE = "\x1f"
-# Likewise of figures that count rows whose first answer a cascade compared with the larger model's.
-CHECKED, AGREED = "cascade.checked", "cascade.agreed"
+# Figures that count rows whose first answer a cascade compared with the larger model's, those of
+# them with equal answers, and further ones that the larger model should check and did not answer.
+CHECKED, AGREED, UNANSWERED = "cascade.checked", "cascade.agreed", "cascade.unanswered"
+# Figures that count rows that the larger model of a cascade decided: answered, and failed.
+LARGER_ANSWERED, LARGER_FAILED = "cascade.answered", "cascade.failed"
 _Value = TypeVar("_Value", str, bytes)
 MOST_COUNTED = 64  # of a column that are counted separately
 MOST_NAMES = 8192  # figures in memory, at which rare values of columns are no longer counted
@@ -43,8 +46,8 @@ class ShardStats:
     `flops` to `idle_s` are the engine's work since it finished the shard before, and what its GPUs
     could have done meanwhile (stages/meter.py); several shards are in an engine at once, so only
     the sums mean something. The fields from `samples` on describe the engine and its node while the
-    shard was in it (stages/load.py). `others` are measurements of a newer version, which are
-    summed.
+    shard was in it (stages/load.py). `others` are figures with other names, which are summed:
+    answers and input rows counted by value, and measurements of a newer version.
     """
 
     rows: float | None = _folded(SUM)
@@ -87,7 +90,7 @@ class ShardStats:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> ShardStats:
-        """Return what `to_dict` encoded."""
+        """Return the measurements that `to_dict` encoded."""
         if values.keys() <= _RULES.keys():
             known, others = values, {}
         else:
@@ -134,9 +137,9 @@ _CHOSEN: Mapping[str, Callable[[float, float], float]] = {
 
 
 class StatsFold:
-    """Combine the measurements of shards one by one, in bounded memory.
+    """The measurements of shards combined so far; shards are added one by one, in bounded memory.
 
-    A shard for which a measurement is unknown does not count for it.
+    An unknown measurement (None) of a shard is left out, e.g. from the mean.
     """
 
     def __init__(self) -> None:
@@ -173,9 +176,9 @@ class StatsFold:
 
 
 def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, float]:
-    """Return the counts of all values of a column, or of the common ones if there are many.
+    """Return {value: rows} of a column, without rare values if there are over MOST_COUNTED values.
 
-    Of 65 values or more, those count that at least 1 of 64 `rows` has.
+    A value is rare if fewer than 1 of MOST_COUNTED `rows` have it.
     """
     if len(counts) <= MOST_COUNTED:
         return dict(counts)
@@ -183,7 +186,10 @@ def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, f
 
 
 def values_by_column(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return {column: {value: rows}} of summed figures, without rare values of many."""
+    """Return {column: {digest of a value: rows}} of the common values of input columns.
+
+    `figures` are `ShardStats.others` of all shards, summed.
+    """
     counts: dict[str, dict[str, float]] = {}
     for name, number in figures.items():
         if name.startswith(INPUT_VALUES):
@@ -197,9 +203,9 @@ def values_by_column(figures: Mapping[str, float]) -> dict[str, dict[str, float]
 
 
 def without_rare_values(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return summed figures without the rare values of columns that have many.
+    """Return `figures` without the counts of rare values in input columns that have many values.
 
-    So the memory of a fold is bounded where each shard has other values, as in a sorted input.
+    This bounds the memory of a `StatsFold` if each shard has other values, as in a sorted input.
     """
     kept = {name: number for name, number in figures.items() if not name.startswith(INPUT_VALUES)}
     for column, values in values_by_column(figures).items():

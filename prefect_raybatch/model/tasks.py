@@ -1,6 +1,6 @@
-"""What a model can do by its config.json: generate, embed, classify, or score a pair, and how.
+"""Determines by config.json what a model can do: generate, embed, classify, or score a pair.
 
-An engine reports the same faults after a minute, less clearly.
+An engine would report a mismatch only after a minute, and less clearly.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def overridden(request: ModelRequest, config: ModelConfig) -> ModelConfig:
 
 
 def architectures(config: ModelConfig) -> list[str]:
-    """Return the names of the model's classes."""
+    """Return the names of the model's architectures (classes) in config.json, or []."""
     named = config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def asked(request: ModelRequest, config: ModelConfig) -> PoolingTask:
+def vllm_task(request: ModelRequest, config: ModelConfig) -> PoolingTask:
     """Return vLLM's task for a pooling job.
 
-    A score comes from a classifier of pairs, or is the cosine of two vectors.
+    For a score it is `classify` if the model classifies pairs, else `embed`: the score is then the
+    cosine of two vectors.
     """
     if request.task != "score":
         return "classify" if request.task == "classify" else "embed"
@@ -48,9 +49,9 @@ def asked(request: ModelRequest, config: ModelConfig) -> PoolingTask:
 def labels(request: ModelRequest, config: ModelConfig) -> list[str]:
     """Return the names of the model's labels in the order of their ids.
 
-    As in transformers, unnamed labels are LABEL_0 and so on, and there are two if nothing is said.
-    For a generating model that `classifier_from_token` makes a classifier, they are these tokens;
-    of two of them vLLM makes one score.
+    As in transformers, unnamed labels are LABEL_0 and so on, two by default. For a generating model
+    that `classifier_from_token` turns into a classifier, they are its tokens, or LABEL_0 if vLLM
+    makes one score of two tokens.
     """
     config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")
@@ -71,7 +72,7 @@ def labels(request: ModelRequest, config: ModelConfig) -> list[str]:
 def check_can(request: ModelRequest, source: str, config: ModelConfig, paired: bool = True) -> None:
     """Raise `ConfigError` for a model that cannot do the job's task.
 
-    `paired`: a row gives two texts.
+    `paired`: each row has two texts, to be scored. `source` names the model in errors.
     """
     config = overridden(request, config)
     if request.task == "generate":

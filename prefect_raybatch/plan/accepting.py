@@ -17,7 +17,7 @@ from prefect_raybatch.spec.run import Identity
 _ROWS = "it decides the rows of the run, which are fixed by its plan"
 _COLUMNS = "it decides the columns of the result, which must be the same for all rows"
 _KEPT = "the run keeps the value in its plan"
-# By the beginning of a field's name; the first that fits.
+# {prefix of a field's name: why it cannot be accepted}; the first match counts.
 ACCEPTABLE_OUTPUT = ("output.postprocess", "output.normalize", "output.on_cut_off")
 NEVER_ACCEPTED = {
     "name": "it says which job the run belongs to",
@@ -40,27 +40,28 @@ VECTOR_TASKS = ("embed", "classify")
 
 def check_acceptable(
     plan: Plan,
-    own: Identity,
+    identity: Identity,
     where: str,
     fields: Sequence[str],
     by: str,
 ) -> tuple[Accepted, ...]:
-    """Accept differences in `fields` on behalf of `by`, and return them.
+    """Return a record of each difference between plan and job in `fields`, accepted by `by`.
 
-    `fields` are named as in the message of `check_same`. Raises `ConfigError` for an unknown field
-    and for a difference that nobody may accept, and `PlanMismatch` for the remaining differences.
+    `identity` is the job's identity, `by` a user, `where` names the run in errors. `fields` are
+    dotted names, as in the message of `check_same`. Raises `ConfigError` for an unknown field and
+    for a difference that cannot be accepted, and `PlanMismatch` if other fields differ.
     """
-    differences = differing(plan.parts, own.parts)
-    known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, own.parts)}
+    differences = differing(plan.parts, identity.parts)
+    known = {*FINGERPRINTED, *differing({}, plan.parts), *differing({}, identity.parts)}
     for name in fields:
         if name not in known:
             raise ConfigError(f"accept: unknown field {name!r}{nearest(name, known)}")
         if name in differences:
             _check_field(plan, name, differences[name])
-    if not fields or plan.fingerprint == own.fingerprint:
-        check_same(plan, own, where, accepts=True)
+    if not fields or plan.fingerprint == identity.fingerprint:
+        check_same(plan, identity, where, accepts=True)
         return ()
-    check_same(plan, own, where, left_out=fields, accepts=True)
+    check_same(plan, identity, where, left_out=fields, accepts=True)
     now = round(time.time(), 3)
     wanted = [name for name in dict.fromkeys(fields) if name in differences]
     return tuple(Accepted(name, *differences[name], by, now) for name in wanted)

@@ -1,4 +1,4 @@
-"""What a few rows reserve of a hosted model's limits, measured before a run."""
+"""Estimates, from a few rows, how many tokens of a hosted model's rate limits a run reserves."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ HOSTED_BLOCKS = 4
 
 @dataclass(frozen=True)
 class HostedRows:
-    """Tokens that sampled rows reserve: (prompt, answer) of each row that makes a request.
+    """Token sizes of sampled rows: (prompt tokens, most answer tokens) of each row's request.
 
-    `trouble` says why no row made one, "" if one did.
+    `trouble` says why no row made a request, "" if one did.
     """
 
     tokens: tuple[tuple[int, int], ...]
     trouble: str = ""
 
     def line(self) -> str:
-        """Return the sizes in words, e.g. for `raybatch plan`."""
+        """Return the sizes as a line of text, e.g. for `raybatch plan`; "" if there are none."""
         if not self.tokens:
             return ""
         rows = sorted(self.tokens, key=sum)
@@ -44,7 +44,7 @@ class HostedRows:
         )
 
     def problem(self, endpoint: EndpointSpec) -> str:
-        """Return why no sampled row can be sent, "" if one can."""
+        """Return why no sampled request can be sent, "" if one can."""
         limit = endpoint.tokens_per_minute
         if self.trouble or not self.tokens or limit is None or endpoint.batch:
             return self.trouble
@@ -58,8 +58,16 @@ class HostedRows:
             "sampling.max_tokens"
         )
 
+    @property
+    def longest_answer(self) -> int:
+        """Return the most answer tokens that a sampled row may get; 0 if no row was sampled."""
+        return max((answer for _, answer in self.tokens), default=0)
+
     def cost(self, endpoint: EndpointSpec, rows: int) -> float | None:
-        """Return the most that `rows` such rows cost; None without prices or sizes."""
+        """Estimate the cost of `rows` rows like the sampled ones, with answers of full length.
+
+        Returns None if no price is known or no row was sampled.
+        """
         prices = (endpoint.price_in, endpoint.price_out)
         if not self.tokens or prices == (None, None):
             return None
@@ -76,21 +84,21 @@ def look_at(
     model: PinnedModel,
     blocks: Iterable[Block],
 ) -> HostedRows:
-    """Make the requests of a few rows of a job with `engine.endpoint`, without their images.
+    """Build the requests of a few rows of `blocks`, sending none, and return their token sizes.
 
-    Raises `ConfigError` if the process of a prompt function does not start.
+    Each image column counts as one image. Raises `ConfigError` if a function cannot be started.
     """
     from prefect_raybatch.job.images import UNKNOWN
     from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
     from prefect_raybatch.stages.block import Failure
-    from prefect_raybatch.stages.calls.apart import NoChild
     from prefect_raybatch.stages.calls.calling import Calls
+    from prefect_raybatch.stages.calls.isolated import NoChild
     from prefect_raybatch.stages.endpoint.body import body_of, image_tokens, reserved_tokens
     from prefect_raybatch.stages.texts import prepare_of
 
     # Apart: a function that ends its process would end the driver.
     apart = prompt.function not in (None, *REQUEST_FUNCTIONS)
-    calls = Calls(limits.function_seconds or None, apart=apart, deaths=limits.engine_deaths)
+    calls = Calls(limits.function_seconds or None, in_child=apart, deaths=limits.engine_deaths)
     images, prompt = prompt.images, replace(prompt, images=None)
     # Images in columns are in no message here; one for each column is assumed.
     shown = 0 if images is None else image_tokens(images.pixels(UNKNOWN)) * len(images.columns)

@@ -1,7 +1,7 @@
 """Estimate the bytes of a prepared row with images, from a sample and the model's own files.
 
 The same photo takes 0.6 MB for one model and 15 MB for another that cuts every image into tiles of
-one size. A block of rows must hold all its images.
+a fixed size. A block of rows holds all its images in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BASE64 = 4 / 3  # characters for a byte; a PNG of noise is no smaller than its p
 FRAMES = 2  # copies of an image that the processor of a Qwen model makes
 MAX_PROCESSOR_BYTES = 1 << 20
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows looked at in each of so many places
+ROWS_A_LOOK, IMAGE_LOOKS = 8, 3  # rows sampled at each of 3 places of the input
 
 
 def row_bytes(
@@ -35,39 +35,43 @@ def row_bytes(
     request: ModelRequest,
     read: ReadSpec,
     model: models.PinnedModel,
-    found: Inventory,
+    inventory: Inventory,
     store: Store | None = None,
     samples: bool = True,
 ) -> float:
-    """Return the uncompressed bytes of an input row, at least those of its prepared images.
+    """Estimate the bytes of a row in memory: its input, or its prepared images if they are larger.
 
-    `store` is the run's store if the files are its snapshot. Unless `samples`, no row is read.
+    `store` is the run's store if the input's files are a snapshot in it. If `samples` is False, no
+    row is read and each image has an assumed size.
     """
     if images is None:
-        return found.row_bytes
+        return inventory.row_bytes
     processor = {} if request.endpoint is not None else processor_of(model)
     per_row: list[float] = []
     if samples and images.columns and not isinstance(images.resize, tuple):
-        for sizes in _sizes(images.columns, read, found, store):
+        for sizes in _sizes(images.columns, read, inventory, store):
             each = (image_bytes(request, model, images.pixels(s), processor) for s in sizes)
             per_row.append(sum(each))
     if per_row:
-        return max(found.row_bytes, sum(per_row) / len(per_row))
+        return max(inventory.row_bytes, sum(per_row) / len(per_row))
     one = image_bytes(request, model, images.pixels(UNKNOWN), processor)
-    return max(found.row_bytes, one * images.most)
+    return max(inventory.row_bytes, one * images.most)
 
 
 def _sizes(
-    columns: Sequence[str], read: ReadSpec, found: Inventory, store: Store | None
+    columns: Sequence[str], read: ReadSpec, inventory: Inventory, store: Store | None
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield (width, height) of the images of a few rows, as far as they can be determined."""
+    """Yield the list of (width, height) of a row's images, for a few rows spread over the input.
+
+    Leaves out rows without images and those with an image whose size cannot be determined.
+    """
     from prefect_raybatch.stages.block import Failure, is_lost, rows_of
     from prefect_raybatch.stages.images.decode import size_of
     from prefect_raybatch.stages.read import ShardReader
 
     names = list(columns)
-    schema = found.schema.empty_table().select(names).schema
-    reader = ShardReader(found.files, schema, store, dict(read.options))
+    schema = inventory.schema.empty_table().select(names).schema
+    reader = ShardReader(inventory.files, schema, store, dict(read.options))
     starts = sorted(
         {
             place * max(0, reader.rows - ROWS_A_LOOK) // (IMAGE_LOOKS - 1)
@@ -94,7 +98,7 @@ def _each(value: object) -> list[object]:
 def image_bytes(
     request: ModelRequest, model: models.PinnedModel, pixels: float, processor: ModelConfig
 ) -> float:
-    """Return the approximate bytes of one image of `pixels` pixels as the model gets it."""
+    """Estimate the bytes of one image of `pixels` pixels as it is sent to the model."""
     if request.endpoint is not None:
         return pixels * CHANNELS * BASE64
     config, _ = models.read_config(model)
@@ -111,7 +115,10 @@ def image_bytes(
 
 
 def made_pixels(pixels: float, processor: ModelConfig) -> float:
-    """Return the pixels of an image of `pixels` pixels after the processor."""
+    """Return how many pixels the model's image processor makes of an image of `pixels` pixels.
+
+    Counts all tiles and copies of the image.
+    """
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
     if "merge_size" in processor:  # Qwen2-VL and its kin: nearly as they are
@@ -125,7 +132,7 @@ def made_pixels(pixels: float, processor: ModelConfig) -> float:
         return float((tiles**2 + 1) * side**2)
     each = _fixed(processor.get("crop_size")) or _fixed(size)
     if each is None:
-        return FRAMES * pixels  # not known: as much as the dearest take
+        return FRAMES * pixels  # unknown processor: assume the most expensive
     points = processor.get("image_grid_pinpoints")
     if points:  # LLaVA-NeXT
         return float(max(height * width for height, width in points) + each)
@@ -160,7 +167,7 @@ def _read(model: models.PinnedModel, name: str) -> bytes:
 
 
 def _fixed(size: object) -> float | None:
-    """Return the pixels of a fixed size; None if the size varies."""
+    """Return the pixels of a fixed image size of the processor; None if the size varies."""
     if isinstance(size, int):
         return size * size
     if isinstance(size, Mapping) and "height" in size and "width" in size:

@@ -1,4 +1,4 @@
-"""Fetches one of the images that rows name in an object store, before a run fetches all."""
+"""Fetches one image from an object store as a test before a run fetches all of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 PATH_ROWS = 8  # rows, of which the first with a path is tried
 
 
-def unreadable_image(prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool) -> str:
-    """Return a warning if an image that rows name in an object store cannot be read, else "".
+def unreadable_image(prompt: PromptSpec, read: ReadSpec, inventory: Inventory, copied: bool) -> str:
+    """Fetch the first image that rows name in an object store; return a warning if that fails.
 
-    `copied`: a run copies the input first.
+    Returns "" if the image can be read or if rows name none. `copied`: a run copies the input
+    first, so its first rows are read from the original files.
     """
     from prefect_raybatch.stages.images.decode import BadImage
     from prefect_raybatch.stages.images.http import ImageUnavailable
     from prefect_raybatch.stages.images.rows import row_images
 
     images = row_images(prompt, {}, read.options)
-    if images is None or not images.images.columns or not found.files:
+    if images is None or not images.images.columns or not inventory.files:
         return ""
-    for where, path in _paths(prompt, read, found, copied):
+    for where, path in _paths(prompt, read, inventory, copied):
         try:
             images.places.fetch(path)
         except (BadImage, ImageUnavailable) as error:
@@ -44,20 +45,22 @@ def unreadable_image(prompt: PromptSpec, read: ReadSpec, found: Inventory, copie
     return ""
 
 
-def _blocks(prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool) -> Iterator[Block]:
+def _blocks(
+    prompt: PromptSpec, read: ReadSpec, inventory: Inventory, copied: bool
+) -> Iterator[Block]:
     if copied:
         return blocks_of_heads(read, PATH_ROWS)
     columns = dict.fromkeys(prompt.image_columns, "prompt.images.columns")
     prompt = replace(prompt, function=None, columns=columns)
-    return spread_blocks(prompt, read, found, None, PATH_ROWS)
+    return spread_blocks(prompt, read, inventory, None, PATH_ROWS)
 
 
 def _paths(
-    prompt: PromptSpec, read: ReadSpec, found: Inventory, copied: bool
+    prompt: PromptSpec, read: ReadSpec, inventory: Inventory, copied: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the row and the path of each image in an object store."""
+    """Yield (description of the row, path) of each image in an object store."""
     try:
-        for file, first, table in _blocks(prompt, read, found, copied):
+        for file, first, table in _blocks(prompt, read, inventory, copied):
             for name in prompt.image_columns:
                 for number, value in enumerate(table[name].to_pylist(), first):
                     for one in value if isinstance(value, list) else [value]:

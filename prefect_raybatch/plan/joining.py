@@ -1,8 +1,11 @@
 """Joins the request keys of a run with those of earlier answers: which row takes which answer.
 
 Keys are hashed into buckets on the local disk (TMPDIR), and each bucket is sorted and joined on its
-own, so memory is that of one bucket, whatever the run's size. The result is one number per row, in
-memory-mapped files.
+own, so memory is that of one bucket, whatever the run's size. The result is (kind, at) for each
+row, in memory-mapped files. `kind` says where the row's answer comes from (constants of
+`ledger.increments`): REUSED from an earlier run, ASKED from the row's own new request, MERGED_ROW
+from the new request of an equal row; NO_REQUEST for a row that makes no request. `at` is the number
+of the reused answer or of the new request.
 """
 
 from __future__ import annotations
@@ -33,14 +36,18 @@ from prefect_raybatch.plan.prefix_order import PrefixOrder
 
 BUCKET_ROWS = 1 << 20  # keys of both sides that a bucket is to hold
 MOST_BUCKETS = 256
-STEP = 1 << 20  # rows of what is mapped that are looked at together
-# A key as two numbers, the row or answer it is of, whether all rows with it share one answer.
+STEP = 1 << 20  # rows of a memory-mapped array that are processed together
+# A record: the key as two numbers, the number of its row or answer, and whether all rows with the
+# key share one answer.
 PACKED_KEY = np.dtype("V16")
 RECORD = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<i8"), ("exact", "?")])
 
 
 class KeyBuckets:
-    """The keys of rows or of answers, in buckets."""
+    """Request keys of rows or of answers, on disk in several files (buckets) by a hash of the key.
+
+    So equal keys are in one bucket.
+    """
 
     def __init__(self, folder: Path, buckets: int) -> None:
         folder.mkdir()
@@ -54,7 +61,8 @@ class KeyBuckets:
     def add(self, keys: list[bytes] | bytes, numbers: np.ndarray, exact: np.ndarray) -> None:
         """Add 16-byte keys with the numbers of their rows or answers.
 
-        `exact`: equal keys share one answer.
+        `exact` (bool, for each key): one answer serves all rows with this key, as for greedy
+        sampling; otherwise each row takes an answer of its own.
         """
         if not keys:
             return
@@ -82,14 +90,16 @@ class KeyBuckets:
 
 @dataclass
 class Join:
-    """The result of a join, in the files of a folder.
+    """A join of the run's request keys with those of earlier answers, in files of a folder.
 
-    Use it as a context manager, which removes them.
+    Use it as a context manager, which removes the files.
 
-    After `run`, `places` yields (kind, at) of the rows, `asks` the rows that are asked, `weights`
-    how many rows wait for each of them, and `needed` which earlier answers are reused; `keys` are
-    the keys of the rows. Asks are numbered in row order, or if `ordered` in the order of their
-    prompts, which are then added to `prompts`. `folder` is for further temporary files.
+    `rows` and `earlier` are the numbers of rows and of earlier answers. After `run`, `places`
+    yields (kind, at) of the rows, `leaders` returns which rows make a new request (an ask) and
+    `weights` how many rows wait for each ask; `needed` (bool) marks the earlier answers that are
+    reused, `keys` has the keys of the rows. Asks are numbered in row order; if `ordered`, in the
+    order of their prompts, which the caller adds to `prompts` before `run`. `folder` is for further
+    temporary files.
     """
 
     rows: int
@@ -114,27 +124,27 @@ class Join:
         self.needed = self._mapped("needed", np.bool_, self.earlier)
         self.counts = RowCounts()
         self.asked = 0
-        self._digests: set[int] = set()  # rows from which on they are kept
+        self._digests: set[int] = set()  # first rows of the stored ranges of image digests
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _mapped(self, name: str, kind: DTypeLike, rows: int) -> np.ndarray:
-        """Return a memory-mapped file of zeros; a page is in memory only while it is in use."""
+        """Return `rows` zeros of dtype `kind`, memory-mapped to a new file in the folder."""
         with local_disk():
             return np.memmap(self.folder / name, kind, "w+", shape=(max(1, rows),))[:rows]
 
-    def add_rows(self, start: int, keys: np.ndarray, well: np.ndarray, exact: np.ndarray) -> None:
-        """Add the keys (`PACKED_KEY`) of the rows from `start` on.
+    def add_rows(self, start: int, keys: np.ndarray, valid: np.ndarray, exact: np.ndarray) -> None:
+        """Add the `keys` (`PACKED_KEY`) of consecutive rows, the first of which is row `start`.
 
-        Rows that are not `well` make no request.
+        `valid` (bool): the row makes a request. `exact` (bool): equal keys share one answer.
         """
         self.keys[start : start + len(keys)] = keys
-        self.ours.add(keys[well].tobytes(), start + np.flatnonzero(well), exact[well])
+        self.ours.add(keys[valid].tobytes(), start + np.flatnonzero(valid), exact[valid])
 
     def keep_digests(self, start: int, digests: pa.Array) -> None:
-        """Keep the image digests of the rows from `start` on."""
+        """Store the image digests of consecutive rows, the first of which is row `start`."""
         with local_disk():
             pq.write_table(pa.table({"digests": digests}), self.folder / f"digests-{start}")
         self._digests.add(start)
@@ -142,7 +152,7 @@ class Join:
     def kept_digests(self, start: int, stop: int) -> pa.ChunkedArray | None:
         """Return the image digests of rows [start, stop), or None without images.
 
-        The range must consist of whole additions.
+        The range must consist of whole ranges as passed to `keep_digests`.
         """
         if not self._digests:
             return None
@@ -157,14 +167,17 @@ class Join:
         return pa.chunked_array(found)
 
     def run(self) -> None:
-        """Join. All keys must have been added."""
+        """Join the keys, once all are added. Sets `needed`, `counts` and `asked` (how many asks).
+
+        `counts` has the number of rows of each kind (see the module).
+        """
         self.ours.close()
         self.theirs.close()
         for number in range(self._buckets):
-            rows, kind, at = joined(self.ours.bucket(number), self.theirs.bucket(number))
+            rows, kind, at = match_keys(self.ours.bucket(number), self.theirs.bucket(number))
             self._kind[rows], self._at[rows] = kind, at
             self.needed[at[kind == REUSED]] = True
-        self._number_asks()
+        self._number_requests()
         kinds = sum(
             (np.bincount(self._kind[a:b], minlength=4) for a, b in _steps(self.rows)),
             start=np.zeros(4, np.int64),
@@ -177,8 +190,11 @@ class Join:
         )
         self.asked = self.counts.asked
 
-    def _number_asks(self) -> None:
-        """Replace rows and earlier answers by their numbers among the asked and the reused ones."""
+    def _number_requests(self) -> None:
+        """Set `at` of each row to the number of its ask or of its reused answer.
+
+        Asks are counted from 0, and so are the earlier answers that are reused.
+        """
         asks = _numbers(self._kind, ASKED, self._mapped("ask", np.int64, self.rows))
         self._asks = asks
         if self.prompts is not None:
@@ -196,20 +212,24 @@ class Join:
             self._at[a:b] = at
 
     def places(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield (kind, at) of the rows in order, in pieces of the size of a table of places."""
+        """Yield (kind, at) of the rows in order, in chunks of PLACES_ROWS rows.
+
+        `kind` is NO_REQUEST, REUSED, ASKED or MERGED_ROW. `at` is the number of the reused answer,
+        or of the ask that answers the row.
+        """
         for a, b in _steps(self.rows, PLACES_ROWS):
             yield np.array(self._kind[a:b]), np.array(self._at[a:b])
 
     def leaders(self, start: int, stop: int) -> np.ndarray:
-        """Return which of rows [start, stop) are asked (bool)."""
+        """Return for each of rows [start, stop) whether it makes a new request, an ask (bool)."""
         return np.asarray(self._kind[start:stop] == ASKED)
 
     def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:
-        """Return the numbers (int64) of the requests that rows [start, stop) ask themselves."""
+        """Return the ask numbers (int64) of those of rows [start, stop) that make a new request."""
         return np.array(self._asks[start:stop][self.leaders(start, stop)])
 
     def weights(self) -> np.ndarray:
-        """Return how many rows wait for each ask."""
+        """Return how many rows wait for each ask (int64[asks]), by ask number."""
         made = self._mapped("weights", np.int64, self.asked)
         for a, b in _steps(self.rows):
             waits = (self._kind[a:b] == ASKED) | (self._kind[a:b] == MERGED_ROW)
@@ -218,12 +238,13 @@ class Join:
         return made
 
 
-def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (row, kind, at) of the keys in `ours`.
+def match_keys(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Join RECORDs of rows (`ours`) and of answers (`theirs`); return (row number, kind, at).
 
-    `at` is the number of the answer in `theirs` that the row takes, or else the row that is asked
-    on its behalf. Equal keys share one answer if they are exact; otherwise the k-th row takes the
-    k-th answer.
+    The three arrays have an entry for each row, in no order. `kind` is as in the module; `at` is
+    the number of the answer in `theirs` that the row reuses, or else the row whose new request
+    answers it. Equal keys share one answer if they are exact; otherwise the k-th row takes the k-th
+    answer.
     """
     every = np.concatenate([theirs, ours])
     is_ours = np.arange(len(every)) >= len(theirs)
@@ -246,7 +267,7 @@ def joined(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _numbers(flags: np.ndarray, wanted: int, out: np.ndarray) -> np.ndarray:
-    """Write to `out` how many flags equal to `wanted` come before each flag."""
+    """Write to `out`, for each flag, how many earlier flags equal `wanted`; return `out`."""
     before = 0
     for a, b in _steps(len(flags)):
         hits = flags[a:b] == wanted

@@ -23,10 +23,15 @@ from prefect_raybatch.job.vllm.structured_outputs import (
     check_backend,
     check_form_parses,
     check_form_shape,
-    check_labels_held,
+    check_labels_enforced,
 )
 from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts, too_many, uris_table
-from prefect_raybatch.ledger.plan_tables import encode_schema, files_table, shards_table
+from prefect_raybatch.ledger.plan_tables import (
+    classifier_table,
+    encode_schema,
+    files_table,
+    shards_table,
+)
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, JsonObject, Plan, digest
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.source import Weights
 
 
-UNLIKE = 1.25  # times the bytes a row of another: such shards are not taken in the input's order
+UNLIKE = 1.25  # ratio of bytes per row from which shards are ordered by size
 MOST_FILE_MB = 4096  # a single PUT takes 5 GiB, and a file may be somewhat larger than its pieces
 
 
@@ -55,10 +60,10 @@ def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
 
 
 def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
-    """Return the bytes of each shard's rows (int64[shards]).
+    """Return the bytes of each shard's rows (int64[shards]), to start the largest shards first.
 
-    `weights` are the (rows, bytes) of all rows in order. None if they are unknown, or if no shard
-    is larger than another by a quarter.
+    `weights` are (rows, bytes) of consecutive ranges of the input. Returns None if they are
+    unknown, or if no shard has over a quarter more bytes per row than another.
     """
     if not weights or len(starts) < 3:
         return None
@@ -77,7 +82,7 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
     """
     names = list(schema.names)
     _check_writable(spec.output.layout.file_bytes, spec.sampling)
-    check_taken_by_vllm(spec)
+    check_accepted_by_vllm(spec)
     for name, field in spec.prompt.columns.items():
         _check_known(name, field, names)
     if not _drawn_apart(spec.sampling, spec.engine.model):
@@ -92,7 +97,10 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
 
 
 def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
-    """Raise `ConfigError` for too large result files and for sampling fields without output."""
+    """Raise `ConfigError` for too large result files and for `UNWRITTEN` sampling fields.
+
+    vLLM would compute what these fields ask for, but no column of the result holds it.
+    """
     file_mb = file_bytes >> 20
     if file_mb > MOST_FILE_MB:
         raise ConfigError(
@@ -106,7 +114,7 @@ def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
             )
 
 
-def check_taken_by_vllm(spec: RunSpec) -> None:
+def check_accepted_by_vllm(spec: RunSpec) -> None:
     """Raise `ConfigError` for settings that fail every engine at its start, or every row."""
     engine, sampling = spec.engine.model.given, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
@@ -124,7 +132,7 @@ def check_taken_by_vllm(spec: RunSpec) -> None:
         check_form_shape(form)
         check_form_parses(form, forms)
         where = "choice" if sampling.fields.get("choice") else "structured_outputs.choice"
-        check_labels_held(sampling.choices, where, forms)
+        check_labels_enforced(sampling.choices, where, forms)
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from None
 
@@ -151,7 +159,7 @@ def _check_thinking(parsing: ParsingSpec | None, engine: JsonObject) -> None:
 
 
 def _check_known(name: str, field: str, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if the input has no column of that name."""
+    """Raise `ConfigError` for job field `field` if the input has no column `name`."""
     import difflib
 
     if name not in names:
@@ -223,11 +231,8 @@ def _check_fields_used(prompt: PromptSpec, names: Sequence[str]) -> None:
     )
 
 
-def alike_note(spec: RunSpec) -> str | None:
-    """Return the warning for a run whose rows make the same request but draw other answers.
-
-    None for any other run.
-    """
+def equal_requests_warning(spec: RunSpec) -> str | None:
+    """Return a warning if all rows make the same request and answers are sampled; else None."""
     if not spec.prompt.alike or not _drawn_apart(spec.sampling, spec.engine.model):
         return None
     return (
@@ -237,8 +242,8 @@ def alike_note(spec: RunSpec) -> str | None:
 
 
 def _drawn_apart(sampling: SamplingSpec, request: ModelRequest) -> bool:
-    """Return whether equal requests may get different answers."""
-    return sampling.drawn_apart and not request.pools
+    """Return whether sampling is random, so that equal requests may get different answers."""
+    return sampling.may_differ and not request.pools
 
 
 def _check_image_column(column: pa.Field) -> None:
@@ -259,7 +264,7 @@ def _check_image_column(column: pa.Field) -> None:
 
 
 def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
-    """Raise `ConfigError` if the columns of conversations and documents cannot hold such."""
+    """Raise `ConfigError` if the type of a messages or documents column does not fit."""
     import pyarrow as pa
 
     for field, name, texts in (
@@ -308,7 +313,10 @@ def _is_text(kind: pa.DataType) -> bool:
 def _cut(
     sizes: SizeSpec, rows: int, row_bytes: float, engines: int | None
 ) -> tuple[int, np.ndarray]:
-    """Return (rows per shard, `shard_starts`) for `engines`, by default as the job expects."""
+    """Return (rows per shard, row at which each shard starts, see `shard_starts`).
+
+    `engines` is by default what `expected_engines` estimates.
+    """
     engines = engines or expected_engines(sizes, None)
     size, _ = choose_rows_per_shard(sizes, rows=rows, row_bytes=row_bytes, engines=engines)
     return size, shard_starts(rows, size)
@@ -330,16 +338,19 @@ def make_plan(
     table: JsonObject | None = None,
     increment: JsonObject | None = None,
     weights: Weights = (),
+    classifier: bytes | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
     """Return the plan and the tables that it names, {table name: Parquet bytes}.
 
     The tables must be stored before the plan. `model` is the pinned model with its adapters, `job`
-    the job as records keep it, `numbers` the table of row numbers of a retry. `row_bytes` is the
-    size of a row in memory; shards are ordered by `weights` (`Inventory.weights`).
+    the job as records keep it, `numbers` the table of row numbers of a retry, `classifier` the file
+    of the job's classifier. `row_bytes` is the size of a row in memory; `weights` (see
+    `shard_work`) order the shards. `snapshot`: `files` are copies. The plan keeps `context`,
+    `table` and `increment` as they are (see `Plan`).
     """
     rows, retry = sum(file.rows for file in files), identity.retry
     size, starts = _cut(spec.sizes, rows, row_bytes, engines)
-    names, tables = _plan_tables(starts, weights, files, numbers, job["source"]["uri"])
+    names, tables = _plan_tables(starts, weights, files, numbers, job["source"]["uri"], classifier)
     plan = Plan(
         run_key=run_key,
         job_name=spec.name,
@@ -358,6 +369,7 @@ def make_plan(
         parent=retry["parent"] if retry else None,
         numbers_table=names.get("numbers"),
         uris_table=names.get("uris"),
+        classifier_table=names.get("classifier"),
         row_bytes=round(row_bytes, 1),
         context=context,
         table=table,
@@ -372,13 +384,18 @@ def _plan_tables(
     files: Sequence[InputFile],
     numbers: bytes | None,
     uris: Any,
+    classifier: bytes | None,
 ) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Return {kind: table name} and {table name: Parquet bytes} of a plan's tables."""
+    """Encode a plan's tables; return {kind: table name} and {table name: Parquet bytes}.
+
+    Kinds are shards and files and, if the plan has them, numbers, uris and classifier.
+    """
     data = {
         "shards": shards_table(starts, shard_work(starts, weights)),
         "files": files_table(files),
     }
     data |= {} if numbers is None else {"numbers": numbers}
     data |= {"uris": uris_table(uris)} if too_many(uris) else {}
+    data |= {} if classifier is None else {"classifier": classifier_table(classifier)}
     names = {kind: f"{kind}-{digest(table)[:16]}.parquet" for kind, table in data.items()}
     return names, {names[kind]: table for kind, table in data.items()}

@@ -1,4 +1,4 @@
-"""Estimates how much more of their prompts rows would share in another order. Pure.
+"""Estimates how much more of their prompts rows would share if fields or rows were reordered. Pure.
 
 The estimate uses sampled rows: a field with few distinct values, put first, is computed once for
 many rows. The number of distinct prefixes in all rows is extrapolated from how many occur once and
@@ -30,20 +30,24 @@ TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all 
 
 @dataclass(frozen=True)
 class TemplateCells:
-    """The fields of a template and their values in the sampled rows.
+    """The fields of a prompt template, in its order, and their values in the sampled rows.
 
-    `sizes` are the mean characters of each field with the text before it, `around` those of the
-    text before the first and after the last.
+    `sizes` are the mean characters of each field with the template text before it, `around` the
+    characters of the system prompt and of the text after the last field.
     """
 
     fields: tuple[str, ...]
     sizes: tuple[float, ...]
-    around: tuple[float, float]  # before the first, after the last
+    around: tuple[float, float]  # system prompt, text after the last field
     values: Sequence[tuple[object, ...]]
 
     @classmethod
     def of(cls, prompt: PromptSpec, rows: Sequence[Row]) -> TemplateCells | None:
-        """Return the cells, or None if a prompt is not made of distinct fields and text only."""
+        """Return the cells of the sampled `rows`, or None if no order can be estimated.
+
+        That is so if the prompt has images or no template, if the template has no field, too many
+        fields or one field twice, and for too few rows.
+        """
         if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
         parts = list(string.Formatter().parse(prompt.template))
@@ -58,9 +62,10 @@ class TemplateCells:
         return cls(fields, sizes, (float(len(prompt.system or "")), float(tail)), values)
 
     def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
-        """Return (share now, best share, best order of fields) for `rows` random rows.
+        """Return (share now, best share, best order of the fields) for `rows` random rows.
 
-        A share is the part of prompt text that was already computed for another row.
+        A share is the fraction of the prompt text that is already computed for another row, in the
+        template's order of fields (now) or in the best order.
         """
         count = len(self.fields)
         distinct = [self._distinct(held, rows) for held in range(1 << count)]
@@ -83,15 +88,17 @@ class TemplateCells:
         return 1 - (now + rest) / whole, 1 - (best[-1][0] + rest) / whole, order
 
     def _distinct(self, held: int, rows: int) -> float:
-        """Return the number of distinct values of the field set `held` in `rows` rows."""
+        """Estimate the distinct values of a set of fields (bit mask `held`) in `rows` rows."""
         chosen = [f for f in range(len(self.fields)) if held >> f & 1]
         if not chosen:
             return 1.0
-        return distinct_of(Counter(tuple(row[f] for f in chosen) for row in self.values), rows)
+        return estimate_distinct(
+            Counter(tuple(row[f] for f in chosen) for row in self.values), rows
+        )
 
 
-def distinct_of(seen: Counter[tuple[object, ...]], rows: int) -> float:
-    """Estimate how many distinct values `rows` rows have, from those of a sample."""
+def estimate_distinct(seen: Counter[tuple[object, ...]], rows: int) -> float:
+    """Estimate how many distinct values `rows` rows have; `seen` counts the values of a sample."""
     counts = np.array(list(seen.values()))
     sample, found = int(counts.sum()), len(counts)
     if rows <= sample:
@@ -107,7 +114,7 @@ def distinct_of(seen: Counter[tuple[object, ...]], rows: int) -> float:
 def prefix_hints(
     spec: RunSpec, rows: int, sampled: Sequence[Row], tokens: float
 ) -> tuple[str, ...]:
-    """Return a line for each change that would let prompts share more.
+    """Return a line for each change of order that would make prompts share longer prefixes.
 
     `rows` is the number of input rows, `tokens` the mean prompt length.
     """
@@ -117,10 +124,14 @@ def prefix_hints(
     if cells is None:
         return ()
     shard = min(rows, spec.sizes.rows_per_shard or USUAL_SHARD)
-    reach = rows if spec.reuse.asks_apart else shard
+    reach = rows if spec.reuse.has_requests_phase else shard
     now, best, order = cells.shared(reach)
     far, far_best, _ = cells.shared(rows)
-    where = "over the run" if spec.reuse.asks_apart else f"in a shard of {counted(shard, 'row')}"
+    where = (
+        "over the run"
+        if spec.reuse.has_requests_phase
+        else f"in a shard of {counted(shard, 'row')}"
+    )
     hints = []
 
     def told(before: float, after: float) -> str:

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
 SAMPLE_ROWS = 2000  # rows
-SAMPLE_SECONDS = 20.0  # the rest of the sample is left out that long after the first block
+SAMPLE_SECONDS = 20.0  # seconds after the first block at which sampling stops
 NEIGHBOURS = 50  # rows read at one place: a few in a row cost little more than one
 CONTEXT_STEP = 64  # a context length is rounded up to a multiple of this
 MARGIN = 1.1  # over the longest prompt seen, where all are to fit
-FAR = 4  # times P99: a longest prompt beyond that is worth a word
+FAR = 4  # multiple of P99 beyond which a note mentions the longest prompt
 HISTOGRAM_BARS = 10
 EXAMPLES = 3  # prompts that are kept as texts
 HEADS = 16  # files looked into where a sample cannot be spread within them
@@ -45,7 +45,7 @@ class NoPromptMade(ConfigError):
     """No row of a sample made a prompt."""
 
 
-Block = tuple[str, int, "pa.Table"]  # file, row of it that the first row is, rows
+Block = tuple[str, int, "pa.Table"]  # file, number in it of the table's first row, table
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class PromptLengths:
     `shared` is the share of tokens that a prompt has in common with another of the sample, from its
     start and in whole blocks of the prefix cache. `repeated` is the share of rows whose request
     equals another row's. `histogram` lists (from, to, rows), both ends included. `max_model_len` is
-    what auto resolves to, None if neither the model's own length nor the sample determines it;
-    `over` is the share of sampled rows that are too long for it.
+    what auto resolves to, with the reason in `why`; `over` is the share of sampled rows that are
+    too long for it.
     """
 
     rows: int
@@ -89,7 +89,7 @@ class PromptLengths:
     hints: tuple[str, ...] = ()  # what would let prompts share more
 
     def context(self) -> JsonObject:
-        """Return what a plan keeps of it (`Plan.context`)."""
+        """Return the figures that a plan records (`Plan.context`)."""
         names = ("max_model_len", "why", "rows", "median", "p99", "most")
         hints = {"hints": list(self.hints)} if self.hints else {}
         return {**{name: getattr(self, name) for name in names}, **hints}
@@ -98,27 +98,33 @@ class PromptLengths:
 def of_files(
     spec: RunSpec,
     model: models.PinnedModel,
-    found: Inventory,
+    inventory: Inventory,
     store: Store | None = None,
     sample: int = SAMPLE_ROWS,
 ) -> PromptLengths:
-    """Measure Parquet files with a sample spread over all their rows.
+    """Measure prompt lengths in Parquet files, on a sample spread over all their rows.
 
-    `store` is the run's store if they are its snapshot. Raises `SourceError` for unreadable files
-    and `ConfigError` if no row makes a prompt.
+    `store` is the run's store if the files are a snapshot in it. Raises `SourceError` for
+    unreadable files and `ConfigError` if no row makes a prompt.
     """
-    rows = sum(file.rows for file in found.files)
-    blocks = spread_blocks(spec.prompt, spec.read, found, store, sample)
+    rows = sum(file.rows for file in inventory.files)
+    blocks = spread_blocks(spec.prompt, spec.read, inventory, store, sample)
     return measure(spec, model, blocks, sample, rows=rows)
 
 
 def of_heads(spec: RunSpec, model: models.PinnedModel, sample: int = SAMPLE_ROWS) -> PromptLengths:
-    """Measure CSV or JSON Lines files without copying them: the first block of up to 16 files."""
+    """Measure prompt lengths in up to 16 CSV or JSON Lines files: the first block of each.
+
+    The files are not copied.
+    """
     return measure(spec, model, blocks_of_heads(spec.read, sample), sample)
 
 
 def blocks_of_heads(read: ReadSpec, sample: int) -> Iterator[Block]:
-    """Yield up to `sample` rows of the first blocks of files that are not copied yet."""
+    """Yield (file, first row, table) of the beginnings of files that are not copied yet.
+
+    The tables have at most about `sample` rows in all.
+    """
     from prefect_raybatch import source
 
     heads = list(source.heads(read, HEADS))
@@ -127,20 +133,23 @@ def blocks_of_heads(read: ReadSpec, sample: int) -> Iterator[Block]:
 
 
 def spread_blocks(
-    prompt: PromptSpec, read: ReadSpec, found: Inventory, store: Store | None, sample: int
+    prompt: PromptSpec, read: ReadSpec, inventory: Inventory, store: Store | None, sample: int
 ) -> Iterator[Block]:
-    """Yield `sample` rows spread over Parquet files; the columns are those that prompts need."""
+    """Yield (file, first row, table) of row ranges spread over Parquet files, in random order.
+
+    The tables have `sample` rows in all, and the columns that prompts need.
+    """
     import numpy as np
 
     from prefect_raybatch.stages.block import is_lost, losses
     from prefect_raybatch.stages.read import ShardReader
 
-    schema = found.schema
+    schema = inventory.schema
     if not prompt.function:  # no other columns are needed
         wanted = set(prompt.columns) or {schema.names[0]}
         schema = schema.empty_table().select([n for n in schema.names if n in wanted]).schema
-    reader = ShardReader(found.files, schema, store, dict(read.options))
-    starts = np.cumsum([0, *(file.rows for file in found.files)])
+    reader = ShardReader(inventory.files, schema, store, dict(read.options))
+    starts = np.cumsum([0, *(file.rows for file in inventory.files)])
     units = [(Unit(i, 0, n), at) for i, (at, n) in enumerate(places(reader.rows, sample))]
     # In no order, so that a sample that is cut short is spread over the input as well.
     tasks = reader.tasks(units, len(units), units_per_task=1, shuffle_seed="sample")
@@ -151,11 +160,11 @@ def spread_blocks(
             if is_lost(table):
                 raise SourceError(losses(table)[0].message)
             number = int(np.searchsorted(starts, at[unit.shard], side="right")) - 1
-            yield found.files[number].uri, int(at[unit.shard] - starts[number]), table
+            yield inventory.files[number].uri, int(at[unit.shard] - starts[number]), table
 
 
 def places(rows: int, sample: int) -> list[tuple[int, int]]:
-    """Return (first row, rows) of spans spread evenly over `rows`, `sample` rows in all."""
+    """Return (first row, length) of ranges spread evenly over `rows` rows, `sample` rows in all."""
     if rows <= sample:
         return [(start, min(NEIGHBOURS, rows - start)) for start in range(0, rows, NEIGHBOURS)]
     size = min(NEIGHBOURS, sample)
@@ -164,14 +173,21 @@ def places(rows: int, sample: int) -> list[tuple[int, int]]:
 
 
 def _thinned(uri: str, table: pa.Table, most: int) -> Iterator[Block]:
-    """Yield at most `most` rows of a table, in spans spread over it."""
+    """Yield (file, first row, table) of ranges spread over a table, at most `most` rows in all."""
     for start, rows in places(table.num_rows, most):
         yield uri, start, table.slice(start, rows)
 
 
 @dataclass
 class _Seen:
-    """Figures of the sampled rows, one entry for each row that made a prompt."""
+    """Measurements of the sampled rows.
+
+    Of each row that made a prompt, `sizes` has the tokens of the prompt, `needs` those of prompt
+    and answer, and `keys` the prompt's token ids as bytes. `requests` are the distinct (key,
+    sampling), `failures` those of the rows that made no prompt. `longest` names the row with the
+    longest prompt, `first` has the first few prompts, `values` the values of all rows in the
+    columns of the template.
+    """
 
     sizes: list[int] = field(default_factory=list)
     needs: list[int] = field(default_factory=list)  # with the answer
@@ -188,7 +204,7 @@ class _Seen:
 def _check_measured(seen: _Seen, of_file: bool) -> None:
     """Raise `ConfigError` if no row was sampled, `NoPromptMade` if none of them made a prompt.
 
-    `of_file`: the lines of a batch file are the prompts.
+    `of_file`: the input is a batch file, whose lines are the requests.
     """
     if not seen.sizes and not seen.failures:
         raise ConfigError(
@@ -213,9 +229,10 @@ def measure(
     seconds: float = SAMPLE_SECONDS,
     rows: int | None = None,
 ) -> PromptLengths:
-    """Measure `blocks` until `sample` rows are reached, or until `seconds` after the first block.
+    """Measure prompt lengths of up to `sample` rows of `blocks`.
 
-    `rows` is the number of rows of the whole input, if known.
+    Stops `seconds` after the first block. `rows` is the number of rows of the whole input, if
+    known.
     """
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.pooling import Pooling
@@ -224,7 +241,7 @@ def measure(
     pinned = models.with_tokenizer(model, spec.engine.model)
     limits = spec.limits
     # Apart: a function that ends its process would end the driver, here and at each new try.
-    calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
+    calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
     prepare = prepare_of(
         Pooling.of(spec, pinned),
         spec.prompt,
@@ -262,7 +279,7 @@ def _look(
     import numpy as np
 
     from prefect_raybatch.stages.block import Failure
-    from prefect_raybatch.stages.calls.apart import NoChild
+    from prefect_raybatch.stages.calls.isolated import NoChild
     from prefect_raybatch.stages.tokens import LongPrompt
 
     try:
@@ -337,9 +354,10 @@ def _examples(model: models.PinnedModel, seen: _Seen) -> tuple[PromptExample, ..
 
 
 def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
-    """Return (context length, reason) that fits the given share of the rows.
+    """Return (context length in tokens that fits a `share`, 0 to 1, of the rows; reason).
 
-    Rows need `needs` tokens with their answers. At most `own`, the model's own length.
+    `needs` are the tokens of each row, prompt and answer. The context length is at most `own`, the
+    model's own.
     """
     import numpy as np
 
@@ -356,7 +374,10 @@ def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tup
 
 
 def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (from, to, rows) of equal bars up to the 99th percentile, and one bar above it."""
+    """Return (from, to, rows) of bars of equal width up to `p99`, and of one bar for all above.
+
+    Both bounds are inclusive; `p99` is the 99th percentile of the `sizes`.
+    """
     import numpy as np
 
     least, most = min(sizes), max(sizes)
@@ -379,7 +400,7 @@ def _shared(keys: list[bytes]) -> float:
 
 
 def _models_own(model: models.PinnedModel) -> int | None:
-    """Return the model's context length by config.json or its tokenizer."""
+    """Return the model's context length by config.json, else by its tokenizer; None if unknown."""
     own = models.context_length(models.local_path(model))
     if own is None:
         from prefect_raybatch.stages.block import load_tokenizer

@@ -1,6 +1,6 @@
 """Computes the request keys of all input rows, in this process or on the job's cluster.
 
-A key depends on a context (`keying_of`): an answer is never reused under another one.
+A key depends on a context (`keying_of`), so an answer is never reused under another context.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.block import Failure, input_columns, is_lost, losses
-from prefect_raybatch.stages.calls.apart import NoChild
 from prefect_raybatch.stages.calls.calling import Calls
+from prefect_raybatch.stages.calls.isolated import NoChild
 from prefect_raybatch.stages.columns import DIGESTS_TYPE, KEY, KEY_BYTES, KEY_TYPE
 from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
 from prefect_raybatch.stages.messages import ChatRequest
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ROWS_A_TASK = 1 << 16  # rows whose keys a task makes
 ROWS_A_TASK_IMAGES = 1 << 12  # ... where it fetches their images
-FIRST_ROWS = 64  # one of which makes a request that others are compared with
+FIRST_ROWS = 64  # rows among which the reference for sorting prompts is searched
 KEYED_AT_ONCE = 8192  # rows that are in memory together, fewer where they are wide
 BYTES_AT_ONCE = 64 << 20
 KEY_TASKS_A_CPU = 2  # the next one is there when one is done
-# Bytes of a result whose writing takes what a row's key does, to tell whether a cluster pays.
+# Effort of a key, and of fetching its images, in equivalent bytes of result: decides on a cluster.
 KEYED_ROW, FETCHED_IMAGE = 512, 16 << 10
 NO_KEY = bytes(KEY_BYTES)
 KEY_VERSION = 1  # raise it when a key is made of something else
@@ -59,15 +59,16 @@ KEY_VERSION = 1  # raise it when a key is made of something else
 
 @dataclass(frozen=True)
 class Keyed:
-    """Keys of the rows from `start` on (`PACKED_KEY`).
+    """Request keys (`PACKED_KEY`) of consecutive rows, the first of which is row `start`.
 
-    `well` rows make a request; equal requests of `exact` rows have one answer. `digests` are of
-    their images, `texts` what they are ordered by.
+    `row_is_valid` (bool): the row makes a request; `exact` (bool): equal requests share one answer.
+    `digests` are hashes of the rows' images, `texts` the rows' sort keys (`compared_text`); empty
+    without images, and if requests are not ordered by their prompts.
     """
 
     start: int
     keys: np.ndarray
-    well: np.ndarray
+    row_is_valid: np.ndarray
     exact: np.ndarray
     digests: list[pa.Array]
     texts: list[pa.Array]
@@ -75,13 +76,15 @@ class Keyed:
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The rows of the input, read as far as their requests need; if it `pools`, for vectors.
+    """Computes the request keys of a range of input rows, on any worker.
 
-    Made on the driver; called on any worker with a row number, it computes the keys of the
-    `rows_a_task` rows from there on.
+    Created on the driver and called with a row number, it computes the keys of `rows_a_task` rows
+    from that row on, `chunk` rows in memory at once. `pools` is true for a pooling task, whose
+    answers are vectors.
 
-    It is sent to workers, so it holds only what they need; of storage credentials, only those by
-    which the input is read.
+    Because it is sent to workers, it holds only what they need, and of the storage credentials
+    only those for reading the input. `reference` is the prompt for `compared_text`, None if
+    requests are not ordered by their prompts.
     """
 
     reader: ShardReader
@@ -97,25 +100,25 @@ class RowKeys:
         cls,
         spec: RunSpec,
         model: models.PinnedModel,
-        found: Inventory,
+        inventory: Inventory,
         store: Store | None,
         keying: Keying,
         ordered: bool = False,
     ) -> RowKeys:
-        """Return what computes the keys of all rows of the input `found`.
+        """Create the object that computes the keys of the rows of the input `inventory`.
 
         `model` is the pinned model; `store` holds the files if they are a snapshot. With `ordered`,
         requests are asked in the order of their prompts.
         """
         from prefect_raybatch.stages.read import ShardReader
 
-        schema, prompt = found.schema, spec.prompt
+        schema, prompt = inventory.schema, spec.prompt
         if not prompt.function:  # no other columns are needed
             wanted = {*prompt.columns, *prompt.image_columns} or {schema.names[0]}
             schema = pa.schema([field for field in schema if field.name in wanted])
         limits = spec.limits
         # Apart: a function that ends its process would end the driver, here and at each new try.
-        calls = Calls(limits.function_seconds or None, apart=True, deaths=limits.engine_deaths)
+        calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
         told = models.with_tokenizer(model, spec.engine.model)
         keys = dict(spec.read.options)
         prepare = prepare_of(
@@ -128,8 +131,8 @@ class RowKeys:
             images=row_images(prompt, {}, keys, digests_alone=True),
             hosted=spec.engine.model.endpoint is not None,
         )
-        reader = ShardReader(found.files, schema, store, keys if store is None else {})
-        chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, found.row_bytes))))
+        reader = ShardReader(inventory.files, schema, store, keys if store is None else {})
+        chunk = max(1, min(KEYED_AT_ONCE, int(BYTES_AT_ONCE / max(1.0, inventory.row_bytes))))
         rows = ROWS_A_TASK if prompt.images is None else ROWS_A_TASK_IMAGES
         made = cls(reader, prepare, keying, chunk, rows, spec.engine.model.pools)
         return replace(made, reference=made.first_text()) if ordered else made
@@ -139,14 +142,14 @@ class RowKeys:
         return self.reader.rows
 
     def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
-        """Compute all keys, on the workers of `cluster` if there are enough rows.
+        """Compute all keys and add them to `join`, on workers of `cluster` if rows are many.
 
         With `alone`, compute them in this process, because only it has the files.
 
         Raises `SourceError` for unreadable rows, `ConfigError` for a function that cannot be called
         and `StoreUnavailable` while many images cannot be fetched.
         """
-        from prefect_raybatch.cluster.side_by_side import side_by_side, workers_for
+        from prefect_raybatch.cluster.side_by_side import run_in_parallel, workers_for
 
         starts = range(0, self.rows, self.rows_a_task)
         effort = KEYED_ROW + (FETCHED_IMAGE if self.prepare.images is not None else 0)
@@ -154,11 +157,11 @@ class RowKeys:
         with nullcontext(0) if alone else at_work as workers:
             if workers > 1 and len(starts) > 1:
                 log.info("Computing request keys on %s", counted(workers, "CPU"))
-                made = side_by_side(self, iter(starts), KEY_TASKS_A_CPU * workers)
+                made = run_in_parallel(self, iter(starts), KEY_TASKS_A_CPU * workers)
             else:
                 made = map(self, starts)
             for keyed in made:
-                join.add_rows(keyed.start, keyed.keys, keyed.well, keyed.exact)
+                join.add_rows(keyed.start, keyed.keys, keyed.row_is_valid, keyed.exact)
                 if keyed.digests:
                     join.keep_digests(keyed.start, pa.concat_arrays(keyed.digests))
                 if keyed.texts and join.prompts is not None:
@@ -183,7 +186,7 @@ class RowKeys:
         return Keyed(start, packed, well, np.array(exact, bool), digests, texts)
 
     def first_text(self) -> bytes:
-        """Return the sort text of the first row that makes a request, among the first few rows."""
+        """Return the first `sort_text` in the first few rows; b"" if they make no request."""
         for _, table in self._tables([(0, min(self.rows, FIRST_ROWS))] if self.rows else []):
             return next(filter(None, self._texts(self.prepare.requests(table), table)), b"")
         return b""
@@ -192,15 +195,22 @@ class RowKeys:
         adapters = self.keying.adapters_of(table)
         return [sort_text(*pair) for pair in zip(requests, adapters, strict=True)]
 
-    def asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (description, rows) of the asked rows with their request keys, by ask number."""
-        tables = self._asked(join)
+    def rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
+        """Yield (description, table) of the rows whose requests are asked, with request keys.
+
+        They are in the order of their ask numbers (see `Join`).
+        """
+        tables = self._rows_to_ask(join)
         if join.prompts is None:
             return ((what, table.drop_columns([RANK])) for what, table in tables)
         return dealt_out(tables, join.asked, join.folder)
 
-    def _asked(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """Like `asked`, but in input order and with their numbers."""
+    def _rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
+        """Yield (description, table) of the rows whose requests are asked, with request keys.
+
+        They are in input order. Column RANK has the number of each row's ask (a new request, see
+        `Join`): the order in which `rows_to_ask` yields them.
+        """
         spans = [
             span
             for span in _chunks(0, self.rows, self.chunk)
@@ -231,7 +241,7 @@ class RowKeys:
             ) from None
 
     def _tables(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, pa.Table]]:
-        """Yield (first row, rows) of each span."""
+        """Yield (first row, table) of each span [start, stop). Raises `SourceError`."""
         units = [(Unit(i, 0, stop - start), start) for i, (start, stop) in enumerate(spans)]
         for task in self.reader.tasks(units, max(1, len(units))):
             for unit, table in zip(task.units, self.reader.read(task), strict=True):
@@ -247,7 +257,8 @@ def _chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
 def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, JsonObject]:
     """Return (keying, context) for requests to the pinned `model`.
 
-    The context holds what all request keys depend on, without secrets.
+    The keying computes request keys. The context has the model, sampling and other values on which
+    all of them depend, without secrets.
     """
     parts = _context(spec, model)
     keying = Keying.under(

@@ -1,8 +1,9 @@
 """Which policy is in force: decided by where a job comes from.
 
 A job that its owner gives on the command line or builds in Python has the owner's policy. A job
-that comes through Prefect's API or a job server has the operator's. `flow/origin.py` says which
-flow and task runs those are; programs that take jobs from elsewhere call `limit_process`.
+that comes through Prefect's API or a job server has the policy of the operator, who runs the flows
+or the server. `flow/origin.py` finds out which flow and task runs came through the API; programs
+that accept jobs of others call `limit_process`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _from_elsewhere: list[Callable[[], bool]] = []
 
 
 def operator_policy() -> JobPolicy:
-    """Return the policy of the file that `RAYBATCH_POLICY` names, without one the strict default.
+    """Return the policy in the file that `RAYBATCH_POLICY` names; the strict default if unset.
 
     Raises `ConfigError` for a file that cannot be used.
     """
@@ -50,7 +51,7 @@ def owner_policy() -> JobPolicy:
 
 
 def policy_in_force() -> JobPolicy:
-    """Return the policy of the job that this process works on now."""
+    """Return the policy of the job that this thread or task works on now."""
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
@@ -62,14 +63,14 @@ def policy_in_force() -> JobPolicy:
 
 
 def _started_by_prefect() -> bool:
-    """Return whether this process is one that Prefect starts for a flow run, or a worker of its."""
+    """Return whether Prefect started this process: for a flow run, or as a Prefect worker."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name.partition(".")[0] == "prefect"
 
 
 @contextmanager
-def under(policy: JobPolicy) -> Iterator[None]:
-    """Put a policy in force for the block."""
+def policy_applied(policy: JobPolicy) -> Iterator[None]:
+    """Put a policy in force within the `with` block."""
     token = _chosen.set(policy)
     try:
         yield
@@ -78,11 +79,14 @@ def under(policy: JobPolicy) -> Iterator[None]:
 
 
 def limit_process() -> None:
-    """Put the operator's policy in force for the rest of this process, in all its threads."""
+    """Put the operator's policy in force in all threads of this process, until it ends."""
     _process[:] = [operator_policy()]
 
 
-def ask_for_origin(comes_from_elsewhere: Callable[[], bool]) -> None:
-    """Register a function that says whether the current work came from elsewhere."""
+def register_origin_check(comes_from_elsewhere: Callable[[], bool]) -> None:
+    """Register a function for `policy_in_force`: whether this thread's job is not the owner's own.
+
+    The function returns true for a job that came e.g. through an API.
+    """
     if comes_from_elsewhere not in _from_elsewhere:
         _from_elsewhere.append(comes_from_elsewhere)

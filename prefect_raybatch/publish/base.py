@@ -1,4 +1,4 @@
-"""The common part of all targets: rows, the steps that tests observe, and plain errors."""
+"""The base class of all publish targets, the rows they write, and their errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.library_errors import failure_in
 
-PUBLISH_TRIES = 20  # of one publishing: each lost to another writer of the table
-PROPERTY = "raybatch."  # what our marks in a table's log begin with
+PUBLISH_TRIES = 20  # commits tried in a publication; each may lose to another writer
+PROPERTY = "raybatch."  # prefix of the properties that we write to a table
 ERROR_SHOWN = 400  # characters of a library's error
 KEYS_REFUSED = "access denied, so set a user and keys that may read and write there"
 NO_BUCKET = "no such bucket, so create it or correct its name"
@@ -31,8 +31,9 @@ Observe = Callable[[str], None]
 class AnsweredRows:
     """The answered rows of a run.
 
-    `plan` is the key under which a target knows them; `read` yields them in input order, anew at
-    each call.
+    `plan` is the hash of the run's plan, by which a target recognizes rows that it already has.
+    Each call of `read` yields all rows, in input order. `faults` collects errors of reading and
+    casting the rows, because the targets' libraries wrap them in their own.
     """
 
     plan: str
@@ -41,7 +42,7 @@ class AnsweredRows:
     count: int
     schema: pa.Schema
     read: Callable[[], Iterator[pa.RecordBatch]]
-    # What was wrong with the rows themselves: libraries raise it as something else.
+    # Errors raised while rows were read or cast, because libraries wrap them in their own.
     faults: list[RayBatchError] = field(default_factory=list, compare=False)
 
     def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
@@ -57,14 +58,16 @@ class AnsweredRows:
 
     @property
     def marks(self) -> dict[str, str]:
-        """Return what a commit records about the origin of its rows."""
+        """Return properties with the plan and run of the rows, to add to the table's commit."""
         return {f"{PROPERTY}plan": self.plan, f"{PROPERTY}run_key": self.run_key}
 
 
 class Sink(ABC):
-    """A target, opened anew for each publication.
+    """A publish target, opened anew for each publication.
 
-    `planned`: it is opened for planning, before there is a result.
+    `options` are those of the target's store. `planned`: the target is opened to check a plan,
+    before there is a result. `never_null`, set by `check`, are the result's columns in which the
+    existing table accepts no null.
     """
 
     module = "pyarrow"  # library that the target needs
@@ -87,10 +90,12 @@ class Sink(ABC):
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Check that columns of these types can be published; return a line about the target.
+        """Check that columns `schema` can be published.
 
-        `whole`: they are all columns of the result. Writes nothing. Raises `ConfigError` that names
-        column and remedy; `PublishFailed` if the target does not answer.
+        Return whether the target exists, as text to follow its name, such as "is created by
+        publishing". `whole`: `schema` has all columns of the result. Leaves nothing in the target,
+        but sets `never_null`. Raises `ConfigError` that names column and remedy; `PublishFailed` if
+        the target does not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -109,11 +114,11 @@ class Sink(ABC):
         return "is created by publishing" if there is None else "exists, and its columns fit"
 
     def check_place(self) -> None:  # noqa: B027 - a catalog or a server has no place to look at
-        """Raise `ConfigError` if a local folder is not writable."""
+        """Raise `ConfigError` if the target is a local folder to which this user cannot write."""
 
     @property
     def system(self) -> str:
-        """Return the name by which people know the system; a database's own name."""
+        """Return the system's name for messages: the format or, for SQL, the database's dialect."""
         return self.target.format
 
     def check_names(self, names: Sequence[str]) -> None:
@@ -136,10 +141,11 @@ class Sink(ABC):
                 )
 
     @abstractmethod
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Find out what else the target would reject, and leave nothing there.
+    def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
+        """Raise the library's error if the target would reject columns `schema`; change nothing.
 
-        What it raises is reported as an error of the target.
+        `existing` is the schema of the existing table, None if publishing creates it. `check`
+        converts the error with `plainly`.
         """
 
     def need_writable(self, folder: str, made: bool = True) -> None:
@@ -159,9 +165,13 @@ class Sink(ABC):
                 "permissions, or correct uri"
             )
 
-    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return the schema of rows for an existing table; raise `ConfigError` if there is none."""
-        return fitted(wanted, there, self.what, whole)
+    def fit(self, schema: pa.Schema, existing: pa.Schema, whole: bool = True) -> pa.Schema:
+        """Return the schema to which rows are cast: `existing`, that of the existing table.
+
+        Raises `ConfigError` if columns `schema` do not fit the table. `whole`: `schema` has all
+        columns of the result.
+        """
+        return fitted(schema, existing, self.what, whole)
 
     @abstractmethod
     def existing(self) -> pa.Schema | None:
@@ -169,31 +179,33 @@ class Sink(ABC):
 
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """Return what identifies this table or folder, however the job writes it.
+        """Return what identifies the table or folder: equal for all spellings of one address.
 
         A target in a folder returns ("folder", its absolute path or URI).
         """
 
     @abstractmethod
     def holds(self, plan: str, recorded: str) -> bool:
-        """Return whether the target still has the rows of `plan`.
+        """Return whether the target still has the rows of `plan`, which were published before.
 
-        They were published before as version `recorded`. If the target cannot tell, the record
-        counts.
+        `recorded` is the target's version after that, noted in the run directory. If the target's
+        history no longer reaches back to that version, the answer is True.
         """
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         """Write the rows unless they exist; return their version, "" if there are no versions.
 
-        Safe to call concurrently and again after any crash.
+        `observe` is called with the name of each step. Safe to call concurrently and again after
+        any crash.
         """
 
     @contextmanager
     def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
-        """Convert the library's errors to one line without credentials.
+        """Convert errors of the target's library to ours, in one line without credentials.
 
-        Errors of `rows` propagate.
+        They become `ConfigError` if retrying cannot help, else `PublishFailed`. Errors of reading
+        `rows` are raised unchanged.
         """
         try:
             yield
@@ -221,7 +233,7 @@ class Sink(ABC):
             ) from error
 
     def hopeless(self, error: Exception) -> str | None:
-        """Return what to fix if retrying cannot help; None if it may."""
+        """Return what to fix if retrying cannot help; None if retrying may help."""
         failure = failure_in(error)
         remedies = {"denied": KEYS_REFUSED, "no bucket": NO_BUCKET}
         if failure in remedies:
@@ -229,19 +241,19 @@ class Sink(ABC):
         return None if failure == "away" else self.refused(error)
 
     def refused(self, error: Exception) -> str | None:
-        """Return why the library always rejects this, such as a value; None if transient."""
+        """Return why a retry would fail with the same error; None if the error may be transient."""
         return None
 
-    def lost(self) -> PublishFailed:
+    def lost_rows_error(self) -> PublishFailed:
         return PublishFailed(
             f"{self.what}: {PUBLISH_TRIES} commits in a row lost the race to other writers of the "
             "table. When it is less busy, run raybatch publish RUN_DIR --job JOB"
         )
 
     def scrub(self, error: object) -> str:
-        """Return the first line of an error, with values that may be credentials masked.
+        """Return the first non-empty line of an error, cut to ERROR_SHOWN, with credentials masked.
 
-        These are values of options, catalog and URL.
+        Masked are values of the options and the catalog, and credentials in URLs.
         """
         from prefect_raybatch.job.secrets import hide_users
 

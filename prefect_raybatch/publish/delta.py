@@ -1,8 +1,9 @@
-"""A Delta table: one commit that carries an application transaction of the run's plan.
+"""Publishes to a Delta table in one commit, with an application transaction named after the plan.
 
-One handle looks for the transaction and commits. A concurrent commit of the same transaction makes
-this commit fail, and the next look finds it. A handle opened anew between look and commit would not
-do: the log accepts the same (app_id, version) again (delta-rs#2580, #3821), and rows would double.
+The same table handle looks for the transaction and commits. If another publisher commits the
+transaction in between, this commit fails, and the next look finds the rows. A new handle for the
+commit would not do: the log accepts the same (app_id, version) again (delta-rs#2580, #3821), and
+rows would double.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from prefect_raybatch.storage.delta_access import delta_access
 if TYPE_CHECKING:
     from deltalake import DeltaTable
 
-# What delta-rs says of rows, columns and tables that it will not take at another time either.
+# Errors of delta-rs that a retry only repeats: it rejects the rows, the columns or the table.
 _REFUSED = re.compile(
     r"schema error|duplicate field|invalid data|validation check|append-only|unsupported"
     r"|not supported|feature|not found in schema|error partitioning|protocol",
@@ -34,7 +35,7 @@ _REFUSED = re.compile(
 
 
 class DeltaSink(FolderSink):
-    """Appends to, or merges by key into, a table that is created if missing."""
+    """A Delta table as a target: rows are appended or merged by key; a missing table is created."""
 
     module, extra = "deltalake", "delta"
 
@@ -80,7 +81,7 @@ class DeltaSink(FolderSink):
                     continue  # another writer was first: perhaps with these rows
                 observe("committed")
                 return str(handle.version())
-        raise self.lost()
+        raise self.lost_rows_error()
 
     def refused(self, error: Exception) -> str | None:
         from deltalake.exceptions import DeltaProtocolError, SchemaMismatchError
@@ -146,7 +147,7 @@ class DeltaSink(FolderSink):
             return None
 
     def _create(self, rows: AnsweredRows) -> DeltaTable | None:
-        """Return an empty table to commit to, or None if another writer created one meanwhile."""
+        """Create an empty table and return it; None if another writer created one meanwhile."""
         from deltalake import CommitProperties, DeltaTable, Schema
         from deltalake.exceptions import DeltaError
 
@@ -176,9 +177,9 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
 
     The application transaction alone does not tell: it survives a RESTORE to an earlier version. So
     the history is followed from the newest version down, and at a RESTORE to the version that it
-    restored; the rows are gone if the table was emptied or overwritten after them. If the log no
-    longer reaches the commit, the transaction or the version `recorded` in the run directory
-    counts.
+    restored. The rows are gone if the table was emptied or overwritten after they were written. If
+    the log no longer reaches the commit, a transaction of the plan, or a version `recorded` in the
+    run directory, is taken as proof that the table has the rows.
     """
     known = handle.transaction_version(_app_id(plan)) is not None
     if not known and not recorded:
@@ -207,11 +208,12 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
 
 
 def _commits(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
-    """Return the table's newest version and the commits of its log by version. Moves the handle on.
+    """Return (the table's newest version, {version: commit in its log}). Updates `handle` to it.
 
-    The library lists the log as it is now, but numbers it from the handle's version down, so each
-    commit of others since then shifts the numbers by one (delta-rs#4488). The list counts if the
-    handle has the newest version both before and after.
+    The library lists the current log, but numbers its entries from the handle's version down, so
+    each later commit of another writer shifts the numbers by one (delta-rs#4488). A list counts
+    only if the handle has the newest version before and after it was read. Raises `PublishFailed`
+    if that never happens.
     """
     handle.update_incremental()
     for _ in range(PUBLISH_TRIES):
@@ -238,7 +240,10 @@ def _empties(handle: DeltaTable, commit: JsonObject) -> bool:
 
 
 def _restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
-    """Return the version that a RESTORE restored, named by number or time; None if unknown."""
+    """Return the version that the RESTORE `commit` went back to; None if unknown.
+
+    The commit names that version by number or time; `commits` are the log's commits, by version.
+    """
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
     if version.isdigit():
@@ -257,6 +262,9 @@ def _restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | N
 
 
 def _millis(text: str) -> int:
-    """Return a time as Spark writes it, "2026-07-01 10:00:00.0", in milliseconds since 1970."""
+    """Parse a time as Spark writes it to milliseconds since 1970, UTC if it has no zone.
+
+    Spark writes "2026-07-01 10:00:00.0".
+    """
     when = datetime.fromisoformat(text)
     return int((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() * 1000)

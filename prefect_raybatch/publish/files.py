@@ -1,8 +1,7 @@
-"""Parquet or JSON Lines files in a folder, partitioned if asked for.
+"""Publishes Parquet or JSON Lines files to a folder, in Hive partitions with `partition_by`.
 
-Their names follow from the run's plan and their rows from its result, so publishing again writes
-the same files in the same places. A marker that readers ignore is written last: without it, files
-may be missing.
+File names follow from the run's plan and rows from its result, so publishing again writes the same
+files. A marker file, which readers ignore, is written last: without it, files may be missing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from prefect_raybatch.schemes import with_account
 from prefect_raybatch.storage import Store, Sums, is_remote, join, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
-MARK_BYTES = 64 << 20  # of the mark, which names each file
+MARK_BYTES = 64 << 20  # at most, of the marker, which lists each file
 FILE_BYTES = 256 << 20  # of Arrow data in one file
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 PARTITION_TYPES = (
@@ -63,8 +62,8 @@ class FilesSink(Sink):
             self.check_place()
         return "gets new files"
 
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Do nothing: this package writes the files, and rejects what `check` rejects."""
+    def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
+        """Do nothing: this package writes the files itself, so `check` has found all faults."""
 
     def check_place(self) -> None:
         uri = join(self.target.uri or "")
@@ -97,7 +96,7 @@ class FilesSink(Sink):
                 and info.path.endswith(f".{self.target.format}")
                 and info.path not in named
             ]
-            store.delete(strays)  # what another version of this package began
+            store.delete(strays)  # left by another version of this package
             observe("committed")
             note = {"format": self.target.format, "rows": rows.count, "files": named}
             store.put(self._mark(rows.plan), dump({**rows.marks, **note}))
@@ -118,7 +117,7 @@ class FilesSink(Sink):
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
-        """Return whether the marker exists, and every file that it names, with its size."""
+        """Return whether the marker of `plan` and all files that it lists exist, in their sizes."""
         try:
             note = json.loads(store.read(self._mark(plan), MARK_BYTES))
             named, whole = note["files"].items(), note[f"{PROPERTY}plan"] == plan
@@ -128,7 +127,10 @@ class FilesSink(Sink):
 
 
 class _Partitions:
-    """Local files by partition, each closed when it is large enough."""
+    """Writer of rows to temporary local files, by partition.
+
+    One file per partition is open at a time; once it has FILE_BYTES, it is closed and complete.
+    """
 
     def __init__(self, folder: str, schema: pa.Schema, by: list[str], format: str) -> None:
         self._folder, self._by, self._format = folder, by, format
@@ -139,7 +141,10 @@ class _Partitions:
         self._made = 0
 
     def files(self, rows: AnsweredRows, stem: str) -> Iterator[tuple[str, str]]:
-        """Yield (path in the target, local file) of each completed file."""
+        """Write the rows; yield (path in the target, local path) of each file when it is complete.
+
+        File names begin with `stem`.
+        """
         with local_disk():
             for batch in to_schema(rows.read(), self._schema):
                 for place, table in self._split(pa.Table.from_batches([batch])):
@@ -214,10 +219,10 @@ class _File:
 
 
 def _quoted(value: object) -> str:
-    """Return a partition's name or value as part of a folder's name.
+    """Return a partition's name or value, percent-encoded, as part of a folder's name.
 
-    An empty text is empty, a null as Hive writes it, and the text that Hive uses for null has an
-    encoded character.
+    Null becomes NULL_FOLDER, as in Hive. A text equal to NULL_FOLDER gets an encoded character, so
+    that it is not read as null.
     """
     if value is None:
         return NULL_FOLDER
@@ -226,7 +231,7 @@ def _quoted(value: object) -> str:
 
 
 def _finite(value: object) -> object:
-    """Return NaN and infinity as null, because JSON has no form for them."""
+    """Return a value with null for NaN and infinity, at any depth: JSON has no form for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,13 +1,13 @@
-"""An Iceberg table: one transaction with the rows and a property that names the run's plan.
+"""Publishes to an Iceberg table in one transaction: rows, and a property that names the plan.
 
-The rows are there if a snapshot with the plan is an ancestor of the table's current one: a table
-that was rolled back does not have them. The property covers a snapshot that has expired. The
-library's own retry is switched off on the handle: it would rebase the append on a table to which
-another publisher has added the rows meanwhile, and double them. After any error, including an
-unknown outcome, the table is loaded again and checked.
+The table has the rows if a snapshot with the plan is an ancestor of its current one (after a
+rollback it is not). The property stands in for a snapshot that has expired. The library's retries
+are switched off: they would rebase the append on a table to which another publisher has just added
+the same rows, and double them. After any error, including an unknown outcome, the table is loaded
+again and checked.
 
-A merge deletes the rows of its keys and appends its own in that transaction. Intermediate snapshots
-are in the table's history; no reader of the table sees them.
+A merge deletes the rows with its keys and appends its own in the same transaction. Intermediate
+snapshots are in the table's history; no reader of the table sees them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table
     from pyiceberg.table.snapshots import Snapshot
 
-MOST_GROUPS = 1000  # of keys of several columns: the library looks at each for every row
+MOST_GROUPS = 1000  # of a key of several columns: the library tests each group for every row
 
 
 class IcebergSink(Sink):
-    """Appends to, or merges by key into, a table of a catalog.
+    """An Iceberg table of a catalog as a target: rows are appended, or merged by key.
 
     A missing table is created without partitions.
     """
@@ -73,27 +73,30 @@ class IcebergSink(Sink):
                     continue
                 observe("committed")
                 return str(table.metadata.current_snapshot_id)
-        raise self.lost()
+        raise self.lost_rows_error()
 
     def check_names(self, names: Sequence[str]) -> None:
         super().check_names(names)
         if "" in names:
             raise ConfigError(f"{self.what}: Iceberg needs a name for each column. Name it")
 
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Create the table in an in-memory catalog, with files in a temporary folder."""
+    def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
+        """Create the table, if it is new, in an in-memory catalog with files in a temporary folder.
+
+        This raises for names and types that the library rejects.
+        """
         from pyiceberg.catalog.memory import InMemoryCatalog
 
-        if there is not None:
+        if existing is not None:
             return
-        if any(_has_unnamed_field(field.type) for field in wanted):
+        if any(_has_unnamed_field(field.type) for field in schema):
             raise ConfigError(f"{self.what}: Iceberg needs a name for each field. Name it")
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             catalog = InMemoryCatalog("rehearsal", warehouse=f"file://{folder}")
             try:
                 catalog.create_namespace("rehearsal")
-                table = catalog.create_table("rehearsal.answers", schema=wanted)
-                table.append(wanted.empty_table())
+                table = catalog.create_table("rehearsal.answers", schema=schema)
+                table.append(schema.empty_table())
             finally:
                 catalog.close()
 
@@ -128,7 +131,7 @@ class IcebergSink(Sink):
         with table.transaction() as transaction:
             if self.target.key and table.current_snapshot() is not None:
                 with warnings.catch_warnings():
-                    # That none of the keys is there is no fault.
+                    # A table without any of the keys is no error.
                     warnings.filterwarnings("ignore", message="Delete operation did not match")
                     transaction.delete(self._same_keys(rows, there), rows.marks)
             transaction.append(data, snapshot_properties=rows.marks)
@@ -138,7 +141,10 @@ class IcebergSink(Sink):
             )
 
     def _need_mergeable(self, table: Table) -> None:
-        """Raise `ConfigError` for a table that the library cannot merge into."""
+        """Raise `ConfigError` for a merge into a table with equality deletes or partitions.
+
+        pyiceberg cannot merge into such tables correctly.
+        """
         if not self.target.key:
             return
         snapshot = table.current_snapshot()
@@ -155,15 +161,18 @@ class IcebergSink(Sink):
                 "into a table without partitions"
             )
 
-    def _same_keys(self, rows: AnsweredRows, there: pa.Schema) -> BooleanExpression:
-        """Return an expression that is true for the table's rows with one of the rows' keys."""
+    def _same_keys(self, rows: AnsweredRows, existing: pa.Schema) -> BooleanExpression:
+        """Return an expression that is true for rows of the table whose key is also in `rows`.
+
+        `existing` is the table's schema. Raises `ConfigError` if the expression would be too large.
+        """
         from pyiceberg import expressions
 
         of: Any = expressions  # its types know of less than its classes take
         names = self.target.key
-        schema = pa.schema([there.field(name) for name in names])
+        schema = pa.schema([existing.field(name) for name in names])
         keys = rows.as_schema(schema).read_all()
-        # The column of most values goes into one set for each group of the others.
+        # The column with most distinct values becomes one IN list for each group of the others.
         *names, last = sorted(names, key=lambda name: pc.count_distinct(keys[name]).as_py())
         if not names:
             among: BooleanExpression = of.In(last, keys[last].to_pylist())
@@ -185,7 +194,7 @@ class IcebergSink(Sink):
         return any_of
 
     def _catalog(self) -> Catalog:
-        # Files are written with the keys of the store, but for those that the catalog gives.
+        # Files are written with the store's credentials unless the catalog provides others.
         given = options_for("s3://", self.options)
         files = file_properties(self.options, s3_settings(given) if given else None)
         return open_catalog({**files, **self.target.catalog})
@@ -241,16 +250,17 @@ def _property(plan: str) -> str:
 
 
 def _age(snapshot: Snapshot) -> int:
-    """Return a number that is larger for later snapshots; tables of format 1 have none."""
+    """Return a snapshot's sequence number, or its time in ms in tables of format 1."""
     return int(snapshot.sequence_number or snapshot.timestamp_ms)
 
 
 def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
-    """Return the snapshot in the table's present history that wrote the rows of `plan`, or None.
+    """Return the id of the snapshot in the table's present history that added the rows of `plan`.
 
-    Snapshots expire. If the history is cut off, the table's property decides (or, without it, the
-    snapshot `recorded` in the run directory), unless it names an existing snapshot that is no
-    ancestor, or one younger than the oldest ancestor.
+    None if the history shows that the table lacks these rows. If the history is cut off, because
+    old snapshots expired, the snapshot is looked up in the table's property for the plan, or else
+    in `recorded` (from the run directory). For it, returns "an expired snapshot", or None if it
+    still exists outside the history, or is younger than the oldest snapshot of the history.
     """
     from pyiceberg.table.snapshots import Operation, ancestors_of
 

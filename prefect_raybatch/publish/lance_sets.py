@@ -1,6 +1,7 @@
-"""A Lance dataset: a new one per run, or a merge by key.
+"""Publishes to a Lance dataset: a new one per run, or a merge by key into an existing one.
 
-An append cannot be fenced there: of two with the same rows, both are accepted.
+Rows are not appended to an existing dataset: of two concurrent appends of the same rows, Lance
+accepts both.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from prefect_raybatch.publish.types import converted_schema
 if TYPE_CHECKING:
     from lance import LanceDataset
 
-PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # by it merges of the same keys conflict
+PRIMARY_KEY = b"lance-schema:unenforced-primary-key"  # with it, merges of the same keys conflict
 
-# What Lance says of columns and rows that it will not take at another time either.
+# Errors of Lance that a retry only repeats: it rejects the columns or the rows.
 _REFUSED = re.compile(r"LanceError\(Schema\)|schema error|invalid user input|not supported", re.I)
 
 
@@ -33,15 +34,15 @@ class LanceSink(FolderSink):
             return None
         return found.schema
 
-    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
+    def fit(self, schema: pa.Schema, existing: pa.Schema, whole: bool = True) -> pa.Schema:
         for name in self.target.key:
-            if name in there.names and PRIMARY_KEY not in (there.field(name).metadata or {}):
+            if name in existing.names and PRIMARY_KEY not in (existing.field(name).metadata or {}):
                 raise ConfigError(
                     f"{self.what}: column {name!r} of the dataset is not a primary key, so two "
                     f"concurrent merges may both add a row. Set {PRIMARY_KEY.decode()} on the "
                     "field, or name a new dataset, which is created with it"
                 )
-        return super().fit(wanted, there, whole)
+        return super().fit(schema, existing, whole)
 
     def refused(self, error: Exception) -> str | None:
         refused = isinstance(error, (ValueError, TypeError)) or _REFUSED.search(str(error))
@@ -82,14 +83,14 @@ class LanceSink(FolderSink):
                     continue
                 observe("committed")
                 return str((self._open() or found).version)
-        raise self.lost()
+        raise self.lost_rows_error()
 
     def _create(
         self, rows: AnsweredRows, observe: Observe, mode: Literal["create", "overwrite"] = "create"
     ) -> str | None:
-        """Return the version of the dataset created; None if another writer created one meanwhile.
+        """Create the dataset; return its version, None if another writer created one meanwhile.
 
-        Several that overwrite an emptied one write the same rows.
+        Mode "overwrite" is for an emptied dataset; concurrent publishers then write the same rows.
         """
         import lance
 
@@ -115,14 +116,14 @@ class LanceSink(FolderSink):
         observe("committed")
         return str(dataset.version)
 
-    def _own(self, found: LanceDataset, rows: AnsweredRows) -> str:
-        """Return the version of a dataset that must be this run's."""
-        if _plan(found) != rows.plan:
+    def _own(self, dataset: LanceDataset, rows: AnsweredRows) -> str:
+        """Return the version of a dataset; raise `ConfigError` unless this run's plan wrote it."""
+        if _plan(dataset) != rows.plan:
             raise ConfigError(
                 f"{self.what}: {self.uri} exists, but holds another run. Use a uri with "
                 "{run_key} in it"
             )
-        return str(found.version)
+        return str(dataset.version)
 
     def _open(self) -> LanceDataset | None:
         import lance
@@ -135,27 +136,28 @@ class LanceSink(FolderSink):
             return None
 
 
-def _is_empty(found: LanceDataset) -> bool:
-    """Return whether a dataset was emptied: only runs with rows create one."""
-    return bool(found.count_rows() == 0)
+def _is_empty(dataset: LanceDataset) -> bool:
+    """Return whether a dataset was emptied: it has no rows, but only runs with rows create one."""
+    return bool(dataset.count_rows() == 0)
 
 
-def _plan(found: LanceDataset) -> str | None:
-    mark = (found.schema.metadata or {}).get(f"{PROPERTY}plan".encode())
+def _plan(dataset: LanceDataset) -> str | None:
+    mark = (dataset.schema.metadata or {}).get(f"{PROPERTY}plan".encode())
     return mark.decode() if mark else None
 
 
-def _has_version(found: LanceDataset, recorded: str) -> bool:
+def _has_version(dataset: LanceDataset, recorded: str) -> bool:
     """Return whether a dataset's present history has version `recorded`.
 
-    A restore leaves later versions out. True if its transactions were cleaned up.
+    A restore removes the versions after the restored one. True also if `recorded` is no number, or
+    if the dataset's transactions were cleaned up.
     """
     if not recorded.isdigit():
         return True
-    version, wanted = int(found.version), int(recorded)
+    version, wanted = int(dataset.version), int(recorded)
     while version > wanted:
         try:
-            transaction = found.read_transaction(version)
+            transaction = dataset.read_transaction(version)
         except (OSError, ValueError):
             return True
         if transaction is None:

@@ -1,4 +1,4 @@
-"""Checks a job's targets before anything is asked."""
+"""Checks a job's publish targets before the first request."""
 
 from __future__ import annotations
 
@@ -26,65 +26,74 @@ READ_ROWS = 100_000  # of the input, held at a time
 
 def check_targets_of(
     spec: RunSpec,
-    given: pa.Schema,
+    input_schema: pa.Schema,
     run_key: str = "RUN_KEY",
-    found: Inventory | None = None,
+    inventory: Inventory | None = None,
     store: Store | None = None,
     later: bool = False,
 ) -> tuple[str, ...]:
-    """Return a line for each target of the run, whose input has the columns `given`.
+    """Check the run's publish targets; return a line about each.
 
-    `found` is the whole input; columns are read in which a target accepts no null, or by which it
-    merges. `store` is the run's if they are its snapshot. `later`: the input is not available yet,
-    and this is called again with it. Raises `ConfigError` for anything that would make publishing
-    fail, as far as it can be known: a missing library or variable, a column that a target cannot
-    hold or that does not fit the existing table, a place that is not writable, a key that is not
-    unique; `PublishFailed` for a target that does not answer.
+    `input_schema` are the input's columns. With `inventory`, the inventory of the whole input, the
+    columns that must not be null in a target or are its merge key are read and checked. `store` is
+    the run's store if `inventory` is its snapshot. `later`: the input is not available yet, and the
+    check is repeated once it is. Raises `ConfigError` for anything known to make publishing fail: a
+    missing library or variable, a column that a target cannot hold or that does not fit the
+    existing table, a place that is not writable, a key that is not unique; `PublishFailed` for a
+    target that does not answer.
     """
     targets, keys = spec.output.targets, dict(spec.output.options)
     if not targets:
         return ()
-    known, whole = result_types(spec.finish, spec.sampling, spec.engine.model.task, given)
-    columns = _InputColumns(spec.finish, spec.read, given, found, store, later)
+    known, whole = result_types(spec.finish, spec.sampling, spec.engine.model.task, input_schema)
+    columns = _InputColumns(spec.finish, spec.read, input_schema, inventory, store, later)
     return tuple(check_publish(targets, run_key, keys, known, whole, columns.check))
 
 
 class _InputColumns:
-    """Columns that go from the input to the result, and their values."""
+    """Input columns that the result keeps, and checks of their values."""
 
     def __init__(
         self,
         finish: FinishSpec,
         read: ReadSpec,
-        given: pa.Schema,
-        found: Inventory | None,
+        input_schema: pa.Schema,
+        inventory: Inventory | None,
         store: Store | None,
         later: bool,
     ) -> None:
         self._finish, self._options = finish, dict(read.options)
-        self._given, self._found, self._store, self._later = given, found, store, later
-        self._kept = {name for name in finish.kept(given.names) if name in given.names}
+        self._input_schema, self._inventory, self._store, self._later = (
+            input_schema,
+            inventory,
+            store,
+            later,
+        )
+        self._kept = {
+            name for name in finish.kept(input_schema.names) if name in input_schema.names
+        }
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
         """Raise `ConfigError` for nulls that the table rejects, and for a key that is not unique.
 
-        Postprocess may leave out the rows concerned, so with it this is only checked at the end.
+        `output.postprocess` may leave out such rows; with it, only the result is checked.
+        `never_null` are the columns in which the table accepts no null.
         """
         if self._finish.postprocess is not None:
             return
         self._check_answers(target, never_null)
         strict = [n for n in never_null if n in self._kept and n not in target.key]
         key = target.key if self._kept.issuperset(target.key) else []
-        if self._found is None:
+        if self._inventory is None:
             if not self._later and target.format in ("delta", "iceberg"):
                 for name in strict:
-                    if self._given.field(name).nullable:
+                    if self._input_schema.field(name).nullable:
                         raise _may_be_null(target, name, "the input column is nullable")
             return
-        strict = [name for name in strict if self._given.field(name).nullable]
+        strict = [name for name in strict if self._input_schema.field(name).nullable]
         if not strict and not key:
             return
-        tables = list(self._read(self._found, [*strict, *key]))
+        tables = list(self._read(self._inventory, [*strict, *key]))
         if not tables:
             return
         values = pa.concat_tables(tables)
@@ -100,12 +109,12 @@ class _InputColumns:
             if name in never_null and shape.nullable:
                 raise _may_be_null(target, name, "output.schema allows null")
 
-    def _read(self, found: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
+    def _read(self, inventory: Inventory, names: Sequence[str]) -> Iterator[pa.Table]:
         from prefect_raybatch.stages.block import is_lost, losses
         from prefect_raybatch.stages.read import ShardReader
 
-        schema = pa.schema([self._given.field(name) for name in dict.fromkeys(names)])
-        reader = ShardReader(found.files, schema, self._store, self._options)
+        schema = pa.schema([self._input_schema.field(name) for name in dict.fromkeys(names)])
+        reader = ShardReader(inventory.files, schema, self._store, self._options)
         starts = range(0, reader.rows, READ_ROWS)
         units = [(Unit(i, 0, min(READ_ROWS, reader.rows - at)), at) for i, at in enumerate(starts)]
         for task in reader.tasks(units, 1):

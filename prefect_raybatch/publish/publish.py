@@ -14,9 +14,9 @@ from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.published import (
     Published,
-    note_again,
-    note_published,
     read_published,
+    record_published,
+    replace_published,
 )
 from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.publish.base import AnsweredRows, Observe, Sink
@@ -40,18 +40,20 @@ SINKS: Mapping[str, type[Sink]] = {
     "parquet": FilesSink,
     "jsonl": FilesSink,
 }
-KEYS_NAMED = 3  # keys that stand there twice, named in an error
+KEYS_NAMED = 3  # duplicate keys that an error shows
 
 
 def open_sink(
     target: PublishTarget, run_key: str, options: StoreOptions, planned: bool = False
 ) -> Sink:
-    """Return the target with all placeholders filled in; `planned`: opened for planning.
+    """Return the sink of a target; placeholders in the target's fields are filled in.
+
+    `planned`: the sink is to check a plan, before there is a result.
 
     Raises `ConfigError` for a missing library or variable.
     """
     filled = target.filled(run_key)
-    # A catalog alone knows where the files of its tables are.
+    # Without a uri, all options: only the catalog knows on which store its files are.
     given = filled.options or (options_for(filled.uri, options) if filled.uri else dict(options))
     sink = SINKS[target.format](filled, given, planned)
     sink.need_library()
@@ -66,11 +68,11 @@ def check_publish(
     whole: bool = True,
     look: Callable[[PublishTarget, Sequence[str]], None] = lambda target, never_null: None,
 ) -> list[str]:
-    """Return a line per target about what publishing columns of these types would find.
+    """Check that columns `schema` can be published; return a line about each target.
 
-    `whole`: they are all columns of the result. Writes nothing. `look` is called with each target
-    and the columns in which its table accepts no null. Raises `ConfigError` for what cannot be
-    published, `PublishFailed` for a target that does not answer.
+    `whole`: `schema` has all columns of the result. Writes nothing. `look` is called with each
+    target and the columns in which its table accepts no null. Raises `ConfigError` if publishing
+    would fail, `PublishFailed` for a target that does not answer.
     """
     sinks = [open_sink(target, run_key, options, planned=True) for target in targets]
     _check_apart(sinks)
@@ -84,8 +86,8 @@ def check_publish(
 def _check_apart(sinks: Sequence[Sink]) -> None:
     """Raise `ConfigError` for two targets that write to the same table or folder.
 
-    Also for files of one format in a folder and below it: readers would see the rows twice. Parquet
-    and JSON Lines may share a folder.
+    Raises it also for two targets of which one writes to a folder inside the other's, where readers
+    would see the rows twice. A Parquet and a JSON Lines target may share a folder.
     """
     for at, first in enumerate(sinks):
         for second in sinks[at + 1 :]:
@@ -112,7 +114,7 @@ def publish(
     options: StoreOptions,
     observe: Observe = lambda step: None,
 ) -> list[Published]:
-    """Publish a finished run to each of the targets that do not have its rows.
+    """Publish a finished run to each target that lacks its rows; return the record of each target.
 
     `options` apply to targets without their own; `observe` is called at each step. Safe to call
     concurrently, and again after any crash. Raises `ConfigError`, `PublishFailed` and the store's
@@ -144,7 +146,9 @@ def publish(
         observe("recording")
         published = _record(target, rows, version)
         record = (
-            note_published(store, published) if record is None else note_again(store, published)
+            record_published(store, published)
+            if record is None
+            else replace_published(store, published)
         )
         _check_record(record, target, plan.hash, plan.run_key, store.uri)
         done.append(record)
@@ -193,7 +197,10 @@ def _check_record(
 
 
 def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
-    """Raise `ConfigError` unless the key's columns are unique and never null. Memory: the keys."""
+    """Raise `ConfigError` unless the target's key is unique and never null.
+
+    All keys are held in memory.
+    """
     if target.key:
         tables = [pa.Table.from_batches([batch.select(target.key)]) for batch in rows.read()]
         check_unique(target, pa.concat_tables(tables), "the result")
@@ -202,7 +209,7 @@ def _check_keys(target: PublishTarget, rows: AnsweredRows) -> None:
 def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
     """Raise `ConfigError` unless the target's key is unique and never null in `keys`.
 
-    `where` names the rows.
+    `where` names the rows in the error.
     """
     for name in target.key:
         if nulls := keys[name].null_count:

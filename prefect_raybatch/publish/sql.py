@@ -1,9 +1,9 @@
-"""A table of a database: one transaction, whose first statement inserts a mark.
+"""Publishes to a database table in one transaction, whose first statement inserts a mark.
 
-A mark is the plan and the table, and both are its primary key. So of two publishers the second
-waits for the first and then finds the rows. Marks are in a table of their own in the schema of the
-table that they describe, so they are restored with it. A table that is empty or new lost the rows
-that its marks name: such marks do not count, and are deleted with the next rows.
+A mark is a row whose primary key is (plan, table). So of two publishers the second waits for the
+first and then finds the rows. Marks are in a separate table in the schema of the target table, so
+that a backup restores both. A target table that is empty or new lost the rows that its marks name:
+such marks do not count, and the next publication deletes them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ if TYPE_CHECKING:
     from sqlalchemy.exc import DBAPIError
     from sqlalchemy.types import TypeEngine
 
-OURS = "_raybatch_published"
+MARK_TABLE = "_raybatch_published"
 TURN = "merge"  # in place of a plan: the row whose lock a merge holds until it is committed
-INSERT_ROWS = 1000  # of one INSERT
+INSERT_ROWS = 1000  # rows of one INSERT
 Convert = Callable[[Any], object]  # a value of a result to one of the database
-# About what a column holds, by the type that its values have in Python.
+# The approximate Arrow type of a column, by the Python type of its values.
 COLUMN_KINDS: dict[type, pa.DataType] = {
     **{bool: pa.bool_(), int: pa.int64(), float: pa.float64(), Decimal: pa.decimal128(38, 9)},
     **{date: pa.date32(), datetime: pa.timestamp("us"), time: pa.time64("us")},
     **{bytes: pa.binary()},
 }
 NUMERIC_KINDS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is_boolean)
-# What goes there without loss, by what a column holds; into any other column all that is text, too.
+# Types that go into a column without loss, by the column's type. Columns of other types are not
+# checked.
 FITTING_KINDS: dict[pa.DataType, tuple[Callable[[pa.DataType], bool], ...]] = {
     **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMERIC_KINDS),
     **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
@@ -82,7 +83,7 @@ _FINAL = re.compile(
 
 
 class SqlSink(Sink):
-    """Appends, or replaces by key, through SQLAlchemy."""
+    """A database table as a target: rows are inserted through SQLAlchemy, or replaced by key."""
 
     module, extra = "sqlalchemy", "postgresql"
 
@@ -131,20 +132,23 @@ class SqlSink(Sink):
                     f"allows {most}. Choose a shorter name"
                 )
 
-    def fit(self, wanted: pa.Schema, there: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return the schema by name, nullability and kind; databases convert widths."""
-        named = {field.name: field.type for field in wanted}
+    def fit(self, schema: pa.Schema, existing: pa.Schema, whole: bool = True) -> pa.Schema:
+        """Return `existing`, with the type in `schema` for each column that can hold that type.
+
+        Databases convert widths. Raises `ConfigError` if columns `schema` do not fit.
+        """
+        named = {field.name: field.type for field in schema}
         shown = []
-        for field in there:
+        for field in existing:
             given = named.get(field.name, pa.null())
             fits = any(test(given) for test in FITTING_KINDS.get(field.type, (lambda kind: True,)))
             shown.append(field.with_type(given) if fits else field)
-        return super().fit(wanted, pa.schema(shown), whole)
+        return super().fit(schema, pa.schema(shown), whole)
 
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Create what is missing and write no row, in a transaction that is rolled back.
+    def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
+        """Create missing tables and insert no rows, in a transaction that is rolled back.
 
-        It shows missing permissions, and which table or column the database rejects.
+        This shows missing permissions, and which table or column the database rejects.
         """
         from sqlalchemy import create_engine, false, null, select
 
@@ -156,15 +160,15 @@ class SqlSink(Sink):
             self._check_folder()
             engine = create_engine("sqlite://" if dialect == "sqlite" else "duckdb:///:memory:")
         try:
-            table, marks = self._defined(engine, wanted)
+            table, marks = self._defined(engine, schema)
             with engine.connect() as connection:
                 if dialect == "sqlite":  # whose driver begins none for CREATE TABLE
                     connection.exec_driver_sql("BEGIN IMMEDIATE")
                 try:
                     for one in (table, marks):
                         one.create(connection, checkfirst=True)
-                    nulls = select(*(null() for _ in wanted)).where(false())
-                    connection.execute(table.insert().from_select(wanted.names, nulls))
+                    nulls = select(*(null() for _ in schema)).where(false())
+                    connection.execute(table.insert().from_select(schema.names, nulls))
                     note = select(null(), null()).where(false())
                     connection.execute(marks.insert().from_select(["plan", "target"], note))
                     connection.execute(marks.update().where(false()).values(run_key=""))
@@ -182,7 +186,7 @@ class SqlSink(Sink):
             engine = self._engine()
             try:
                 table = self._reflected(engine)
-                if table is None or not self._has(engine, OURS):
+                if table is None or not self._has(engine, MARK_TABLE):
                     return False
                 self._check_marks(engine)
                 marks = self._marks()
@@ -222,9 +226,9 @@ class SqlSink(Sink):
         raise PublishFailed(f"{self.what}: the database did not accept the rows. Publish again")
 
     def _attempt(self, engine: Engine, rows: AnsweredRows, observe: Observe) -> bool:
-        """Return whether the rows are there; False if another publisher was faster.
+        """Insert the rows unless the table has them; return False if another publisher was faster.
 
-        The table must then be checked again.
+        The caller must then check the table again.
         """
         wanted = converted_schema(rows.schema, self.target)
         table, marks = self._tables(engine, wanted)
@@ -284,10 +288,11 @@ class SqlSink(Sink):
     def _published(
         self, engine: Engine, table: Table, marks: Table
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return (plans whose rows are in the table, plans whose rows it lost).
+        """Return (plans whose rows the table has, plans whose rows it has lost).
 
-        Each with the time in its mark. Marks are read first, so a publisher that adds rows after
-        that is not among them.
+        Each is {plan: time of its mark}; a mark is a row that says when a plan was published. An
+        empty table has lost the rows of all marks; one that this user may not read counts as not
+        empty. Marks are read first, so the mark of a publisher that adds rows later is not there.
         """
         from sqlalchemy import literal, select
         from sqlalchemy.exc import DBAPIError
@@ -316,7 +321,10 @@ class SqlSink(Sink):
 
     @property
     def _mark_name(self) -> str:
-        """Return the table in a mark. Its schema is that of the marks."""
+        """Return the target table's name in its marks, the rows that say which plans it has.
+
+        It has no schema, since the table of marks is in the same one.
+        """
         return _folded(self._names[1], self._url().get_backend_name())
 
     def _mark(self, marks: Table, plan: str) -> tuple[ColumnElement[bool], ...]:
@@ -326,7 +334,7 @@ class SqlSink(Sink):
         from sqlalchemy import BigInteger, Column, MetaData, String, Table
 
         return Table(
-            OURS,
+            MARK_TABLE,
             MetaData(schema=self._names[0] or None),
             Column("plan", String(64), primary_key=True),
             Column("target", String(255), primary_key=True),
@@ -336,18 +344,21 @@ class SqlSink(Sink):
         )
 
     def _check_marks(self, engine: Engine) -> None:
-        """Raise `ConfigError` for a table with our name that holds something else."""
-        there = self._columns_of(engine, OURS)
+        """Raise `ConfigError` if the table of marks (MARK_TABLE) exists, but lacks a column."""
+        there = self._columns_of(engine, MARK_TABLE)
         names = {column["name"].lower() for column in there or ()}
         if there is not None and not {"plan", "target", "run_key", "rows", "published_at"} <= names:
             raise ConfigError(
-                f"{self.what}: the existing table {OURS} has the columns "
+                f"{self.what}: the existing table {MARK_TABLE} has the columns "
                 f"{', '.join(sorted(names))}, not those of this version. Rename or drop it. "
                 "Publishing one of its runs again then writes the rows again"
             )
 
-    def _defined(self, engine: Engine, wanted: pa.Schema) -> tuple[Table, Table]:
-        """Return (the table, as it is or as it will be created; the marks)."""
+    def _defined(self, engine: Engine, schema_to_write: pa.Schema) -> tuple[Table, Table]:
+        """Return SQLAlchemy's definitions of (target table, MARK_TABLE); create neither.
+
+        A target table that does not exist is defined with columns for `schema_to_write`.
+        """
         from sqlalchemy import Column, MetaData, Table
 
         schema, name = self._names
@@ -355,19 +366,20 @@ class SqlSink(Sink):
         if table is None:
             columns = [
                 Column(_quoted(field.name, engine), _sql_type(field.type, engine.dialect.name))
-                for field in wanted
+                for field in schema_to_write
             ]
             table = Table(_quoted(name, engine), MetaData(schema=schema or None), *columns)
         return table, self._marks()
 
-    def _tables(self, engine: Engine, wanted: pa.Schema) -> tuple[Table, Table]:
-        """Return (the table, the marks), created if missing.
+    def _tables(self, engine: Engine, schema: pa.Schema) -> tuple[Table, Table]:
+        """Return (the target table, the table of marks), created if missing.
 
-        In separate transactions, because many databases end one at such a statement.
+        Each is created in its own transaction, because many databases end a transaction at CREATE
+        TABLE. If the target has a key, also inserts TURN, the mark that each merge locks.
         """
         from sqlalchemy.exc import IntegrityError
 
-        table, marks = self._defined(engine, wanted)
+        table, marks = self._defined(engine, schema)
         for one in (table, marks):
             _create(engine, one)
         if self.target.key:
@@ -391,7 +403,10 @@ class SqlSink(Sink):
             return None
 
     def _reflected(self, engine: Engine) -> Table | None:
-        """Return the existing table, columns only: DuckDB's dialect cannot reflect keys."""
+        """Return the existing table, None if there is none.
+
+        It has columns only, because DuckDB's dialect cannot reflect keys.
+        """
         from sqlalchemy import Column, MetaData, Table, Uuid
 
         schema, name = self._names
@@ -453,7 +468,10 @@ class SqlSink(Sink):
         return engine
 
     def _file(self) -> str | None:
-        """Return the database's file; None for a server, or a file that SQLite opens by URI."""
+        """Return the path of the database file; None for a server, or SQLite's `file:` URI.
+
+        Raises `ConfigError` for an in-memory database.
+        """
         url = self._url()
         if url.get_backend_name() not in FILE_DATABASES or str(url.database).startswith(
             ("file:", "md:")
@@ -492,7 +510,7 @@ def _quoted(name: str, engine: Engine) -> str:
 
 
 def _folded(name: str, dialect: str) -> str:
-    """Return a name as the database distinguishes it from others."""
+    """Return the name of a table or column in the case in which the database compares it."""
     if dialect in CASE_COUNTS:
         return name
     if dialect in UPPER_CASE:
@@ -503,9 +521,9 @@ def _folded(name: str, dialect: str) -> str:
 
 
 def _passes(error: DBAPIError) -> bool:
-    """Return whether a database error is transient, by SQLSTATE, MySQL's number, or its text.
+    """Return whether a database error is transient, by SQLSTATE, class, MySQL's number, or text.
 
-    An unknown OperationalError may be, but not one of a database in a file.
+    An error that none of these decides counts as transient, unless the database is a file.
     """
     from sqlalchemy import exc
 
@@ -529,7 +547,7 @@ def _passes(error: DBAPIError) -> bool:
 
 
 def _columns(table: Table) -> pa.Schema:
-    """Return names, nullability, and approximate types; null if a type is unknown."""
+    """Return a table's columns as a schema with approximate types; null if a type is unknown."""
     return pa.schema([pa.field(c.name, _kind(c), bool(c.nullable)) for c in table.columns])
 
 
@@ -541,7 +559,10 @@ def _kind(column: Column[Any]) -> pa.DataType:
 
 
 def _unpacked(table: Table) -> dict[str, Convert]:
-    """Return converters for values of columns that are not flat in the database, by column."""
+    """Return {column: converter of nested values to what SQLAlchemy takes}.
+
+    It has only the table's JSON and array columns.
+    """
     from sqlalchemy import ARRAY, JSON
 
     found: dict[str, Convert] = {}
@@ -589,17 +610,18 @@ def _sql_type(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
 
 def _values(
     rows: AnsweredRows,
-    wanted: pa.Schema,
+    schema: pa.Schema,
     dialect: str,
     unpacked: dict[str, Convert],
 ) -> Iterator[list[dict[str, object]]]:
-    """Yield rows as a database's driver takes them.
+    """Yield lists of at most INSERT_ROWS rows, with values as the database's driver takes them.
 
-    Nested values become JSON text unless `unpacked` names their column; in SQLite, decimals become
-    text too.
+    Nested values become JSON text unless `unpacked` has a converter for their column; times with a
+    zone become UTC; in SQLite, decimals become text. `schema` are the columns as the target stores
+    them.
     """
     change: dict[str, Convert] = {}
-    for given, kept in zip(rows.schema, wanted, strict=True):
+    for given, kept in zip(rows.schema, schema, strict=True):
         if kinds.is_nested(given.type):
             change[given.name] = unpacked.get(given.name, _json)
         elif kinds.is_timestamp(given.type) and given.type.tz:
@@ -617,9 +639,9 @@ def _values(
 
 
 def _first_nul(rows: AnsweredRows) -> str | None:
-    """Return the first row and column whose text contains NUL.
+    """Return text that names the first row and column with a NUL character, or None.
 
-    PostgreSQL rejects it, also in nested texts, without saying where.
+    PostgreSQL rejects NUL, also in nested texts, without saying where.
     """
     number = 0
     for batch in rows.read():
@@ -641,7 +663,7 @@ def _json(value: object) -> str:
 
 
 def as_json(value: object) -> object:
-    """Return values that JSON has no type for: decimals and times as text, bytes in base64."""
+    """Convert a value that JSON has no type for: decimals and times to text, bytes to base64."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,4 +1,4 @@
-"""The common part of targets that are tables in a folder: its location, and its credentials."""
+"""The base class of targets that are tables in a folder: their location and credentials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefect_raybatch.storage.library_errors import text_of
 
 
 class FolderSink(Sink):
-    """A table in a folder, local or on S3, opened by a library with its own S3 client."""
+    """A table in a folder as a target; its library reads local folders and object stores itself."""
 
     @property
     def uri(self) -> str:
@@ -23,7 +23,10 @@ class FolderSink(Sink):
 
     @property
     def keys(self) -> dict[str, str] | None:
-        """Return the library's `storage_options`; it looks up missing ones itself."""
+        """Return the S3 `storage_options` for the target's library; None for a local folder.
+
+        The library looks up missing credentials itself.
+        """
         return object_store_options(table_settings(self.uri, self.options))
 
     def place(self) -> tuple[str, ...]:
@@ -33,26 +36,32 @@ class FolderSink(Sink):
         if not is_remote(self.uri):
             self.need_writable(self.uri)
 
-    def rehearse(self, wanted: pa.Schema, there: pa.Schema | None) -> None:
-        """Create the empty table in a temporary folder, which shows rejected names and types."""
-        if there is not None:
+    def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
+        """Create the new table, without rows, in a temporary folder; do nothing if one exists.
+
+        This shows names and types that the library rejects.
+        """
+        if existing is not None:
             return
         with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             changed: dict[str, Any] = {"uri": f"{folder}/table", "options": {}}
             for names in ("key", "partition_by"):  # of a result whose columns are not all known
-                changed[names] = [n for n in getattr(self.target, names) if n in wanted.names]
+                changed[names] = [n for n in getattr(self.target, names) if n in schema.names]
             if not changed["key"]:
                 changed["mode"] = "append"
             target = self.target.model_copy(update=changed)
-            rows = AnsweredRows("", "", "", 0, wanted, lambda: iter(()))
+            rows = AnsweredRows("", "", "", 0, schema, lambda: iter(()))
             type(self)(target, {}).publish(rows, lambda step: None)
 
     def scrub(self, error: object) -> str:
-        """Return the last of several lines, in which these libraries say what happened."""
+        """Return an error in one line, all of its lines joined, with credentials masked."""
         return super().scrub(text_of(error))
 
 
 def folder_place(uri: str) -> tuple[str, ...]:
-    """Return the folder a target writes to, for comparing two targets. Links are followed."""
+    """Return ("folder", URI or absolute path), which is equal for two targets in one folder.
+
+    Symbolic links are followed.
+    """
     whole = join(uri)
     return ("folder", whole if is_remote(whole) else os.path.realpath(whole))

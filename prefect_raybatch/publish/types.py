@@ -1,6 +1,7 @@
-"""The types that a target can hold, checked when a run is planned and not when its rows are ready.
+"""Converts the types of a result's columns to types that a target can store.
 
-A conversion may lose only the zone's name, the packing or the width.
+The types are checked when a run is planned, not when its rows are ready. A conversion keeps all
+values; only the name of a time zone, the encoding or the width may change.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ WIDTHS = {**{pa.int8(): 1, pa.int16(): 2, pa.int32(): 4, pa.int64(): 8}}
 
 
 class Unfit(ValueError):
-    """A type that a target cannot hold, with what to do."""
+    """Raised for a type that a target cannot hold; the message says what to do."""
 
 
 def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = True) -> pa.Schema:
-    """Return the columns as `target` stores them.
+    """Return the columns with the types in which `target` stores them.
 
-    Raises `ConfigError` that names one it cannot hold.
-
-    `whole`: these are all columns of the result.
+    Raises `ConfigError` that names a column it cannot store. `whole`: `schema` has all columns of
+    the result, so the target's key and partition columns must be among them.
     """
     for name in (*target.key, *target.partition_by):
         if whole and name not in schema.names:
@@ -117,35 +117,36 @@ def _timestamp(kind: pa.DataType, where: str) -> pa.DataType:
     return pa.timestamp("us", kind.tz and "UTC")
 
 
-def fitted(wanted: pa.Schema, there: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
-    """Return the schema of an existing table into which rows of `wanted` go.
+def fitted(schema: pa.Schema, existing: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
+    """Return `existing`, the schema of an existing table, if rows with columns `schema` fit it.
 
-    Raises `ConfigError` for a column that is missing, has another type, or is null where the table
-    accepts none. `whole`: `wanted` are all columns of the result.
+    Raises `ConfigError` for a column that the table lacks, that has another type there, or that is
+    null where the table accepts none. `whole`: `schema` are all columns of the result.
     """
-    for field in wanted:
-        if field.name not in there.names:
+    for field in schema:
+        if field.name not in existing.names:
             raise ConfigError(
                 f"{what}: the existing table has no column {field.name!r} (columns: "
-                f"{', '.join(there.names)}). Add it as {field.type}, or leave it out of the result"
+                f"{', '.join(existing.names)}). Add it as {field.type}, or leave it out of the "
+                "result"
             )
-        kept = there.field(field.name)
+        kept = existing.field(field.name)
         if not _takes(kept.type, field.type):
             raise ConfigError(
                 f"{what}: column {field.name!r} is {kept.type} in the existing table, but "
                 f"{field.type} in the result. Cast one of them, or publish to another table"
             )
-    for field in there:
-        if whole and field.name not in wanted.names and not field.nullable:
+    for field in existing:
+        if whole and field.name not in schema.names and not field.nullable:
             raise ConfigError(
                 f"{what}: the existing table does not allow null in column {field.name!r}, which "
                 "the result lacks. Allow null, or add the column to the result"
             )
-    return there
+    return existing
 
 
 def _takes(there: pa.DataType, given: pa.DataType) -> bool:
-    """Return whether values of a converted type go into a column of a table without loss."""
+    """Return whether a table's column of type `there` holds values of type `given` without loss."""
     if there == given or (there in WIDTHS and given in WIDTHS and WIDTHS[there] >= WIDTHS[given]):
         return True
     if kinds.is_floating(there) and kinds.is_floating(given):
@@ -175,7 +176,10 @@ def _listed(kind: pa.DataType) -> bool:
 
 
 def to_schema(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the rows with the columns of `schema`; missing ones are null."""
+    """Yield the rows cast to `schema`; columns that the rows lack are null.
+
+    Raises `ConfigError` for a null or a value that a column of `schema` does not accept.
+    """
     for batch in batches:
         table = pa.Table.from_batches([batch])
         columns = []

@@ -11,17 +11,17 @@ from prefect_raybatch.ledger.layout import QUALITY
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
-from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.alarm import ShareSeries
 from prefect_raybatch.sizing.agreement import lower_bound
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
-CONFIDENCE_OF_END = 0.975  # of each end, so that both together leave out 5 %
+CONFIDENCE_OF_END = 0.975  # confidence of each end of a 95 % interval
 
 
 @dataclass(frozen=True)
 class WrongAnswer(StrictRecord):
-    """A golden row that was answered wrong; texts are cut to a length."""
+    """A golden row that was answered wrong: its key, and both answers, each cut to a length."""
 
     row: str
     expected: str
@@ -30,11 +30,11 @@ class WrongAnswer(StrictRecord):
 
 @dataclass(frozen=True)
 class Accuracy(StrictRecord):
-    """How many golden rows of the run with this `plan` were answered right.
+    """The accuracy of the run with this `plan` on golden rows, whose right answers are known.
 
-    `right` of the `rows` golden rows that the run has were; `low` and `high` are the ends of the
-    95 % interval (0 to 1). `unanswered` golden rows are not in the run. `wrong` are some of those
-    that were not right. `series` compares the run with earlier ones.
+    `right` of the `rows` golden rows in the run were answered right; `low` and `high` bound the
+    95 % interval of the share. `unanswered` golden rows are not in the run. `wrong` are some that
+    were not right. `series` compares the run with earlier ones.
     """
 
     plan: str
@@ -44,7 +44,7 @@ class Accuracy(StrictRecord):
     low: Number
     high: Number
     wrong: tuple[WrongAnswer, ...] = ()
-    series: AccuracySeries | None = None
+    series: ShareSeries | None = None
 
     @property
     def share(self) -> float:
@@ -52,7 +52,7 @@ class Accuracy(StrictRecord):
         return self.right / self.rows if self.rows else 0.0
 
     def short(self) -> str:
-        """Return e.g. `93.0% (88.5% to 96.1%)`."""
+        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`."""
         if not self.rows:
             return "no golden row"
         return f"{self.share:.1%} ({self.low:.1%} to {self.high:.1%})"
@@ -67,9 +67,14 @@ class Accuracy(StrictRecord):
 
     def remedy(self, least: float) -> str:
         """Return what to do if the lower end of the interval is below `least`."""
-        if self.rows and self.share >= least:
+        if not self.rows:
+            return "Name golden rows of the input, or lower at_least"
+        if self.share > least:
             return f"Add golden rows: {self.rows:,} are too few to show it. Or lower at_least"
-        return "Look at the wrong answers in the report. Correct the golden file, or lower at_least"
+        return (
+            f"More golden rows cannot help: {self.share:.1%} of the answers are right. Look at the "
+            "wrong ones in the report. Correct the golden file, or lower at_least"
+        )
 
 
 _RECORD = TypeAdapter(Accuracy)
@@ -86,7 +91,7 @@ def interval(right: int, rows: int) -> tuple[float, float]:
 def accuracy_of(
     plan: str, right: int, rows: int, unanswered: int, wrong: Sequence[WrongAnswer] = ()
 ) -> Accuracy:
-    """Return the accuracy with its interval."""
+    """Compute the interval; return the accuracy record of the run with this plan hash."""
     low, high = interval(right, rows)
     return Accuracy(plan, right, rows, unanswered, round(low, 6), round(high, 6), tuple(wrong))
 

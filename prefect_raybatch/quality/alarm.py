@@ -1,9 +1,11 @@
-"""Whether the accuracy fell below that of a job's first runs, looked at after every run. Pure.
+"""Tests after every run whether a share fell below that of a job's first runs. No I/O.
 
-The first `BASELINE_RUNS` measured runs are the baseline, and stay it. The e-value of each later run
-says how strongly all runs so far speak against "the mean accuracy of each run is at least that of
-the baseline". While that is true, the e-value reaches 100 in at most one of a hundred series of
-runs, however many runs there are and however often somebody looks (Ville's inequality).
+The share is the accuracy, or the agreement of a small model with a larger one: rows are right or
+wrong, or their answers are equal or not. The first `BASELINE_RUNS` measured runs are the baseline
+of the others. The e-value of a later run says how strongly all runs so far speak against "the mean
+accuracy of each run is at least that of the baseline". While that is true, the e-value reaches 100
+in at most one of a hundred series of runs, however many runs there are and however often somebody
+looks (Ville's inequality).
 
 It is the smallest, over all accuracies p that the baseline may have, of the product of
 - the evidence of the baseline against p: a likelihood ratio, mixed by Jeffreys' prior (R. E.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,22 +32,26 @@ from numpy.typing import NDArray
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 
 BASELINE_RUNS = 14
-ALARM = 100.0  # the e-value that rings: at most one false alarm in so many series
+ALARM = 100.0  # e-value at which the alarm is raised: at most one false alarm in 100 series
 MOST_LATER = 400  # newest runs after the baseline with which betting may begin
 BETS = np.geomspace(0.01, 1.0, 12)  # shares of the stake; at most 1, so that wealth stays positive
 GRID = 600  # accuracies at which the product is computed
 RULED_OUT = 30.0  # log of the baseline's evidence, beyond which an accuracy need not be looked at
 LARGEST = 1e9  # e-value that is written
+NEWEST_NAMED = 60  # newest runs that a series names
+ACCURACY, AGREEMENT = "accuracy", "agreement"  # names of shares
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class AccuracySeries(StrictRecord):
-    """The measured runs of a job up to one of them.
+class ShareSeries(StrictRecord):
+    """The shares of right rows of a job's measured runs, up to one run.
 
-    `key` identifies what they were measured by: another golden file or judge begins a new series.
-    The first `baseline` runs had `right` of `rows` right; `after` are (right, rows) of the newest
-    later ones, of which `later` there were in all.
+    `key` identifies how they were measured, such as the golden file or the judge; another one
+    begins a new series. In the first `baseline` runs, `right` of `rows` rows were right. `later`
+    runs followed; `after` has (right, rows) of the newest of these, oldest first. `runs` are the
+    run keys of the newest runs that were counted, of a repaired run that of the original. `e_value`
+    is the evidence that the share fell, and `measure` names the share (ACCURACY or AGREEMENT).
     """
 
     key: str
@@ -54,45 +61,67 @@ class AccuracySeries(StrictRecord):
     later: Count = 0
     after: tuple[tuple[Count, Count], ...] = ()
     e_value: Number = 1.0
+    runs: tuple[str, ...] = ()
+    measure: str = ACCURACY
 
     @property
     def rings(self) -> bool:
-        """Return whether the accuracy fell."""
+        """Return whether the e-value raises the alarm that the share fell."""
         return self.e_value >= ALARM
 
     def short(self) -> str:
-        """Return the e-value, or how far the baseline is."""
+        """Return the e-value as text; before any later run, such as `baseline 3 of 14`."""
         if not self.later:
             return f"baseline {self.baseline} of {BASELINE_RUNS}"
         return f"{self.e_value:,.3g}"
 
     def text(self) -> str:
-        """Return the finding in one line."""
+        """Return in one line whether the share fell, with the e-value and the baseline's share.
+
+        Before any later run, return which run of the baseline this is.
+        """
         if not self.later:
             return f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"
-        finding = "the accuracy fell" if self.rings else "no sign of a lower accuracy"
+        fell, lower = f"the {self.measure} fell", f"no sign of a lower {self.measure}"
+        finding = fell if self.rings else lower
         base = f"{self.right / self.rows:.1%} in the first {BASELINE_RUNS} runs"
         return f"{finding} (e-value {self.e_value:,.3g}, alarm at {ALARM:g}; {base})"
 
 
-def continued(before: AccuracySeries | None, key: str, right: int, rows: int) -> AccuracySeries:
-    """Return the series with one more run, of which `right` of `rows` rows were right."""
+def continued(
+    before: ShareSeries | None,
+    key: str,
+    right: int,
+    rows: int,
+    *,
+    run: str,
+    measure: str = ACCURACY,
+) -> ShareSeries:
+    """Return the series with one more run, of which `right` of `rows` rows were right.
+
+    `run` is its run key, of a repaired run that of the original.
+    """
     if before is None or before.key != key:
-        before = AccuracySeries(key, 0, 0, 0)
+        before = ShareSeries(key, 0, 0, 0)
+    named: dict[str, Any] = {"runs": (*before.runs, run)[-NEWEST_NAMED:], "measure": measure}
     if before.baseline < BASELINE_RUNS:
-        return AccuracySeries(key, before.baseline + 1, before.right + right, before.rows + rows)
+        base = (before.baseline + 1, before.right + right, before.rows + rows)
+        return ShareSeries(key, *base, **named)
     later, after = before.later + 1, (*before.after, (right, rows))[-MOST_LATER:]
     found = e_value(before.right, before.rows, later, after)
-    return AccuracySeries(
+    return ShareSeries(
         *(key, before.baseline, before.right, before.rows, later, after),
         e_value=float(f"{found:.6g}"),
+        **named,
     )
 
 
 def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...]) -> float:
-    """Return the e-value of `later` runs, the newest of which are `after`, against a baseline.
+    """Return the e-value of `later` runs: the evidence that they are less right than the baseline.
 
-    Between two grid points the smaller factor of each is taken, so the result is never too large.
+    In the baseline, `right` of `rows` rows were right. `after` has (right, rows) of the newest
+    later runs, oldest first. The minimum over accuracies is taken on a grid. Between two of its
+    points, each factor has its smaller value, so the result is never too large.
     """
     if not right or not after:  # nothing is lower than no right answer
         return 1.0
@@ -106,7 +135,10 @@ def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...
 
 
 def _log_against(p: Floats, right: int, rows: int) -> Floats:
-    """Return the log of the baseline's evidence against each accuracy in `p`."""
+    """Return the log of the baseline's evidence against each accuracy in `p`.
+
+    In the baseline, `right` of `rows` rows were right.
+    """
     wrong = rows - right
     mixed = math.lgamma(right + 0.5) + math.lgamma(wrong + 0.5) - math.lgamma(rows + 1)
     mixed -= math.log(math.pi)
@@ -116,7 +148,7 @@ def _log_against(p: Floats, right: int, rows: int) -> Floats:
 
 
 def _far_below(right: int, rows: int) -> float:
-    """Return an accuracy below the baseline's that its evidence rules out."""
+    """Return the highest accuracy that the baseline's evidence rules out as too low."""
     low, high = 0.0, right / rows
     for _ in range(60):  # below the baseline's share, the evidence falls with the accuracy
         middle = (low + high) / 2
@@ -128,7 +160,10 @@ def _far_below(right: int, rows: int) -> float:
 
 
 def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
-    """Return, for each accuracy, the log of the later runs' evidence that theirs is less."""
+    """Return, for each accuracy in `grid`, the log evidence that later runs have less than that.
+
+    `later` and `after` are those of `e_value`.
+    """
     counts = np.array(after, np.float64)
     since = counts[::-1].cumsum(axis=0)[::-1]  # right and rows from each run on
     begins = np.arange(later - len(after) + 1, later + 1, dtype=np.float64)

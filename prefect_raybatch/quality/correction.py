@@ -1,4 +1,4 @@
-"""Corrects the accuracy that a judge found by its errors on golden rows. Pure.
+"""Corrects the accuracy that a judge found by its errors on golden rows. No I/O.
 
 Two estimates, each with a 95 % interval that accounts for both samples:
 
@@ -29,19 +29,31 @@ Z = 1.959963984540054  # of the standard normal distribution at 97.5 %
 
 @dataclass(frozen=True)
 class Confusion:
-    """A judge on golden rows: how many of the rows that are `right` (`wrong`) it called right."""
+    """A judge's calls on golden rows: of those `right` and `wrong`, how many it called right."""
 
     right: int
     right_called_right: int
     wrong: int
     wrong_called_right: int
 
+    @property
+    def tells_apart(self) -> bool:
+        """Return whether the judge surely calls right answers right more often than wrong ones.
+
+        This is the case if the 95 % interval of the difference (MOVER) is above 0. Needs golden
+        rows of both kinds.
+        """
+        hits, misses = self.right_called_right / self.right, self.wrong_called_right / self.wrong
+        lowest, _ = interval(self.right_called_right, self.right)
+        _, highest = interval(self.wrong_called_right, self.wrong)
+        return hits - misses > math.hypot(hits - lowest, highest - misses)
+
 
 def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float, float, float]:
-    """Return (share, low, high): the accuracy if the judge called so many of `rows` right.
+    """Return (accuracy, low, high), given that the judge called `called_right` of `rows` right.
 
-    Without a golden row of both kinds, or by a judge that calls wrong answers right as often as
-    right ones, nothing is known: the interval is (0, 1).
+    The accuracy is NaN and the interval (0, 1) without golden rows of both kinds, or if these do
+    not show that the judge tells right from wrong.
     """
     if not (rows and judge.right and judge.wrong):
         return math.nan, 0.0, 1.0
@@ -54,14 +66,16 @@ def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float,
         )
     ]
     share, low, high = (float(value) for value in corrected(*shares))
+    if low <= 0 and high >= 1 and not judge.tells_apart:
+        return math.nan, 0.0, 1.0
     return share, low, high
 
 
 def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Floats, Floats]:
     """Return (share, low, high) from three shares, each given as [estimate, low, high].
 
-    `called`: the rows that the judge called right; `hits`: of the right golden rows; `misses`: of
-    the wrong ones. Further dimensions hold further nights.
+    Each is the share that the judge called right: `called` of the sample, `hits` of the right
+    golden rows, `misses` of the wrong ones. Further dimensions are independent cases.
     """
     c, c_low, c_high = called
     h, h_low, h_high = hits
@@ -90,7 +104,7 @@ def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Flo
 
 @dataclass(frozen=True)
 class Labelled:
-    """Rows of a sample whose right answer is known, by (is right, judge called it right)."""
+    """Numbers of golden rows in a sample, by whether they are right and what the judge said."""
 
     right_called_right: int
     right_called_wrong: int
@@ -111,7 +125,11 @@ class Labelled:
         )
 
     def estimate(self, called_right: int, others: int) -> tuple[float, float, float]:
-        """Return (share, low, high): the judge called so many of `others` further rows right."""
+        """Return (accuracy, low, high) of the whole sample.
+
+        `others` counts its rows without a known answer, of which the judge called `called_right`
+        right.
+        """
         cells = np.array(self._counts, np.float64)
         found = by_labels(cells, np.array(float(called_right)), np.array(float(others)))
         share, low, high = (float(value) for value in found)
@@ -125,8 +143,8 @@ ADDED = 0.5  # added to each cell of the table, as Jeffreys' prior does: no vari
 def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats, Floats, Floats]:
     """Return (share, low, high): PPI++ for the share of right answers.
 
-    `labelled` are the four counts of `Labelled`; the judge called `called` of `others` rows
-    without a label right. The weight of the judge is the one with the least variance.
+    `labelled` are the four counts of `Labelled`; of the `others` rows without a label, the judge
+    called `called` right. The judge's calls get the weight that gives the least variance.
     """
     right_hit, right_missed, wrong_hit, wrong_missed = labelled + ADDED
     rows = right_hit + right_missed + wrong_hit + wrong_missed
@@ -151,7 +169,10 @@ def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats,
 
 
 def student_quantile(freedom: Floats) -> Floats:
-    """Return the 97.5 % quantile of Student's t (Abramowitz and Stegun, 26.7.5), from 29 on."""
+    """Return the 97.5 % quantile of Student's t for 29 or more degrees of freedom.
+
+    Abramowitz and Stegun, 26.7.5.
+    """
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
     return Z + first / freedom + second / freedom**2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.dataset
 
-MOST_GOLDEN_BYTES = 64 << 20  # of a golden file
+MOST_GOLDEN_BYTES = 64 << 20  # size limit of a golden file
 WRONG_SHOWN = 10
 FAILED_ANSWER = "(failed)"
 LONGEST_TEXT = 200  # characters of a shown value
@@ -28,9 +28,9 @@ GoldenRow = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Golden:
-    """The right answers of a golden file by key; `columns` are those of the key.
+    """The right answers of a golden file, by the values of the key `columns`.
 
-    `answer` is the column of the answer. All values are texts, as `as_text` returns them.
+    `answer` is the column of the right answer. All values are texts, as `as_text` returns them.
     """
 
     uri: str
@@ -40,15 +40,16 @@ class Golden:
 
     @property
     def digest(self) -> str:
-        """Return what identifies the rows and their answers."""
+        """Return a hash of the columns, keys and right answers (16 hex digits)."""
         rows = sorted([*key, text] for key, text in self.answers.items())
         found = json.dumps([self.columns, self.answer, rows])
         return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
 def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:
-    """Return the golden rows of a file.
+    """Read a golden file, which has rows with their right answers in the column `answer`.
 
+    `key` are the columns by which its rows are found in a result, by default all the others.
     Raises `ConfigError` for a file that is missing or unreadable, lacks a column or an answer, or
     holds a key twice.
     """
@@ -57,11 +58,17 @@ def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], ans
         raise ConfigError(f"quality.golden: {uri} has no rows. Add rows with right answers")
     there = list(rows[0])
     columns = tuple(key or (name for name in there if name != answer))
-    for field, name in [("answer", answer), *(("key", name) for name in columns)]:
+    has = f"(it has: {', '.join(there)})"
+    if answer not in there:
+        raise ConfigError(
+            f"quality.golden: {uri} has no column {answer!r} {has}. Name its column of right "
+            "answers so, or set quality.answer to a column that file and result have"
+        )
+    for name in columns:
         if name not in there:
             raise ConfigError(
-                f"quality.golden: {uri} has no column {name!r} (it has: {', '.join(there)}). Add "
-                f"it, or set quality.{field}"
+                f"quality.golden: {uri} has no column {name!r} {has}. Add it to the file, or set "
+                "quality.key to columns of the file"
             )
     if not columns:
         raise ConfigError(
@@ -121,27 +128,38 @@ def accuracy_on(
 def golden_numbers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str
 ) -> dict[int, bool]:
-    """Return the numbers of the golden rows in a result, and whether each was answered right."""
+    """Return {row number: whether it was answered right} of the golden rows in a result."""
     answers = _answers(golden, result, row_number)
     return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
 
 
 def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
-    """Raise `ConfigError` if a result with the columns `there` lacks one of the golden rows."""
-    for name in (*golden.columns, golden.answer):
+    """Raise `ConfigError` unless the result's columns `there` include those of the golden file.
+
+    These are its key columns and the column of the answer.
+    """
+    has = f"(it has: {', '.join(there)})"
+    if golden.answer not in there:
+        raise ConfigError(
+            f"quality.golden: {golden.uri}: the result has no column {golden.answer!r} to compare "
+            f"with its answers {has}. Set quality.answer to a column of the result, and name the "
+            "column of the file so"
+        )
+    for name in golden.columns:
         if name not in there:
             raise ConfigError(
-                f"quality: the result has no column {name!r} (it has: {', '.join(there)}). Add it "
-                "to output.columns, or set quality.key and quality.answer to columns of the result"
+                f"quality.golden: {golden.uri}: the result has no column {name!r} to find its rows "
+                f"by {has}. Add a column of the input to output.columns, or set quality.key to "
+                "columns of the result"
             )
 
 
 def _answers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str | None = None
 ) -> dict[GoldenKey, tuple[int, str]]:
-    """Return (row number, answer) of the golden rows in a result; 0 without a column of numbers.
+    """Return (row number, answer) of the golden rows in a result, by key.
 
-    Raises as `accuracy_on`.
+    The number is 0 if `row_number`, its column, is None. Raises `ConfigError` for lacking columns.
     """
     if not result.count_rows():  # it has no columns either
         return {}
@@ -159,7 +177,7 @@ def _answers(
 
 
 def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Iterator[GoldenKey]:
-    """Yield the keys of golden rows that failed; none if their input lacks a column of the key."""
+    """Yield the keys of golden rows that failed, except rows whose input lacks a key column."""
     if quarantine is None:
         return
     for batch in quarantine.to_batches(columns=["input"]):
@@ -172,7 +190,7 @@ def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Itera
 
 
 def _candidates(batch: pa.RecordBatch, column: str, values: set[str]) -> pa.RecordBatch:
-    """Return the rows whose column may have one of these values: few of a large result."""
+    """Drop rows whose `column` has none of these values, if its type allows a quick check."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""The rows that a judge is asked about: a random sample of the answered rows, and golden rows."""
+"""Selects the rows to judge: a random sample of the answered rows, and golden rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Columns that `judged_rows` adds: is the row in the sample; is its answer right (null: unknown).
 IN_SAMPLE, KNOWN_RIGHT = "_judge_in_sample", "_judge_known_right"
-OWN_COLUMNS = (IN_SAMPLE, KNOWN_RIGHT)
+JUDGE_COLUMNS = (IN_SAMPLE, KNOWN_RIGHT)
 
 
 def judged_rows(
@@ -30,14 +30,16 @@ def judged_rows(
 ) -> pa.Table:
     """Return the rows of a result to judge, in input order: `sample` rows, and those in `known`.
 
-    The sample is chosen by a hash of run key and row number, so a repeat takes the same rows, and
-    another run others. `known` are golden rows by row number, and whether each is answered right.
+    The sample is chosen by a hash of run key and row number, so it is the same in each call, and
+    differs between runs. `known` maps the numbers of golden rows to whether their answer is right.
+    The table has these `columns` and JUDGE_COLUMNS: whether a row is in the sample, and the value
+    in `known`.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if not result.count_rows():  # it has no columns either
-        return pa.table({name: pa.array([], pa.bool_()) for name in OWN_COLUMNS})
+        return pa.table({name: pa.array([], pa.bool_()) for name in JUDGE_COLUMNS})
     seed = int(hashlib.sha256(f"judge {run_key}".encode()).hexdigest()[:15], 16)
     chosen = RowSample(sample, seed).among(_numbers(result, row_number))
     wanted = np.union1d(chosen, np.fromiter(known, np.int64, len(known)))

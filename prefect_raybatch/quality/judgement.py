@@ -1,4 +1,4 @@
-"""What a judge said about a sample of a run's answers, as a record and as text."""
+"""The judgement of a sample of a run's answers by a judge model, as a record and as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.quality.accuracy import Accuracy, interval
-from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.agreement import Agreement
+from prefect_raybatch.quality.alarm import ShareSeries
 from prefect_raybatch.quality.correction import LEAST_LABELLED, Confusion, Labelled, by_confusion
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
@@ -24,17 +25,22 @@ JUDGE_RUNS = "runs"  # folder of a judgement, with the run in which the judge an
 
 @dataclass(frozen=True)
 class RejectedAnswer(StrictRecord):
-    """An answer that the judge called wrong: the row that it was shown, cut to a length."""
+    """A sampled row whose answer the judge called wrong.
+
+    `shown` is the row with its answer as "column: value, ...", cut to `JUDGED_ROW_SHOWN`
+    characters.
+    """
 
     shown: str
 
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """A row that the judge was asked about.
+    """A row that was sent to the judge.
 
-    `verdict`: the judge called it right (None: not judged). `right`: it is right (None: unknown,
-    the row is not golden).
+    `in_sample`: it is in the random sample, not only a golden row. `verdict`: the judge called its
+    answer right (None: not judged). `right`: its answer is right (None: unknown, because the row is
+    not golden).
     """
 
     in_sample: bool
@@ -46,12 +52,14 @@ class JudgedRow:
 class Corrected(StrictRecord):
     """The accuracy without the judge's error, with the ends of its 95 % interval.
 
-    `method` names the estimate. The judge called `right_called_right` of the golden rows that are
-    `right` right, and `wrong_called_right` of those that are `wrong`.
+    `method` names the estimate. `share` is None, and the interval 0 to 1, if the golden rows do not
+    show that the judge tells right from wrong: its calls then say nothing about the accuracy. Of
+    the `right` golden rows with a right answer, the judge called `right_called_right` right; of the
+    `wrong` ones with a wrong answer, `wrong_called_right`.
     """
 
     method: str
-    share: Number
+    share: Number | None
     low: Number
     high: Number
     right: Count
@@ -60,23 +68,27 @@ class Corrected(StrictRecord):
     wrong_called_right: Count
 
     def text(self) -> str:
-        """Return what the correction rests on."""
+        """Return how the accuracy was corrected, as a phrase for `Judgement.text`."""
         parts = []
         for name, said, rows in (
             ("right", self.right_called_right, self.right),
             ("wrong", self.wrong - self.wrong_called_right, self.wrong),
         ):
             parts.append(f"{said:,} of {rows:,} {name} ones {name}")
-        return f"corrected by golden rows ({self.method}), of which it called {' and '.join(parts)}"
+        called = f"of which it called {' and '.join(parts)}"
+        if self.share is None:
+            return f"it does not tell right from wrong on the golden rows, {called}"
+        return f"corrected by golden rows ({self.method}), {called}"
 
 
 @dataclass(frozen=True)
 class Judgement(StrictRecord):
-    """How many answers of the run with this `plan` its judge called right.
+    """A judge model's verdict on a sample of the answers of the run with this `plan`.
 
     `judge` is the judge's model, and `key` identifies the judge with its prompt and its golden
     rows. The judge called `right` of `rows` sampled answers right; `not_judged` further ones have
-    no verdict, because the judge failed. `low` and `high` are the ends of the exact 95 % interval.
+    no verdict, because the judge failed. `low` and `high` are the ends of the exact 95 % interval
+    of `right` in `rows`, not corrected.
     `corrected` is the accuracy without the judge's error; `uncorrected` says why it is unknown, for
     a job with golden rows. `series` compares the run with earlier ones by what the judge said, not
     corrected. `cost` is that of the judge's run (gpu_hours, total).
@@ -93,23 +105,30 @@ class Judgement(StrictRecord):
     corrected: Corrected | None = None
     uncorrected: str = ""
     rejected: tuple[RejectedAnswer, ...] = ()
-    series: AccuracySeries | None = None
+    series: ShareSeries | None = None
     cost: Mapping[str, Number] = field(default_factory=dict)
     currency: str = ""
 
     @property
-    def share(self) -> float:
-        """Return the accuracy: corrected if that is known, else as the judge said it."""
+    def share(self) -> float | None:
+        """Return the accuracy, corrected by golden rows if there are any; None if it is unknown."""
         if self.corrected is not None:
             return self.corrected.share
-        return self.right / self.rows if self.rows else 0.0
+        return self.right / self.rows if self.rows else None
+
+    @property
+    def headline(self) -> str:
+        """Return the share alone, such as `93.0%`."""
+        return "unknown" if self.share is None else f"{self.share:.1%}"
 
     def short(self) -> str:
-        """Return e.g. `93.0% (88.5% to 96.1%)`."""
+        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`."""
         if not self.rows:
             return "no judged answer"
         found = self.corrected or self
-        return f"{self.share:.1%} ({found.low:.1%} to {found.high:.1%})"
+        if self.share is None:
+            return self.headline
+        return f"{self.headline} ({found.low:.1%} to {found.high:.1%})"
 
     def text(self) -> str:
         """Return the judged accuracy in one line, with what it was measured on."""
@@ -118,7 +137,8 @@ class Judgement(StrictRecord):
             return f"unknown: {self.judge} judged no answer{failed}"
         counts = f"{self.judge} called {self.right:,} of {counted(self.rows, 'answer')} right"
         about = self.corrected.text() if self.corrected else self.uncorrected
-        return f"{self.short()}, {counts}{failed}{f'; {about}' if about else ''}"
+        separator = ":" if self.share is None else ","
+        return f"{self.short()}{separator} {counts}{failed}{f'; {about}' if about else ''}"
 
     def remedy(self, least: float) -> str:
         """Return what to do if the lower end of the interval is below `least`."""
@@ -128,17 +148,25 @@ class Judgement(StrictRecord):
                 "_raybatch/judge/, and correct quality.judge.prompt or the model. Or remove "
                 "at_least"
             )
-        if self.share >= least:
+        if self.right / self.rows > least:
             return f"Raise quality.judge.sample: {self.rows:,} are too few. Or lower at_least"
-        return "Look at the answers that the judge called wrong in the report, or lower at_least"
+        return (
+            f"A larger sample cannot help: the judge called {self.right / self.rows:.1%} of the "
+            "answers right. Look at the others in the report, or lower at_least"
+        )
 
 
 _RECORD = TypeAdapter(Judgement)
 
 
-def series_of(accuracy: Accuracy | None, judgement: Judgement | None) -> dict[str, AccuracySeries]:
-    """Return what compares the accuracy with that of earlier runs, by how it was measured."""
-    found = {"golden rows": accuracy, "judge": judgement}
+def series_of(
+    accuracy: Accuracy | None, judgement: Judgement | None, agreement: Agreement | None
+) -> dict[str, ShareSeries]:
+    """Return {what the rows were measured with: series} of the records that have a series.
+
+    The keys are "golden rows", "judge" and "larger model".
+    """
+    found = {"golden rows": accuracy, "judge": judgement, "larger model": agreement}
     return {name: one.series for name, one in found.items() if one and one.series}
 
 
@@ -192,20 +220,12 @@ def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
     else:
         method = "Rogan-Gladen"
         share, low, high = by_confusion(sum(sample), len(sample), confusion)
-    if math.isnan(share):
-        return None, _why_unknown(confusion)
-    share, low, high = round(share, 6), round(low, 6), round(high, 6)
-    return Corrected(method, share, low, high, **asdict(confusion)), ""
-
-
-def _why_unknown(confusion: Confusion) -> str:
-    for name in ("right", "wrong"):
-        if not getattr(confusion, name):
-            return (
-                f"not corrected, because no golden row that was answered {name} was judged: add "
-                "golden rows"
-            )
-    return "not corrected, because the judge called wrong golden rows right as often as right ones"
+        for name in ("right", "wrong"):
+            if not getattr(confusion, name):
+                why = f"not corrected, because no golden row that was answered {name} was judged"
+                return None, f"{why}: add golden rows"
+    found = None if math.isnan(share) else round(share, 6)
+    return Corrected(method, found, round(low, 6), round(high, 6), **asdict(confusion)), ""
 
 
 def put_judgement(store: Store, judgement: Judgement) -> None:
@@ -223,7 +243,10 @@ def read_judgement(store: Store) -> Judgement | None:
 
 
 def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:
-    """Yield (judgement, run directory) of each run in which a judge answers about this run."""
+    """Yield (name of a judgement's folder, directory of a run of its judge), for all judgements.
+
+    `store` is the directory of the judged run.
+    """
     for judgement in store.sub(JUDGE).folders():
         runs = store.sub(f"{JUDGE}/{judgement}/{JUDGE_RUNS}")
         for name in runs.folders():
@@ -231,5 +254,5 @@ def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:
 
 
 def is_judging(store: Store) -> bool:
-    """Return whether a judge has begun on the run's answers and not ended."""
+    """Return whether a judge's run has begun but no judgement was written yet."""
     return any(True for _ in store.sub(JUDGE).folders()) and not store.holds(JUDGEMENT)

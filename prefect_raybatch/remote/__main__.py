@@ -1,7 +1,7 @@
 """The program that Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
 
-Reads its job from the record of that number and works on the run, like the driver of a flow. Exit
-status: 0 complete, 1 an error, 3 superseded by another job, 4 drained, 143 stopped.
+Reads the job from record NUMBER in the run directory and works on the run, like the driver of a
+flow. Exit status: 0 complete, 1 an error, 3 superseded by a newer job, 4 drained, 143 stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 from prefect_raybatch.api import infer_run
-from prefect_raybatch.api.submission import OUTPUT_ENV, job_of_output, recorded_job
+from prefect_raybatch.api.sending import OUTPUT_ENV
+from prefect_raybatch.api.submission import job_of_output, recorded_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
 from prefect_raybatch.job.edits import edited
@@ -26,7 +27,7 @@ from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.layout import job_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.policy.in_force import limit_process, operator_policy, under
+from prefect_raybatch.policy.in_force import limit_process, operator_policy, policy_applied
 from prefect_raybatch.remote.follower import DIGEST_ENV
 from prefect_raybatch.remote.logs import MarkedLines
 from prefect_raybatch.remote.records import (
@@ -48,9 +49,10 @@ SUPERSEDED, DRAINED = 3, 4
 def work(uri: str, number: int) -> int:
     """Work on the run until it is complete; return the exit status.
 
-    The operator's policy limits the job, because others may write to the run directory with it.
+    The operator's policy applies, because anybody who can write to the run directory can change
+    the job.
     """
-    with under(operator_policy()):
+    with policy_applied(operator_policy()):
         return _work(uri, number)
 
 
@@ -112,9 +114,9 @@ def _output_options(uri: str) -> dict[str, Any]:
 
 
 def _check_submitted(record: Record) -> None:
-    """Raise `CorruptRun` if the record is not the one that was submitted.
+    """Raise `CorruptRun` if the job record was changed after the job was submitted.
 
-    Anybody who may write to the run directory can replace it.
+    Anybody who may write to the run directory can replace the record.
     """
     submitted = os.environ.get(DIGEST_ENV)
     if submitted is not None and record.digest != submitted:
@@ -133,7 +135,10 @@ def _superseded(records: JobRecords, number: int) -> bool:
 
 
 def guard(records: JobRecords, number: int, over: threading.Event) -> None:
-    """End this process when a newer job is recorded, because this one was then considered dead."""
+    """End this process by SIGTERM once a newer job is recorded; return once `over` is set.
+
+    A flow records a newer job only to replace this one, e.g. because it takes it for dead.
+    """
     while not over.wait(NEWER_JOB_LOOK):
         try:
             if _superseded(records, number):
@@ -144,7 +149,7 @@ def guard(records: JobRecords, number: int, over: threading.Event) -> None:
 
 
 class _Lines:
-    """Prints progress for Ray's dashboard; the flow derives its own from the commits."""
+    """Prints progress lines for Ray's dashboard; the flow computes its progress from commits."""
 
     def __init__(self) -> None:
         self.printed = 0.0

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds of retries before an error is raised
 REQUEST = 30.0  # timeout of one request, in seconds
-HEAD_AWAY_AFTER = 15.0  # seconds of retries before a warning
+HEAD_OUTAGE_SECONDS = 15.0  # seconds of retries before a warning
 LONGEST_RETRY_PAUSE = 15.0
 LIVE = frozenset(("PENDING", "RUNNING"))
 _UNKNOWN = re.compile(r"status code 404: Job .* does not exist", re.DOTALL)
@@ -43,7 +43,10 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True)
 class RayJob:
-    """A job as the server describes it. `ended` is in seconds since the epoch."""
+    """A job as the server describes it.
+
+    `ended` is in seconds since the epoch, None while the job lives.
+    """
 
     id: str
     status: str
@@ -57,7 +60,7 @@ class RayJob:
 
 
 class JobServer:
-    """The job server at `url`.
+    """A client of Ray's job server at `url`.
 
     Methods retry for up to `patience` seconds, then raise `JobServerUnavailable`. They raise
     `ConfigError` if the server rejects the request.
@@ -89,7 +92,7 @@ class JobServer:
     def submit(
         self, id: str, command: str, metadata: Mapping[str, str], env: Mapping[str, str]
     ) -> None:
-        """Ensure that a job with that id exists.
+        """Submit a job that runs `command`, unless the server already has a job with this id.
 
         Ray accepts an id only once: of several submitters, one starts the job and the others find
         it.
@@ -103,7 +106,7 @@ class JobServer:
                     metadata=dict(metadata),
                     runtime_env={"env_vars": dict(env)} if env else None,
                 )
-            except Exception as error:  # already submitted, or the answer was lost?
+            except Exception as error:  # the job may exist: by another submitter, or a lost answer
                 if self._find(id) is not None:
                     return
                 if _REFUSED.search(str(error)):
@@ -113,7 +116,7 @@ class JobServer:
         self._patiently(once)
 
     def stop(self, id: str, wait: float = 0.0) -> bool:
-        """Ask the job to stop; return True once it has ended, within `wait` seconds."""
+        """Ask the job to stop; return whether it has ended (or is gone) within `wait` seconds."""
         deadline = time.monotonic() + wait
 
         def once() -> None:
@@ -139,7 +142,7 @@ class JobServer:
             return None
 
     def _token_error(self, message: str) -> str:
-        """Return what is wrong with the token, from the message of Ray's AuthenticationError."""
+        """Return the error for a missing or a wrong token; `message` is Ray's error message."""
         wrong = message.startswith("Authentication failed")  # Ray's text for 403
         problem = token_wrong if wrong else token_missing
         return str(problem(f"cluster.job_server: {self.url}", self.access))
@@ -188,8 +191,11 @@ class JobServer:
                 return reply
 
     def _missed(self, silent: float, left: float, error: Exception) -> bool:
-        """Log a failed request; return whether it was logged as a warning."""
-        if silent < HEAD_AWAY_AFTER:
+        """Log a failed request; return whether it was logged as a warning.
+
+        The server has been `silent` for so many seconds; retries go on for `left` seconds.
+        """
+        if silent < HEAD_OUTAGE_SECONDS:
             log.info(
                 "Ray's job server at %s does not answer (%s); retrying", self.url, _brief(error)
             )
@@ -231,7 +237,10 @@ def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
 
 
 def _headers() -> dict[str, str] | None:
-    """Return headers for a proxy in front of the server, from the variable that Ray's CLI reads."""
+    """Return the HTTP headers in RAY_JOB_HEADERS, which Ray's CLI reads too; None if it is unset.
+
+    Raises `ConfigError` if the variable is not a JSON object of strings.
+    """
     text = os.environ.get(HEADERS_ENV)
     if not text:
         return None

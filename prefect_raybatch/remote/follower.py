@@ -13,7 +13,7 @@ A run never has two live jobs, and every job can be found again:
 - A job looks for a newer record than its own and ends itself if there is one. So a late submission
   of a suspended flow has no effect, and a job that its server considered dead stops.
 
-The result does not depend on this: commits record what is done, and two live jobs would only infer
+The result does not depend on this: each shard is committed once, so two live jobs would only infer
 some rows twice.
 """
 
@@ -34,7 +34,7 @@ import numpy as np
 
 from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import PhaseProgress, Progress
-from prefect_raybatch.driver.heartbeat import Counts, Listener, told_elsewhere, unheard
+from prefect_raybatch.driver.heartbeat import Counts, Listener, heartbeat_elsewhere, unheard
 from prefect_raybatch.errors import (
     ConfigError,
     JobLost,
@@ -43,7 +43,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.secrets import hide_path
-from prefect_raybatch.ledger.increments import begin_asks, increment_of
+from prefect_raybatch.ledger.increments import begin_requests_phase, increment_of
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.remote.client import JobServer, RayJob
@@ -54,6 +54,7 @@ from prefect_raybatch.remote.records import (
     Record,
     job_digest,
 )
+from prefect_raybatch.runs.cascade import passed_on
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store, read_ahead
 
@@ -95,6 +96,7 @@ class Submission:
 
     `job` and `env` are what the cluster receives: the batch job and the environment variables of
     the Ray job, without secrets. `options` are those of the store of the run directory.
+    `has_successor`: another run, the judge's, will use the same cluster.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Submission:
     stop_on_crash: bool
     access: ClusterAccess
     options: Mapping[str, Any]
+    has_successor: bool = False
 
 
 class Follower:
@@ -131,7 +134,11 @@ class Follower:
         self._current: tuple[Record, JobServer] | None = None
 
     def run_to_end(self) -> Progress:
-        """Return the progress once every shard is committed."""
+        """Submit and follow jobs until every shard is committed; return the progress.
+
+        Raises what the job raised, `JobStopped` if it was stopped, and `JobLost` if it ended
+        without a recorded error or if MOST_JOBS jobs left the run incomplete.
+        """
         self.watch.begin()
         with self._on_signal():
             for _ in range(MOST_JOBS):
@@ -152,7 +159,7 @@ class Follower:
     # --- find or submit ---------------------------------------------------------------------
 
     def attach(self) -> tuple[Record, JobServer]:
-        """Return the record and server of the run's live or succeeded job; submit one if needed."""
+        """Return record and server of the run's live or succeeded Ray job; submit one if needed."""
         for _ in range(MOST_JOBS):
             newest = self.records.newest()
             if newest is None:
@@ -198,10 +205,11 @@ class Follower:
         self.records.add(number, self.submission.job, self.url, self.owner.id, self.run)
 
     def _pass_over(self, record: Record) -> None:
-        """Submit the next job instead of one that is recorded at another server.
+        """Record the next job, at this flow's server, to replace `record`, which names another one.
 
-        That server is not contacted: anybody who may write to the run directory could name a server
-        of their own, which would receive the credentials and could claim to run the job.
+        The other server is not contacted: anybody who may write to the run directory could name a
+        server of their own, which would receive the credentials and could claim to run the job.
+        Raises `ConfigError` if this flow already has a job: another flow then uses that server.
         """
         where = f"the Ray job {record.id} is recorded at {hide_path(record.server)[:200]!r}"
         ours = f"cluster.job_server is {self.url}"
@@ -219,7 +227,7 @@ class Follower:
         self._next(record.number + 1)
 
     def _differs(self, record: Record) -> bool:
-        """Return whether a recorded job differs from the one that this flow would submit."""
+        """Return whether a recorded job differs from this flow's submission; warn if it does."""
         if record.digest == self.digest:
             return False
         log.warning(
@@ -255,7 +263,11 @@ class Follower:
             self.sleep(POLL)
 
     def _collect(self, record: Record, ended: RayJob) -> None:
-        """Raise what the job raised, unless the run is complete or a newer job exists."""
+        """Add the job's engine deaths and passes to the progress, then raise its error.
+
+        Raises nothing if the run is complete or a newer job is recorded; otherwise `JobStopped`,
+        the recorded error, or `JobLost` if there is none.
+        """
         outcome = self.records.outcome(record.number)
         if outcome is not None:
             self.watch.progress.process_deaths = outcome.engine_deaths
@@ -306,7 +318,8 @@ class Follower:
 class Watch:
     """Progress of a run from its commits, whichever driver writes them.
 
-    For a run that reuses answers, first from the commits of its requests phase, then from its own.
+    A run that reuses answers first has a requests phase: its commits (`asks`) are counted before
+    those of the run itself (`own`).
     """
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
@@ -314,10 +327,11 @@ class Watch:
         self.own = Commits(ledger, plan)
         self.asks: Commits | None = None
         increment = increment_of(plan)
-        begun = begin_asks(ledger.store, increment) if increment is not None else None
+        begun = begin_requests_phase(ledger.store, increment) if increment is not None else None
         if begun is not None:
             self.asks = Commits(*begun)
             self.asks.progress.later = PhaseProgress(plan.rows, plan.shards)
+            self.asks.progress.passed_on = passed_on(plan)
             self.own.progress.before = PhaseProgress(begun[1].rows, begun[1].shards)
         self._next = 0.0
 
@@ -331,11 +345,11 @@ class Watch:
 
     @property
     def _now(self) -> Commits:
-        """Return the commits of the current phase."""
+        """Return the requests phase's commits until it is complete, then the run's own."""
         return self.own if self.asks is None or self.asks.whole else self.asks
 
     def begin(self) -> None:
-        """Count the existing commits."""
+        """Count the existing commits and report the progress to `observe`."""
         for commits in (self.asks, self.own):
             if commits is not None:
                 commits.begin()
@@ -348,7 +362,7 @@ class Watch:
         return self.whole
 
     def look(self, now: bool = False) -> None:
-        """Count new commits if it is due, or `now`."""
+        """Count new commits, if the next look is due or with `now`; report them to `observe`."""
         began = time.monotonic()
         if not now and began < self._next:
             return
@@ -362,17 +376,17 @@ class Watch:
         self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
 
     def _tell(self, over: bool = False) -> None:
-        """Pass the heartbeat of the run's driver to a listener."""
+        """Pass the latest heartbeat of the run's driver to `observe` if it is a `Listener`."""
         if not isinstance(self.observe, Listener):
             return
         commits = self._now
         counts = Counts.of(commits.progress)
         try:
-            beat = told_elsewhere(commits.ledger.store, counts, over)
+            beat = heartbeat_elsewhere(commits.ledger.store, counts, over)
         except RayBatchError as error:  # heartbeats are only for display
             log.info("could not read heartbeats: %s", error)
             beat = unheard(counts)
-        self.observe.hear(beat.seen(commits.progress.done))
+        self.observe.on_heartbeat(beat.with_committed(commits.progress.done))
 
 
 class Commits:
@@ -401,7 +415,7 @@ class Commits:
         """Count new commits; return whether there are any."""
         commits = self._fresh()
         for commit in commits:
-            # The first commit's work began when the engines had started, not with the job.
+            # Work on the first commit began when the engines had started, not with the Ray job.
             first = commit.stats.started or self._last
             self.progress.add(commit, self._last if self.progress.recent else first)
             self._last = max(self._last, commit.committed)
@@ -424,7 +438,11 @@ class Commits:
 
 
 def error_of(outcome: Outcome) -> Exception:
-    """Return the recorded error: of this package, a terminal builtin, or else JobLost."""
+    """Return the error that a Ray job recorded at its end, as an exception to raise.
+
+    Its class is kept if it is an error of this package or TypeError, ValueError or
+    NotImplementedError; any other becomes `JobLost`.
+    """
     kind = getattr(errors, str(outcome.error), None)
     if isinstance(kind, type) and issubclass(kind, RayBatchError):
         return kind(outcome.message)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import MAKING, Beat, Counts, Listener
+from prefect_raybatch.driver.heartbeat import MAKING, Counts, Heartbeat, Listener
 from prefect_raybatch.errors import is_transient
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.manifest import RunIdentity
@@ -20,9 +20,16 @@ from prefect_raybatch.storage import open_store
 
 
 def infer_remotely(
-    submission: Submission, run: Run, observe: Callable[[Progress], None], owner: Owner
+    submission: Submission,
+    run: Run,
+    observe: Callable[[Progress], None],
+    owner: Owner,
+    cluster_of: Run | None = None,
 ) -> Progress:
     """Run inference as a Ray job that is followed here; return the progress at the end.
+
+    On Kubernetes, the job runs on the cluster of `run`, or on that of `cluster_of`: the judged run,
+    if `run` is its judge's.
 
     Raises what the Ray job raised, `JobServerUnavailable` and `JobLost` (a retry finds the job
     again), `JobStopped`, `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not answer) and
@@ -35,19 +42,36 @@ def infer_remotely(
     plan = load_run(ledger, run)[0]
     commits = Commits(ledger, plan)
     commits.begin()
-    whose = RunIdentity(run.run_key, submission.name, run.uri, plan.fingerprint, owner.id)
+    if plan.parent is not None:  # a retry of failed rows is not judged
+        submission = replace(submission, has_successor=False)
+    whose = _identity(cluster_of or run, submission, owner)
     cluster = RunCluster(made, whose, KubeApi(made), partial(_tell, observe, commits.progress))
     access = replace(submission.access, job_server=cluster.url, kubernetes=None)
     follower = Follower(replace(submission, access=access), run, observe, owner)
     if commits.whole:
-        cluster.end_left_over()
+        if not submission.has_successor:  # which may be at work on it, for another flow
+            cluster.end_left_over()
         return follower.run_to_end()
     observe(commits.progress)
-    return _on_cluster(cluster, follower, owner, submission.stop_on_crash)
+    return _on_cluster(cluster, follower, owner, submission)
 
 
-def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bool) -> Progress:
-    """Work on the cluster, then delete it, unless its Ray job continues without this process."""
+def _identity(run: Run, submission: Submission, owner: Owner) -> RunIdentity:
+    ledger = Ledger(open_store(run.uri, submission.options or None))
+    plan = load_run(ledger, run)[0]
+    return RunIdentity(run.run_key, submission.name, run.uri, plan.fingerprint, owner.id)
+
+
+def _on_cluster(
+    cluster: RunCluster, follower: Follower, owner: Owner, submission: Submission
+) -> Progress:
+    """Follow the run's job on the cluster; then delete it, unless the job continues without us.
+
+    With `Submission.has_successor`, the cluster is kept for the next run of this flow. With
+    `stop_on_crash`, an interruption of this process stops the job, so that the cluster is not
+    needed.
+    """
+    stops = submission.stop_on_crash
     with cluster:
         try:
             cluster.wait_ready()
@@ -64,12 +88,12 @@ def _on_cluster(cluster: RunCluster, follower: Follower, owner: Owner, stops: bo
             else:
                 cluster.end()
             raise
-        cluster.end(keep=True)
+        cluster.end(keep=True, for_successor=submission.has_successor)
     return progress
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:
-    """Report what the run waits for as a start-up phase."""
+    """Report `text`, which says what the run waits for, as a start-up phase to a `Listener`."""
     if isinstance(observe, Listener):
         now = time.time()
-        observe.hear(Beat.of(Counts.of(progress, now), now, phase=MAKING, about=text))
+        observe.on_heartbeat(Heartbeat.of(Counts.of(progress, now), now, phase=MAKING, about=text))

@@ -1,4 +1,4 @@
-"""Advice from a run's own figures: the evidence, and the one change to make. Pure.
+"""Derives advice from a run's figures: a problem, the evidence, and one change to make. Pure.
 
 Each rule checks one cause. It gives no advice if a figure is unknown, or if the run was too short
 for its engines to be full most of the time.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.report.records import Advice, RunReport
-from prefect_raybatch.sizing.shards import SEQUENCES, sequences_seen
+from prefect_raybatch.sizing.shards import SEQUENCES, known_max_num_seqs
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.words import counted
 
@@ -65,7 +65,7 @@ def memory(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if the run took longer than allowed."""
+    """Advise if the run took longer than limits.deadline."""
     if not spec.limits.deadline or not report.workers:
         return None
     allowed = seconds_of(spec.limits.deadline)
@@ -117,7 +117,7 @@ def starved(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if the GPU is idle although its engine is full: Python on one core limits it."""
+    """Advise if the GPU is idle though its engine is busy: Python on one core limits it."""
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
     full = _most_sequences(report, spec)
     if gpu is None or running is None or not full or not _long_enough(report, full):
@@ -134,7 +134,7 @@ def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Say that the GPU is near its limit, so that no setting helps."""
+    """Advise less work or more GPUs if the GPUs are near their limit, so that no setting helps."""
     mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
     if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
         return None
@@ -226,7 +226,7 @@ def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
-    """Advise a retry, with more tokens, of rows that failed because they were cut off."""
+    """Advise a retry of the `failed` rows whose answers were cut off, with `most` as max_tokens."""
     return Advice(
         "answers are cut off",
         f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
@@ -263,11 +263,11 @@ RULES: tuple[Callable[[RunReport, RunSpec], Advice | None], ...] = (
 
 
 def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
-    return sequences_seen(spec.sizes.max_num_seqs, report.figures)
+    return known_max_num_seqs(spec.sizes.max_num_seqs, report.figures)
 
 
 def _quantized(spec: RunSpec) -> bool:
-    """Return whether the weights are quantized, or a trial decides on that."""
+    """Return whether the weights are quantized; True also if a trial of the run decides that."""
     tried = any("quantization" in settings for settings in spec.engine.tries)
     return tried or bool(spec.engine.model.given.get("quantization"))
 

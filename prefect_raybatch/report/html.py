@@ -25,8 +25,8 @@ LONGEST_CELL = 500  # characters of a cell
 
 
 def html(report: RunReport, made: str = "") -> str:
-    """Return the page; `made` is the time for its footer."""
-    pictures = [Markup(picture) for picture in plots.of_report(report).values()]
+    """Return the report as an HTML page; `made` is the time shown in its footer."""
+    pictures = [Markup(picture) for picture in plots.report_plots(report).values()]
     return _template().render(**_parts(report), plots=pictures, made=made)
 
 
@@ -36,7 +36,7 @@ def fragment(report: RunReport) -> str:
 
 
 def _parts(report: RunReport) -> dict[str, object]:
-    """Return what the templates of a report insert."""
+    """Return {variable: value} for the templates of a report."""
     return {
         "report": report,
         "verdict": verdict(report),
@@ -44,6 +44,7 @@ def _parts(report: RunReport) -> dict[str, object]:
         "advice": reports.advice_table(report),
         "failures": reports.failure_table(report.failures),
         "result": reports.result_rows(report),
+        "of_larger": reports.of_larger(report),
         "stages": reports.stage_table(report),
         "precision": reports.precision_text(report),
         "tries": reports.precision_table(report),
@@ -60,7 +61,7 @@ def _parts(report: RunReport) -> dict[str, object]:
 
 def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
     """Return the run history of some jobs as one page."""
-    drawn = [plots.of_history(page.runs) for page in pages]
+    drawn = [plots.history_plot(page.runs) for page in pages]
     return _template("history.html.j2").render(
         pages=pages,
         made=made,
@@ -68,13 +69,16 @@ def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
         runs=[run_history.history_rows(page) for page in pages],
         answers=[run_history.answers_table(page) for page in pages],
         plots=[Markup(picture) if picture else "" for picture in drawn],
-        failures=[run_history.failures(page) for page in pages],
+        to_continue=[run_history.runs_to_continue(page) for page in pages],
         notes=[run_history.unread(page) for page in pages],
     )
 
 
 def diff_html(parts: Mapping[str, object], made: str = "") -> str:
-    """Return the comparison of two ways of asking as one page: changed answers side by side."""
+    """Return the comparison of a run with a changed job as a page: changed answers side by side.
+
+    `parts` is {variable: value} for its template.
+    """
     return _template("diff.html.j2").render(**parts, made=made)
 
 
@@ -119,13 +123,13 @@ def verdict(report: RunReport) -> str:
 
 
 def _tiles(report: RunReport) -> dict[str, str]:
-    """Return {name: value} of the main figures, as far as they are known."""
+    """Return {name: value} of the main figures, without unknown ones."""
     tokens = report.tokens.get("prompt_tokens", 0) + report.tokens.get("output_tokens", 0)
     tiles = {
         "rows answered": f"{report.good:,}",
         "in quarantine": f"{report.failed:,}",
         **({"accuracy": f"{report.accuracy.share:.1%}"} if report.accuracy else {}),
-        **({"judged accuracy": f"{report.judgement.share:.1%}"} if report.judgement else {}),
+        **({"judged accuracy": report.judgement.headline} if report.judgement else {}),
         "working time": reports.duration(report.seconds),
         "rows/s": reports.number(report.rows_per_s or None, 0),
         "tokens/s": reports.number(

@@ -24,15 +24,15 @@ NAMES = {
 }
 
 
-def of_report(report: RunReport) -> dict[str, str]:
+def report_plots(report: RunReport) -> dict[str, str]:
     """Return {name: SVG} of the plots of a report, in the order of `NAMES`."""
-    return of_charts(report.charts, report.workers)
+    return chart_plots(report.charts, report.workers)
 
 
-def of_charts(
+def chart_plots(
     charts: Charts, workers: Sequence[WorkerStats] = (), working: int = 0
 ) -> dict[str, str]:
-    """Return {name: SVG} of the plots of a run; about `working` shards are in engines now."""
+    """Return {name: SVG} of the plots of a run that has about `working` shards in engines now."""
     return {n: picture_of([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
 
 
@@ -43,7 +43,7 @@ def live(charts: Charts, working: int = 0) -> str | None:
     return _image(_plots(Charts(charts.throughput, {}, charts.cells), (), working))
 
 
-def whole(report: RunReport) -> str | None:
+def combined_plot(report: RunReport) -> str | None:
     """Return all plots of a report as one data URI; None if there are none."""
     return _image(_plots(report.charts, report.workers))
 
@@ -51,13 +51,13 @@ def whole(report: RunReport) -> str | None:
 def image_lines(report: RunReport) -> list[str]:
     """Return Markdown lines that show the plots of a report as inline images."""
     lines: list[str] = []
-    for name, picture in of_report(report).items():
+    for name, picture in report_plots(report).items():
         lines += [f"![{NAMES[name]}]({data_uri(picture)})", ""]
     return lines[:-1]
 
 
-def of_history(runs: Sequence[HistoryLine]) -> str | None:
-    """Return rows and answers of the runs, newest first, as one SVG; None if none is known."""
+def history_plot(runs: Sequence[HistoryLine]) -> str | None:
+    """Plot rows and answers of `runs` (newest first) as one SVG; None if none is completed."""
     counted_runs = [run for run in reversed(runs) if run.good is not None]
     if not counted_runs:
         return None

@@ -1,9 +1,10 @@
-"""The figures of a run as a record: the JSON of report.json."""
+"""Defines the report of a run as a record, the JSON of report.json; reads and writes it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -16,12 +17,15 @@ from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Part, dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Number, StrictRecord, read_json
-from prefect_raybatch.quality.accuracy import Accuracy
-from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.accuracy import Accuracy, interval
+from prefect_raybatch.quality.agreement import Agreement
+from prefect_raybatch.quality.alarm import ShareSeries
 from prefect_raybatch.quality.judgement import Judgement, series_of
 from prefect_raybatch.result_reader import FinishedRows
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
+LABELS_NAMED = 10  # of a classifier, in the report
 Point = Annotated[tuple[Number, ...], Field(min_length=4, max_length=4)]
 Quantiles = Annotated[tuple[Number, ...], Field(min_length=6, max_length=6)]
 Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
@@ -63,7 +67,7 @@ class WorkerStats(StrictRecord):
 
 @dataclass(frozen=True)
 class NodeStats(StrictRecord):
-    """A node with engines; `figures` holds the known ones of MEANS and PEAKS."""
+    """A node with engines; `figures` are known means and peaks measured there (MEANS, PEAKS)."""
 
     name: str
     engines: int
@@ -78,7 +82,7 @@ class Charts(StrictRecord):
 
     throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of up
     to 120 equal spans. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds. cells:
-    (shards, committed, failed rows, committed rows) of up to 2,000 equal runs of shards, in order.
+    (shards, committed, failed rows, committed rows) of up to 2,000 equal groups of shards, ordered.
     """
 
     throughput: Annotated[tuple[Point, ...], Field(max_length=1000)] = ()
@@ -90,7 +94,7 @@ class Charts(StrictRecord):
 
 @dataclass(frozen=True)
 class StartTimes(StrictRecord):
-    """The `seconds` of each phase of an attempt up to its first commit, in order.
+    """How long an attempt took to start: the `seconds` of each phase until its first commit.
 
     Phases of engines are those of the slowest engine.
     """
@@ -113,14 +117,62 @@ class Advice(StrictRecord):
 class ModelShare(StrictRecord):
     """A model of a cascade: its rows, tokens and cost (as `RunReport.cost`).
 
-    `asked` counts the rows it was asked about, `answered` those whose outcome it decided.
+    `asked` counts the rows sent to the model, `answered` those with its answer in the result, and
+    `failed` those in quarantine because they failed at this model. For the smaller model, `checked`
+    counts its answers that the larger model answered too as a check, `agreed` those that were
+    equal, and `unanswered` further rows to check that got no answer of the larger model.
     """
 
     model: str
     asked: int
     answered: int
+    failed: int
     tokens: Mapping[str, Number] = field(default_factory=dict)
     cost: Mapping[str, Number] = field(default_factory=dict)
+    checked: int = 0
+    agreed: int = 0
+    unanswered: int = 0
+
+    def agreement(self) -> str:
+        """Return e.g. `97.0% (93.6% to 98.9%)`, with the exact 95 % interval; "" if unchecked."""
+        if not self.checked:
+            return ""
+        low, high = interval(self.agreed, self.checked)
+        return f"{self.agreed / self.checked:.1%} ({low:.1%} to {high:.1%})"
+
+
+@dataclass(frozen=True)
+class ClassifierNote(StrictRecord):
+    """The classifier of a run: its file, encoder and labels, and what was measured in training.
+
+    It was `trained` (seconds since 1970) on the run with key `run`, and for `same` of `tested`
+    other texts its label was that run's answer. `run` is "" if that is unknown.
+    """
+
+    file: str
+    encoder: str
+    labels: tuple[str, ...]
+    run: str = ""
+    trained: Number = 0.0
+    tested: int = 0
+    same: int = 0
+
+    def text(self) -> str:
+        """Return a sentence about the classifier for the report; of many labels the first ones."""
+        shown = ", ".join(self.labels[:LABELS_NAMED])
+        more = ", ..." if len(self.labels) > LABELS_NAMED else ""
+        text = (
+            f"{counted(len(self.labels), 'label')} ({shown}{more}) by {self.file} on {self.encoder}"
+        )
+        if not self.run:
+            return text
+        when = datetime.fromtimestamp(self.trained, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        low, high = interval(self.same, self.tested)
+        return (
+            f"{text}, trained {when} on run {self.run}, where it gave {self.same:,} of "
+            f"{counted(self.tested, 'other text')} that run's answer: "
+            f"{self.same / max(1, self.tested):.1%} ({low:.1%} to {high:.1%})"
+        )
 
 
 @dataclass(frozen=True)
@@ -163,6 +215,7 @@ class RunReport(FinishedRows, StrictRecord):
     published: tuple[Published, ...] = ()
     accuracy: Accuracy | None = None
     judgement: Judgement | None = None
+    agreement: Agreement | None = None
     # rows reused, merged and asked, tokens and seconds saved; only with `reuse`
     reuse: Mapping[str, Number] = field(default_factory=dict)
     starts: tuple[StartTimes, ...] = ()  # of the latest attempts that started engines
@@ -182,12 +235,13 @@ class RunReport(FinishedRows, StrictRecord):
     elapsed: Number = 0.0
     currency: str = ""  # of the costs, if the job names it
     cascade: tuple[ModelShare, ...] = ()  # the models of a cascade, the smaller one first
+    classifier: ClassifierNote | None = None  # that answers rows, in a cascade or alone
     accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
 
     @property
-    def series(self) -> dict[str, AccuracySeries]:
-        """Return what compares the accuracy with that of earlier runs, by how it was measured."""
-        return series_of(self.accuracy, self.judgement)
+    def series(self) -> dict[str, ShareSeries]:
+        """Return the comparisons of accuracy and agreement with earlier runs; see `series_of`."""
+        return series_of(self.accuracy, self.judgement, self.agreement)
 
     @property
     def quarantine_folder(self) -> str | None:
@@ -199,7 +253,7 @@ class RunReport(FinishedRows, StrictRecord):
         return self.run, None
 
     def failed_with(self, error: str) -> int:
-        """Return how many of the most common failures have this error class."""
+        """Return how many rows failed with error class `error`, as far as `failures` lists them."""
         keys = ((FailureKey.parse(text), rows) for text, rows in self.failures.items())
         return sum(rows for key, rows in keys if key.error == error)
 
@@ -210,6 +264,7 @@ class RunReport(FinishedRows, StrictRecord):
             "published",
             "accuracy",
             "judgement",
+            "agreement",
             "reuse",
             "cost",
             "currency",
@@ -222,6 +277,7 @@ class RunReport(FinishedRows, StrictRecord):
             "elapsed",
             "accepted",
             "cascade",
+            "classifier",
             "starts",
         )
         for name in optional:
@@ -241,9 +297,9 @@ _REPORT = TypeAdapter(RunReport)
 
 
 def with_judgement(report: RunReport, judgement: Judgement | None) -> RunReport:
-    """Return a report as it was written with the judgement, and with its cost in that of the run.
+    """Return the report with the judgement added, and the judge's cost added to the run's.
 
-    `cost` then has the judge's part as `judge`.
+    `cost["judge"]` is then the judge's part. None leaves the report unchanged.
     """
     if judgement is None:
         return report

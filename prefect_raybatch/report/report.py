@@ -9,18 +9,20 @@ from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.published import Published
 from prefect_raybatch.ledger.records import Part, Plan
 from prefect_raybatch.ledger.stats import values_by_column
+from prefect_raybatch.model.pinned import ENDPOINT
 from prefect_raybatch.report.answers import answer_counts
 from prefect_raybatch.report.charts import charts
 from prefect_raybatch.report.inputs import null_counts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.sizing.agreement import unanswered_text
 from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import counted, money
 
 DASH = "-"  # an unknown value
 LONGEST_MARKDOWN_CELL = 200  # characters of a cell, before they are escaped
 FILES = 100  # files of a result that a page names
-COUNTED = (  # by row or token, summed over the commits
+COUNTED = (  # counts of rows or tokens, summed over the commits
     "prompt_tokens",
     "cached_tokens",
     "output_tokens",
@@ -43,7 +45,7 @@ def build(
     dashboard: str = "",
     losses: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """Build the report from the commits; `dashboard` is the URL of Ray's dashboard or ""."""
+    """Build the report from the summed commits; `dashboard` is the URL of Ray's dashboard or ""."""
     busy, totals = tally.busy_seconds, tally.stats
     tokens = {name: float(getattr(totals, name) or 0.0) for name in COUNTED}
     return RunReport(
@@ -86,7 +88,7 @@ def build(
 def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
     """Return the report as Markdown, result first; `plots` are lines that show the plots."""
     notes = _section("Notes", [f"- {markdown_text(note)}" for note in report.notes])
-    is_complete = report.state == "completed"
+    is_complete, larger = report.state == "completed", _larger_in_titles(report)
     lines = [
         f"# {markdown_text(report.job)}: {markdown_text(report.state)}",
         "",
@@ -95,11 +97,11 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         "",
         *table_lines([{"": name, " ": value} for name, value in result_rows(report)]),
         *_section("Models of the cascade", _table_lines(cascade_table(report))),
-        *_section("Plots", plots),
-        *_section("Stages", _table_lines(stage_table(report))),
-        *_section("Engines", _table_lines(engine_table(report))),
-        *_section("Start-up", _table_lines(start_table(report))),
-        *_section("Nodes", _table_lines(node_table(report))),
+        *_section("Plots" + larger, plots),
+        *_section("Stages" + larger, _table_lines(stage_table(report))),
+        *_section("Engines" + larger, _table_lines(engine_table(report))),
+        *_section("Start-up" + larger, _table_lines(start_table(report))),
+        *_section("Nodes" + larger, _table_lines(node_table(report))),
         *_section("Golden rows answered wrong", _table_lines(wrong_table(report))),
         *_section("Answers that the judge called wrong", _table_lines(rejected_table(report))),
         *_section("Precision", precision_lines(report)),
@@ -109,6 +111,24 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
         *(notes if is_complete else ()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def of_larger(report: RunReport) -> str:
+    """Return " of MODEL", the larger model of a cascade; "" for any other run.
+
+    A cascade's plots, stages, engines, starts and nodes are those of this model alone.
+    """
+    return f" of {report.cascade[1].model}" if report.cascade else ""
+
+
+def _larger_in_titles(report: RunReport) -> str:
+    """Return `of_larger` as Markdown, which keeps the space before it."""
+    return f" {markdown_text(of_larger(report))}" if report.cascade else ""
+
+
+def _model_of(report: RunReport) -> str:
+    hosted = report.model.get("source") == ENDPOINT
+    return f"{report.model.get('identity' if hosted else 'source')}"
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
@@ -130,14 +150,18 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         *remaining,
         *([("Accuracy", report.accuracy.text())] if report.accuracy else []),
         *([("Judged accuracy", report.judgement.text())] if report.judgement else []),
-        *[(f"Accuracy over time, {name}", series.text()) for name, series in report.series.items()],
+        *[
+            (f"{series.measure.capitalize()} over time, {name}", series.text())
+            for name, series in report.series.items()
+        ],
         ("Working time", duration(report.seconds)),
         *(_work_rows(report) if done else ()),
         *reuse_rows(report.reuse),
         *cost_rows(report.cost, report.currency),
         ("Shards", f"{report.shards:,}{resumed}"),
         ("Engine deaths", f"{report.engine_deaths}"),
-        ("Model", " and ".join(s.model for s in report.cascade) or f"{report.model.get('source')}"),
+        ("Model", " and ".join(s.model for s in report.cascade) or _model_of(report)),
+        *([("Classifier", report.classifier.text())] if report.classifier else []),
     ]
     if report.code:
         rows.append(("Code version", code_versions(report.code)))
@@ -174,7 +198,7 @@ def published_text(target: Published) -> str:
 
 
 def published_verb(target: Published, began: float) -> str:
-    """Return whether a call that `began` then has published to the target, or an earlier one."""
+    """Return "published" or "was published before": `began` is when the publishing call began."""
     return "published" if target.at >= began else "was published before"
 
 
@@ -185,7 +209,7 @@ def _cut_off(tokens: Mapping[str, float]) -> str:
 
 
 def _changed_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the numbers of deduplicated and truncated requests, as far as there are any."""
+    """Return the numbers of deduplicated and truncated requests, unless 0, as (name, value)."""
     rows = []
     if duplicates := tokens.get("deduplicated", 0):
         rows.append(("Duplicate requests", f"{duplicates:,.0f}, inferred once per shard"))
@@ -195,7 +219,7 @@ def _changed_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return what a run reused and saved as (name, value); empty without `reuse`."""
+    """Return the reused rows and the savings of a run as (name, value); empty without `reuse`."""
     if not reuse:
         return []
     rows = [
@@ -210,15 +234,16 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def cost_rows(cost: Mapping[str, float], currency: str = "") -> list[tuple[str, str]]:
-    """Return what a run cost and saved as (name, value).
+    """Return the cost and the savings of a run as (name, value).
 
     Only GPU-hours if the price is unknown, and nothing for a run without GPUs.
     """
+    judge = ", without the judge" if "judge" in cost else ""
     names = {
         "total": "Cost",
         "judge": "Of this, the judge",
-        "per_million_tokens": "Cost per million tokens",
-        "per_answered_row": "Cost per answered row",
+        "per_million_tokens": f"Cost per million tokens{judge}",
+        "per_answered_row": f"Cost per answered row{judge}",
         "saved_by_resume": "Saved by resuming (estimate)",
         "saved_by_reuse": "Saved by reuse (estimate)",
     }
@@ -295,7 +320,7 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
 
 
 def wrong_table(report: RunReport) -> list[dict[str, str]]:
-    """Return some golden rows that were answered wrong."""
+    """Return one row per golden row in a sample of those answered wrong."""
     return [
         {"golden row": one.row, "right answer": one.expected, "answer": one.answer}
         for one in (report.accuracy.wrong if report.accuracy else ())
@@ -303,7 +328,7 @@ def wrong_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def rejected_table(report: RunReport) -> list[dict[str, str]]:
-    """Return some rows whose answers the judge called wrong."""
+    """Return one row per answer in a sample of those that the judge called wrong."""
     rejected = report.judgement.rejected if report.judgement else ()
     return [{"judged row": one.shown} for one in rejected]
 
@@ -314,7 +339,8 @@ def cascade_table(report: RunReport) -> list[dict[str, str]]:
         {
             "model": share.model,
             "rows asked": f"{share.asked:,}",
-            "rows decided": f"{share.answered:,}",
+            "answered": f"{share.answered:,}",
+            "failed": f"{share.failed:,}",
             "share": f"{share.answered / report.rows:.1%}" if report.rows else DASH,
             "tokens in": number(share.tokens.get("prompt_tokens"), 0),
             "tokens out": number(share.tokens.get("output_tokens"), 0),
@@ -326,12 +352,28 @@ def cascade_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def cascade_text(report: RunReport) -> str:
-    """Return how many rows each model of a cascade decided; "" for any other run."""
-    return ", ".join(f"{share.answered:,} by {share.model}" for share in report.cascade)
+    """Describe how many rows each model of a cascade answered; "" for any other run.
+
+    Says also how often the models agree, if answers of the first were checked.
+    """
+    answered = ", ".join(
+        f"{share.answered:,} by {share.model}"
+        + (f" ({share.failed:,} failed)" if share.failed else "")
+        for share in report.cascade
+    )
+    agreed = report.cascade[0].agreement() if report.cascade else ""
+    failed = report.cascade[0].unanswered if report.cascade else 0
+    return "; ".join(
+        [
+            answered,
+            *([f"they agree on {agreed} of the checked rows"] if agreed else []),
+            *([unanswered_text(failed, "checked row", "the larger model")] if failed else []),
+        ]
+    )
 
 
 def precision_table(report: RunReport) -> list[dict[str, str]]:
-    """Return the quantizations that were tried, and their results; [] if there was no trial."""
+    """Return one row per quantization that a trial compared with the stored precision."""
     note = report.precision
     if note is None:
         return []
@@ -352,7 +394,7 @@ def precision_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def disagreement_table(report: RunReport) -> list[dict[str, str]]:
-    """Return sampled rows whose answers differ, with both answers."""
+    """Return one row per sampled row whose answer a tried quantization changed, with both."""
     tries = report.precision.tries if report.precision else ()
     return [
         {
@@ -367,7 +409,7 @@ def disagreement_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def precision_text(report: RunReport) -> str:
-    """Return the decision in a sentence; "" if there was nothing to decide."""
+    """Describe the decision of a precision trial in sentences; "" if there was none."""
     note = report.precision
     if note is None:
         return ""
@@ -385,7 +427,7 @@ def precision_text(report: RunReport) -> str:
 
 
 def precision_lines(report: RunReport) -> list[str]:
-    """Return the decision, the trials, and the rows that differ; [] if there was no trial."""
+    """Return the decision on precision and its evidence as Markdown lines; [] without a trial."""
     if report.precision is None:
         return []
     lines = [markdown_text(precision_text(report))]
@@ -422,7 +464,7 @@ def node_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def advice_table(report: RunReport) -> list[dict[str, str]]:
-    """Return problems found in the figures, the evidence, and what to change."""
+    """Return one row per advice: problem, evidence, change."""
     return [
         {"problem": advice.about, "evidence": advice.evidence, "change": advice.change}
         for advice in report.advice

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
+from prefect_raybatch.ledger.forks import fork_key
+from prefect_raybatch.ledger.last_attempt import RUN_AGAIN
 from prefect_raybatch.quality.accuracy import Accuracy
-from prefect_raybatch.quality.alarm import AccuracySeries
+from prefect_raybatch.quality.agreement import Agreement
+from prefect_raybatch.quality.alarm import ACCURACY, AGREEMENT, ShareSeries
 from prefect_raybatch.quality.judgement import Judgement, series_of
 from prefect_raybatch.report.answers import FAILED_ROWS, LEAST_ANSWERS, Shift, short_text
 from prefect_raybatch.report.inputs import Inputs
-from prefect_raybatch.report.plots import data_uri, of_history
+from prefect_raybatch.report.plots import data_uri, history_plot
+from prefect_raybatch.report.records import ModelShare
 from prefect_raybatch.report.report import DASH, duration, number, table_lines
 from prefect_raybatch.report.verdict import (
+    DISAGREEMENT_REMARK,
     DRIFT_REMARK,
     FALLEN_REMARK,
     LATE_REMARK,
@@ -25,6 +30,9 @@ from prefect_raybatch.report.verdict import (
 from prefect_raybatch.words import counted, money
 
 STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
+# Columns of some jobs.
+MEASURED = ("cost", "accuracy", "judged", "e-value", "agreement", "agreement e-value")
+MORE_OF = {"labels": "label", "lengths": "length", "ends": "finish reason"}
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -33,9 +41,14 @@ class HistoryLine:
     """A run of a job as the page shows it.
 
     `run` is its directory, "" for a run that Prefect scheduled and that has none. `began` is in
-    seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `shifts`
-    are the differences from the completed runs before. `trouble` says why a run
+    seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `committed` is the
+    share of its shards, `seconds` its working time, `elapsed` the time of all attempts with starts
+    and waits. `shifts` are the differences from earlier completed runs. `trouble` says why a run
     cannot be read, `failure` why its last attempt failed, and `command` runs it again.
+    `unmeasured` says why a complete run was not measured or judged. `is_left`: the run is
+    incomplete and no driver is at work. `compared`: with the completed run before it; `is_first`:
+    no earlier run counts answers. `checked` is the smaller model of a cascade, if some of its
+    answers were checked.
     """
 
     run_key: str
@@ -56,33 +69,36 @@ class HistoryLine:
     trouble: str = ""
     failure: str = ""
     command: str = ""
+    unmeasured: str = ""
+    is_left: bool = False
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
     currency: str = ""  # of the cost
     accuracy: Accuracy | None = None  # on golden rows
     judgement: Judgement | None = None
+    checked: ModelShare | None = None  # smaller model of a cascade, if its answers were checked
+    agreement: Agreement | None = None  # of both models of a cascade, compared with earlier runs
     prompt_tokens: float | None = None  # mean of a prompt
     inputs: Inputs = field(default_factory=Inputs)
 
     @property
     def distributions(self) -> dict[str, Mapping[str, float]]:
-        """Return the distributions of answers, and that of answered and failed rows."""
+        """Return {kind: {name: rows}}: answers as in `answers`, and answered and failed rows."""
         failed = {"answered": float(self.good or 0), "failed": float(self.quarantined or 0)}
         return {**self.answers, FAILED_ROWS: failed}
 
     @property
-    def series(self) -> dict[str, AccuracySeries]:
-        """Return what compares the accuracy with that of earlier runs, by how it was measured."""
-        return series_of(self.accuracy, self.judgement)
+    def series(self) -> dict[str, ShareSeries]:
+        """Return the comparisons of accuracy and agreement with earlier runs; see `series_of`."""
+        return series_of(self.accuracy, self.judgement, self.agreement)
 
-    @property
-    def has_fallen(self) -> bool:
-        """Return whether the accuracy is below that of the job's first runs."""
-        return any(series.rings for series in self.series.values())
+    def has_fallen(self, share: str) -> bool:
+        """Return whether `share`, ACCURACY or AGREEMENT, fell below that of the first runs."""
+        return any(one.rings for one in self.series.values() if one.measure == share)
 
     @property
     def drift(self) -> tuple[Shift, ...]:
-        """Return the shifts that are beyond what the runs of this job differ by themselves."""
+        """Return the shifts that exceed the usual differences between runs of this job."""
         return tuple(shift for shift in self.shifts if shift.is_drift)
 
 
@@ -104,26 +120,19 @@ class HistoryPage:
 
 
 def history_rows(page: HistoryPage) -> list[dict[str, str]]:
-    """Return one row for each run."""
-    costs = any(line.cost is not None for line in page.runs)
-    accuracies = any(line.accuracy is not None for line in page.runs)
-    judged = any(line.judgement is not None for line in page.runs)
-    return [_row(line, costs, accuracies, judged) for line in page.runs]
+    """Return one row for each run, without those columns of MEASURED that no run has."""
+    rows = [_row(line) for line in page.runs]
+    unknown = {name for name in MEASURED if all(row[name] == DASH for row in rows)}
+    return [{name: text for name, text in row.items() if name not in unknown} for row in rows]
 
 
-def _row(
-    run: HistoryLine, with_cost: bool, with_accuracy: bool, with_judgement: bool
-) -> dict[str, str]:
+def _row(run: HistoryLine) -> dict[str, str]:
     began = DASH
     if run.began is not None:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
     state = run.state
     if run.committed is not None and run.state != "completed":
         state = f"{state}, {run.committed:.0%} committed"
-    cost = (
-        {"cost": DASH if run.cost is None else money(run.cost, run.currency)} if with_cost else {}
-    )
-    accuracy = {"accuracy": run.accuracy.short() if run.accuracy else DASH} if with_accuracy else {}
     return {
         "run": run.run_key,
         "started (UTC)": began,
@@ -133,21 +142,27 @@ def _row(
         "rows/s": number(run.rate, 0),
         "time": duration(run.elapsed),
         "work": duration(run.seconds),
-        **cost,
-        **accuracy,
-        **({"judged": run.judgement.short() if run.judgement else DASH} if with_judgement else {}),
-        **({"e-value": _e_values(run)} if with_accuracy or with_judgement else {}),
+        "cost": DASH if run.cost is None else money(run.cost, run.currency),
+        "accuracy": run.accuracy.short() if run.accuracy else DASH,
+        "judged": run.judgement.short() if run.judgement else DASH,
+        "e-value": _e_values(run, ACCURACY),
+        "agreement": (run.checked and run.checked.agreement()) or DASH,
+        "agreement e-value": _e_values(run, AGREEMENT),
         "answers": _shift_text(run),
     }
 
 
-def _e_values(run: HistoryLine) -> str:
-    """Return the e-values of the accuracy: by golden rows, then by the judge."""
-    return " / ".join(series.short() for series in run.series.values()) or DASH
+def _e_values(run: HistoryLine, share: str) -> str:
+    """Return the e-values (`quality/alarm.py`) of `share`: ACCURACY or AGREEMENT.
+
+    Those of ACCURACY are by golden rows, then by the judge.
+    """
+    found = [series.short() for series in run.series.values() if series.measure == share]
+    return " / ".join(found) or DASH
 
 
 def _shift_text(run: HistoryLine) -> str:
-    """Return the shifts from the run before, or why there are none."""
+    """Describe the shifts from earlier runs, or why there are none."""
     if run.shifts:
         return "; ".join(map(short_text, run.shifts))
     if not run.answers:
@@ -161,35 +176,52 @@ def _shift_text(run: HistoryLine) -> str:
 def answers_table(page: HistoryPage) -> list[dict[str, str]]:
     """Return shares of answers, a column per run, newest first; empty if no run counts answers.
 
-    By label if labels are counted, otherwise by length and by finish reason.
+    By label if labels are counted, otherwise by length and by finish reason. These are counted for
+    the larger model of a cascade alone.
     """
     runs = [run for run in page.runs if run.answers]
     kinds = ("labels",) if any("labels" in run.answers for run in runs) else ("lengths", "ends")
     titles = {"labels": "{}", "lengths": "{} tokens", "ends": "finish reason {}"}
+    of_larger = kinds != ("labels",) and any(run.checked for run in runs)
     rows = []
     for kind in kinds:
-        for name in shown_names(runs, kind):
+        names, others = shown_names(runs, kind)
+        for name in names:
             title = "1 token" if (kind, name) == ("lengths", "1") else titles[kind].format(name)
-            shares = {run.run_key: _share(run.answers.get(kind, {}), name) for run in runs}
-            rows.append({"": title, **shares})
+            title += ", larger model" if of_larger else ""
+            rows.append(_shares(title, runs, kind, [name]))
+        if others:
+            more = f"and {counted(len(others), f'more {MORE_OF[kind]}')}"
+            rows.append(_shares(more, runs, kind, others))
     return rows
 
 
-def shown_names(runs: Sequence[HistoryLine], kind: str) -> list[str]:
-    """Return the most common names over all runs; lengths in ascending order."""
+def _shares(
+    title: str, runs: Sequence[HistoryLine], kind: str, names: Sequence[str]
+) -> dict[str, str]:
+    """Return a row with the share of the answers `names` together, in each run."""
+    return {"": title, **{run.run_key: _share(run.answers.get(kind, {}), names) for run in runs}}
+
+
+def shown_names(runs: Sequence[HistoryLine], kind: str) -> tuple[list[str], list[str]]:
+    """Return the LABELS_SHOWN most common names of a kind of answer over all runs, and the others.
+
+    They begin with the most common, except for lengths, which are in ascending order.
+    """
     sums: dict[str, float] = {}
     for run in runs:
         for name, count in run.answers.get(kind, {}).items():
             sums[name] = sums.get(name, 0.0) + count
-    common = sorted(sums, key=lambda name: -sums[name])[:LABELS_SHOWN]
+    names = sorted(sums, key=lambda name: -sums[name])
+    common = names[:LABELS_SHOWN]
     if kind == "lengths":
         common.sort(key=lambda name: int(name.partition("-")[0].replace(",", "")))
-    return common
+    return common, names[LABELS_SHOWN:]
 
 
-def _share(counts: Mapping[str, float], name: str) -> str:
+def _share(counts: Mapping[str, float], names: Sequence[str]) -> str:
     total = sum(counts.values())
-    return f"{counts.get(name, 0.0) / total:.1%}" if total else DASH
+    return f"{sum(counts.get(name, 0.0) for name in names) / total:.1%}" if total else DASH
 
 
 def history_markdown(page: HistoryPage, plots: bool = True) -> str:
@@ -198,8 +230,12 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
     lines += table_lines(history_rows(page))
-    lines += _incomplete_lines(page)
-    picture = of_history(page.runs) if plots else None
+    todo = [
+        f"- {markdown_text(f'{key}: {text}')}{f' {code_span(command)}' if command else ''}"
+        for key, text, command in _to_continue(page)
+    ]
+    lines += ["", "## Runs to continue", "", *todo] if todo else []
+    picture = history_plot(page.runs) if plots else None
     if picture is not None:
         lines += ["", f"![Runs]({data_uri(picture)})"]
     if answers := answers_table(page):
@@ -209,18 +245,8 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _incomplete_lines(page: HistoryPage) -> list[str]:
-    """Return each run that did not complete with the reason and, to be copied, the command."""
-    lines = []
-    for run in page.runs:
-        if run.failure:
-            command = f"; continue with: {code_span(run.command)}" if run.command else ""
-            lines.append(f"- {markdown_text(f'{run.run_key}: {run.failure}')}{command}")
-    return ["", "## Runs that did not complete", "", *lines] if lines else []
-
-
 def headlines(page: HistoryPage) -> list[str]:
-    """Return the most important facts about the newest run."""
+    """Return lines with the main facts about the newest run, and about runs that never started."""
     run = page.latest
     if run is None:
         return []
@@ -234,7 +260,9 @@ def headlines(page: HistoryPage) -> list[str]:
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if run.drift else []
-    about += [FALLEN_REMARK] if run.has_fallen else []
+    about += [FALLEN_REMARK] if run.has_fallen(ACCURACY) else []
+    about += [DISAGREEMENT_REMARK] if run.has_fallen(AGREEMENT) else []
+    about += [f"{run.unmeasured.rstrip('.')}."] if run.unmeasured else []
     counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
     return [f"Last run: {outcome}", *shifted, *unstarted]
@@ -246,28 +274,43 @@ def _failure_line(run: HistoryLine) -> str:
 
 
 def remarks(page: HistoryPage, run: HistoryLine) -> list[str]:
-    """Return what is unusual about a completed run of the page, its answers apart."""
+    """Return remarks on a completed run of the page that had too few rows or took too long."""
     return [text for text in unusual_figures(page, run) if text]
 
 
+def replaced_keys(runs: Sequence[HistoryLine]) -> set[str]:
+    """Return the keys of runs that were repaired and whose repaired run is completed.
+
+    Only the repaired run then counts as an observation.
+    """
+    completed = {run.run_key for run in runs if run.good is not None}
+    return {key for key in completed if fork_key(key) in completed}
+
+
 def unusual_figures(page: HistoryPage, run: HistoryLine) -> tuple[str, str]:
-    """Return the remarks on too few rows and on too long a time, "" for a usual figure."""
-    before = page.runs[page.runs.index(run) + 1 :]
+    """Return (remark on too few rows, remark on too long a time), "" for a usual figure."""
+    replaced = replaced_keys(page.runs)
+    runs = page.runs[page.runs.index(run) + 1 :]
+    before = [line for line in runs if line.run_key not in replaced]
     earlier = [line.rows for line in before if line.good is not None and line.rows is not None]
     times = [line.elapsed for line in before if line.good is not None and line.elapsed]
     return few_rows(run.rows or 0, earlier) or "", slow(run.elapsed or 0.0, times) or ""
 
 
-def failures(page: HistoryPage) -> list[tuple[str, str]]:
-    """Return (run key, why its last attempt failed, and the command that runs it again)."""
-    return [
-        (
-            run.run_key,
-            f"{run.failure}; continue with: {run.command}" if run.command else run.failure,
-        )
-        for run in page.runs
-        if run.failure
-    ]
+def runs_to_continue(page: HistoryPage) -> list[tuple[str, str]]:
+    """Return (run key, why it is not done and what to do) of each run that is to be continued."""
+    return [(key, f"{text}{command}") for key, text, command in _to_continue(page)]
+
+
+def _to_continue(page: HistoryPage) -> Iterator[tuple[str, str, str]]:
+    """Yield (run key, why it is not done and what to do, command or "") of runs to continue."""
+    for run in page.runs:
+        if reason := (run.failure or run.unmeasured):
+            advice = "continue with: " if run.command else RUN_AGAIN if run.run else ""
+            text = f"{reason.rstrip('.: ')}; {advice}" if advice else reason
+            yield run.run_key, text, run.command
+        elif run.is_left:
+            yield run.run_key, f"{run.state}, and no driver is heard; {RUN_AGAIN}", ""
 
 
 def unread(page: HistoryPage) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The outcome of a run in one line, for the run history and the states of flow runs. Pure."""
+"""Describes a run's outcome in one line, for the run history and the states of flow runs. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COMPARED_RUNS = 7  # completed runs that give the usual numbers of rows and seco
 NOTHING_TO_DO = "Nothing to do."
 DRIFT_REMARK = "The run has drifted from those before it."
 FALLEN_REMARK = "The accuracy fell below that of the first runs: see the report."
+DISAGREEMENT_REMARK = "The models of the cascade agree on fewer rows than in the first runs."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
 
 
@@ -31,7 +32,7 @@ def outcome_text(
     remarks: Sequence[str] = (),
     currency: str = "",
 ) -> str:
-    """Return the outcome of a completed run, and what to look at; `seconds` is its whole time."""
+    """Describe the outcome of a completed run, with `remarks`; `seconds` is its elapsed time."""
     parts = [f"{good:,} of {counted(rows, 'row')}"]
     if failed:
         share = 100 * failed / rows
@@ -45,7 +46,7 @@ def outcome_text(
 
 
 def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 0.0) -> str:
-    """Return the verdict on a run from its report; `seconds` is its whole time, if known."""
+    """Describe a run's outcome by its report; `seconds` is its elapsed time, 0 if unknown."""
     seconds = max(report.elapsed, report.seconds, seconds)
     cost = report.cost.get("total")
     if missed_deadline(report):
@@ -62,8 +63,8 @@ def missed_deadline(report: RunReport) -> bool:
 def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     """Return the remark on a run with far fewer rows than usual; None for any other run.
 
-    `earlier` are the rows of the completed runs before it, newest first. If there are enough of
-    them, they must also differ less among themselves.
+    `earlier` are the numbers of rows of earlier completed runs, newest first. With 14 or more of
+    them, `rows` must also be outside their usual variation.
     """
     logs = [math.log(number) for number in earlier[:MOST_RUNS] if number > 0]
     if rows and len(logs) >= LEAST_RUNS and chance_after(math.log(rows), logs) >= RUN_CHANCE:
@@ -76,24 +77,27 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
 
 
 def _usually(runs: int, value: str) -> str:
-    """Return what the runs before had, as the rest of a sentence."""
+    """Return the end of a sentence that states the usual `value` of so many earlier runs."""
     if runs == 1:
         return f"the completed run before has {value}"
     return f"the median of the last {runs} completed runs is {value}"
 
 
 def usual_seconds(earlier: Sequence[float]) -> float | None:
-    """Return the median time of the completed runs before, newest first; None without any."""
+    """Return the median of the latest `earlier` run times (newest first); None without any."""
     return median(earlier[:COMPARED_RUNS]) if earlier else None
 
 
 def is_slow(seconds: float, usual: float | None) -> bool:
-    """Return whether a run takes at least twice the usual time."""
+    """Return whether a run takes at least twice the usual time and at least a minute longer."""
     return usual is not None and seconds >= max(SLOW * usual, usual + SLOW_LEAST)
 
 
 def slow(seconds: float, earlier: Sequence[float]) -> str | None:
-    """Return the remark on a run that took twice the usual time; None for any other run."""
+    """Return the remark on a run that took much longer than usual (`is_slow`), else None.
+
+    `earlier` are the seconds of earlier completed runs, newest first.
+    """
     usual = usual_seconds(earlier)
     if usual is None or not is_slow(seconds, usual):
         return None

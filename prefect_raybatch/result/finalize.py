@@ -27,21 +27,23 @@ from prefect_raybatch.ledger.records import Commit, Part, Plan
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.success import check_no_strays, check_parts
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.result.part_notes import noted
+from prefect_raybatch.result.part_notes import unchanged_parts
 from prefect_raybatch.result.parts import PartTask, check_unfinished, write_part
 from prefect_raybatch.result.pieces import check_commit
 from prefect_raybatch.result.survey import Survey, bare, chosen_layout, layout_of, survey
 from prefect_raybatch.storage import Store
 
 PartWriters = Callable[[Callable[[PartTask], Part], Iterator[PartTask], int], Iterable[Part]]
-"""Runs a function for each task, anywhere and in any order; the integer is the total bytes."""
+"""Type of functions (write, tasks, total bytes) that call `write` for each task, in this process or
+on workers, and return the parts in any order.
+"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The files that finalize wrote, and the tally of all commits.
+    """The files that finalize wrote (`parts`), and the totals over all commits (`tally`).
 
-    `layout` and `manifest` are the tables that `_SUCCESS` must name.
+    `layout` and `manifest` are the names of the tables that `_SUCCESS` must name.
     """
 
     tally: Tally
@@ -50,10 +52,10 @@ class Result:
     manifest: str | None = None
 
 
-def one_by_one(
+def write_sequentially(
     write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterable[Part]:
-    """Write one file after the other in this process."""
+    """Call `write` for one task after the other, in this process; return the parts."""
     return map(write, tasks)
 
 
@@ -65,15 +67,16 @@ def finalize(
     file_bytes: int,
     compact: bool = True,
     read_back: bool = False,
-    writers: PartWriters = one_by_one,
+    writers: PartWriters = write_sequentially,
 ) -> Result:
-    """Write data/ and the quarantine, or the manifest; check that they hold each row exactly once.
+    """Write data/ and the quarantine; check that they hold each row exactly once.
 
-    `file_bytes` is the target size of a part, in bytes of its pieces. With `read_back`, a part's
-    ETag is not accepted as proof of its content. `writers` writes the parts. Raises `IncompleteRun`
-    if shards are missing, and `CorruptRun` that names a piece with wrong coverage, an unexpected
-    file of the result, or another finalizer that has ended the run. Does not write _SUCCESS: the
-    caller does, after its report.
+    Without `compact`, writes the manifest instead, a list of the pieces. `file_bytes` is the target
+    size of a part, in bytes of its pieces. With `read_back`, a part's ETag is not accepted as proof
+    of its content. `writers` writes the parts. Raises `IncompleteRun` if shards are missing, and
+    `CorruptRun` that names a piece with wrong coverage or an unexpected file of the result, or if
+    another finalizer has finished the run meanwhile. Does not write _SUCCESS: the caller does,
+    after its report.
     """
     found = survey(ledger, plan, shards, pieces=not compact)
     if compact:
@@ -93,28 +96,31 @@ def finalize_committed(
     ledger: Ledger,
     plan: Plan,
     shards: Shards,
-    found: Survey,
+    survey: Survey,
     row_number: str,
     file_bytes: int,
     below: str,
     read_back: bool = False,
-    writers: PartWriters = one_by_one,
+    writers: PartWriters = write_sequentially,
 ) -> list[Part]:
-    """Write the shards in `found` of an incomplete run to the folder `below` in its directory.
+    """Write the shards in `survey` of an incomplete run to the folder `below` in its directory.
 
     Follows the rules of `finalize`, but writes only files, no records, and leaves the run
     unchanged. The caller must check that the files still exist once a record names them.
 
-    Raises like `finalize`, and `CorruptRun` also if the run is completed meanwhile.
+    Raises the errors of `finalize`, and `CorruptRun` also if the run is completed meanwhile.
     """
-    layout, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
-    work = _Work(ledger, plan, shards, found, layout, spans, read_back, f"{below}/")
+    layout, spans = chosen_layout(ledger, plan, survey, row_number, file_bytes)
+    work = _Work(ledger, plan, shards, survey, layout, spans, read_back, f"{below}/")
     return work.done(writers)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The second pass: writes the files of a layout to the folder `below` ("": the run's)."""
+    """The second pass of finalize: writer of a layout's files.
+
+    `below` is the folder to write to, a path in the run directory ("": the run directory itself).
+    """
 
     ledger: Ledger
     plan: Plan
@@ -127,17 +133,20 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """Return the layout that part notes name; None for files outside the result."""
+        """Return the name of the layout's table, which part notes contain.
+
+        None for a partial result, which gets no notes.
+        """
         return None if self.below else self.layout.table
 
     def path(self, span: PartSpan) -> str:
         return f"{self.below}{span.path}"
 
     def done(self, writers: PartWriters) -> list[Part]:
-        """Return all files in the order of the layout, each present and verified."""
+        """Write the files that no valid part note names; return all files in the layout's order."""
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:
-            parts = noted(store, self.noted_as, self.spans)
+            parts = unchanged_parts(store, self.noted_as, self.spans)
         todo = [span for span in self.spans if self.path(span) not in parts]
         sizes = self.found.sums.bytes
         size = sum(int(sizes[span.kind][span.start : span.stop].sum()) for span in todo)
@@ -189,7 +198,7 @@ class _Work:
 
 
 def first_rows(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
-    """Return the first rows of a result, for display; None if there are none."""
+    """Return at most `rows` rows from a result's start, for display; None if it has no rows."""
     for name in files:
         with store.open(name) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)

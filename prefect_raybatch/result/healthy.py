@@ -28,12 +28,12 @@ from prefect_raybatch.storage import read_ahead
 
 SHARDS_AT_ONCE = 4  # whose pieces are read concurrently
 
-Tell = Callable[[str], None]
+FaultHandler = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class HeldRows:
-    """Rows of one kind as in a piece: the bytes of a Parquet file, and the positions."""
+class EncodedRows:
+    """Rows of one kind in the form of a piece: the bytes of a Parquet file, and the positions."""
 
     kind: PieceKind
     positions: Positions
@@ -41,15 +41,18 @@ class HeldRows:
 
 
 @dataclass(frozen=True)
-class WholeShard:
+class IntactShard:
     """An intact shard: its commit and all its rows."""
 
     commit: Commit
-    held: tuple[HeldRows, ...]
+    encoded_rows: tuple[EncodedRows, ...]
 
 
-def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
-    """Yield the intact shards of a run in order; call `fault` for each lost one."""
+def intact_shards(member: Member, fault: FaultHandler) -> Iterator[IntactShard]:
+    """Yield the intact shards of a run, by number; pass `fault` a message for each fault.
+
+    A shard whose commit record is missing is only left out.
+    """
     ledger, plan = member.ledger, member.plan
     shards = ledger.shards(plan)
     listing = ledger.listing(plan)
@@ -60,7 +63,7 @@ def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
         yield from _cut_out(member, shards, checked, fault)
         return
 
-    def load(commit: Commit) -> WholeShard | CorruptRun:
+    def load(commit: Commit) -> IntactShard | CorruptRun:
         try:
             return _of_pieces(ledger, commit)
         except CorruptRun as error:
@@ -73,7 +76,7 @@ def whole_shards(member: Member, fault: Tell) -> Iterator[WholeShard]:
             yield found
 
 
-def _checked(commits: Iterator[Commit], shards: Shards, fault: Tell) -> Iterator[Commit]:
+def _checked(commits: Iterator[Commit], shards: Shards, fault: FaultHandler) -> Iterator[Commit]:
     for commit in commits:
         try:
             check_commit(commit, shards[commit.shard].rows)
@@ -83,20 +86,23 @@ def _checked(commits: Iterator[Commit], shards: Shards, fault: Tell) -> Iterator
         yield commit
 
 
-def _of_pieces(ledger: Ledger, commit: Commit) -> WholeShard:
+def _of_pieces(ledger: Ledger, commit: Commit) -> IntactShard:
     held = []
     for piece in commit.pieces:
         data, table = checked_piece(ledger.store, commit.shard, piece)
         if not _are_at(table[POSITION_COLUMN].to_numpy(), piece.positions):
             raise CorruptRun(f"{piece_path(piece.path)} and its commit have different positions")
-        held.append(HeldRows(piece.kind, piece.positions, data))
-    return WholeShard(commit, tuple(held))
+        held.append(EncodedRows(piece.kind, piece.positions, data))
+    return IntactShard(commit, tuple(held))
 
 
 def _cut_out(
-    member: Member, shards: Shards, commits: Iterator[Commit], fault: Tell
-) -> Iterator[WholeShard]:
-    """Yield shards cut out of the intact files of the result."""
+    member: Member, shards: Shards, commits: Iterator[Commit], fault: FaultHandler
+) -> Iterator[IntactShard]:
+    """Yield the shards whose rows are all in intact result files.
+
+    Passes `fault` a message for each damaged file and each shard left out.
+    """
     rows = {kind: _Rows(numbered_rows(member, kind, fault)) for kind in KINDS}
     for commit in commits:
         shard = shards[commit.shard]
@@ -111,17 +117,17 @@ def _cut_out(
             if table is not None and len(positions):
                 held.append(_as_piece(kind, positions, numbers - shard.start, table))
         if whole:
-            yield WholeShard(commit, tuple(held))
+            yield IntactShard(commit, tuple(held))
         else:
             fault(f"shard {commit.shard}: some of its rows are in damaged files")
 
 
-def _as_piece(kind: str, positions: Positions, at: np.ndarray, table: pa.Table) -> HeldRows:
+def _as_piece(kind: str, positions: Positions, at: np.ndarray, table: pa.Table) -> EncodedRows:
     out = io.BytesIO()
     table = table.add_column(0, POSITION_COLUMN, pa.array(at, pa.int32()))
     pq.write_table(table, out, compression="zstd")
     named: PieceKind = "data" if kind == "data" else "quarantine"
-    return HeldRows(named, positions, out.getvalue())
+    return EncodedRows(named, positions, out.getvalue())
 
 
 def _are_at(numbers: np.ndarray, positions: Positions) -> bool:
@@ -132,7 +138,7 @@ def _are_at(numbers: np.ndarray, positions: Positions) -> bool:
 
 
 class _Rows:
-    """Numbered rows in the order of arrival, handed out by range."""
+    """Buffer over batches of rows with ascending numbers, from which ranges are taken in order."""
 
     def __init__(self, batches: Iterator[tuple[np.ndarray, pa.Table]]):
         self._batches = batches
@@ -140,7 +146,7 @@ class _Rows:
         self._ended = False
 
     def take(self, start: int, stop: int) -> tuple[np.ndarray, pa.Table | None]:
-        """Return the rows of [start, stop); rows before them are dropped."""
+        """Return (numbers, other columns or None) of the rows [start, stop); drop rows before."""
         while not self._ended and not (self._held and self._held[-1][0][-1] >= stop - 1):
             batch = next(self._batches, None)
             if batch is None:

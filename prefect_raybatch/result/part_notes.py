@@ -47,10 +47,10 @@ class FileSeen(StrictRecord):
 
 @dataclass(frozen=True)
 class PartNote(StrictRecord):
-    """Records that `part` was written and verified.
+    """A note that the file `part` was written and verified.
 
-    `layout` is the table of its layout; `file` and `sums` identify the file and its row checksums
-    as they were then.
+    `layout` is the name of the table of its layout; `file` and `sums` identify the file and the
+    file of its row checksums as they were then.
     """
 
     layout: str
@@ -61,14 +61,14 @@ class PartNote(StrictRecord):
     sums: FileSeen
 
     def put(self, store: Store) -> None:
-        """Write the note if possible; nothing depends on it."""
+        """Write the note; an error is only logged, because correctness does not depend on notes."""
         try:
             put_record(store, _path(self.kind, self.index), dump(asdict(self)))
         except RayBatchError as error:
             log.info("the note of %s was not written: %s", self.part.path, error)
 
 
-def noted(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
+def unchanged_parts(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
     """Return {path: part} of the files of this layout that are unchanged since their notes."""
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:

@@ -17,7 +17,10 @@ from prefect_raybatch.storage import Store
 
 
 def check_commit(commit: Commit, rows: int) -> None:
-    """Raise `CorruptRun` that names the shard unless a commit's positions and pieces add up."""
+    """Raise `CorruptRun` naming the shard unless the commit has each position of [0, rows) once.
+
+    Its pieces of data must have its good positions, those of quarantine its failed ones.
+    """
     held = disjoint((commit.good, commit.failed, commit.skipped))
     if held != Positions.spans((0, rows)):
         raise CorruptRun(
@@ -33,10 +36,11 @@ def check_commit(commit: Commit, rows: int) -> None:
 
 
 def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, bytes | None]]:
-    """Yield (kind, table sorted by position, its Parquet file if any) of a commit's pieces.
+    """Yield (kind, table, Parquet file or None) for each kind of pieces that a commit names.
 
-    Checks size, hash and positions; the Parquet file holds exactly the table. Raises `CorruptRun`
-    that names the piece and, for a faulty row, its position.
+    The table has the rows of all pieces of the kind, sorted by position. The Parquet file (bytes)
+    is the only piece, if it holds exactly this table. Checks size, hash and positions. Raises
+    `CorruptRun` that names the piece and, for a faulty row, its position.
     """
     for kind in KINDS:
         pieces = [p for p in commit.pieces if p.kind == kind]
@@ -50,7 +54,7 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, b
         if (actual := _other_positions(table, expected)) is not None:
             raise CorruptRun(
                 f"shard {commit.shard}: its {kind} pieces hold positions {actual}, the commit says "
-                f"{expected.said()}"
+                f"{expected.ranges_text()}"
             )
         yield kind, table, data
 
@@ -61,7 +65,7 @@ def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
 
 
 def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Table]:
-    """Like `read_piece`, with the bytes that were checked."""
+    """Read and check one piece as `read_piece` does; return (its bytes, its table)."""
     path = piece_path(piece.path)
     try:
         data = store.read(path)
@@ -70,7 +74,7 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
     if len(data) != piece.bytes or digest(data) != piece.sha256:
         raise CorruptRun(
             f"{path} (shard {shard}) is not what was committed: {len(data)} bytes, committed "
-            f"{piece.bytes}, or other contents; it held positions {piece.positions.said()}"
+            f"{piece.bytes}, or other contents; it held positions {piece.positions.ranges_text()}"
         )
     # Several pieces are read at once: more threads for each would cost a third more CPU time.
     # `read_table`, made for data sets, takes nearly twice the time.
@@ -88,4 +92,4 @@ def _other_positions(table: pa.Table, expected: Positions) -> str | None:
         actual = Positions.of(table[POSITION_COLUMN].to_numpy())
     except ValueError as error:
         return f"that are invalid ({error})"
-    return None if actual == expected else actual.said()
+    return None if actual == expected else actual.ranges_text()

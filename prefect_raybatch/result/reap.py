@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prefect_raybatch.ledger.increments import (
-    asks_ledger,
     increment_of,
     read_answers,
     read_answers_by_row,
+    requests_ledger,
 )
 from prefect_raybatch.ledger.layout import (
     ANSWERS_RECORD,
@@ -55,7 +55,7 @@ REAPED_KINDS = {
     "answers": "raw answers past their retention (output.keep_answers)",
 }
 _TABLE = re.compile(
-    r"(shards|files|numbers|uris|places|weights|layout|parts|manifest)-[0-9a-f]{16}\.parquet\Z"
+    r"(shards|files|numbers|uris|classifier|places|weights|layout|parts|manifest)-[0-9a-f]{16}\.parquet\Z"
 )
 _PROBE = re.compile(r"_probe-[^/]+/")
 
@@ -64,7 +64,8 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 class Reaped:
     """Files and bytes that were removed (or would be), by kind; see `REAPED_KINDS`.
 
-    The bytes of incomplete multipart uploads are unknown and count as 0.
+    The bytes of incomplete multipart uploads are unknown and count as 0. `kept` counts the pieces
+    of uncommitted shards, which stay.
     """
 
     run: str
@@ -79,7 +80,9 @@ class Reaped:
 
 
 def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:
-    """Remove leftovers older than `older_than` seconds on the store's clock.
+    """Remove leftovers older than `older_than` seconds on the store's clock; return their counts.
+
+    With `dry_run`, only count them.
 
     Raises `NoSuchRun` if `store` is no run directory, and the store's errors.
     """
@@ -101,10 +104,10 @@ def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Rea
     take("snapshots", _snapshots(ledger, plan))
     take("tables", _tables(ledger, plan))
     take("partials", _cut_off_partials(store))
-    take("notes", ended_notes(ledger, plan))
+    take("notes", obsolete_notes(ledger, plan))
     take("answers", _answers(ledger, plan))
-    take("pieces", answers_by_row(ledger, plan))
-    asks = asks_ledger(store)
+    take("pieces", obsolete_answers(ledger, plan))
+    asks = requests_ledger(store)
     if plan.increment is not None and (theirs := asks.load_plan()) is not None:
         pieces = orphans(asks, theirs, on_kept=lambda info: _count(found))
         take("pieces", pieces, asks.store)
@@ -121,7 +124,7 @@ def orphans(
     plan: Plan,
     on_kept: Callable[[FileInfo], None] = lambda info: None,
 ) -> Iterator[FileInfo]:
-    """Yield pieces that can never become part of the result; call `on_kept` for the others.
+    """Yield pieces that can be deleted; call `on_kept` for pieces of uncommitted shards.
 
     Raises `CorruptRun` before the first one if the result made from them is missing.
     """
@@ -157,17 +160,17 @@ def orphans(
             on_kept(info)
 
 
-def ended_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield the notes of a finished run's files."""
+def obsolete_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+    """Yield the part notes of a finished run, which nothing reads any more."""
     if ledger.finished(plan) is not None:
         yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
 
 
-def answers_by_row(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
+def obsolete_answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
     """Yield files of answers in row order that nothing reads any more.
 
-    These are all files of a finished run, otherwise those of attempts that the record does not
-    name.
+    In a finished run these are all such files. Otherwise they are those that its record of answers
+    in row order does not name; without that record there are none.
     """
     if plan.increment is None:
         return
@@ -226,5 +229,5 @@ def _tables(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
             yield info
 
 
-def _count(found: Reaped) -> None:
-    found.kept += 1
+def _count(reaped: Reaped) -> None:
+    reaped.kept += 1

@@ -37,7 +37,10 @@ _NO_POSITIONS, _NO_STATS = Positions(), ShardStats()  # shared: many commits are
 
 @dataclass(frozen=True)
 class Survey:
-    """Totals over all commits of a run; `pieces` are in input order, and only filled on request."""
+    """Totals over the commits in `listing`: of rows (`tally`), and of pieces by shard (`sums`).
+
+    `pieces` are all pieces in input order, [] unless they were requested.
+    """
 
     listing: Listing
     tally: Tally
@@ -49,7 +52,7 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
     """Read and check the commits of all shards.
 
     Raises `IncompleteRun` if some are missing, and `CorruptRun` if they do not hold each planned
-    row once. Memory: four numbers per shard, and with `pieces` a row for each.
+    row once. Memory: four numbers per shard and, with `pieces`, a `PieceRow` for each piece.
     """
     listing = ledger.listing(plan)
     if not listing.done.all():
@@ -67,7 +70,7 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
 def survey_committed(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, pieces: bool = False
 ) -> Survey:
-    """Like `survey`, for the shards that `listing` shows as committed."""
+    """Read and check the commits that `listing` shows; raise `CorruptRun` for a faulty one."""
     found = Survey(listing, Tally(), ShardSums.empty(plan.shards), [])
     for commit in ledger.commits(plan, listing):
         shard = shards[commit.shard]
@@ -82,35 +85,35 @@ def survey_committed(
 
 
 def layout_of(
-    ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
+    ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
     """Return the recorded layout of the result; record one if there is none."""
     if (there := read_layout(ledger, plan)) is not None:
-        return _checked(there, found, row_number)
-    made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)
+        return _checked(there, survey, row_number)
+    made, spans = chosen_layout(ledger, plan, survey, row_number, file_bytes)
     check_unfinished(ledger.store)
     put_layout(ledger, made, spans)
     if (there := read_layout(ledger, plan)) is None:
         raise CorruptRun(f"{LAYOUT} was deleted after it was written; run the same command again")
-    return _checked(there, found, row_number)
+    return _checked(there, survey, row_number)
 
 
 def chosen_layout(
-    ledger: Ledger, plan: Plan, found: Survey, row_number: str, file_bytes: int
+    ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Return the layout that follows from these commits, without recording it."""
-    spans = choose_spans(found.sums, file_bytes)
+    """Compute the layout from the commits in `survey`, and return it without recording it."""
+    spans = choose_spans(survey.sums, file_bytes)
     kinds = sorted(_kinds(spans))  # the order of a set differs between processes
-    schemas = {kind: encode_schema(_schema(ledger, plan, found, kind)) for kind in kinds}
+    schemas = {kind: encode_schema(_schema(ledger, plan, survey, kind)) for kind in kinds}
     name = layout_table(spans)
     return PartLayout(plan.hash, WHOLE_SHARDS, file_bytes, row_number, schemas, name), spans
 
 
 def _checked(
-    there: tuple[PartLayout, tuple[PartSpan, ...]], found: Survey, row_number: str
+    there: tuple[PartLayout, tuple[PartSpan, ...]], survey: Survey, row_number: str
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
     layout, spans = there
-    check_spans(spans, found.sums)
+    check_spans(spans, survey.sums)
     if layout.row_number != row_number or layout.schemas.keys() != _kinds(spans):
         raise CorruptRun(f"{LAYOUT} and the plan or the commits have different columns")
     return there
@@ -120,16 +123,16 @@ def _kinds(spans: tuple[PartSpan, ...]) -> set[str]:
     return {span.kind for span in spans}
 
 
-def _schema(ledger: Ledger, plan: Plan, found: Survey, kind: str) -> pa.Schema:
-    """Return the columns of the first piece of the kind, without the positions."""
-    first = int(np.flatnonzero(found.sums.rows[kind])[0])
+def _schema(ledger: Ledger, plan: Plan, survey: Survey, kind: str) -> pa.Schema:
+    """Return the schema of the run's first piece of `kind`, without the column of positions."""
+    first = int(np.flatnonzero(survey.sums.rows[kind])[0])
     commit = bare(ledger.read_commit(plan, first), kind)
     ((_, table, _),) = read_pieces(ledger.store, commit)
     return table.drop_columns([POSITION_COLUMN]).schema
 
 
 def bare(commit: Commit, kind: str) -> Commit:
-    """Return the commit with only what is needed to read its pieces of one kind."""
+    """Return a copy of the commit that keeps only the pieces and positions of one kind."""
     pieces = tuple(piece for piece in commit.pieces if piece.kind == kind)
     good, failed = commit.good, commit.failed
     good, failed = (good, _NO_POSITIONS) if kind == "data" else (_NO_POSITIONS, failed)

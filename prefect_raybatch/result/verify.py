@@ -1,4 +1,4 @@
-"""Verifies a run's coverage from the files that exist, without relying on its records."""
+"""Verifies a run: each row is once in the files that exist, and its records are intact."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.checkpoints import Listing
-from prefect_raybatch.ledger.increments import asks_ledger, increment_of
-from prefect_raybatch.ledger.layout import ASKS, PIECES, RESULT_FOLDERS, piece_path
+from prefect_raybatch.ledger.increments import increment_of, requests_ledger
+from prefect_raybatch.ledger.layout import PIECES, REQUESTS_FOLDER, RESULT_FOLDERS, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -25,12 +25,12 @@ from prefect_raybatch.result.seen_rows import BLOCK_ROWS, SeenRows
 from prefect_raybatch.result.verify_files import check_file, present
 from prefect_raybatch.result.verify_records import (
     FILES_AT_ONCE,
-    asks_success,
     check_answers,
     check_by_row,
+    check_reports,
     check_snapshot,
     check_tables,
-    check_told,
+    requests_success,
 )
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.words import counted, some_are
@@ -42,7 +42,7 @@ COMMIT_RECORDS = "the commits"  # the place of rows that were left out
 
 @dataclass
 class Verdict:
-    """The findings. `ok` is True only for a finished run that has every row exactly once.
+    """The findings of `verify`. `ok` is True only for a finished run with every row exactly once.
 
     Orphans are pieces that no commit names. They are not a fault: nothing reads them, and in an
     unfinished run a live driver may still commit them. Strays are unexpected files among the
@@ -83,7 +83,7 @@ def verify(store: Store) -> Verdict:
     success = read_success(store, plan)
     found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
     check_tables(ledger, plan, success, partial(_fault, found))
-    check_told(ledger, plan, success, partial(_fault, found))
+    check_reports(ledger, plan, success, partial(_fault, found))
     try:
         shards, numbers = ledger.shards(plan), ledger.numbers(plan)
     except CorruptRun as error:
@@ -122,24 +122,24 @@ def verify(store: Store) -> Verdict:
     return found
 
 
-def _check_unfinished(ledger: Ledger, plan: Plan, found: Verdict) -> None:
-    """Check what an unfinished run reads: the copy of its input, and its requests so far."""
+def _check_unfinished(ledger: Ledger, plan: Plan, verdict: Verdict) -> None:
+    """Check what an unfinished run reads: its snapshot, its answers by row, its requests phase."""
     try:
-        check_snapshot(ledger, plan, partial(_fault, found))
-        check_by_row(ledger.store, plan, partial(_fault, found))
+        check_snapshot(ledger, plan, partial(_fault, verdict))
+        check_by_row(ledger.store, plan, partial(_fault, verdict))
         increment = increment_of(plan)
         if increment is None or increment.asks is None:
             return
-        asks = asks_ledger(ledger.store)
-        if asks.load_plan() is None or asks_success(ledger.store, increment) is not None:
+        asks = requests_ledger(ledger.store)
+        if asks.load_plan() is None or requests_success(ledger.store, increment) is not None:
             return
         inner = verify(asks.store)
     except CorruptRun as error:
-        _fault(found, str(error))
+        _fault(verdict, str(error))
         return
     for text in inner.faults:
         if not text.startswith(NOT_FINISHED):
-            _fault(found, f"{ASKS}: {text}")
+            _fault(verdict, f"{REQUESTS_FOLDER}: {text}")
 
 
 def _commits(
@@ -148,31 +148,31 @@ def _commits(
     shards: Shards,
     numbers: RowNumbers,
     listing: Listing,
-    found: Verdict,
+    verdict: Verdict,
     pieces: dict[str, int] | None,
     seen: SeenRows | None,
 ) -> None:
     """Check each commit, and the pieces that it names.
 
-    `pieces` maps the path of each existing piece to its size; those that commits name are removed
-    from it. It is None if the result was made from them; then the rows left out by postprocess,
-    which only commits record, are added to `seen`.
+    `pieces` maps the path of each existing piece to its size; pieces that commits name are removed
+    from it. If the result was made from the pieces, `pieces` is None; then the rows left out by
+    postprocess, which only commits record, are added to `seen`.
     """
     left_out = LeftOutRows()
 
     def fault(error: CorruptRun) -> None:
-        _fault(found, str(error))
+        _fault(verdict, str(error))
 
     for commit in ledger.commits(plan, listing, exact=True, on_fault=fault):
         start = shards[commit.shard].start
         try:
             check_commit(commit, shards[commit.shard].rows)
             if pieces is not None:
-                _check_pieces(ledger.store, commit, start, numbers, pieces, found)
+                _check_pieces(ledger.store, commit, start, numbers, pieces, verdict)
         except CorruptRun as error:
             fault(error)
             continue
-        found.skipped += len(commit.skipped)
+        verdict.skipped += len(commit.skipped)
         if seen is not None and (rows := left_out.take(start, commit)) is not None:
             seen.add(rows)
     if seen is not None:
@@ -185,7 +185,7 @@ def _check_pieces(
     start: int,
     numbers: RowNumbers,
     pieces: dict[str, int],
-    found: Verdict,
+    verdict: Verdict,
 ) -> None:
     whole = True
     for piece in commit.pieces:
@@ -198,29 +198,33 @@ def _check_pieces(
             names = (numbers.name(start + a, start + b) for a, b in ranges[:5])
             spans = ", ".join(name.removeprefix("rows ") for name in names)
             _fault(
-                found,
+                verdict,
                 f"{path}, a piece of committed shard {commit.shard}, {what}; it held rows "
                 f"{spans}{' and more' if len(ranges) > 5 else ''}",
             )
     if whole:
         for kind, table, _ in read_pieces(store, commit):
-            _count(found, kind, table.num_rows)
+            _count(verdict, kind, table.num_rows)
 
 
-def _note_orphans(pieces: dict[str, int], found: Verdict) -> None:
-    found.orphans, found.orphan_bytes = len(pieces), sum(pieces.values())
-    found.orphan_names = sorted(pieces)[:MOST_NAMED]
+def _note_orphans(pieces: dict[str, int], verdict: Verdict) -> None:
+    verdict.orphans, verdict.orphan_bytes = len(pieces), sum(pieces.values())
+    verdict.orphan_names = sorted(pieces)[:MOST_NAMED]
 
 
 class LeftOutRows:
-    """Collects left-out rows of many commits, because adding them one by one is slow."""
+    """Collector of the left-out rows of commits, because handling each commit's is slow."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._rows = 0
 
     def take(self, start: int, commit: Commit) -> np.ndarray | None:
-        """Add the rows of a commit whose shard begins at `start`; return all once they are many."""
+        """Add the left-out rows of a commit whose shard begins at row `start`.
+
+        Return and forget all collected rows (int64 positions in the run's input) once they are
+        many, else return None.
+        """
         if commit.skipped:
             self._parts.append(start + commit.skipped.numbers)
             self._rows += len(commit.skipped)
@@ -242,24 +246,31 @@ class _Files:
         self.store, self.numbers, self.row_number = store, numbers, success.row_number
         self.parts = {part.path: part for part in success.parts}
 
-    def check(self, kind: str, folder: str, seen: SeenRows, found: Verdict) -> None:
-        """Check the existing files, and add their rows to `seen`."""
-        fault = partial(_fault, found)
+    def check(self, kind: str, folder: str, seen: SeenRows, verdict: Verdict) -> None:
+        """Check the files of `folder`, all of `kind`, which may be read several at a time.
+
+        Adds the positions of their rows in the run's input to `seen`, counts and faults to
+        `verdict`.
+        """
+        fault = partial(_fault, verdict)
         paths = present(self.store, folder, self.parts, fault)
         read = partial(self._read, lambda path, rows: seen.add(rows))
         for rows, faults in read_ahead(read, paths, FILES_AT_ONCE, FILES_AT_ONCE):
-            _count(found, kind, rows)
+            _count(verdict, kind, rows)
             for text in faults:
                 fault(text)
 
     def again(self, take: TakeFrom) -> None:
-        """Read the rows of all files a second time."""
+        """Read all files a second time; call `take(path, positions of its rows)` for their rows."""
         for path in self.parts:
             with suppress(FileNotFoundError):
                 self._read(take, path)
 
     def _read(self, take: TakeFrom, path: str) -> tuple[int, list[str]]:
-        """Return how many rows a file has, and what is wrong with it."""
+        """Read a file, and call `take(path, rows)` with its rows, batch by batch.
+
+        These are positions in the run's input. Return (number of rows in the file, its faults).
+        """
         faults: list[str] = []
 
         def fault(text: str) -> None:
@@ -286,7 +297,10 @@ class _Files:
 def _places(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: TakeFrom
 ) -> None:
-    """Read all rows a second time, with the place of each."""
+    """Find all rows a second time, and call `take(place, rows)` for them.
+
+    The place is the file that holds the rows or, for rows left out, COMMIT_RECORDS.
+    """
     left_out = LeftOutRows()
     for commit in ledger.commits(plan, listing, on_fault=lambda error: None):
         rows = left_out.take(shards[commit.shard].start, commit)
@@ -297,9 +311,13 @@ def _places(
 
 
 def _prove(
-    seen: SeenRows, numbers: RowNumbers, found: Verdict, places: Callable[[TakeFrom], None]
+    seen: SeenRows, numbers: RowNumbers, verdict: Verdict, places: Callable[[TakeFrom], None]
 ) -> None:
-    """Check that each row was seen once; report the first missing rows and places of duplicates."""
+    """Check that each row was seen once; add the first missing and duplicate rows to `verdict`.
+
+    `places(take)` calls `take(path, rows)` for the rows of each file, and `take(COMMIT_RECORDS,
+    rows)` for rows that only commit records hold; it is needed only for duplicate rows.
+    """
     findings = [
         (start, f"{numbers.name(start, stop)} are missing")
         for start, stop in islice(seen.gaps(), MOST_NAMED + 1)
@@ -317,18 +335,18 @@ def _prove(
             number = numbers.of(np.array([row]))[0]
             findings.append((row, f"row {number} is in both {' and '.join(names)}"))
     for _, text in sorted(findings):
-        _fault(found, text)
+        _fault(verdict, text)
 
 
-def _count(found: Verdict, kind: str, rows: int) -> None:
+def _count(verdict: Verdict, kind: str, rows: int) -> None:
     if kind == "data":
-        found.data += rows
+        verdict.data += rows
     else:
-        found.quarantined += rows
+        verdict.quarantined += rows
 
 
-def _fault(found: Verdict, text: str) -> None:
-    if len(found.faults) < MOST_NAMED:
-        found.faults.append(text)
-    elif len(found.faults) == MOST_NAMED:
-        found.faults.append("... and more")
+def _fault(verdict: Verdict, text: str) -> None:
+    if len(verdict.faults) < MOST_NAMED:
+        verdict.faults.append(text)
+    elif len(verdict.faults) == MOST_NAMED:
+        verdict.faults.append("... and more")

@@ -21,7 +21,7 @@ from prefect_raybatch.storage import Store
 
 @dataclass
 class Link:
-    """One run of a chain; `quarantined` counts all its failed rows, `retried` those retried."""
+    """A run of a chain; `quarantined` counts its failed rows, `retried` those that were retried."""
 
     run_key: str
     parent: str | None
@@ -35,7 +35,10 @@ class Link:
 
 @dataclass
 class ChainVerdict:
-    """The findings; `ok` if every run is finished and verified, and every row is in one place."""
+    """The findings of `verify_chain`.
+
+    `ok`: every run is finished and without faults, and every row is in exactly one place.
+    """
 
     run: str
     rows: int
@@ -115,23 +118,23 @@ def verify_chain(root: Store, key: str) -> ChainVerdict:
     return found
 
 
-def _numbers(member: Member, found: ChainVerdict) -> np.ndarray:
+def _numbers(member: Member, chain: ChainVerdict) -> np.ndarray:
     try:
         return member.ledger.numbers(member.plan).all()
     except CorruptRun as fault:
-        found.fault(f"{member.key}: {fault}")
+        chain.fault(f"{member.key}: {fault}")
         return np.zeros(0, np.int64)
 
 
-def _verify(member: Member, found: ChainVerdict) -> Verdict | None:
-    """Verify the run by itself and note its faults."""
+def _verify(member: Member, chain: ChainVerdict) -> Verdict | None:
+    """Verify one run of the chain, and add its faults to `chain`; None if it is unreadable."""
     try:
         verdict = verify(member.ledger.store)
     except CorruptRun as fault:
-        found.fault(f"{member.key}: {fault}")
+        chain.fault(f"{member.key}: {fault}")
         return None
     for text in verdict.faults:
-        found.fault(f"{member.key}: {text}")
+        chain.fault(f"{member.key}: {text}")
     return verdict
 
 
@@ -140,14 +143,18 @@ def _member(
     member: Member,
     taken: dict[str, np.ndarray],
     where: _Where,
-    found: ChainVerdict,
+    chain: ChainVerdict,
 ) -> int:
-    """Note where the rows of a finished run are; return how many failed rows were retried."""
+    """Note in `where` the file of each row of a run, except of rows that a retry run retries.
+
+    Return the number of retried rows. `taken` are the row numbers that each retry run retries, by
+    the retry run's key. Adds faults to `chain`.
+    """
     children = [child.key for child in family.children(member.key)]
     for first, second in combinations(children, 2):
         both = np.intersect1d(taken[first], taken[second], assume_unique=True)
         if len(both):
-            found.fault(
+            chain.fault(
                 f"{name_rows(both)} of {member.key} are retried by both {first} and {second}"
             )
     every = np.unique(np.concatenate([np.zeros(0, np.int64), *(taken[key] for key in children)]))
@@ -159,13 +166,13 @@ def _member(
                 numbers = numbers[~among(every, numbers)]
             where.note(f"{member.key}/{path}", numbers)
     except CorruptRun as fault:
-        found.fault(f"{member.key}: {fault}")
+        chain.fault(f"{member.key}: {fault}")
         return 0
     in_quarantine = np.sort(np.concatenate(failed))
     for key in children:
         unexpected = taken[key][~among(in_quarantine, taken[key])]
         if len(unexpected):
-            found.fault(
+            chain.fault(
                 f"{key} retries {name_rows(unexpected)}, which are not in the quarantine of "
                 f"{member.key}"
             )
@@ -173,11 +180,14 @@ def _member(
 
 
 class _Where:
-    """The number of the file that holds each row of the root's input; 0 for none yet."""
+    """The file that holds each row of the root's input.
 
-    def __init__(self, found: ChainVerdict):
-        self.found = found
-        self.file = np.zeros(found.rows, np.uint32)
+    `file` is uint32[rows]: an index into `names`, 0 for a row that is in no file yet.
+    """
+
+    def __init__(self, chain: ChainVerdict):
+        self.found = chain
+        self.file = np.zeros(chain.rows, np.uint32)
         self.names = [""]
 
     def note(self, name: str, numbers: np.ndarray) -> None:

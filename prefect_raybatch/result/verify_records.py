@@ -1,4 +1,4 @@
-"""Checks everything but the rows: tables, stored answers, report.json, precision.json."""
+"""Checks the records of a run besides its rows: tables, answers, report.json, precision.json."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from prefect_raybatch.ledger.increments import (
     AnswerPart,
     Answers,
     Increment,
-    asks_ledger,
     increment_of,
     input_store,
     looks_up,
     read_answers,
     read_answers_by_row,
+    requests_ledger,
 )
 from prefect_raybatch.ledger.layout import (
     ANSWERS_RECORD,
-    ASKS,
     LAYOUT,
     PLAN,
     PRECISION,
     REPORT,
+    REQUESTS_FOLDER,
     SUCCESS,
 )
 from prefect_raybatch.ledger.ledger import Ledger
@@ -63,7 +63,7 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
         fault(str(error))
 
 
-def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
+def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
     """Report a missing or changed report.json or precision.json.
 
     Commands on a finished run read report.json; attempts, retries and later runs infer in the
@@ -80,7 +80,7 @@ def check_told(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault
 
 
 def decides_precision(plan: Plan) -> bool:
-    """Return whether the run itself decided on the precision in its precision.json.
+    """Return whether a run itself decides on its precision: it infers rows, and looks none up.
 
     Rows that are looked up have the precision of the run that inferred them.
     """
@@ -119,7 +119,7 @@ def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
 
 @dataclass
 class StoredAnswers:
-    """Faults of the raw answers that a run holds.
+    """The result of checking a run's raw answers; `faults` has a sentence for each fault.
 
     `record` is answers.json, None if it is missing or damaged; `damaged` are the paths of missing
     or changed files. `gone`: their retention has ended, and nothing was checked.
@@ -132,12 +132,15 @@ class StoredAnswers:
 
 
 def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
-    """Check the raw answers that a run looks up or, once it is finished, keeps for later runs."""
+    """Check the raw answers that a run looks up or, once it is finished, keeps for later runs.
+
+    In a cascade, check those of its first model.
+    """
     found = StoredAnswers()
     increment = increment_of(plan)
     store = ledger.store
     if increment is not None and increment.ledger == OF_LARGER:
-        _check_asks(store, increment, finished, found)
+        _check_requests_phase(store, increment, finished, found)
     if increment is None or not increment.looks_up:
         return found
     if finished:
@@ -147,48 +150,53 @@ def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
     named = found.record.files if found.record is not None else increment.reused
     _check_files(store, named, found)
     if increment.asks is not None:
-        _check_asks(store, increment, finished, found)
+        _check_requests_phase(store, increment, finished, found)
     return found
 
 
-def asks_success(store: Store, increment: Increment) -> Success | None:
-    """Return the `_SUCCESS` of a run's requests, None if there is none; writes nothing."""
+def requests_success(store: Store, increment: Increment) -> Success | None:
+    """Return the `_SUCCESS` of a run's requests phase or, in a cascade, of its first model.
+
+    None if the run has neither, or the record is missing.
+    """
     if increment.asks is None:
         return None
-    return read_success(asks_ledger(store).store, Plan.from_bytes(dump(increment.asks)))
+    return read_success(requests_ledger(store).store, Plan.from_bytes(dump(increment.asks)))
 
 
-def _check_record(store: Store, plan: Plan, increment: Increment, found: StoredAnswers) -> None:
+def _check_record(store: Store, plan: Plan, increment: Increment, stored: StoredAnswers) -> None:
     try:
         record = read_answers(store)
     except CorruptRun as error:
-        found.faults.append(str(error))
+        stored.faults.append(str(error))
         return
     if record is None:
         # `raybatch reap` removes the record after the last of the files.
         paths = [part.path for part in increment.reused]
         try:
-            success = asks_success(store, increment)
-            paths += [f"{ASKS}/{part.path}" for part in success.of("data")] if success else []
+            success = requests_success(store, increment)
+            paths += (
+                [f"{REQUESTS_FOLDER}/{part.path}" for part in success.of("data")] if success else []
+            )
         except CorruptRun as error:
-            found.faults.append(f"{ASKS}: {error}")
-        found.gone = not found.faults and not any(map(store.holds, paths))
-        if not found.gone:
-            found.faults.append(f"{ANSWERS_RECORD} is missing: later runs cannot reuse answers")
+            stored.faults.append(f"{REQUESTS_FOLDER}: {error}")
+        stored.gone = not stored.faults and not any(map(store.holds, paths))
+        if not stored.gone:
+            stored.faults.append(f"{ANSWERS_RECORD} is missing: later runs cannot reuse answers")
     elif (record.plan, record.context) != (plan.hash, increment.context):
-        found.faults.append(f"{ANSWERS_RECORD} belongs to another plan")
+        stored.faults.append(f"{ANSWERS_RECORD} belongs to another plan")
     else:
-        found.record, found.gone = record, record.expired
+        stored.record, stored.gone = record, record.expired
 
 
-def _check_files(store: Store, files: Iterable[AnswerPart], found: StoredAnswers) -> None:
+def _check_files(store: Store, files: Iterable[AnswerPart], stored: StoredAnswers) -> None:
     def look(part: AnswerPart) -> tuple[str, str | None]:
         return part.path, _fault_of(store, part.path, part.sha256)
 
     for path, text in read_ahead(look, files, FILES_AT_ONCE, FILES_AT_ONCE):
         if text is not None:
-            found.damaged.add(path)
-            found.faults.append(text)
+            stored.damaged.add(path)
+            stored.faults.append(text)
 
 
 def _fault_of(store: Store, path: str, sha256: str) -> str | None:
@@ -201,12 +209,17 @@ def _fault_of(store: Store, path: str, sha256: str) -> str | None:
     return None if intact else f"{path} (raw answers) has changed since it was written"
 
 
-def _check_asks(store: Store, increment: Increment, finished: bool, found: StoredAnswers) -> None:
-    """Check the records of the requests phase, and its files that were not checked yet."""
-    ledger, plan = asks_ledger(store), Plan.from_bytes(dump(increment.asks))
+def _check_requests_phase(
+    store: Store, increment: Increment, finished: bool, stored: StoredAnswers
+) -> None:
+    """Check the records of the requests phase or, in a cascade, of the first model.
+
+    Also checks its files that answers.json does not name.
+    """
+    ledger, plan = requests_ledger(store), Plan.from_bytes(dump(increment.asks))
 
     def fault(text: str) -> None:
-        found.faults.append(f"{ASKS}: {text}")
+        stored.faults.append(f"{REQUESTS_FOLDER}: {text}")
 
     try:
         if read_record(ledger.store, PLAN) != plan.to_bytes():
@@ -225,7 +238,7 @@ def _check_asks(store: Store, increment: Increment, finished: bool, found: Store
             fault(f"{SUCCESS} is missing")
         return
     check_tables(ledger, plan, success, fault)
-    check_told(ledger, plan, success, fault)
+    check_reports(ledger, plan, success, fault)
     try:
         listing = ledger.listing(plan)
         for _ in ledger.commits(plan, listing, exact=True, on_fault=lambda e: fault(str(e))):
@@ -235,9 +248,9 @@ def _check_asks(store: Store, increment: Increment, finished: bool, found: Store
     except CorruptRun as error:
         fault(str(error))
     # Later runs reuse only the files that answers.json names.
-    named = success.of("quarantine") if found.record is not None else success.parts
-    parts = [AnswerPart(f"{ASKS}/{p.path}", p.rows, p.bytes, p.sha256) for p in named]
-    _check_files(store, parts, found)
+    named = success.of("quarantine") if stored.record is not None else success.parts
+    parts = [AnswerPart(f"{REQUESTS_FOLDER}/{p.path}", p.rows, p.bytes, p.sha256) for p in named]
+    _check_files(store, parts, stored)
 
 
 def check_by_row(store: Store, plan: Plan, fault: Fault) -> None:

@@ -1,6 +1,6 @@
-"""Settings that may change answers: which of them `raybatch tune` tries.
+"""Chooses the settings that may change answers and that `raybatch tune` tries.
 
-Also how well their answers agree with those of the unchanged job.
+Also measures how well their answers agree with those of the unchanged job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prefect_raybatch.errors import (
     InsufficientResources,
 )
 from prefect_raybatch.ledger.precision import PrecisionTry
-from prefect_raybatch.sizing.agreement import confidence_of_each, sample_size
+from prefect_raybatch.sizing.agreement import bonferroni_confidence, sample_size
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 
@@ -41,16 +41,19 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
 SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
-def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[Changes]:
-    """Return changes to try one by one, each {field: value}.
+def alterations(spec: RunSpec, capacity: Capacity, experts: int) -> list[Changes]:
+    """Return the changes of the job that `raybatch tune` tries one by one, each {job field: value}.
 
-    `experts` is the number in a layer of the model, 0 for a dense one.
+    They may change answers.
+
+    `capacity` is the cluster's capacity. `experts` is the number of experts in a layer of the
+    model, 0 for a dense model.
     """
     given, sizes = spec.engine.model.given, spec.sizes
     if spec.engine.model.pools:
         return []
     found: list[Changes] = []
-    on_gpu = sizes.device_for(have.gpus) == "gpu"
+    on_gpu = sizes.device_for(capacity.gpus) == "gpu"
     decided = "quantization" in given or any("quantization" in t for t in spec.engine.tries)
     if on_gpu and not decided:
         found.append({"engine.quantization": "fp8"})
@@ -60,19 +63,19 @@ def alterations(spec: RunSpec, have: Capacity, experts: int) -> list[Changes]:
         if importlib.util.find_spec(SUFFIX_PACKAGE) is not None:
             found.append({"engine.speculative_config": SUFFIX})
     if on_gpu and experts:
-        most = int(max(have.gpus_by_node, default=have.gpus))
+        most = int(max(capacity.gpus_by_node, default=capacity.gpus))
         for times in (2, 4):
             size = times * sizes.tensor
-            if size <= most and size * sizes.pipeline <= have.gpus:
+            if size <= most and size * sizes.pipeline <= capacity.gpus:
                 found.append(_wider(sizes, times))
     return found
 
 
 def _wider(sizes: SizeSpec, times: int) -> Changes:
-    """Return the changes for engines over `times` as many GPUs.
+    """Return the changes that give each engine `times` as many GPUs (tensor parallelism).
 
-    Fewer copies by that factor if the job sets their number, at least one, and one engine per GPU,
-    because the best so far may be several.
+    If the job sets the number of replicas, it is divided by `times` (to at least 1). The changes
+    also set one engine per GPU, because tuning may have chosen several.
     """
     changes: dict[str, object] = {
         "engine.tensor_parallel_size": times * sizes.tensor,
@@ -86,11 +89,12 @@ def _wider(sizes: SizeSpec, times: int) -> Changes:
 
 
 def sampled_rows(least: float, rows: int, tries: int) -> int:
-    """Return how many of `rows` rows are asked both ways to show an agreement of `least`.
+    """Return how many of the input's `rows` rows to sample to show an agreement of `least`.
 
-    `tries` changes are compared.
+    The unchanged job and each of `tries` changed jobs answer the sample. `least` is the share of
+    rows whose answers must be equal.
     """
-    return min(rows, sample_size(least, confidence_of_each(tries)))
+    return min(rows, sample_size(least, bonferroni_confidence(tries)))
 
 
 def agreements(
@@ -98,9 +102,10 @@ def agreements(
     tried: Sequence[Changes],
     changed: Changed,
 ) -> Iterator[PrecisionTry]:
-    """Yield how well the sampled answers of each change agree with the unchanged job's.
+    """Yield for each of the changes `tried` how many sampled answers equal the unchanged job's.
 
-    If it cannot be compared, its `error` says why.
+    `changed` returns the run's spec with one of them made. If a changed job cannot be compared, the
+    `error` of its `PrecisionTry` says why.
     """
     try:
         with bench.asking(bench.spec, "how far answers agree") as ask:
@@ -110,7 +115,7 @@ def agreements(
         for changes in tried:
             yield PrecisionTry(_texts(changes), 0, 0, 0.0, 0.0, (), f"as the job is: {error}")
         return
-    confidence = confidence_of_each(len(tried))
+    confidence = bonferroni_confidence(len(tried))
     for changes in tried:
         yield bench.tried(changed(changes), _texts(changes), plain, confidence)
 

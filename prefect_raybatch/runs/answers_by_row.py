@@ -1,4 +1,4 @@
-"""Writes the answers that a run looks up once more, in the order of its rows.
+"""Rewrites the answers that a run looks up, so that they are in the order of its rows.
 
 Requests are asked in the order of their prompts, and an earlier run's answers have an order of
 their own. So the answers of a shard's rows are scattered over all files, and each shard would read
@@ -41,47 +41,48 @@ from prefect_raybatch.storage.checked import block_sums, open_checked
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
-    from prefect_raybatch.cluster.lookups import Known
+    from prefect_raybatch.cluster.lookups import LookUpFiles
 
 log = logging.getLogger(__name__)
-NEAR = 4096  # answers or rows that are read together
+ROW_STEP = 4096  # answers or rows that are read together
 FEW_READS = 8  # times that an answer may be read where none are dealt out
 # Bytes of files that are left as they are: a worker reads them once, keeps them in memory, and a
 # shard finds its answers in few of their row groups.
-KEPT_ANYWAY = 4 << 20
+UNSORTED_BYTES = 4 << 20
 DISK_TIMES = 8  # bytes on the local disk for one of a file: plain ones, and not compressed
-FOUND_AT_ONCE = 1 << 16  # rows whose answers are found together
+LOOKUP_ROWS = 1 << 16  # rows whose answers are found together
 ROWS_TOGETHER = 8192
 FILE_ROWS = 1 << 20
 
 
-def place_answers(
+def sort_answers(
     store: Store,
     plan: Plan,
     increment: Increment,
-    known: Known,
+    known: LookUpFiles,
     waits: Callable[[str], None] = lambda why: None,
 ) -> None:
-    """Write the answers to the run's rows in input order and name them in a record.
+    """Copy the answers that a run looks up to new files in the order of its rows; record the files.
 
-    Only if looking them up would read most of them many times; does nothing if it is done already.
-    `known` are the files of the answers as they are; `waits` is called with what the run waits for
-    meanwhile, "" at the end. Raises `StoreError` for a full local disk, and the store's errors.
+    Does nothing if the record exists, if looking answers up in their present order takes few reads,
+    or (with a warning) if the local disk is too small. `known` are the files in their present
+    order; `waits` is called with a text on what the run waits for, and with "" at the end. Raises
+    `StoreError` for a full local disk, and the store's errors.
     """
-    size = sum(part.bytes for part in increment.reused) + known.asked_bytes
-    if size <= KEPT_ANYWAY or _are_there(store, plan):
+    size = sum(part.bytes for part in increment.reused) + known.new_answer_bytes
+    if size <= UNSORTED_BYTES or _are_there(store, plan):
         return
     taken = sum(part.rows for part in increment.reused)
     answers = taken + increment.counts.asked
-    reads = sum(len(np.unique(n // NEAR)) for _, n in _near(store, increment, taken))
-    if reads * NEAR <= FEW_READS * answers:
+    reads = sum(len(np.unique(n // ROW_STEP)) for _, n in _near(store, increment, taken))
+    if reads * ROW_STEP <= FEW_READS * answers:
         return
     room = shutil.disk_usage(tempfile.gettempdir()).free
     if room < DISK_TIMES * size:
         log.warning(
             "%s has %d MB free, too little to sort the answers by row, so each will be read about "
             "%d times. Set TMPDIR to a larger disk",
-            *(tempfile.gettempdir(), room >> 20, reads * NEAR // answers),
+            *(tempfile.gettempdir(), room >> 20, reads * ROW_STEP // answers),
         )
         return
     why = f"sorting the answers to {counted(answers, 'request')} by row"
@@ -95,15 +96,17 @@ def place_answers(
         pairs = (
             ("rows", _pairs(rows, numbers)) for rows, numbers in _near(store, increment, taken)
         )
-        by_answer = dealt_out(pairs, plan.rows, _made(folder / "pairs"), answers, keep=True)
+        by_answer = dealt_out(
+            pairs, plan.rows, _created_folder(folder / "pairs"), answers, keep=True
+        )
         found = _with_answers(by_answer, known, taken)
-        by_row = dealt_out(found, plan.rows, _made(folder / "rows"), plan.rows, keep=True)
+        by_row = dealt_out(found, plan.rows, _created_folder(folder / "rows"), plan.rows, keep=True)
         files = tuple(_write(store, by_row))
     AnswersByRow(plan.hash, files).put(store)
 
 
 def _are_there(store: Store, plan: Plan) -> bool:
-    """Return whether a record of such files exists; a damaged one cannot be written again."""
+    """Return whether the record of sorted answers exists; a damaged one counts, with a warning."""
     try:
         return read_answers_by_row(store, plan) is not None
     except CorruptRun as error:
@@ -111,7 +114,7 @@ def _are_there(store: Store, plan: Plan) -> bool:
         return True
 
 
-def _made(folder: Path) -> Path:
+def _created_folder(folder: Path) -> Path:
     with local_disk():
         folder.mkdir()
     return folder
@@ -120,13 +123,17 @@ def _made(folder: Path) -> Path:
 def _near(
     store: Store, increment: Increment, taken: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (rows, the numbers of their answers, reused ones first) for NEAR rows at a time."""
+    """Yield (row numbers, numbers of their answers) in row order, up to ROW_STEP rows at a time.
+
+    Rows without a request are left out. Reused answers are numbered from 0, and this run's own
+    answers follow: they are numbered from `taken`, the number of reused answers.
+    """
     start = 0
     for name in increment.places:
         path = table_path(name)
         with open_checked(store, path, block_sums(store, path, hash_in_name(name))) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
-            for batch in file.iter_batches(NEAR, columns=["kind", "at"], use_threads=False):
+            for batch in file.iter_batches(ROW_STEP, columns=["kind", "at"], use_threads=False):
                 kind, at = batch["kind"].to_numpy(), batch["at"].to_numpy()
                 has = kind != NO_REQUEST
                 yield start + np.flatnonzero(has), np.where(kind == REUSED, at, taken + at)[has]
@@ -138,21 +145,22 @@ def _pairs(rows: np.ndarray, numbers: np.ndarray) -> pa.Table:
 
 
 def _with_answers(
-    pairs: Iterator[tuple[str, pa.Table]], known: Known, taken: int
+    pairs: Iterator[tuple[str, pa.Table]], known: LookUpFiles, taken: int
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the raw answers of each table of pairs (row, number of its answer).
+    """Yield (name, raw answers) for each (name, table of row and answer number) in `pairs`.
 
-    Numbers below `taken` are those of reused answers, the others those of this run. Column RANK
-    holds the rows. A row whose request failed is left out.
+    The pairs are in order of answer numbers: those below `taken` are reused answers, the others
+    answers of this run. Column RANK of the yielded tables holds the row numbers. A row whose
+    request failed is left out.
     """
     for what, every in pairs:
-        for start in range(0, every.num_rows, FOUND_AT_ONCE):
-            part = every.slice(start, FOUND_AT_ONCE)
+        for start in range(0, every.num_rows, LOOKUP_ROWS):
+            part = every.slice(start, LOOKUP_ROWS)
             rows, numbers = part["row"].to_numpy(), part[RANK].to_numpy()
             earlier = int(np.searchsorted(numbers, taken))
             for files, a, b, first in (
                 (known.reused, 0, earlier, 0),
-                (known.asked, earlier, len(numbers), taken),
+                (known.new_answers, earlier, len(numbers), taken),
             ):
                 found = _found(files, numbers[a:b] - first, rows[a:b])
                 if found is not None:
@@ -165,7 +173,7 @@ def _found(files: AnswerFiles, numbers: np.ndarray, rows: np.ndarray) -> pa.Tabl
 
 
 def _write(store: Store, tables: Iterator[tuple[str, pa.Table]]) -> Iterator[RowAnswers]:
-    """Write answers in the order of their rows."""
+    """Write (name, table of answers) pairs, sorted by row, to files; yield the files' records."""
     parts = PartFiles(store, f"{BY_ROW}/{uuid.uuid4().hex}")
     first = 0
 

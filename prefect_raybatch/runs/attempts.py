@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,12 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
+import psutil
+
 from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import NAME, check_run_key, check_uri
-from prefect_raybatch.job.run_words import date_of_key, fill_words, today
+from prefect_raybatch.job.placeholders import date_of_key, render_text, today
 from prefect_raybatch.job.secrets import MASK, hide_users
 from prefect_raybatch.job.trusted_places import check_output_place, check_run_place
 from prefect_raybatch.ledger.last_attempt import (
@@ -29,7 +32,8 @@ from prefect_raybatch.ledger.last_attempt import (
     COMMAND_KEPT,
     MESSAGE_KEPT,
     LastAttempt,
-    cut_to_bytes,
+    cut_to_characters,
+    last_attempt_of,
     not_waiting,
     read_last_attempt,
 )
@@ -37,7 +41,7 @@ from prefect_raybatch.ledger.layout import PLANNED_BY, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump, load
-from prefect_raybatch.runs.run import who
+from prefect_raybatch.runs.run import user_at_host
 from prefect_raybatch.runs.typed import typed_words
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.spec.options import StoreOptions
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLANNING, INFERENCE, FINALIZING = "planning", "inference", "finalizing"
+CLOCK_SECONDS = 10.0  # by which the start of a process and that of its attempt may seem reversed
 UNNAMED = "job"  # a job whose file does not say its name
 
 
@@ -57,13 +62,13 @@ UNNAMED = "job"  # a job whose file does not say its name
 def recorded_end(
     store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str], begin: bool = True
 ) -> Iterator[None]:
-    """Record an attempt of the job `name` when the block begins, and its end if it raises.
+    """Record an attempt of the job `name` when the block begins, and its end if the block raises.
 
-    `begin=False` records only the end of a block that raises. A run that is complete keeps the
-    record it has. Texts in `secrets` are masked in the record.
+    `phase` is PLANNING, INFERENCE or FINALIZING. `begin=False` records only the end of a block that
+    raises. No end is recorded for a complete run. Texts in `secrets` are masked in the record.
     """
     started = time.time()
-    attempt = LastAttempt(run_key, name, phase, round(started, 3), who(), os.getpid())
+    attempt = LastAttempt(run_key, name, phase, round(started, 3), user_at_host(), os.getpid())
     if begin:
         attempt.put(store)
     try:
@@ -78,8 +83,8 @@ def record_end(
 ) -> None:
     """Record that an attempt ended with `error`.
 
-    Does nothing if the run is complete or another job's, or if another process has begun a later
-    attempt.
+    Does nothing if the run is complete or belongs to another job, or if another process has begun a
+    later attempt.
     """
     store = not_waiting(store)
     try:
@@ -96,22 +101,47 @@ def record_end(
         if (there.by, there.pid) != ours:
             return
         attempt = there
+    _ended(attempt, error, secrets).put(store)
+
+
+def _ended(attempt: LastAttempt, error: BaseException, secrets: Sequence[str]) -> LastAttempt:
+    """Return the record of an attempt that ends with `error`."""
     text = getattr(error, "plain", None) or str(error)
     command = shlex.join(typed_words())
     if command and " --run-key" not in command and command.startswith("raybatch run "):
         command = f"{command} --run-key {shlex.quote(attempt.run_key)}"
-    replace(
+    return replace(
         attempt,
         ended=round(time.time(), 3),
         outcome=outcome_of(error),
         error=type(error).__name__,
-        message=cut_to_bytes(_masked(text, secrets), MESSAGE_KEPT),
-        command=cut_to_bytes(_masked(command, secrets), COMMAND_KEPT),
-    ).put(store)
+        message=cut_to_characters(_masked(text, secrets), MESSAGE_KEPT),
+        command=cut_to_characters(_masked(command, secrets), COMMAND_KEPT),
+    )
+
+
+@contextmanager
+def recorded_measurement(
+    store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str]
+) -> Iterator[None]:
+    """Record why the block could not measure the answers of a complete run of the job `name`.
+
+    `phase` is MEASURING or JUDGING. If the block succeeds, an earlier such record is replaced.
+    """
+    started = round(time.time(), 3)
+    attempt = LastAttempt(run_key, name, phase, started, user_at_host(), os.getpid())
+    try:
+        yield
+    except BaseException as error:
+        _ended(attempt, error, secrets).put(store)
+        raise
+    before = last_attempt_of(not_waiting(store))
+    if before is not None and before.phase == phase and before.outcome:
+        replace(attempt, ended=round(time.time(), 3)).put(store)
 
 
 def outcome_of(error: BaseException) -> str:
-    """Return how an attempt ended that raised `error`."""
+    """Return whether an attempt that raised `error` was drained, stopped or failed, as recorded."""
     if isinstance(error, RunDrained):
         return ATTEMPT_DRAINED
     return (
@@ -130,8 +160,9 @@ def record_bad_job(
 ) -> None:
     """Record an attempt with an invalid job; `value` is the content of its file.
 
-    Records nothing if that does not say where the runs are, or names a place that the policy in
-    force does not allow.
+    Without `run_key`, the key is that of the `scheduled` start, by default now; `run_date` is the
+    value of {run_date}. Records nothing if `value` has no valid output.uri, or one that the policy
+    in force does not allow.
     """
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
@@ -144,7 +175,7 @@ def record_bad_job(
     uris = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, list) else []
     try:
         key = run_key if run_key and NAME.match(run_key) else key_for_start(name, scheduled)
-        place = fill_words(check_uri(uri), key, run_date or date_of_key(key) or today())
+        place = render_text(check_uri(uri), key, run_date or date_of_key(key) or today())
         given = dict(options) if isinstance(options, Mapping) and options else None
         check_output_place(place, given or {})
         texts = [one for one in uris if isinstance(one, str)]
@@ -154,14 +185,14 @@ def record_bad_job(
 
 
 def key_for_start(name: str, start: datetime | None = None) -> str:
-    """Return the key of a run scheduled for `start`, by default of one that begins this second."""
+    """Return the run key of job `name` for the scheduled `start`, by default the current second."""
     return f"{name}-{(start or datetime.now(UTC)).astimezone(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def record_command(store: Store, command: str) -> None:
-    """Add the command that continues the run to the record of a failed attempt without one.
+    """Add the command that continues the run to the record of a failed attempt, unless it has one.
 
-    Secrets in it are masked.
+    Secrets in the command are masked.
     """
     store = not_waiting(store)
     try:
@@ -170,7 +201,7 @@ def record_command(store: Store, command: str) -> None:
         log.warning("%s: the command could not be recorded: %s", store.uri, fault)
         return
     if found is not None and found.outcome == ATTEMPT_FAILED and not found.command:
-        text = cut_to_bytes(str(hide_users(command)), COMMAND_KEPT)
+        text = cut_to_characters(str(hide_users(command)), COMMAND_KEPT)
         replace(found, command=text).put(store)
 
 
@@ -200,7 +231,7 @@ def record_without_plan(
             raise ConfigError(f"{output} is inside the input {uri}. Choose another output.uri")
     store = open_store(join(output, check_run_key(key)), dict(options) if options else None)
     check_run_place(store.uri)
-    attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), who(), os.getpid())
+    attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), user_at_host(), os.getpid())
     record_end(store, attempt, error, secrets)
     return store, key
 
@@ -211,17 +242,17 @@ def _is_of_another(store: Store, job: str) -> bool:
 
 
 def note_planner(store: Store) -> None:
-    """Record in the run directory which code made the plan, unless that is recorded already."""
+    """Record in the run directory which version of this package made the plan, unless recorded."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        record = dump({"code": code_version(), "who": who(), "at": at})
+        record = dump({"code": code_version(), "who": user_at_host(), "at": at})
         put_record_if_absent(store, PLANNED_BY, record)
     except RayBatchError as error:  # the plan is there, and that is what counts
         log.warning("the version that made the plan could not be recorded: %s", error)
 
 
 def planner_code(store: Store) -> str | None:
-    """Return the code that made the plan; None if it is not recorded."""
+    """Return the version of this package that made the plan; None if it is not recorded."""
     try:
         code = load(read_record(store, PLANNED_BY), PLANNED_BY).get("code")
     except (FileNotFoundError, RayBatchError):
@@ -230,7 +261,7 @@ def planner_code(store: Store) -> str | None:
 
 
 def compare_code(store: Store) -> None:
-    """Warn if this process runs other code than the one that made the plan."""
+    """Log a warning if the plan was made by another version of this package than this one."""
     planned, own = planner_code(store), code_version()
     if planned is not None and planned != own:
         log.warning(
@@ -238,6 +269,35 @@ def compare_code(store: Store) -> None:
             "differ from the committed ones",
             *(planned, own),
         )
+
+
+def process_died(attempt: Mapping[str, object]) -> bool:
+    """Return whether the process of an attempt's record ran on this host and is gone.
+
+    False if that is unknown: on another host, or in another container with the host's name.
+    """
+    pid, started = attempt.get("pid"), attempt.get("started")
+    here = (socket.gethostname(), pid_namespace())
+    if (attempt.get("host"), attempt.get("pid_namespace")) != here or type(pid) is not int:
+        return False
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        began = datetime.fromisoformat(str(started)).timestamp()
+        return float(process.create_time()) > began + CLOCK_SECONDS  # its number was given anew
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, ValueError):
+        return False
+
+
+def pid_namespace() -> str:
+    """Return the namespace in which this process's id counts; "" where there are none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 class AttemptLog:
@@ -248,7 +308,7 @@ class AttemptLog:
         self._lock = threading.Lock()
 
     def note(self, **more: object) -> None:
-        """Add fields to the record and write it."""
+        """Add the fields `more` (name: JSON value) to the record and write it."""
         with self._lock:
             self.fields |= more
             self.ledger.note_attempt(self.attempt, self.fields)
@@ -270,11 +330,12 @@ class AttemptLog:
 
 
 def about_process(plan: Plan) -> dict[str, object]:
-    """Return what the record of an attempt at a plan says about its process."""
-    user, _, host = who().rpartition("@")
+    """Return fields for an attempt's record: host, process, user, start, plan and code version."""
+    user, _, host = user_at_host().rpartition("@")
     return {
         "host": host,
         "pid": os.getpid(),
+        "pid_namespace": pid_namespace(),
         "user": user,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "plan": plan.hash,

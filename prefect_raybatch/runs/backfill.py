@@ -31,9 +31,11 @@ NOT_STARTED, DATE_FAILED, STOPPED = "not started", "failed", "stopped"
 class DatedRun:
     """A run of a backfill.
 
-    `state` is that of the run, or failed or stopped by this call. Rows are known for a completed
-    run, `seconds` of work also for one that this call failed. `done`: it was complete before.
-    `trouble` says why it is not complete, `transient` whether a retry may help.
+    `state` is the state of the run directory, or "failed" or "stopped" if the run ended so in this
+    backfill. `rows`, `quarantined` and `seconds` of work are None unless the run is completed; if
+    it failed in this backfill, `seconds` are known too. `done`: it was complete before and the job
+    publishes nothing, so it is skipped. `trouble` says why it is not complete, `transient` whether
+    a retry may help.
     """
 
     date: date
@@ -55,10 +57,11 @@ class DatedRun:
 def dated_run(
     root: Store, key: str, day: date, identity: Callable[[], Identity], has_targets: bool
 ) -> DatedRun:
-    """Return the run of a date below `root`, with its state.
+    """Return the run of the date `day`, whose key below `root` is `key`, with its state.
 
-    `identity` computes the identity of the job as it is now. A run under that key that belongs to
-    another job has the state failed.
+    `identity` computes the fingerprint of the current job and its parts. If a completed run under
+    `key` has another fingerprint, its state is "failed". A completed run is `done` unless the job
+    publishes (`has_targets`).
     """
     run = DatedRun(day, key, root.sub(key).uri)
     line = line_of(root, key)
@@ -111,7 +114,11 @@ def run_dates(
     stop_on_failure: bool,
     observe: Callable[[DatedRun], None],
 ) -> list[DatedRun]:
-    """Run the incomplete dates on one cluster; see `api.backfill`."""
+    """Run the dates that are not `done` on one cluster; return all `runs` with their new states.
+
+    `run_date` runs one date; up to `at_most` dates run at once. With `stop_on_failure`, no date
+    begins after one has failed. `observe` is called with each run that ends.
+    """
     latest = {run.date: run for run in runs}
     context = copy_context()  # of before the cluster is held: runs within a run are refused
     failed = threading.Event()
@@ -150,19 +157,20 @@ def _ended(run_date: Callable[[DatedRun], RunReport], run: DatedRun) -> DatedRun
 
 @contextmanager
 def _held(cluster: ClusterSpec) -> Iterator[Callable[[], None]]:
-    """Hold the cluster of all runs, and the engines between two runs; yield what stops the runs.
+    """Keep a local cluster and its engines for all runs; yield a function that stops the runs.
 
-    So a local cluster is started once.
+    So the cluster is started only once. If runs are submitted as Ray jobs, nothing is kept and the
+    function does nothing.
     """
     if cluster.access.remote:  # each run is a job of its own
         yield lambda: None
         return
-    from prefect_raybatch.cluster.connect import SHARED, connected
-    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.connect import CLUSTER_SESSION, connected
+    from prefect_raybatch.cluster.sharing import Tenant
 
-    keeper = User(f"backfill of {cluster.name}")
-    with SHARED.kept_warm(), connected(cluster, keeper):
-        yield lambda: SHARED.stop_all(but=keeper)
+    keeper = Tenant(f"backfill of {cluster.name}")
+    with CLUSTER_SESSION.kept_warm(), connected(cluster, keeper):
+        yield lambda: CLUSTER_SESSION.stop_all(but=keeper)
 
 
 def dates_table(runs: Sequence[DatedRun]) -> list[dict[str, str]]:
@@ -181,7 +189,7 @@ def dates_table(runs: Sequence[DatedRun]) -> list[dict[str, str]]:
 
 
 def summary(runs: Sequence[DatedRun]) -> str:
-    """Return how many are complete, in a line."""
+    """Return a line that says how many dates are complete."""
     complete = sum(run.complete for run in runs)
     before = sum(run.done for run in runs)
     return f"{complete:,} of {len(runs):,} dates are complete, {before:,} of them were before"

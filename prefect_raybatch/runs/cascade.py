@@ -1,4 +1,4 @@
-"""What each model of a cascade did, for the report."""
+"""Adds to a cascade's report the rows, tokens and cost of each model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from prefect_raybatch.cluster.cascade import first_answers
-from prefect_raybatch.ledger.increments import increment_of
+from prefect_raybatch.compile.job import compile_plan
+from prefect_raybatch.ledger.increments import OF_LARGER, Increment, increment_of
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.ledger.stats import AGREED, CHECKED
-from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.ledger.stats import (
+    AGREED,
+    CHECKED,
+    LARGER_ANSWERED,
+    LARGER_FAILED,
+    UNANSWERED,
+)
 from prefect_raybatch.report.records import ModelShare, RunReport
+from prefect_raybatch.sizing.agreement import unanswered_text
 from prefect_raybatch.spec.cascade import CascadeSpec
+from prefect_raybatch.stages.cascade import FirstAnswers, failing_kinds
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -24,57 +32,88 @@ def with_shares(
     first: RunReport | None,
     figures: Mapping[str, float],
 ) -> RunReport:
-    """Return the report with the rows, tokens and cost of each model; `first` is that of its own.
+    """Return the report with the rows, tokens and cost of each model.
 
-    Notes say which rows the larger model answered, whether `at_most` left any out, and by the
-    run's `figures` in how many checked rows both models agree.
+    `figures` are counts of the run by name, such as checked rows. `first` is the report of the
+    first model; if it is None, the report is unchanged. Added notes say how many rows the larger
+    model was asked about, how many more it would have been asked about without the limit
+    output.escalate.at_most, and on how many checked rows both models agree.
     """
     increment = increment_of(plan)
     if first is None or increment is None:
         return report
     answers = first_answers(store, increment, cascade, plan)
-    unsure, asked = answers.unsure, answers.escalated
+    answered, failed = (int(figures.get(n, 0)) for n in (LARGER_ANSWERED, LARGER_FAILED))
     shares = (
         ModelShare(
-            cascade.first_name, first.rows, first.rows - asked, _tokens(first), _spent(first)
+            *(cascade.first_name, first.rows, report.good - answered, report.failed - failed),
+            *(_tokens(first), _spent(first)),
+            *(int(figures.get(name, 0)) for name in (CHECKED, AGREED, UNANSWERED)),
         ),
         ModelShare(
-            cascade.larger_name,
-            answers.asked,
-            asked,
+            *(cascade.larger_name, answers.asked, answered, failed),
             _without(_tokens(report), _tokens(first)),
             _without(_spent(report), _spent(first)),
         ),
     )
+    notes = (_escalation(cascade, increment, answers, first.rows), *_agreement(*shares))
+    return replace(report, cascade=shares, notes=(*notes, *report.notes))
+
+
+def _escalation(
+    cascade: CascadeSpec, increment: Increment, answers: FirstAnswers, rows: int
+) -> str:
+    """Return the note on how many of the run's `rows` the larger model was asked about."""
+    unsure, asked = answers.unsure, answers.escalated
     note = (
-        f"{counted(unsure, 'row')} of {first.rows:,} met output.escalate.when, and "
+        f"{counted(unsure, 'row')} of {rows:,} met output.escalate.when, and "
         f"{cascade.larger_name} was asked about {asked:,}"
     )
     if answers.asked > asked:
         note += f", and about {answers.asked - asked:,} more to check"
     if asked < unsure:
+        share = f"{cascade.at_most:g}"
+        if increment.share is not None:
+            share += (
+                f" of the first run's {counted(increment.share.rows, 'row')}, over that run and "
+                "all its retries"
+            )
         note += (
-            f". output.escalate.at_most ({cascade.at_most:g}) left {unsure - asked:,} to "
+            f". output.escalate.at_most ({share}) left {unsure - asked:,} to "
             f"{cascade.first_name}, so a guarantee of raybatch tune does not hold for this run"
         )
-    notes = (note, *_agreement(cascade, figures))
-    return replace(report, cascade=shares, notes=(*notes, *report.notes))
+    return note
 
 
-def _agreement(cascade: CascadeSpec, figures: Mapping[str, float]) -> tuple[str, ...]:
+def passed_on(plan: Plan) -> frozenset[str]:
+    """Return the error classes with which a cascade's first model passes rows on to the larger one.
+
+    Empty if the run is no cascade.
+    """
+    increment = increment_of(plan)
+    if increment is None or increment.ledger != OF_LARGER:
+        return frozenset()
+    cascade = compile_plan(plan).cascade
+    return frozenset() if cascade is None else frozenset(failing_kinds(cascade))
+
+
+def _agreement(first: ModelShare, larger: ModelShare) -> tuple[str, ...]:
     """Return the note on the checked rows; () for a run that checked none."""
-    checked, agreed = int(figures.get(CHECKED, 0)), int(figures.get(AGREED, 0))
-    if not checked:
-        return ()
-    low, high = interval(agreed, checked)
+    failed = unanswered_text(first.unanswered, "checked row", "the larger model")
+    if not first.checked:
+        return (failed,) if failed else ()
     return (
-        f"checked: {cascade.larger_name} gave {agreed:,} of {counted(checked, 'row')} the answer "
-        f"of {cascade.first_name}: {agreed / checked:.1%} ({low:.1%} to {high:.1%}, 95 % interval)",
+        f"checked: {larger.model} gave {first.agreed:,} of {counted(first.checked, 'row')} the "
+        f"answer of {first.model}: {first.agreement()}, 95 % interval"
+        + (f"; {failed}" if failed else ""),
     )
 
 
 def with_tokens_of(report: RunReport, first: RunReport | None) -> RunReport:
-    """Return the report with the tokens and the seconds of the first model added to its own."""
+    """Return a cascade's report with tokens, seconds and engine deaths of the first model added.
+
+    `first` is that model's report; None leaves the report unchanged.
+    """
     if first is None:
         return report
     names = {**report.tokens, **first.tokens}
@@ -99,5 +138,5 @@ def _spent(report: RunReport) -> dict[str, float]:
 
 
 def _without(both: Mapping[str, float], first: Mapping[str, float]) -> dict[str, float]:
-    """Return what the larger model took of the figures of both."""
+    """Return the larger model's figures: those of `both` models minus those of the `first`."""
     return {name: max(0.0, value - first.get(name, 0.0)) for name, value in both.items()}

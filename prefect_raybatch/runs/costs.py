@@ -19,16 +19,17 @@ log = logging.getLogger(__name__)
 
 
 def plain_price(prices: Prices) -> float | None:
-    """Return the price of a GPU-hour if it is the same on every card; else None."""
+    """Return the price of a GPU-hour if all GPU models have the same; else None."""
     return None if prices.by_card else prices.hour
 
 
 def meter_for(
     cluster: ClusterSpec, limits: Limits, capacity: Capacity, pool: Pool, spent: Spent
 ) -> CostMeter:
-    """Return a meter for the costs of an attempt with that pool, on top of earlier costs.
+    """Return a meter for the costs of an attempt whose engines are `pool`.
 
-    Raises `ConfigError` if a limit on costs is set and no price is known.
+    `spent` is what earlier attempts at the run cost. Raises `ConfigError` if limits.max_cost is set
+    and the price of a GPU is not known.
     """
     price = gpu_price(cluster, capacity)
     if price.hour is None and pool.gpus[1] and price.why:
@@ -47,16 +48,16 @@ def with_cost(
     ledger: Ledger,
     plan: Plan,
     prices: Prices | None = None,
-    asks: RunReport | None = None,
+    phase_report: RunReport | None = None,
 ) -> RunReport:
-    """Return the report with its costs; without a price it has only GPU-hours.
+    """Return the report with the run's costs: GPU-hours and, if there is a price, money.
 
-    `asks` is the report of the requests phase of a run that reuses answers, which knows its
-    engines.
+    `phase_report` is the report of the requests phase of a run that reuses answers, whose tokens
+    and shards count instead of those in `report`.
     """
     spent = spent_on(ledger, plan)
     price = plain_price(prices) if prices is not None else None
-    found = _costs(report, asks or report, spent, price)
+    found = _costs(report, phase_report or report, spent, price)
     rounded = {name: float(f"{value:.8g}") for name, value in found.items()}
     currency = prices.currency if prices is not None and "total" in rounded else ""
     return replace(report, cost=rounded, currency=currency)
@@ -65,7 +66,7 @@ def with_cost(
 def _costs(
     report: RunReport, asked: RunReport, spent: Spent, price: float | None
 ) -> dict[str, float]:
-    total, hours = spent.at(price), spent.gpu_seconds / HOUR
+    total, hours = spent.cost_at(price), spent.gpu_seconds / HOUR
     found = {"gpu_hours": hours} if hours else {}
     saved = report.reuse.get("saved_seconds")
     if total is None or not (hours or saved or total):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from prefect_raybatch.driver.heartbeat import SILENT_AFTER
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.ledger.drains import put_drain
-from prefect_raybatch.ledger.increments import asks_ledger
+from prefect_raybatch.ledger.increments import requests_ledger
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.quality.judgement import is_judging, judge_runs
-from prefect_raybatch.runs.run import who
-from prefect_raybatch.runs.status import Status, status
+from prefect_raybatch.runs.run import user_at_host
+from prefect_raybatch.runs.status import live_beats, status
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 
@@ -22,8 +21,8 @@ class Drained:
     """The attempts that were asked to stop.
 
     `live` are the heartbeats (newest first) of attempts heard of within the last minute. If it is
-    empty, possibly no driver is there to receive the request. `judging`: they judge the answers of
-    a complete run, and `done` and `rows` count judgements.
+    empty, there may be no driver to receive the request. `judging`: the attempts judge the answers
+    of a complete run, and `done` and `rows` count judgements.
     """
 
     run: str
@@ -47,20 +46,19 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
         store = open_store(run_dir, dict(options) if options else None)
         return _drain_judge(found.run, store, options)
     store = open_store(run_dir, dict(options) if options else None)
-    asks = asks_ledger(store)
-    by = who()
+    asks = requests_ledger(store)
+    by = user_at_host()
     for ledger in (Ledger(store), asks):
         if ledger.load_plan() is not None:
             put_drain(ledger, by)
-    beats = [beat for beat in _beats(found) if beat["age"] < SILENT_AFTER]
-    return Drained(found.run, found.run_key, tuple(beats), found.done, found.rows)
+    return Drained(found.run, found.run_key, tuple(live_beats(found)), found.done, found.rows)
 
 
 def _drain_judge(run: str, store: Store, options: StoreOptions | None) -> Drained:
-    """Drain the judge of a complete run; raise `ConfigError` if there is none to drain.
+    """Drain the judge of a complete run; raise `ConfigError` if no judgement is in progress.
 
-    A judge that has no heartbeat yet is drained too. A judgement that was broken off and replaced
-    by another one counts only while a driver works on it.
+    A judge without a heartbeat yet is drained too. An interrupted judgement that another one
+    replaced counts only while a driver works on it.
     """
     drained = [one for _, own in judge_runs(store) if (one := _drained_judge(own.uri, options))]
     live = [one for one in drained if one.live]
@@ -80,7 +78,3 @@ def _drained_judge(run_dir: str, options: StoreOptions | None) -> Drained | None
         return replace(drain_run(run_dir, options), judging=True)
     except (ConfigError, NoSuchRun):
         return None
-
-
-def _beats(found: Status) -> list[JsonObject]:
-    return [*found.beats, *(found.asks.beats if found.asks is not None else ())]

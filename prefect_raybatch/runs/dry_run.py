@@ -1,4 +1,4 @@
-"""What a run would do, without writing."""
+"""Computes what a run would do, without writing to its directory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
+    check_judge_model,
     check_pinned_model,
     check_places,
     check_schema_names,
@@ -63,11 +64,17 @@ TRIED_ROWS = 3  # given to a prompt function
 
 @dataclass(frozen=True)
 class DryRun:
-    """The plan of a run that is not made, as `raybatch plan` shows it.
+    """What a run would do, as `raybatch plan` shows it.
 
-    `result`: names and types of the columns written in addition to the input's, as far as known
-    before a run; `table`: which table at which version is read, as a plan keeps it; `tokens`, if
-    asked for or needed for max_model_len: auto.
+    `columns` and `types` are those of the input, `result` has names and types of the columns
+    written in addition, as far as known before a run. `rows_guessed`: `rows` is estimated from a
+    part of the input. `needs` are the resources that the run takes, `have` those of its cluster,
+    `figures` its sizes with their reasons. `table` names the table and version that are read, as a
+    plan records them. `tokens` are the prompt lengths, if they were requested or are needed for
+    max_model_len: auto. `publish` has a line for each target. `judged` says how many rows a judge
+    is asked about. `first` is the dry run of a cascade's first model; the other fields are then
+    those of the larger model, which is asked about at most the share `at_most` of the rows, and
+    about `check` rows only to compare.
     """
 
     job: str
@@ -94,14 +101,16 @@ class DryRun:
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
     judged: str = ""  # how many rows a judge would be asked about, and what a hosted one costs
     at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
+    check: int = 0  # rows that the larger model is asked about only to compare
+    classifier: str = ""  # file of the classifier that answers from the vectors
 
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """The answers that a job would reuse: rows by the origin of their answers.
+    """The answers that a job would reuse; `counts` has the number of rows by origin of the answer.
 
-    `earlier` are the runs, and `differs` the fields in which the job differs from theirs, so that
-    nothing is reused.
+    `earlier` are the runs with these answers. `differs` are the fields in which the job differs
+    from their jobs; if there are any, nothing is reused.
     """
 
     counts: RowCounts
@@ -113,8 +122,8 @@ class ReusePlan:
 class _Checked:
     """A job with its model pinned, its spec and its input.
 
-    `copied`: a run copies the input first, so `inventory` comes from its beginning. `publish` has a
-    line for each target.
+    `copied`: a run would copy the input first, so `inventory` lists only what was read of its
+    beginning. `publish` has a line for each target.
     """
 
     resolved: Resolved
@@ -134,7 +143,7 @@ class _Checked:
 
 
 def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) -> _Checked:
-    """Compile the job and return it with its input; raise for what a run would refuse."""
+    """Compile the job and return it with its input; raise the errors that a run would raise."""
     from prefect_raybatch import source
 
     job = resolved.job
@@ -142,7 +151,7 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     check_places(read, job.output.uri, job.output.options)
     check_schema_names(job.output.output_schema)
     check_judge(job.quality)
-    check_made_cluster(job.cluster.access, job.engine)
+    check_made_cluster(job.cluster.access, job.engine, job.output.escalate.engine)
     copied = source.needs_snapshot(read)
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
@@ -152,11 +161,16 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input
     check_pinned_model(spec, resolved.model, files=what_if is None)
+    check_judge_model(resolved, files=what_if is None)
     return _Checked(resolved, spec, found, copied, publish)
 
 
 def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None) -> _Fitted:
-    """Return the sizes with warnings about a judge of its own answers, and an unreadable image."""
+    """Return `fitted` with warnings added to its sizing.
+
+    These are about a judge that is the model whose answers it judges, a cascade that asks its
+    larger model nothing, and, unless a cluster is assumed (`what_if`), an unreadable image.
+    """
     job = checked.resolved.job
     warnings = [
         judge_warning(job.quality, job.engine, job.output.escalate.engine),
@@ -183,26 +197,26 @@ def _no_row_warning(checked: _Checked) -> str:
 
 
 def dry_run_resolved(
-    resolved: Resolved, run_key: str | None, what_if: Capacity | None, sample: int
+    resolved: Resolved,
+    run_key: str | None,
+    what_if: Capacity | None,
+    sample: int,
+    rows_left: int | None = None,
 ) -> DryRun:
-    """Return what a run would do; see `api.dry_run`."""
+    """Return what a run would do, without writing and without Ray.
+
+    `what_if` replaces the job's cluster. `sample` is the number of prompts to measure (0: as many
+    as needed), `rows_left` that of the rows whose cost is estimated, by default all.
+    """
     job = resolved.job
-    checked = _checked(resolved, run_key, what_if)
-    if sample and checked.model["source"] == ENDPOINT:
-        raise ConfigError(
-            "--tokens needs the model's tokenizer, which engine.endpoint has not; remove --tokens"
-        )
-    tokens, auto = None, checked.spec.engine.model.context_auto
-    if sample or auto:
-        tokens = _prompt_lengths(checked, run_key, sample)
-        decided = checked.spec.decide(context=tokens.max_model_len if auto else None)
-        checked = replace(checked, spec=decided)
+    checked, tokens = _with_lengths(_checked(resolved, run_key, what_if), run_key, sample)
     spec, found, rows = checked.spec, checked.inventory, checked.rows
     hosted = _hosted_rows(checked)
     made = [] if tokens or what_if else _function_problem(checked)
     fitted = _with_warnings(_fitted(checked, what_if), checked, what_if)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
-    cost = _cost(spec, hosted, fitted, rows if reuse is None else reuse.counts.asked)
+    left = rows if rows_left is None else rows_left
+    cost = _cost(spec, hosted, fitted, left if reuse is None else reuse.counts.asked, rows)
     judged, cost = _judge_plan(checked, cost)
     first = None
     if checked.resolved.first is not None:
@@ -238,23 +252,51 @@ def dry_run_resolved(
         first=first,
         judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
+        check=0 if spec.cascade is None else min(rows, spec.cascade.check),
+        classifier=job.engine.classifier or "" if first is None else "",
     )
 
 
+def _with_lengths(
+    checked: _Checked, run_key: str | None, sample: int
+) -> tuple[_Checked, PromptLengths | None]:
+    """Return the job with its context length decided, and the prompt lengths if measured."""
+    if sample and checked.model["source"] == ENDPOINT:
+        raise ConfigError(
+            "--tokens needs the model's tokenizer, which engine.endpoint has not; remove --tokens"
+        )
+    auto = checked.spec.engine.model.context_auto
+    if not sample and not auto:
+        return checked, None
+    tokens = _prompt_lengths(checked, run_key, sample)
+    decided = checked.spec.decide(context=tokens.max_model_len if auto else None)
+    return replace(checked, spec=decided), tokens
+
+
 def _cost(
-    spec: RunSpec, hosted: HostedRows | None, fitted: _Fitted, rows: int
+    spec: RunSpec, hosted: HostedRows | None, fitted: _Fitted, rows: int, whole: int
 ) -> CostEstimate | None:
+    """Return the estimated cost of `rows` rows of a run of `whole` rows; None without prices."""
     most, endpoint = spec.limits.max_cost, spec.engine.model.endpoint
     if hosted is None or endpoint is None:
         return estimate(spec.cluster, spec.sizes, spec.output, most, fitted.capacity, rows)
-    if spec.cascade is not None:
-        rows = min(rows, most_rows(spec.cascade.at_most, rows) + spec.cascade.check)
-    cost = hosted.cost(endpoint, rows)
-    return None if cost is None else hosted_estimate(cost, rows, most, spec.cluster.prices.currency)
+    assumes = f"each answer is as long as it may be ({counted(hosted.longest_answer, 'token')})"
+    if (cascade := spec.cascade) is not None:
+        rows = min(rows, most_rows(cascade.at_most, whole) + cascade.check)
+        check = f" and {cascade.check:,} to check" if cascade.check else ""
+        assumes += (
+            " and the larger model is asked about as many rows as output.escalate.at_most "
+            f"({cascade.at_most:g}) allows{check}"
+        )
+    cost, currency = hosted.cost(endpoint, rows), spec.cluster.prices.currency
+    return None if cost is None else hosted_estimate(cost, rows, most, currency, assumes)
 
 
 def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
-    """Return what a judge would be asked and cost, and the cost of the run with its warning."""
+    """Return (text on the judge's rows and cost, the run's estimate).
+
+    The estimate gets a warning if run and judge together exceed limits.max_cost.
+    """
     spec, job = checked.spec, checked.resolved.job
     text, currency = judge_plan(job.quality, checked.rows), spec.cluster.prices.currency
     judge = _hosted_judge(checked)
@@ -270,7 +312,7 @@ def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, Cost
 
 
 def _hosted_judge(checked: _Checked) -> HostedJudge | None:
-    """Return the hosted judge of the job; None without one."""
+    """Return the job's judge if it is a hosted model, else None."""
     job = checked.resolved.job
     if not job.quality.judge.endpoint:
         return None
@@ -287,12 +329,12 @@ def _hosted_judge(checked: _Checked) -> HostedJudge | None:
 
 
 def _answered(spec: RunSpec) -> tuple[FinishSpec, SamplingSpec, TaskName]:
-    """Return the parts of a spec from which the columns of its answers follow."""
+    """Return the parts of a spec that determine the columns of its answers."""
     return spec.finish, spec.sampling, spec.engine.model.task
 
 
 def _hosted_rows(checked: _Checked) -> HostedRows | None:
-    """Return what a few rows reserve of a hosted model's limits; None without one."""
+    """Return the token sizes of sampled rows for a hosted model; None if no model is hosted."""
     spec, endpoint = checked.spec, checked.spec.engine.model.endpoint
     if endpoint is None:
         return None
@@ -307,16 +349,16 @@ def _hosted_rows(checked: _Checked) -> HostedRows | None:
 
 
 def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
-    """Return why no row can be sent to a hosted model; empty if one can."""
+    """Return [why no row can be sent to a hosted model]; [] if one can."""
     endpoint = spec.engine.model.endpoint
     problem = "" if hosted is None or endpoint is None else hosted.problem(endpoint)
     return [problem] if problem else []
 
 
 def _function_problem(checked: _Checked) -> list[str]:
-    """Return why the prompt function makes no prompt of any of a few rows.
+    """Return [why the prompt function fails on all of the first rows].
 
-    Empty if it does, and where it cannot be tried: the run says why.
+    Returns [] if it makes a prompt of at least one of them, or cannot be tried on this machine.
     """
     place = str(checked.model["source"])
     without = place == ENDPOINT or is_remote(place)  # a tokenizer, which comes with the weights
@@ -348,10 +390,10 @@ def _prompt_lengths(checked: _Checked, run_key: str | None, sample: int) -> Prom
 
 @dataclass(frozen=True)
 class _Fitted:
-    """The sizes of a run on a cluster.
+    """The sizes of a run on a cluster with `capacity`.
 
-    With its capacity, what the run needs of it, the model's size if known, and why the run cannot
-    start or keep its engines busy.
+    `needs` are the resources of that cluster that the run takes, `model` the model's size, None if
+    unknown. `problems` say why the run cannot start or keep its engines busy.
     """
 
     sizing: Sizing
@@ -386,7 +428,7 @@ def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
     except (ConfigError, InsufficientResources) as error:
         problems.append(str(error))
         size = sizes.sizes_of(asked, rows, row_bytes, have, expected=expected)
-    if note := planning.alike_note(spec):
+    if note := planning.equal_requests_warning(spec):
         size = replace(size, warnings=(note, *size.warnings))
     problems += size.problems
     try:
@@ -398,14 +440,14 @@ def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
 
 
 def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:
-    """Return what the job would reuse, by all its rows.
+    """Return which answers the job would reuse, by reading all its rows.
 
-    Input that must be copied is copied to TMPDIR and removed again.
+    Input that a run would copy is copied to TMPDIR and removed again.
     """
     import tempfile
 
     from prefect_raybatch import source
-    from prefect_raybatch.runs.increment import worked_out
+    from prefect_raybatch.runs.increment import join_answers
 
     spec, found, copied = checked.spec, checked.inventory, checked.copied
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
@@ -413,5 +455,5 @@ def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:
         if copied:
             store = open_store(folder)
             found = source.snapshot(spec.read, store, "plan")
-        with worked_out(checked.resolved, spec, found, store, run_key, alone=copied) as worked:
+        with join_answers(checked.resolved, spec, found, store, run_key, alone=copied) as worked:
             return ReusePlan(worked.counts, worked.earlier.runs, worked.earlier.differs)

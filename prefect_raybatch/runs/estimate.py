@@ -21,11 +21,11 @@ RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The estimated `cost` of asking `rows`, by the GPU-seconds per row in the run `by`.
+    """The estimated `cost` of asking `rows`, from the GPU-seconds per row of the earlier run `by`.
 
-    A hosted model has no GPU-hours; `cost` is then that of answers of full length. If that is
-    unknown, `why` says so and the others are None. `warning`: it exceeds limits.max_cost, or that
-    limit has no effect.
+    For a hosted model, `gpu_hours` is None and `cost` is the cost of answers of full length, as
+    `assumes` says. If the cost is unknown, `why` says why and the figures are None. `warning` says
+    that the cost exceeds limits.max_cost, or that this limit has no effect.
     """
 
     rows: int
@@ -35,14 +35,15 @@ class CostEstimate:
     why: str = ""
     warning: str | None = None
     currency: str = ""
+    assumes: str = ""
 
     def line(self) -> str:
         if self.cost is None:
             return f"not known: {self.why}"
         if self.gpu_hours is None:
             return (
-                f"about {money(self.cost, self.currency)} for {counted(self.rows, 'row')}, if each "
-                f"answer is as long as it may be; by {self.by}"
+                f"about {money(self.cost, self.currency)} for {counted(self.rows, 'row')}, if "
+                f"{self.assumes}; by {self.by}"
             )
         return (
             f"about {money(self.cost, self.currency)}: {money(self.gpu_hours)} GPU-hours for "
@@ -55,20 +56,20 @@ def estimate(
     sizes: SizeSpec,
     output: OutputSpec,
     most: float | None,
-    have: Capacity,
+    capacity: Capacity,
     rows: int,
 ) -> CostEstimate | None:
-    """Return the estimated cost of asking `rows` rows; None without prices. Never raises.
+    """Return the estimated cost of asking `rows` rows; None for a job without prices. Never raises.
 
-    `most` is limits.max_cost.
+    `most` is limits.max_cost, None if it is not set.
     """
     if not cluster.prices:
         return None
-    if sizes.device_for(have.gpus) == "cpu":
+    if sizes.device_for(capacity.gpus) == "cpu":
         none = "the engines use no GPU"
         text = f"limits.max_cost has no effect: {none}" if most else None
         return CostEstimate(rows, why=none, warning=text)
-    price = gpu_price(cluster, have)
+    price = gpu_price(cluster, capacity)
     if price.hour is None:
         return CostEstimate(rows, why=price.why)
     try:
@@ -89,9 +90,12 @@ def estimate(
     return replace(found, warning=text)
 
 
-def hosted_estimate(cost: float, rows: int, most: float | None, currency: str) -> CostEstimate:
-    """Return what `rows` rows cost at most at a hosted model, by the sizes of sampled rows."""
-    found = CostEstimate(rows, round(cost, 6), None, "sampled rows", currency=currency)
+def hosted_estimate(
+    cost: float, rows: int, most: float | None, currency: str, assumes: str
+) -> CostEstimate:
+    """Return the estimate for a hosted model; `cost` is the most that `rows` rows can cost."""
+    by = "sampled rows"
+    found = CostEstimate(rows, round(cost, 6), None, by, currency=currency, assumes=assumes)
     if most is None or cost <= most:
         return found
     limit = f"limits.max_cost {money(most, currency)}"
@@ -99,26 +103,27 @@ def hosted_estimate(cost: float, rows: int, most: float | None, currency: str) -
 
 
 def with_judge(
-    found: CostEstimate | None, judge: float, most: float | None, currency: str
+    estimate: CostEstimate | None, judge: float, most: float | None, currency: str
 ) -> CostEstimate | None:
-    """Return the estimate with a warning if rows and judge together exceed limits.max_cost.
+    """Return `estimate`, with a warning if rows and judge together cost more than limits.max_cost.
 
-    `judge` is what a hosted judge costs, `most` the limit.
+    `judge` is the cost of a hosted judge, `most` the limit (None: not set). Returns None if
+    `estimate` is None.
     """
-    if found is None or most is None or (found.cost is not None and found.cost > most):
-        return found
-    if (found.cost or 0.0) + judge <= most:
+    if estimate is None or most is None or (estimate.cost is not None and estimate.cost > most):
+        return estimate
+    if (estimate.cost or 0.0) + judge <= most:
         # A limit that has no effect on the engines holds for the judge.
-        return found if found.cost is not None else replace(found, warning=None)
+        return estimate if estimate.cost is not None else replace(estimate, warning=None)
     text = (
         f"limits.max_cost {money(most, currency)} may stop the judge before it is done. Judge: "
-        f"about {money(judge, currency)}; rows: {found.line()}"
+        f"about {money(judge, currency)}; rows: {estimate.line()}"
     )
-    return replace(found, warning=text)
+    return replace(estimate, warning=text)
 
 
 def _last_known(output: str, options: StoreOptions, job: str) -> tuple[str, float] | None:
-    """Return (run key, GPU-hours per asked row) of the newest run of the job that knows it."""
+    """Return (run key, GPU-hours per asked row) of the newest run that recorded them, or None."""
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
     for line in done[:RUNS_TRIED]:

@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.increments import (
     Answers,
     Increment,
     answer_files,
-    begin_asks,
+    begin_requests_phase,
     increment_of,
 )
 from prefect_raybatch.ledger.layout import REPORT, REPORT_HTML, REPORT_PAGE
@@ -28,12 +28,14 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.model.pinned import ENDPOINT
 from prefect_raybatch.quality.accuracy import Accuracy, read_accuracy
+from prefect_raybatch.quality.agreement import Agreement, read_agreement
 from prefect_raybatch.quality.judgement import Judgement, read_judgement
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport, put_report, read_report, with_judgement
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.cascade import with_shares, with_tokens_of
+from prefect_raybatch.runs.classifier_note import classifier_note
 from prefect_raybatch.runs.costs import with_cost
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.rejected_answers import rejected_answers
@@ -41,8 +43,8 @@ from prefect_raybatch.runs.starts import attempts_seconds, engine_deaths, read_s
 from prefect_raybatch.sizing.shards import (
     SEQUENCES,
     concurrent_batches,
+    known_max_num_seqs,
     problems,
-    sequences_seen,
 )
 from prefect_raybatch.sizing.sizes import certain_engines
 from prefect_raybatch.spec.cluster import ClusterSpec
@@ -123,7 +125,7 @@ def completed_report(
         "completed",
         parts,
         resumed_shards=progress.resumed_shards if progress else 0,
-        notes=(*_notes(spec.sizes, plan, tally), *of_whom(plan), *map(str, accepted)),
+        notes=(*_notes(spec.sizes, plan, tally), *retry_notes(plan), *map(str, accepted)),
         engine_deaths=max(engine_deaths(ledger), progress.engine_deaths if progress else 0),
         losses=progress.losses if progress else None,
         dashboard=last_dashboard(store),
@@ -134,6 +136,7 @@ def completed_report(
         accepted=accepted,
         starts=read_starts(ledger),
         precision=precision_of(store),
+        classifier=classifier_note(ledger, plan),
     )
     made = replace(made, advice=advise(made, spec))
     increment = increment_of(plan)
@@ -141,7 +144,7 @@ def completed_report(
         # Answers that were only asked apart to put rows in order are of no use to later runs.
         days = spec.reuse.keep_days if spec.reuse.keeps else 0.0
         made = _with_reuse(made, ledger, plan, increment, tally, days)
-    asks = _report_of_asks(store, increment)
+    asks = _requests_report(store, increment)
     if increment is None or spec.cascade is None:
         return with_cost(made, ledger, plan, spec.cluster.prices, asks)
     made = with_tokens_of(made, asks)
@@ -150,9 +153,9 @@ def completed_report(
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
-    """Return the report of a finished run from its commits.
+    """Build the report of a finished run again, from its commits.
 
-    It lacks what only the last attempt knew.
+    It lacks the figures that only the last attempt knew and that no commit has.
     """
     from prefect_raybatch.result.survey import survey
 
@@ -162,35 +165,39 @@ def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport
 
 
 def put_reports(store: Store, report: RunReport) -> None:
-    """Write report.json and its pages for people."""
+    """Write report.json and the report as Markdown and HTML."""
     put_report(store, report)
     put_pages(store, report)
 
 
 def put_pages(store: Store, report: RunReport) -> None:
-    """Write the pages of a report for people."""
+    """Write a report as Markdown and HTML."""
     store.put(REPORT_PAGE, reports.markdown(report).encode())
     store.put(REPORT_HTML, html_page(report).encode())
 
 
-def _report_of_asks(store: Store, increment: Increment | None) -> RunReport | None:
-    begun = None if increment is None else begin_asks(store, increment)
+def _requests_report(store: Store, increment: Increment | None) -> RunReport | None:
+    begun = None if increment is None else begin_requests_phase(store, increment)
     return None if begun is None else load_report(begun[0].store)
 
 
 def write_parts(
     cluster: ClusterSpec, write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterator[Part]:
-    """Write the files of a result, on the cluster's workers if there is enough to write."""
-    from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, side_by_side, workers_for
-    from prefect_raybatch.result.finalize import one_by_one
+    """Write the files of a result; yield the record of each, in any order.
+
+    `write` writes the file of one of the `tasks`. It runs on the cluster's workers if the `size` of
+    the rows, in bytes, is worth it, else here.
+    """
+    from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, run_in_parallel, workers_for
+    from prefect_raybatch.result.finalize import write_sequentially
 
     with workers_for(cluster, size) as workers:
         if workers > 1:
             log.info("writing the result on %s", counted(workers, "CPU"))
-            yield from side_by_side(write, tasks, TASKS_A_CPU * workers)
+            yield from run_in_parallel(write, tasks, TASKS_A_CPU * workers)
         else:
-            yield from one_by_one(write, tasks, size)
+            yield from write_sequentially(write, tasks, size)
 
 
 def _with_reuse(
@@ -201,12 +208,12 @@ def _with_reuse(
     tally: Tally,
     days: float | None,
 ) -> RunReport:
-    """Return the report of a run that reuses answers, with the savings.
+    """Return the report of a run that reuses or keeps answers, with the savings by reuse.
 
-    Engine figures are those of its requests phase. First records in answers.json which files hold
-    the raw answers, kept for `days` (None: as long as the run).
+    The engine figures come from the requests phase. Side effect: writes answers.json, which names
+    the files of raw answers, to be kept for `days` (None: as long as the run).
     """
-    begun, seconds = begin_asks(ledger.store, increment), increment.seconds
+    begun, seconds = begin_requests_phase(ledger.store, increment), increment.seconds
     if begun is not None:
         asks = load_report(begun[0].store)
         seconds = _seconds_an_answer(begun[0], asks) if asks.good else seconds
@@ -229,23 +236,25 @@ def _with_reuse(
     return replace(report, reuse={**saved, **more})
 
 
-def _seconds_an_answer(ledger: Ledger, asks: RunReport) -> float:
-    """Return the GPU-seconds of an answer in the requests phase, whose report is `asks`."""
+def _seconds_an_answer(ledger: Ledger, phase_report: RunReport) -> float:
+    """Return the GPU-seconds of an answer in the requests phase, whose report is `phase_report`."""
     notes = [ledger.read_attempt(name) for name in ledger.attempts()]
     gpus = max((note.get("gpus") or 0 for note in notes), default=0)
-    return round(asks.seconds * max(gpus, asks.engines, 1) / asks.good, 6)
+    return round(phase_report.seconds * max(gpus, phase_report.engines, 1) / phase_report.good, 6)
 
 
-def _with_engine_figures(report: RunReport, asks: RunReport) -> RunReport:
-    """Return the report of a run with the engine figures of its requests phase, `asks`."""
-    cached = asks.tokens.get("cached_tokens", 0.0)
+def _with_engine_figures(report: RunReport, phase_report: RunReport) -> RunReport:
+    """Return the report of a run with the engine figures of its requests phase, `phase_report`."""
+    cached = phase_report.tokens.get("cached_tokens", 0.0)
     report = replace(
         report,
-        **{name: getattr(asks, name) for name in ("figures", "workers", "nodes", "engines")},
-        other_engines=asks.other_engines,
-        engine_deaths=report.engine_deaths + asks.engine_deaths,
-        starts=asks.starts,
-        seconds=round(report.seconds + asks.seconds, 1),
+        **{
+            name: getattr(phase_report, name) for name in ("figures", "workers", "nodes", "engines")
+        },
+        other_engines=phase_report.other_engines,
+        engine_deaths=report.engine_deaths + phase_report.engine_deaths,
+        starts=phase_report.starts,
+        seconds=round(report.seconds + phase_report.seconds, 1),
         tokens={**report.tokens, "cached_tokens": cached},
     )
     if report.seconds:
@@ -271,7 +280,7 @@ def _success(spec: RunSpec, plan: Plan, result: Result, accepted: tuple[Accepted
 
 
 def _notes(spec: SizeSpec, plan: Plan, tally: Tally) -> list[str]:
-    seqs = sequences_seen(spec.max_num_seqs, tally.stats.figures()) or SEQUENCES
+    seqs = known_max_num_seqs(spec.max_num_seqs, tally.stats.figures()) or SEQUENCES
     concurrent = concurrent_batches(spec.max_concurrent_batches, plan.rows_per_shard, seqs)
     shards = f"rows a shard: {plan.rows_per_shard:,} (the run's plan)"
     hints = [str(hint) for hint in (plan.context or {}).get("hints", ())]
@@ -285,7 +294,7 @@ def _notes(spec: SizeSpec, plan: Plan, tally: Tally) -> list[str]:
     return [shards, *found, *hints]
 
 
-def of_whom(plan: Plan) -> list[str]:
+def retry_notes(plan: Plan) -> list[str]:
     if plan.parent is None:
         return []
     return [f"a retry of failed rows of run {plan.parent}, with the row numbers of that run"]
@@ -294,31 +303,40 @@ def of_whom(plan: Plan) -> list[str]:
 def _finished_report(
     ledger: Ledger, plan: Plan, tidy: bool, endpoint: EndpointSpec | None
 ) -> RunReport:
-    """Return the report of a finished run; `tidy` first removes files that are no longer needed.
-
-    `orphans` checks again whose `_SUCCESS` it is and whether the parts exist.
-    """
-    from prefect_raybatch.result.reap import answers_by_row, ended_notes, orphans
-    from prefect_raybatch.stages.endpoint.journal import remove_journal
-    from prefect_raybatch.stages.hosted_batches.stage import forget_batches
-
-    if tidy and plan.model["source"] == ENDPOINT:
-        remove_journal(ledger.store)
-        if endpoint is not None:
-            forget_batches(endpoint, ledger.store)
+    """Return the report of a finished run; `tidy` first removes files that are no longer needed."""
     if tidy:
-        ledger.store.delete(info.path for info in orphans(ledger, plan))
-        ledger.store.delete(info.path for info in answers_by_row(ledger, plan))
-        ledger.store.delete(info.path for info in ended_notes(ledger, plan))
+        _tidy(ledger, plan, endpoint)
     return load_report(ledger.store)
 
 
+def _tidy(ledger: Ledger, plan: Plan, endpoint: EndpointSpec | None) -> None:
+    """Remove the files that a finished run no longer needs.
+
+    These are pieces, copies of answers in row order, and notes on result files. Nothing is removed
+    if the result is missing (`orphans` raises), except a hosted model's journal and its batches.
+    """
+    from prefect_raybatch.result.reap import obsolete_answers, obsolete_notes, orphans
+    from prefect_raybatch.stages.endpoint.journal import remove_journal
+    from prefect_raybatch.stages.hosted_batches.stage import forget_batches
+
+    if plan.model["source"] == ENDPOINT:
+        remove_journal(ledger.store)
+        if endpoint is not None:
+            forget_batches(endpoint, ledger.store)
+    ledger.store.delete(info.path for info in orphans(ledger, plan))
+    ledger.store.delete(info.path for info in obsolete_answers(ledger, plan))
+    ledger.store.delete(info.path for info in obsolete_notes(ledger, plan))
+
+
 def load_report(
-    store: Store, accuracy: Accuracy | None = None, judgement: Judgement | None = None
+    store: Store,
+    accuracy: Accuracy | None = None,
+    judgement: Judgement | None = None,
+    agreement: Agreement | None = None,
 ) -> RunReport:
     """Return the report of a finished run; raise `CorruptRun` if it is missing.
 
-    `accuracy` and `judgement` replace those of the run's records.
+    `accuracy`, `judgement` and `agreement` replace those of the run's records.
     """
     try:
         found = read_report(store)
@@ -327,7 +345,10 @@ def load_report(
             f"{store.uri} is finished but has no {REPORT}. Run: raybatch repair {store.uri}"
         ) from None
     found = replace(
-        found, published=all_published(store), accuracy=accuracy or read_accuracy(store)
+        found,
+        published=all_published(store),
+        accuracy=accuracy or read_accuracy(store),
+        agreement=agreement or read_agreement(store),
     )
     return with_judgement(found, judgement or read_judgement(store))
 

@@ -1,4 +1,7 @@
-"""Plans a run that reuses answers: which rows reuse which answer, and what is left to ask."""
+"""Plans a run with two phases: which rows reuse which answer, and which requests are asked.
+
+The plan records this as its `increment`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ from prefect_raybatch.ledger.increments import (
     OF_ROWS,
     AnswerPart,
     Increment,
+    RetryShare,
     RowCounts,
     TakenPrecision,
-    asks_ledger,
+    requests_ledger,
 )
 from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.part_files import PartFiles
@@ -40,16 +44,16 @@ from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.row_keys import RowKeys, keying_of
-from prefect_raybatch.runs.earlier import (
+from prefect_raybatch.runs.precision import taken_precision
+from prefect_raybatch.runs.reusable_runs import (
     ANSWERS_A_BATCH,
     DamagedAnswers,
-    Earlier,
+    ReusableRuns,
     damaged,
-    find_earlier,
+    find_reusable_runs,
+    log_skipped_run,
     opened_answers,
-    pass_over,
 )
-from prefect_raybatch.runs.precision import taken_precision
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.spec.engine import EngineSpec
 from prefect_raybatch.spec.run import ReuseSpec, RunSpec
@@ -61,52 +65,54 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.plan_run import RunInput
 
 log = logging.getLogger(__name__)
-ANSWERS_A_FILE = 1 << 18  # answers in a file of those taken over
-PLACES_A_GROUP = 1 << 16  # rows of a table of places that are read together
+ANSWERS_A_FILE = 1 << 18  # answers in a file of copied answers
+PLACES_A_GROUP = 1 << 16  # rows in a row group of a table that says where answers are
 
 
 def increment_for(
     resolved: Resolved,
     spec: RunSpec,
     run_key: str,
-    taken: RunInput,
+    run_input: RunInput,
     context: JsonObject | None = None,
     earlier: bool = True,
 ) -> JsonObject:
-    """Return `Plan.increment` of a new run, with everything that it names written.
+    """Return `Plan.increment` of a new run, after writing the tables and files that it names.
 
-    `context` records what an automatic context length resolved to. Raises like `worked_out`.
+    `run_input` is the run's input. `context` records which context length `auto` resolved to.
+    Without `earlier`, no answers of earlier runs are reused. Raises the errors of `join_answers`.
     """
     skipped: set[str] = set()
     while True:
         try:
-            with worked_out(
-                *(resolved, spec, taken.found, taken.snapshot, run_key, earlier),
+            with join_answers(
+                *(resolved, spec, run_input.found, run_input.snapshot, run_key, earlier),
                 in_order=True,
                 skipped=skipped,
             ) as worked:
-                return planned(worked, resolved, spec, taken, context).to_dict()
+                return plan_increment(worked, resolved, spec, run_input, context).to_dict()
         except DamagedAnswers as error:  # found while answers were copied: join without that run
             _skip(error, skipped)
 
 
 def _skip(error: DamagedAnswers, skipped: set[str]) -> None:
-    """Exclude a run whose answers are damaged."""
-    pass_over(error)
+    """Log that a run has damaged answers, and add its URI to `skipped`."""
+    log_skipped_run(error)
     skipped.add(error.run)
 
 
 @dataclass
-class Worked:
+class JoinedRows:
     """The rows of a run, joined with the answers of `earlier` runs.
 
-    `join` says for each row whether its answer is reused, shared or asked; `rows` are the rows'
-    keys, made by `keying`, and `parts` is its context.
+    `join` says for each row whether its answer is reused, shared with an equal row, or asked for.
+    `rows` computes the rows' request keys with `keying`; `parts` are the values (model, sampling,
+    ...) whose hash is `keying.context`.
     """
 
     keying: Keying
     parts: JsonObject
-    earlier: Earlier
+    earlier: ReusableRuns
     join: Join
     rows: RowKeys
 
@@ -116,49 +122,53 @@ class Worked:
 
 
 @contextmanager
-def worked_out(
+def join_answers(
     resolved: Resolved,
     spec: RunSpec,
-    found: Inventory,
+    inventory: Inventory,
     store: Store | None,
     run_key: str | None = None,
     earlier: bool = True,
     alone: bool = False,
     in_order: bool = False,
     skipped: set[str] | None = None,
-) -> Iterator[Worked]:
-    """Compute the keys of all rows and join them with the earlier run's.
+) -> Iterator[JoinedRows]:
+    """Compute the request keys of all rows, join them with those of earlier runs, yield the join.
 
-    `store` holds the files if they are a snapshot, which with `alone` no other node can read.
-    Without `earlier`, nothing is reused. With `in_order`, asks are numbered in the order of their
-    prompts if that helps. Writes only to TMPDIR. Raises `ConfigError` for a `reuse` that names no
-    such run, `SourceError` for unreadable input.
+    `store` holds the input's files if they are a snapshot; with `alone`, only this node can read
+    it. Without `earlier`, nothing is reused. With `in_order`, requests are numbered in the order of
+    their prompts if that can raise prefix cache hits. `skipped` are URIs of runs with damaged
+    answers, to which further ones are added. Writes only to TMPDIR. Raises `ConfigError` if `reuse`
+    names a run that does not exist, `SourceError` for unreadable input.
     """
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)
-    ordered = in_order and _in_prompt_order(spec.engine, sum(file.rows for file in found.files))
-    rows = RowKeys.of(spec, model, found, store, keying, ordered)
+    ordered = in_order and _in_prompt_order(spec.engine, sum(file.rows for file in inventory.files))
+    rows = RowKeys.of(spec, model, inventory, store, keying, ordered)
     skipped = set() if skipped is None else skipped
 
-    def known_runs() -> Earlier:
-        return find_earlier(
+    def known_runs() -> ReusableRuns:
+        return find_reusable_runs(
             spec.reuse.run, spec.output, spec.name, run_key, keying.context, parts, skipped
         )
 
     with ExitStack() as stack:
-        known, join = _begun_join(known_runs if earlier else Earlier, rows.rows, ordered, skipped)
+        known, join = _begun_join(
+            known_runs if earlier else ReusableRuns, rows.rows, ordered, skipped
+        )
         stack.push(join)
         rows.add_to(join, spec.cluster, alone)
         join.run()
-        yield Worked(keying, parts, known, join, rows)
+        yield JoinedRows(keying, parts, known, join, rows)
 
 
 def _begun_join(
-    known_runs: Callable[[], Earlier], rows: int, ordered: bool, skipped: set[str]
-) -> tuple[Earlier, Join]:
-    """Return the earlier runs and a join, entered, with the keys of their answers.
+    known_runs: Callable[[], ReusableRuns], rows: int, ordered: bool, skipped: set[str]
+) -> tuple[ReusableRuns, Join]:
+    """Return the earlier runs, and a join, already entered as a context, with their answers' keys.
 
-    A run with unreadable keys is added to `skipped`.
+    `known_runs` returns the earlier runs that are not in `skipped`. `rows` is the number of input
+    rows. Adds runs with unreadable keys to `skipped`.
     """
     while True:
         known = known_runs()
@@ -179,31 +189,31 @@ def _begun_join(
 
 
 def _in_prompt_order(engine: EngineSpec, rows: int) -> bool:
-    """Return whether requests of this run with a common prefix are asked one after the other."""
+    """Return whether to ask requests in the order of their prompts, so that prefix caches help."""
     model = engine.model
     caches = not model.pools and model.endpoint is None  # encoders keep no cache of prefixes
     return engine.sort and rows <= MOST_ORDERED and caches
 
 
-def planned(
-    worked: Worked,
+def plan_increment(
+    joined: JoinedRows,
     resolved: Resolved,
     spec: RunSpec,
-    taken: RunInput,
+    run_input: RunInput,
     context: JsonObject | None = None,
 ) -> Increment:
-    """Write everything that the run's plan is going to name.
+    """Return the `increment` of the run's plan, after writing the files that it names.
 
-    That is: reused answers, the input and the tables of the requests phase, and where each row's
-    answer is. None of it counts before plan.json exists.
+    These are the reused answers, the input and tables of the requests phase, and the tables that
+    say where each row's answer is. None of them counts before plan.json exists.
     """
-    join, earlier = worked.join, worked.earlier
-    store = taken.store
-    reused = _copy_answers(worked, store, taken.attempt)
+    join, earlier = joined.join, joined.earlier
+    store = run_input.store
+    reused = _copy_answers(joined, store, run_input.attempt)
     precision = _precision(resolved, spec, earlier)
     asks = None
     if join.asked:
-        asks = _plan_asks(worked, resolved, spec, taken, context, precision)
+        asks = _plan_requests_phase(joined, resolved, spec, run_input, context, precision)
     counts = join.counts
     log.info(
         "reuse: %d rows reuse answers, %d share the answer of an equal row, %d are asked",
@@ -211,26 +221,26 @@ def planned(
     )
     return Increment(
         ledger=OF_ROWS,
-        context=worked.keying.context,
-        merge=worked.keying.merge,
-        parts=worked.parts,
+        context=joined.keying.context,
+        merge=joined.keying.merge,
+        parts=joined.parts,
         places=tuple(_write_places(join, store)),
         reused=tuple(reused),
         asks=None if asks is None else load(asks.to_bytes(), "the plan of the asks"),
         earlier=earlier.runs,
         differs=earlier.differs,
         counts=counts,
-        rows=worked.rows.rows,
+        rows=joined.rows.rows,
         seconds=earlier.seconds,
         precision=precision,
     )
 
 
-def _precision(resolved: Resolved, spec: RunSpec, earlier: Earlier) -> TakenPrecision | None:
+def _precision(resolved: Resolved, spec: RunSpec, reusable: ReusableRuns) -> TakenPrecision | None:
     retry, output = resolved.identity.retry, spec.output
     root = open_store(output.uri, dict(output.options) or None) if retry else None
     parent = root.sub(retry["parent"]) if root is not None and retry else None
-    stores = [store for store, _ in earlier.held]
+    stores = [store for store, _ in reusable.held]
     try:
         return taken_precision(spec.engine.tries, stores, parent)
     except CorruptRun as error:
@@ -240,7 +250,7 @@ def _precision(resolved: Resolved, spec: RunSpec, earlier: Earlier) -> TakenPrec
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:
-    """Write the tables of places; yield their names in order."""
+    """Write the tables that say where each row's answer is, in row order; yield their names."""
     start = 0
     for kind, at in join.places():
         out = io.BytesIO()
@@ -255,12 +265,12 @@ def _write_places(join: Join, store: Store) -> Iterator[str]:
         yield name
 
 
-def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[AnswerPart]:
-    """Copy the earlier answers that rows reuse, in their order."""
+def _copy_answers(joined: JoinedRows, store: Store, attempt: str) -> Iterator[AnswerPart]:
+    """Copy the answers of earlier runs that rows reuse, in their stored order; yield the copies."""
     parts = PartFiles(store, f"{REUSED_FOLDER}/{attempt}-{uuid.uuid4()}")
     held: list[pa.Table] = []
     start = 0
-    pools = worked.rows.pools
+    pools = joined.rows.pools
     schema = POOLED if pools else RAW
 
     def write() -> None:
@@ -274,8 +284,8 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
             yield AnswerPart(part.path, part.rows, part.bytes, part.sha256)
 
     try:
-        for theirs, answers, file in worked.earlier.files:
-            needed = np.array(worked.join.needed[start : start + file.rows])
+        for theirs, answers, file in joined.earlier.files:
+            needed = np.array(joined.join.needed[start : start + file.rows])
             start += file.rows
             if not needed.any():
                 continue
@@ -299,7 +309,10 @@ def _copy_answers(worked: Worked, store: Store, attempt: str) -> Iterator[Answer
 
 
 def _with_origin(table: pa.Table, run_key: str, schema: pa.Schema) -> pa.Table:
-    """Return raw answers with the run that asked for each."""
+    """Return raw answers with a column ORIGIN: the key of the run that asked for each answer.
+
+    An answer without an origin yet is of run `run_key`.
+    """
     if ORIGIN in table.column_names:
         origin = table[ORIGIN]
     else:
@@ -308,29 +321,29 @@ def _with_origin(table: pa.Table, run_key: str, schema: pa.Schema) -> pa.Table:
     return rows.append_column(ORIGIN, origin).combine_chunks()
 
 
-def _plan_asks(
-    worked: Worked,
+def _plan_requests_phase(
+    joined: JoinedRows,
     resolved: Resolved,
     spec: RunSpec,
-    taken: RunInput,
+    run_input: RunInput,
     context: JsonObject | None,
     precision: TakenPrecision | None,
 ) -> Plan:
-    """Write the input of the requests phase and the tables of its plan.
+    """Write the input and the tables of the requests phase; return its plan.
 
-    The plan itself is written later, from the bytes that the run's plan holds.
+    The run's plan holds a copy of that plan, from which it is written when the phase begins.
     """
-    ledger, join = asks_ledger(taken.store), worked.join
+    ledger, join = requests_ledger(run_input.store), joined.join
 
-    found = snapshot_tables(lambda: worked.rows.asked(join), ledger.store, taken.attempt)
+    found = snapshot_tables(lambda: joined.rows.rows_to_ask(join), ledger.store, run_input.attempt)
     weights = to_parquet(pa.table({"rows": pa.array(join.weights())}))
     name = f"weights-{digest(weights)[:16]}.parquet"
-    asks = asks_of(spec)
+    asks = requests_spec(spec)
     plan, named = make_plan(
         asks,
         resolved.identity,
         resolved.with_adapters(),
-        _asks_job(public_job(resolved.job)),
+        _requests_job(public_job(resolved.job)),
         "asks",
         found.files,
         found.schema,
@@ -342,10 +355,10 @@ def _plan_asks(
         context=context,
         increment=Increment(
             ledger=OF_ASKS,
-            context=worked.keying.context,
-            merge=worked.keying.merge,
+            context=joined.keying.context,
+            merge=joined.keying.merge,
             weights=name,
-            rows=worked.rows.rows,
+            rows=joined.rows.rows,
             precision=precision,
         ).to_dict(),
     )
@@ -354,41 +367,47 @@ def _plan_asks(
     return replace(plan, parent=None)  # of a retry, the run itself has it
 
 
-def plan_first_model(resolved: Resolved, spec: RunSpec, taken: RunInput) -> JsonObject:
-    """Return `Plan.increment` of a cascade, with the tables of its first plan written."""
+def plan_first_model(
+    resolved: Resolved, spec: RunSpec, run_input: RunInput, share: RetryShare | None
+) -> JsonObject:
+    """Write the tables of the first model's plan; return `Plan.increment` of the cascade.
+
+    `share` limits the rows that a retry sends to the larger model (see `share_of_retry`).
+    """
     plan, named = make_plan(
         spec,
         resolved.identity,
         resolved.with_adapters(),
         public_job(resolved.job),
         FIRST_KEY,
-        taken.found.files,
-        taken.found.schema,
+        run_input.found.files,
+        run_input.found.schema,
         image_bytes.row_bytes(
             spec.prompt.images,
             spec.engine.model,
             spec.read,
             resolved.model,
-            taken.found,
-            taken.snapshot,
+            run_input.found,
+            run_input.snapshot,
         ),
-        snapshot=taken.copied,
+        snapshot=run_input.copied,
         engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
         increment=Increment(ledger=OF_FIRST, context="").to_dict(),
-        weights=taken.found.weights,
+        weights=run_input.found.weights,
+        classifier=resolved.classifier,
     )
-    ledger = asks_ledger(taken.store)
+    ledger = requests_ledger(run_input.store)
     for table, data in named.items():
         put_table(ledger.store, table, data)
     plan = replace(plan, parent=None)  # of a retry, the run itself has it
     asks = load(plan.to_bytes(), "the plan of the first model")
-    return Increment(ledger=OF_LARGER, context="", asks=asks).to_dict()
+    return Increment(ledger=OF_LARGER, context="", asks=asks, share=share).to_dict()
 
 
-def asks_of(spec: RunSpec) -> RunSpec:
+def requests_spec(spec: RunSpec) -> RunSpec:
     """Return the spec of the requests phase of a run, which asks the distinct requests of `spec`.
 
-    Its answers are raw; finishing them is left to the rows phase.
+    Its answers are stored raw; the rows phase postprocesses them.
     """
     finish = replace(
         spec.finish, columns=(), row_number=NUMBER, postprocess=None, types=None, extras=()
@@ -398,8 +417,11 @@ def asks_of(spec: RunSpec) -> RunSpec:
     return replace(spec, finish=finish, output=output, reuse=reuse)
 
 
-def _asks_job(job: Mapping[str, Any]) -> JsonObject:
-    """Return a public job as the plan of its requests phase keeps it (`asks_of`)."""
+def _requests_job(job: Mapping[str, Any]) -> JsonObject:
+    """Return the public job of a run without the fields that only the rows phase uses.
+
+    A public job is the plain values of a job without secrets.
+    """
     by_default = ("postprocess", "schema", "keep_answers", "extras", "publish", "row_number")
     output = {n: value for n, value in job["output"].items() if n not in (*by_default, "compact")}
     made = {name: value for name, value in job.items() if name != "reuse"}

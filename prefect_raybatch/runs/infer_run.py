@@ -1,6 +1,9 @@
 """Reads, infers and commits the pending shards of a run, in an attempt for each of its phases.
 
-A run that reuses answers has two phases: the requests that it asks first, and its rows.
+Most runs have one phase, the rows phase. A requests phase with its own plan and ledger comes first
+in a run that reuses or keeps answers (`reuse`) or orders all its prompts (`engine.order: run`): it
+asks the run's requests, and the rows then look their answers up. In a cascade, the requests phase
+is the first model's answers to all rows, and the rows phase asks the larger model.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import (
     Increment,
-    begin_asks,
+    begin_requests_phase,
     increment_of,
     waiting_rows,
 )
@@ -40,7 +43,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
-    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.sharing import Tenant
     from prefect_raybatch.cluster.warm import WarmKind
     from prefect_raybatch.driver.driver import PhaseProgress, Progress, RunPass
     from prefect_raybatch.driver.monitor import Monitor
@@ -71,18 +74,18 @@ def infer_spec(
 def _infer_both(
     requests: Phase, rows: Phase, observe: Callable[[Progress], None], engine: type | None
 ) -> Progress:
-    """Infer and finalize the requests of a run, then give each row its answer.
+    """Infer and finalize the requests phase unless it is finished, then infer the rows phase.
 
-    The cluster is held over both phases, so that one that starts for this run starts once.
+    The cluster stays joined between the phases, so one that is started for this run starts once.
     """
     from prefect_raybatch.cluster import connect as cluster
-    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.sharing import Tenant
     from prefect_raybatch.runs.finalize_run import finalize_spec
 
     before = requests.extent
     if requests.finished:
         return infer_phase(_without_unneeded(rows), observe, engine, before=before)
-    user = User(rows.spec.name)
+    user = Tenant(rows.spec.name)
     with _imports(requests.spec, engine), cluster.connected(rows.spec.cluster, user) as capacity:
         if rows.spec.cascade is not None:
             _check_larger_fits(rows, capacity)
@@ -97,7 +100,7 @@ def _infer_both(
 
 
 def _without_unneeded(rows: Phase) -> Phase:
-    """Return the rows phase, without an engine if a cascade leaves no row to its larger model."""
+    """Return the rows phase; in a cascade without rows for the larger model, `keeps_all` is set."""
     cascade = rows.spec.cascade
     if cascade is None or rows.increment is None:
         return rows
@@ -108,7 +111,7 @@ def _without_unneeded(rows: Phase) -> Phase:
 
 
 def _check_larger_fits(rows: Phase, capacity: Capacity) -> None:
-    """Raise the error of a larger model that the cluster has no room for, before any row."""
+    """Raise an error if the cluster has no room for the larger model of a cascade."""
     from prefect_raybatch.cluster import connect as cluster
 
     size = sized.for_attempt(rows.sizes, rows.plan, capacity)
@@ -125,8 +128,8 @@ def infer_phase(
 ) -> Progress:
     """Make one attempt at the pending shards of a phase; return the progress at the end.
 
-    The cluster is joined here unless it is `joined` already. `before` and `later` are the run's
-    other phase, which its progress counts.
+    Joins the cluster unless `joined` is given. If the run has two phases, `before` is the size of
+    the finished one or `later` that of the one to come; the progress includes it.
     """
     attempt = Attempt(phase, observe, engine)
     if not attempt.resume(before, later):  # before Ray is imported, which takes seconds
@@ -140,7 +143,7 @@ def infer_phase(
 
 
 def _imports(spec: RunSpec, engine: type | None) -> AbstractContextManager[None]:
-    """Import vLLM for the run's engines from now on, unless they are those of a test."""
+    """Return a context in which vLLM is imported for engines; a null context if `engine` is set."""
     from prefect_raybatch.cluster import connect as cluster
 
     return cluster.engines_imported(spec.cluster) if engine is None else nullcontext()
@@ -148,10 +151,11 @@ def _imports(spec: RunSpec, engine: type | None) -> AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run: what it does, and its ledger with the plan and its shards.
+    """One phase of a run: its spec, and its ledger with the plan and its shards.
 
-    `increment` is the plan's record of reuse, None for an ordinary run. `keeps_all`: the first
-    model of a cascade was sure of every row.
+    `increment` is `plan.increment`, parsed; None for an ordinary run with one phase. `keeps_all`:
+    the first model of a cascade answered every row well enough, so the larger one is not asked.
+    `passed_on` are the error classes of the first model's rows that the larger one answers again.
     """
 
     spec: RunSpec
@@ -161,20 +165,21 @@ class Phase:
     shards: Shards
     increment: Increment | None
     keeps_all: bool = False
+    passed_on: frozenset[str] = frozenset()
 
     @property
     def needs_no_engine(self) -> bool:
-        """Return whether no row is asked about in this phase."""
+        """Return whether this phase asks a model about no row."""
         return self.looks_up or self.keeps_all
 
     @property
     def looks_up(self) -> bool:
-        """Return whether every answer of this phase exists already, so that it needs no engine."""
+        """Return whether the rows of this phase only look up answers that exist already."""
         return self.increment is not None and self.increment.looks_up
 
     @property
     def sizes(self) -> SizeSpec:
-        """Return the size spec of the phase: without engines if it asks no row."""
+        """Return the size spec of the phase, without engines if it needs none."""
         return self.spec.sizes.without_engine() if self.needs_no_engine else self.spec.sizes
 
     @property
@@ -184,7 +189,7 @@ class Phase:
 
     @property
     def extent(self) -> PhaseProgress:
-        """Return the size of this phase, as the progress of the run's other phase shows it."""
+        """Return the numbers of rows and shards, which the other phase's progress includes."""
         from prefect_raybatch.driver.driver import PhaseProgress
 
         return PhaseProgress(self.plan.rows, self.plan.shards)
@@ -193,42 +198,54 @@ class Phase:
 def begin_phases(
     spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
 ) -> tuple[Phase | None, Phase]:
-    """Return the requests phase of a run and its rows phase.
+    """Return the requests phase of a run (see the module) and its rows phase.
 
-    The first is None if the run has no requests to ask or is finished. Writes the plan of the
-    requests phase unless it exists.
+    The first is None if there is no requests phase, or if the run is finished. Writes the plan of
+    the requests phase unless it exists.
     """
     increment = increment_of(plan)
     own = plan if run.model is None else plan.with_model(run.model)
     rows = Phase(spec, run, ledger, own, shards, increment)
     if increment is None or rows.finished:
         return None, rows
-    begun = begin_asks(ledger.store, increment)
+    begun = begin_requests_phase(ledger.store, increment)
     if begun is None:
         return None, rows
-    from prefect_raybatch.runs.increment import asks_of
+    from prefect_raybatch.runs.increment import requests_spec
 
     asks, asked = begun
     part = replace(run_of(asks.store, asked, asks), probed=run.probed)
-    what = spec.first or asks_of(spec)
-    return Phase(what, part, asks, asked, asks.shards(asked), increment_of(asked)), rows
+    what = spec.first or requests_spec(spec)
+    shards = asks.shards(asked)
+    requests = Phase(what, part, asks, asked, shards, increment_of(asked))
+    if spec.cascade is not None:
+        from prefect_raybatch.runs.cascade import passed_on
+
+        requests = replace(requests, passed_on=passed_on(plan))
+    return requests, rows
 
 
 @dataclass(frozen=True)
 class JoinedCluster:
-    """The cluster that a phase runs on: this run as a user of it, and its capacity."""
+    """The cluster that a phase runs on.
 
-    user: User
+    `user` is this run's registration with the cluster, which several runs of a process may share.
+    """
+
+    user: Tenant
     capacity: Capacity
 
 
 class Attempt:
-    """One attempt at a phase: its log, monitor and driver, and the steps to its pipeline."""
+    """One attempt at a phase, with its log, monitor and driver.
+
+    Call `resume`, then `check`, `join`, `decide`, `pipeline` and `run`, as `infer_phase` does.
+    """
 
     def __init__(
         self, phase: Phase, observe: Callable[[Progress], None], engine: type | None = None
     ) -> None:
-        """Store the arguments; `engine` replaces the engine stage in tests."""
+        """Create log, monitor and driver; `engine` replaces the engine stage in tests."""
         from prefect_raybatch.driver.driver import Driver
         from prefect_raybatch.driver.monitor import Monitor
 
@@ -257,13 +274,14 @@ class Attempt:
         self.spent = Spent()
 
     def resume(self, before: PhaseProgress | None, later: PhaseProgress | None) -> bool:
-        """Count what is committed; return whether anything is pending.
+        """Count the committed shards and rows; return whether a shard is pending.
 
-        `before` and `later` are the run's other phase, which the progress counts.
+        `before` and `later` are those of `infer_phase`.
         """
         progress = self.driver.progress
         progress.before = before or progress.before
         progress.later = later or progress.later
+        progress.passed_on = self.phase.passed_on
         self.driver.resume()
         return not self.driver.done.all()
 
@@ -276,10 +294,13 @@ class Attempt:
         check_cost(spec.limits, cost, shards, self.committed, spec.cluster.prices.currency)
 
     def check(self) -> None:
-        """Run preflight checks, then record the attempt."""
+        """Check cost limit and store before the cluster is joined, then record the attempt.
+
+        Logs a warning if another version of this package made the plan.
+        """
         phase = self.phase
         self.spent = spent_on(phase.ledger, phase.plan)
-        self._check_cost(self.spent.at(None))
+        self._check_cost(self.spent.cost_at(None))
         self.monitor(self.driver.progress)
         if not phase.run.probed:  # an earlier command made the plan, and the store may differ now
             phase.ledger.store.probe()
@@ -287,47 +308,50 @@ class Attempt:
         compare_code(phase.ledger.store)
 
     def join(self, stack: ExitStack, joined: JoinedCluster | None) -> JoinedCluster:
-        """Return the cluster, joined until `stack` closes unless it is `joined` already.
+        """Return `joined`, or join the cluster until `stack` closes.
 
-        From then on heartbeats tell how the attempt stands.
+        Also starts the monitor, which writes heartbeats of the attempt.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.raylet import raylet_watch
-        from prefect_raybatch.cluster.sharing import User
+        from prefect_raybatch.cluster.sharing import Tenant
 
-        user = joined.user if joined is not None else User(self.phase.spec.name)
-        user.waits = self.monitor.held
+        user = joined.user if joined is not None else Tenant(self.phase.spec.name)
+        user.waits = self.monitor.set_waiting
         stack.enter_context(self.monitor)
         if joined is None:
             if not self.phase.needs_no_engine:
                 stack.enter_context(_imports(self.phase.spec, self.engine))
             capacity = stack.enter_context(cluster.connected(self.phase.spec.cluster, user))
             joined = JoinedCluster(user, capacity)
-        self.monitor.joined(cluster.dashboard_url(), cluster.leaving, raylet_watch())
+        self.monitor.set_cluster(cluster.dashboard_url(), cluster.leaving, raylet_watch())
         return joined
 
     def decide(self, joined: JoinedCluster) -> None:
-        """Record where each row's answer is if the phase looks up, else decide on the precision."""
+        """Prepare the attempt: sort the answers that the phase looks up, or decide on `try-fp8`.
+
+        A phase that does neither is unchanged.
+        """
         if self.phase.looks_up:
             self._place_answers(joined.user)
         elif self.phase.spec.engine.tries:
             spec = self.phase.spec.decide(precision=self._precision(joined))
             self.phase = replace(self.phase, spec=spec)
 
-    def _place_answers(self, user: User) -> None:
-        """Record where the answer of each row is."""
-        from prefect_raybatch.cluster.lookups import known_answers
-        from prefect_raybatch.runs.answers_by_row import place_answers
+    def _place_answers(self, user: Tenant) -> None:
+        """Write the answers that rows look up in the order of the rows, if that saves reading."""
+        from prefect_raybatch.cluster.lookups import look_up_files
+        from prefect_raybatch.runs.answers_by_row import sort_answers
 
         phase, store = self.phase, self.phase.ledger.store
         if phase.increment is not None:
-            known = known_answers(phase.spec.engine.model.pools, phase.increment, store)
-            place_answers(store, phase.plan, phase.increment, known, user.waits)
+            known = look_up_files(phase.spec.engine.model.pools, phase.increment, store)
+            sort_answers(store, phase.plan, phase.increment, known, user.waits)
 
     def _precision(self, joined: JoinedCluster) -> Mapping[str, str]:
         """Return the engine arguments of the precision that the run uses.
 
-        If it has not decided yet, engines of each precision answer a sample of the rows first.
+        If that is undecided (`try-fp8`), engines of each precision first answer a sample of rows.
         """
         phase, spec = self.phase, self.phase.spec
         stored = sized.for_attempt(spec.sizes, phase.plan, joined.capacity)
@@ -348,22 +372,24 @@ class Attempt:
         )
 
     def pipeline(self, stack: ExitStack, joined: JoinedCluster) -> Pipeline:
-        """Return the stages with their sizes, once the cluster has room for them.
+        """Return the pipeline for this attempt, once the cluster has room for its engines.
 
-        `stack` holds the room until it closes.
+        That room is reserved until `stack` closes.
         """
         from prefect_raybatch.cluster import connect as cluster
-        from prefect_raybatch.cluster.early import engines_begun
         from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
+        from prefect_raybatch.cluster.prewarm import hand_over_prewarmed
 
         phase, spec, capacity = self.phase, self.phase.spec, joined.capacity
         engine = self.engine or stage_of(spec)
         size, kind = self._sizes(capacity, engine)
         cluster.check_fit(phase.sizes, capacity, size.pool)
-        early = engines_begun(kind, size.pool.engines_for(phase.plan.shards - self.committed)[0])
+        early = hand_over_prewarmed(
+            kind, size.pool.engines_for(phase.plan.shards - self.committed)[0]
+        )
         meter = meter_for(spec.cluster, spec.limits, capacity, size.pool, self.spent)
-        self.monitor.meter = meter.after(self.monitor.meter, early.gpu_seconds)
-        self._check_cost(self.monitor.meter.whole)
+        self.monitor.meter = meter.continue_from(self.monitor.meter, early.gpu_seconds)
+        self._check_cost(self.monitor.meter.total_cost)
         lease = cluster.admitted(phase.sizes, capacity, size.pool, joined.user, kind)
         warm = stack.enter_context(lease)
         if phase.increment is not None and not phase.looks_up:  # the report derives savings from it
@@ -393,13 +419,16 @@ class Attempt:
         return pipeline
 
     def _seconds_of_others(self) -> float:
-        """Return how long a hosted model's limits still count requests of earlier attempts."""
+        """Return for how many seconds rate limits still count requests that other attempts sent.
+
+        Returns 0 if the job sets no rate limits of a hosted model.
+        """
         endpoint = self.phase.spec.engine.model.endpoint
         if endpoint is None or not endpoint.limited:
             return 0.0
         return seconds_of_others(self.phase.ledger, self.name, time.time())
 
-    def run(self, pipeline: Pipeline, user: User) -> Progress:
+    def run(self, pipeline: Pipeline, user: Tenant) -> Progress:
         """Send the pending shards through the pipeline; return the progress at the end."""
         run_pass = _interruptible(pipeline, self.monitor, user, self.phase.spec.limits)
         suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
@@ -410,7 +439,7 @@ class Attempt:
             raise
 
     def _cancel_batches(self, error: BaseException) -> None:
-        """Cancel the batches at a hosted model, unless a retry is to go on with them."""
+        """Cancel batches sent to a hosted model, unless `error` allows a retry to fetch them."""
         from prefect_raybatch.stages.hosted_batches.stage import cancel_batches
 
         endpoint = self.phase.spec.engine.model.endpoint
@@ -421,36 +450,37 @@ class Attempt:
             cancel_batches(endpoint, self.phase.ledger.store, self.name)
 
     def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
-        """Return the sizes of this attempt, and the kind of engine by which running ones are found.
+        """Return the sizes of this attempt, and the `WarmKind` of running engines that it can use.
 
-        The kind is None for a phase without engines. Prefers running engines that are similar
-        enough.
+        The kind is None for a phase without engines. If running engines are nearly of the best
+        sizes, returns theirs. Logs the warnings of the sizes.
         """
         from prefect_raybatch.cluster import connect as cluster
-        from prefect_raybatch.cluster.near import nearest_up
+        from prefect_raybatch.cluster.engine_reuse import closest_running
         from prefect_raybatch.cluster.pipeline import warm_kind_of
 
         phase, plan = self.phase, self.phase.plan
 
-        def size_of(asked: SizeSpec) -> Sizing:
-            return sized.for_attempt(asked, plan, capacity)
+        def size_of(spec: SizeSpec) -> Sizing:
+            return sized.for_attempt(spec, plan, capacity)
 
         def kind_of(size: Sizing) -> WarmKind | None:
             return warm_kind_of(phase.spec, plan.model, size, engine)
 
         if phase.needs_no_engine:
             return size_of(phase.sizes), None
-        up = cluster.SHARED.warm.kinds
-        size, kind = nearest_up(phase.sizes, size_of, size_of(phase.sizes), kind_of, up)
+        up = cluster.CLUSTER_SESSION.warm.kinds
+        size, kind = closest_running(phase.sizes, size_of, size_of(phase.sizes), kind_of, up)
         for warning in size.warnings:
             log.warning(warning)
         return size, kind
 
 
-def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Limits) -> RunPass:
-    """Return the pass such that a stall or its costs can end it.
+def _interruptible(pipeline: Pipeline, monitor: Monitor, user: Tenant, limits: Limits) -> RunPass:
+    """Return the pipeline, wrapped if a pass may have to be interrupted.
 
-    A signal to the main thread also ends a run in another thread, in which it is not raised.
+    That is so if a stall or a cost limit can end the run, and outside the main thread, where Python
+    raises no signals: a signal to the process then ends this run too.
     """
     from prefect_raybatch.driver.stall import interruptible
 
@@ -463,6 +493,6 @@ def _interruptible(pipeline: Pipeline, monitor: Monitor, user: User, limits: Lim
     return pipeline
 
 
-def _halted(user: User, monitor: Monitor) -> RayBatchError | None:
+def _halted(user: Tenant, monitor: Monitor) -> RayBatchError | None:
     """Return why the run must stop now; None to continue."""
     return user.halted() or monitor.spent

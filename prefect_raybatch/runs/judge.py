@@ -1,7 +1,7 @@
 """Judges a sample of a finished run's answers: an ordinary run inside the run directory.
 
-That run has a plan, shards and commits of its own, so a killed judgement resumes, and no committed
-shard is asked again.
+The judge's run has its own plan, shards and commits, so a killed judgement resumes, and no
+committed shard is asked again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from prefect_raybatch.job.judge import ROW, SAYS_RIGHT, VERDICT, Judge, judge_fi
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.ledger.layout import JUDGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import dump
@@ -27,8 +28,8 @@ from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, golden_numbers
 from prefect_raybatch.quality.judged_rows import (
     IN_SAMPLE,
+    JUDGE_COLUMNS,
     KNOWN_RIGHT,
-    OWN_COLUMNS,
     judged_from_parquet,
     judged_rows,
     judged_to_parquet,
@@ -47,7 +48,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.costs import plain_price
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.quality import golden_of
-from prefect_raybatch.runs.run_history import series_before
+from prefect_raybatch.runs.series import judgement_in, series_before
 from prefect_raybatch.storage import Store, join
 from prefect_raybatch.words import counted, money
 
@@ -62,7 +63,7 @@ REJECTED_SHOWN = 10
 JUDGED_ROW_SHOWN = 300  # characters of a shown row
 
 
-# Runs the judge over the rows of a file, in a run below a folder, for at most that cost.
+# Called with (file of rows, folder for the judge's run, highest cost or None); returns its report.
 AskJudge = Callable[[str, str, float | None], RunReport]
 
 
@@ -76,12 +77,13 @@ def with_verdicts(
     ask: AskJudge,
     measure_again: bool = False,
 ) -> RunReport:
-    """Return the report of a finished run with the judgement of the job's judge.
+    """Judge a finished run with the job's judge unless done already; return the updated report.
 
-    A run that was judged is judged by another judge or prompt only if `measure_again`. A retry of
-    failed rows is no sample of the input, so it is not judged. Rows and judge together may cost
-    `most_cost`. `written` is output.uri as written in the job. Raises what `ask` raises; the next
-    call resumes it.
+    If another judge or prompt has judged the run, it is judged again only if `measure_again`. A
+    retry of failed rows is no sample of the input, so it is not judged. The run and its judgements
+    together may cost `most_cost` (None: no limit). `written` is output.uri as written in the job.
+    `ask` runs the judge over the sampled rows and returns its report. Raises what `ask` raises; the
+    next call then resumes the judge's run.
     """
     store, plan, judge = member.ledger.store, member.plan, quality.judge
     if not judge.asked or plan.parent is not None:
@@ -121,10 +123,10 @@ def with_verdicts(
     return report
 
 
-def _ask(ask: AskJudge, place: Store, left: float | None) -> RunReport:
-    """Run the judge over the rows at `place`; name the user's fields in its errors."""
+def _ask(ask: AskJudge, store: Store, left: float | None) -> RunReport:
+    """Run the judge over the rows in `store` for at most the cost `left` (None: no limit)."""
     try:
-        return ask(join(place.uri, JUDGED_FILE), join(place.uri, JUDGE_RUNS), left)
+        return ask(join(store.uri, JUDGED_FILE), join(store.uri, JUDGE_RUNS), left)
     except RunDrained:  # its message is that of any drained run, and names no field
         raise
     except RayBatchError as error:  # it names fields of the judge's own job
@@ -135,16 +137,18 @@ def _ask(ask: AskJudge, place: Store, left: float | None) -> RunReport:
 def _with_series(
     judgement: Judgement, judge: Judge, member: Member, output: Output, written: str
 ) -> Judgement:
-    """Return the judgement compared with those of earlier runs; one of no row as it is."""
+    """Return the judgement with those of earlier runs; unchanged if no row was judged."""
     if not judgement.rows:
         return judgement
-    earlier = series_before(written, output.options or None, member.plan, read_judgement)
-    series = continued(earlier, _series_key(judge), judgement.right, judgement.rows)
+    options, plan = output.options or None, member.plan
+    earlier = series_before(written, options, plan, judgement_in)
+    counts = (_series_key(judge), judgement.right, judgement.rows)
+    series = continued(earlier, *counts, run=original_key(plan))
     return replace(judgement, series=series)
 
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
-    """Return what the run's other judgements cost, also those that were broken off."""
+    """Return GPU-hours and cost of the run's judgements other than `key`, also partial ones."""
     hours, total = 0.0, 0.0
     for judgement, run in judge_runs(store):
         ledger = Ledger(run)
@@ -153,15 +157,15 @@ def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
             continue
         spent = spent_on(ledger, plan)
         hours += spent.gpu_seconds / HOUR
-        total += spent.at(plain_price(prices_of(planned_job(plan).cluster))) or 0.0
+        total += spent.cost_at(plain_price(prices_of(planned_job(plan).cluster))) or 0.0
     return {name: value for name, value in (("gpu_hours", hours), ("total", total)) if value}
 
 
 def judgement_id(judge: Judge, golden: Golden | None) -> str:
-    """Return what identifies the judge, its prompt, its sample and the golden rows.
+    """Return a hash (16 hex digits) of the judge, its prompt, its sample and the golden rows.
 
-    Of a hosted judge the URL and the model count: with another API key, limit or timeout, a
-    judgement that was broken off goes on.
+    Of a hosted judge's settings, only URL and model count, so that with another API key, limit or
+    timeout an interrupted judgement is resumed.
     """
     said = {**judge.model_dump(mode="json"), "endpoint": _server_of(judge)}
     parts = {"judge": said, "golden": None if golden is None else golden.digest}
@@ -173,33 +177,37 @@ def _server_of(judge: Judge) -> dict[str, object]:
 
 
 def _series_key(judge: Judge) -> str:
-    """Return what identifies the judge and its prompt, by which runs can be compared."""
+    """Return a hash of the judge's model and prompt; runs with equal hashes can be compared."""
     parts = {"model": judge.model or _server_of(judge), "prompt": judge.prompt}
     return hashlib.sha256(dump(parts)).hexdigest()[:16]
 
 
 def _rows(
-    place: Store,
+    store: Store,
     report: RunReport,
     member: Member,
     judge: Judge,
     output: Output,
     golden: Golden | None,
 ) -> pa.Table:
-    """Return the rows to judge; write it first unless an earlier attempt has."""
+    """Return the rows to judge; draw and write them first unless an earlier attempt has."""
     finish, result = compile_plan(member.plan).finish, report.dataset(output.options or None)
-    if not place.holds(JUDGED_FILE):
+    if not store.holds(JUDGED_FILE):
         known = {} if golden is None else golden_numbers(golden, result, finish.row_number)
         columns = template_fields(judge.prompt or "")
         made = judged_rows(
-            *(result, finish.row_number, columns, judge.sample, member.plan.run_key, known)
+            *(result, finish.row_number, columns, judge.sample, original_key(member.plan), known)
         )
-        place.put_if_absent(JUDGED_FILE, judged_to_parquet(made))
-    return judged_from_parquet(place.read(JUDGED_FILE, MOST_ROWS_BYTES))
+        store.put_if_absent(JUDGED_FILE, judged_to_parquet(made))
+    return judged_from_parquet(store.read(JUDGED_FILE, MOST_ROWS_BYTES))
 
 
 def _left(report: RunReport, others: Mapping[str, float], most: float | None) -> float | None:
-    """Return what the judge may cost: limits.max_cost without rows and `others`' judgements."""
+    """Return how much of the cost limit `most` is left for the judge; None if there is no limit.
+
+    `others` has the cost of the run's other judgements (`total`). Raises `CostExceeded` if nothing
+    is left.
+    """
     if most is None:
         return None
     rows = report.cost.get("total", 0.0) - report.cost.get("judge", 0.0)
@@ -215,7 +223,10 @@ def _left(report: RunReport, others: Mapping[str, float], most: float | None) ->
 
 
 def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
-    """Return the verdicts of the judge's run by row; None for a row that failed."""
+    """Return for each of the `rows` judged rows whether the judge called its answer right.
+
+    The verdict is None for a row that failed in the judge's run, whose report is `ended`.
+    """
     table = ended.to_arrow(output.options or None)
     found: dict[int, str] = {}
     if table.num_rows:  # else it has no verdicts either
@@ -225,11 +236,11 @@ def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
 
 
 def _rejected(rows: pa.Table, verdicts: Sequence[bool | None]) -> list[RejectedAnswer]:
-    """Return some rows of the sample whose answers the judge called wrong, in words."""
+    """Return up to REJECTED_SHOWN rows of the sample that the judge called wrong, as text."""
     flags = zip(rows[IN_SAMPLE].to_pylist(), verdicts, strict=True)
     is_wrong = [in_sample and verdict is False for in_sample, verdict in flags]
     if not any(is_wrong):
         return []
-    wrong = rows.drop_columns(list(OWN_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
+    wrong = rows.drop_columns(list(JUDGE_COLUMNS)).filter(is_wrong).slice(0, REJECTED_SHOWN)
     texts = (", ".join(f"{k}: {v}" for k, v in row.items()) for row in wrong.to_pylist())
     return [RejectedAnswer(text[:JUDGED_ROW_SHOWN]) for text in texts]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.judge import judge_fields
+from prefect_raybatch.job.judge import SAYS_RIGHT, SAYS_WRONG, judge_fields
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.model.pinned import pin
 from prefect_raybatch.plan import hosted_rows
@@ -16,12 +18,19 @@ from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
-from prefect_raybatch.stages.endpoint.body import CAREFUL_CHARACTERS
+from prefect_raybatch.stages.endpoint.body import CAREFUL_CHARACTERS, LABEL_FIELD
 from prefect_raybatch.words import money
 
 if TYPE_CHECKING:
     from prefect_raybatch.plan.prompt_lengths import Block
     from prefect_raybatch.source import Inventory
+
+
+# A verdict is a label in a JSON object; sampling.max_tokens of the judge leaves room for more.
+VERDICT_TOKENS = math.ceil(
+    max(len(json.dumps({LABEL_FIELD: label})) for label in (SAYS_RIGHT, SAYS_WRONG))
+    / CAREFUL_CHARACTERS
+)
 
 
 class UnknownCost(Exception):
@@ -30,7 +39,7 @@ class UnknownCost(Exception):
 
 @dataclass(frozen=True)
 class HostedJudge:
-    """A hosted judge: the parts of the job that asks it, and its `rows` at most."""
+    """A hosted judge: the parts of its job, and the most `rows` that it may be asked about."""
 
     endpoint: EndpointSpec
     model: ModelRequest
@@ -44,27 +53,28 @@ class HostedJudge:
         answers: SamplingSpec,
         added: Collection[str],
         read: ReadSpec,
-        found: Inventory,
+        inventory: Inventory,
         copied: bool,
     ) -> float:
-        """Return what the judge costs if each answer is as long as it may be.
+        """Return what the judge costs if each answer that it judges is as long as it may be.
 
-        Its requests are made of sampled input rows, with an answer as long as `answers` allow in
-        each of the columns `added` to the input; the others count as these on average. `copied`:
-        the input is copied first, so the sample is from its beginning. Raises `UnknownCost`.
+        A verdict counts as a label in JSON. The requests are made from sampled input rows, with an
+        answer as long as the sampling `answers` allows in each of the columns `added` to the input;
+        other rows count as the average of the sample. `copied`: the input is copied first, so the
+        sample is its beginning. Raises `UnknownCost`.
         """
         if self.endpoint.price_in is None and self.endpoint.price_out is None:
             raise UnknownCost("quality.judge.endpoint has no price_in and price_out")
         if answers.fills_context:
             raise UnknownCost("an answer may fill the context (sampling.max_tokens: null)")
-        given = set(found.schema.names) - set(added)
+        given = set(inventory.schema.names) - set(added)
         sample = hosted_rows.HOSTED_SAMPLE
         if copied:
             blocks: Iterable[Block] = counting.blocks_of_heads(read, sample)
         else:
             columns = {name: of for name, of in self.prompt.columns.items() if name in given}
             prompt = replace(self.prompt, columns=columns)
-            blocks = counting.spread_blocks(prompt, read, found, None, sample)
+            blocks = counting.spread_blocks(prompt, read, inventory, None, sample)
         names = [name for name in self.prompt.columns if name not in given]
         try:
             looked = hosted_rows.look_at(
@@ -73,6 +83,9 @@ class HostedJudge:
             )
         except ConfigError as error:
             raise UnknownCost(judge_fields(str(error))) from None
+        looked = replace(
+            looked, tokens=tuple((prompt, VERDICT_TOKENS) for prompt, _ in looked.tokens)
+        )
         cost = looked.cost(self.endpoint, self.rows)
         if cost is None:
             raise UnknownCost(judge_fields(looked.trouble) or "the input has no row to sample")
@@ -80,19 +93,23 @@ class HostedJudge:
 
 
 def judge_cost_text(cost: float, currency: str) -> str:
-    """Return what the judge costs, in words."""
-    return f"about {money(cost, currency)} if each answer is as long as it may be"
+    """Return the judge's cost as text, such as "about 1.20 USD if each judged answer is ..."."""
+    return f"about {money(cost, currency)} if each judged answer is as long as it may be"
 
 
 def _longest_answer(answers: SamplingSpec) -> str:
-    """Return a text that counts as many tokens as an answer may have."""
+    """Return a stand-in for the longest possible answer.
+
+    It is the longest choice, or a text whose estimated tokens are the most that all answers to a
+    row may have.
+    """
     if answers.choices:
         return max(answers.choices, key=len)
     return "x" * CAREFUL_CHARACTERS * answers.max_tokens * answers.answers
 
 
 def _with_answers(blocks: Iterable[Block], names: list[str], answer: str) -> Iterator[Block]:
-    """Yield blocks of input rows with that answer in each of the columns `names`."""
+    """Yield blocks of input rows with `answer` in each of the added columns `names`."""
     import pyarrow as pa
 
     for file, start, table in blocks:

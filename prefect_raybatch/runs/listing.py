@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
+from prefect_raybatch.ledger.increments import has_begun
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_FAILED,
     LastAttempt,
@@ -30,13 +31,14 @@ PRUNING, DAMAGED = "half removed", "not readable"
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run as a list shows it.
+    """A run in a list of runs.
 
-    `rows` are planned, `shards` of them committed; valid and quarantined rows are None until it is
-    completed. `created` and `finished` are seconds since 1970; `parent` is the run with the failed
-    rows that it retries. `trouble` says why a directory is unreadable. `failure` says why the last
-    attempt at an incomplete run failed, `command` runs it again. Without `has_plan` it is an
-    attempt that did not reach a plan; `finished` is then when it ended.
+    `rows` and `shards` are planned, `committed` counts shards; `good` (valid) and `quarantined`
+    rows are None until the run is completed. `created` and `finished` are seconds since 1970;
+    `parent` is the run with the failed rows that it retries. `trouble` says why a directory is
+    unreadable. `failure` says why the last attempt at an incomplete run failed, `command` runs it
+    again. Without `has_plan`, the line shows an attempt that did not reach a plan, which ended at
+    `finished`.
     """
 
     run_key: str
@@ -58,7 +60,7 @@ class RunLine:
 
     @property
     def is_attempt(self) -> bool:
-        """Return whether it is an attempt without a plan."""
+        """Return whether this is an attempt that failed or stopped before the run had a plan."""
         return not self.has_plan
 
 
@@ -82,9 +84,9 @@ def need_output(output: str) -> None:
 def list_runs(
     output: str, options: StoreOptions | None = None, job: str | None = None
 ) -> list[RunLine]:
-    """Return the runs below `output`, newest first, of one job if named.
+    """Return the runs below `output`, newest first; with `job`, only those of that job.
 
-    Folders that are no run directory are skipped.
+    Folders that are not run directories are skipped.
     """
     return lines_of(open_store(output, dict(options) if options else None), job)
 
@@ -93,11 +95,11 @@ def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda key: line_of(root, key), run_keys(root)))
     lines = [line for line in found if line is not None and (job is None or line.job == job)]
-    return sorted(lines, key=run_age, reverse=True)
+    return sorted(lines, key=recency_key, reverse=True)
 
 
-def run_age(line: RunLine) -> tuple[float, float, str]:
-    """Sort key: larger for later runs; plans record their time in seconds."""
+def recency_key(line: RunLine) -> tuple[float, float, str]:
+    """Sort key: later runs sort higher; runs planned in the same second sort by their end."""
     return line.created or 0.0, line.finished or math.inf, line.run_key
 
 
@@ -117,9 +119,9 @@ def latest_complete(
 
 
 def line_of(root: Store, key: str) -> RunLine | None:
-    """Return the run of that key below `root`, or an attempt at it without a plan, or None.
+    """Return the `RunLine` of run `key` below `root`, or of an attempt at it; None for neither.
 
-    An unreadable directory becomes a line that says why; only an unreachable store raises.
+    An unreadable directory is returned with `trouble`; only an unreachable store raises.
     """
     store = root.sub(key)
     try:
@@ -147,7 +149,7 @@ def _line_of(store: Store, key: str) -> RunLine | None:
     committed = plan.shards if success is not None else int(ledger.committed(plan).sum())
     attempt = None if success is not None else last_attempt_of(store)
     failure = attempt.failure if attempt is not None else ""
-    state = state_name(success is not None, committed > 0)
+    state = state_name(success is not None, has_begun(ledger, plan, committed > 0))
     return RunLine(
         run_key=key,
         run=store.uri,
@@ -190,7 +192,7 @@ def _holds_anything(root: Store) -> bool:
 
 
 def _seconds(created: str) -> float | None:
-    """Return the time in a plan as seconds since 1970."""
+    """Return an ISO time as seconds since 1970; None if invalid. Without a zone, it is UTC."""
     with suppress(ValueError):
         when = datetime.fromisoformat(created)
         return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()

@@ -30,8 +30,8 @@ from prefect_raybatch.ledger.success import check_parts
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.runs.finalize_run import of_whom, write_parts
-from prefect_raybatch.runs.run import PARTIAL_STATE, who
+from prefect_raybatch.runs.finalize_run import retry_notes, write_parts
+from prefect_raybatch.runs.run import PARTIAL_STATE, user_at_host
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import open_store
@@ -88,7 +88,7 @@ def _record(
     parts: tuple[Part, ...],
     row_number: str,
 ) -> PartialResult:
-    """Return the record of a partial result of the rows committed at the time `at`."""
+    """Return the record of a partial result that holds the rows committed until the time `at`."""
     return PartialResult(
         warning=f"PARTIAL, not the result of run {plan.run_key}: {tally.rows:,} of {plan.rows:,} "
         f"rows, without {missing.text()}. The run is not complete.",
@@ -96,7 +96,7 @@ def _record(
         run_key=plan.run_key,
         plan=plan.hash,
         at=round(at, 3),
-        by=who(),
+        by=user_at_host(),
         rows=plan.rows,
         data=tally.good,
         quarantine=tally.failed,
@@ -108,7 +108,7 @@ def _record(
 
 
 def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
-    """Raise unless some of the shards are committed and some are not."""
+    """Raise `ConfigError` if all shards are committed, `IncompleteRun` if none is."""
     if not listing.done.any():
         first = " (its requests are still being asked)" if plan.increment else ""
         raise IncompleteRun(
@@ -125,11 +125,11 @@ def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
 def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally) -> RunReport:
     """Write the report of a partial result, as JSON and Markdown; return it.
 
-    Its paths begin at the folder of the partial result.
+    Paths in it are relative to the folder of the partial result.
     """
     folder, store = partial_path(record.name), ledger.store
     accepted = all_accepted(ledger)
-    notes = (record.warning, *of_whom(plan), *map(str, accepted))
+    notes = (record.warning, *retry_notes(plan), *map(str, accepted))
     inside = [replace(part, path=part.path.removeprefix(f"{folder}/")) for part in record.parts]
     report = reports.build(f"{store.uri}/{folder}", plan, tally, PARTIAL_STATE, inside, notes=notes)
     report = replace(report, accepted=accepted)
@@ -139,9 +139,9 @@ def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally)
 
 
 def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
-    """Check that no reaper removed the files while no record named them.
+    """Check that `raybatch reap` has not removed a file of the partial result meanwhile.
 
-    If one did, delete the record and raise `IncompleteRun`.
+    If one is gone, delete the record and raise `IncompleteRun`.
     """
     try:
         check_parts(ledger.store, record.parts)

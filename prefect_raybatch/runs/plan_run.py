@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import cluster_spec, compile_job, public_job, read_spec
-from prefect_raybatch.compile.resolved import Resolved
+from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.edits import judging_job
+from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger import increments
 from prefect_raybatch.ledger.accepted import Accepted
@@ -32,8 +34,9 @@ from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
+from prefect_raybatch.runs.later_servers import check_later_servers
 from prefect_raybatch.runs.quality import check_quality_columns, judge_warning
-from prefect_raybatch.runs.run import Run, run_of, who
+from prefect_raybatch.runs.run import Run, run_of, user_at_host
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.sizes import assumed
@@ -53,12 +56,12 @@ log = logging.getLogger(__name__)
 
 
 def adopt_plan(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[str]) -> Run:
-    """Return the run of an existing plan, or the one that supersedes it.
+    """Return the run of an existing plan, or the repaired run that supersedes it.
 
     Raises `PlanMismatch` if the job differs from the plan in a field that `accept` does not name.
     """
     store = ledger.store
-    accepted = _check_same(plan, resolved, store.uri, accept)
+    accepted = check_same_job(plan, resolved, store.uri, accept)
     ledger, plan = follow_forks(ledger, plan)
     if ledger.store is not store:
         log.warning("%s was repaired; continuing with %s", store.uri, ledger.store.uri)
@@ -66,7 +69,10 @@ def adopt_plan(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[
 
 
 def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved) -> Run:
-    """Return the run that continues with a job that differs in the accepted fields."""
+    """Log accepted differences between job and plan; return the run with a record of them.
+
+    If the model is one of them, the run gets the job's model in place of the plan's.
+    """
     if not accepted:
         return run
     for difference in accepted:
@@ -77,10 +83,11 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
 
 
 def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """Check everything about a job that can be checked within a second; return it resolved.
+    """Check everything about a job that can be checked within a second; return the job.
 
     So a wrong job fails before anything starts. Reads the plan in the run directory if there is
-    one, otherwise a sample of the input.
+    one, otherwise a sample of the input. The returned job notes that its model was checked, so that
+    planning does not check it again.
     """
     from prefect_raybatch import source
 
@@ -90,9 +97,10 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     _check_cluster(resolved)
     plan = Ledger(store).load_plan()
     if plan is not None:
-        _check_same(plan, resolved, store.uri, accept)
+        check_same_job(plan, resolved, store.uri, accept)
         return resolved
     resolved = _checked(resolved)
+    check_judge_model(resolved, pinned=False)
     read = read_spec(job.source)
     if source.needs_snapshot(read):
         schema = source.peek(read).schema
@@ -113,7 +121,8 @@ def _check_cluster(resolved: Resolved) -> None:
     from prefect_raybatch.installed import check_engine_packages
 
     spec = cluster_spec(resolved.job)
-    check_made_cluster(spec.access, resolved.job.engine)
+    job = resolved.job
+    check_made_cluster(spec.access, job.engine, job.output.escalate.engine)
     if spec.access.remote:
         return
     if address := cluster.address_of(spec):
@@ -124,7 +133,10 @@ def _check_cluster(resolved: Resolved) -> None:
 
 
 def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
-    """Raise `ConfigError` if `output` is inside the input, is a file, or names no account."""
+    """Raise `ConfigError` if `output` lies in the input, is a file, or names no storage account.
+
+    Only Azure needs the account, in the URI or the options.
+    """
     from prefect_raybatch.source import reaches
 
     for uri in read.uris if read.stored else ():
@@ -156,22 +168,22 @@ def check_schema_names(types: Mapping[str, str] | None) -> None:
             raise ConfigError(f"output.schema: {error}") from None
 
 
-def _check_same(
+def check_same_job(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
     """Return the accepted differences between a job and a plan.
 
-    Raises `PlanMismatch` if the job differs in anything else. The input of a run that retries
-    failed rows is what it took, whatever the job reads.
+    Raises `PlanMismatch` if the job differs in anything else. For a run that retries failed rows,
+    the input in the job is not compared: the plan has the rows.
     """
     own = resolved.retrying(plan.parts.get("retry"))
-    return check_acceptable(plan, own.identity, where, accept, who())
+    return check_acceptable(plan, own.identity, where, accept, user_at_host())
 
 
 def _checked(resolved: Resolved) -> Resolved:
-    """Check from its files, once, that each model can be loaded and can answer.
+    """Check that each model's files fit the job, unless already checked; return the checked job.
 
-    A Hugging Face model that is not pinned yet is left out.
+    Skips a Hugging Face model that is not pinned yet. Raises `ConfigError`.
     """
     is_pinned = resolved.pinned_model is not None
     if is_pinned and not resolved.checked:
@@ -183,7 +195,8 @@ def _checked(resolved: Resolved) -> Resolved:
 def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) -> None:
     """Raise `ConfigError` if a pinned model cannot do what a run asks of it.
 
-    As far as its files tell; without `files`, by its config.json and its chat template only.
+    Checks its files; without `files`, only its config.json and its chat template. For a hosted
+    model, checks only that the API key is set.
     """
     endpoint = spec.engine.model.endpoint
     if endpoint is not None:  # its server is asked when an engine starts
@@ -194,18 +207,37 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
     check_labels(spec.sampling.labels, spec.engine.model, model)
 
 
+def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = True) -> None:
+    """Raise `ConfigError` if the judge's model does not exist, or its engine cannot be started.
+
+    A Hugging Face name is looked up only if `pinned`; `files` is as for `check_pinned_model`.
+    """
+    job = resolved.job
+    if job.quality.judge.model is None:
+        return
+    uri = job.output.uri
+    try:
+        judging = resolve(judging_job(job, join(uri, "rows.parquet"), uri))
+        check_made_cluster(judging.job.cluster.access, judging.job.engine, None)
+        judging = judging.pinned() if pinned else judging
+        if judging.pinned_model is not None:
+            check_pinned_model(compile_job(judging.job), judging.model, files)
+    except ConfigError as error:
+        raise ConfigError(judge_fields(str(error))) from None
+
+
 def length_of_spec(
     spec: RunSpec, run_key: str | None, measured: counting.PromptLengths
 ) -> counting.PromptLengths:
-    """Return what an `auto` context length resolves to.
+    """Return `measured` with the context length that `auto` resolves to.
 
-    It is as `measured` or, for a run that reuses answers, as in the earlier run.
+    For a run that reuses answers, this is the context length of the earlier run, if it suffices.
     """
     if not spec.reuse.keeps:
         return measured
-    from prefect_raybatch.runs.earlier import with_earlier_length
+    from prefect_raybatch.runs.reusable_runs import with_reused_context
 
-    return with_earlier_length(spec.reuse.run, spec.output, spec.name, run_key, measured)
+    return with_reused_context(spec.reuse.run, spec.output, spec.name, run_key, measured)
 
 
 def begin_run(
@@ -213,13 +245,17 @@ def begin_run(
 ) -> Run:
     """Check the job, make the plan of a new run and write it; return the run.
 
-    If another process wrote its plan first, return that run. `dataset` replaces the source files.
+    If another process wrote a plan of the same run first, that plan holds. `dataset` replaces the
+    source files.
     """
-    check_made_cluster(resolved.job.cluster.access, resolved.job.engine)
+    job = resolved.job
+    check_made_cluster(job.cluster.access, job.engine, job.output.escalate.engine)
     # a _SUCCESS without a plan is another run's, and would be found only at the end
     ledger.finished()
     ledger.store.probe()
-    check_schema_names(resolved.job.output.output_schema)
+    check_schema_names(job.output.output_schema)
+    check_judge_model(resolved)
+    check_later_servers(resolved)
     plan = _write_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
     return run_of(ledger.store, plan, ledger, probed=True)
 
@@ -229,7 +265,7 @@ def _write_plan(
 ) -> Plan:
     """Read the input, make the plan and write it; return the plan in force.
 
-    If another process wrote its plan first, that is the one.
+    If another process wrote its plan first, that plan is in force.
     """
     from prefect_raybatch import source
 
@@ -243,7 +279,7 @@ def _write_plan(
         log.warning("%s", warning)
     _check_rows(spec.limits.min_rows, spec.read.most_rows, taken.rows)
     trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)
-    if note := planning.alike_note(spec):
+    if note := planning.equal_requests_warning(spec):
         log.warning("%s", note)
     for line in check_targets_of(spec, found.schema, run_key, found, taken.snapshot):
         log.info("to publish: %s", line)
@@ -266,7 +302,10 @@ def _write_plan(
 
 
 def _check_rows(least: int | None, limit: int | None, rows: int) -> None:
-    """Raise `SourceError` if the input has fewer rows than the job expects."""
+    """Raise `SourceError` if the input's number of rows, `rows`, is below `least`.
+
+    Does nothing if source.limit or source.sample, `limit`, is why there are no more.
+    """
     if least is None or rows >= least or (limit is not None and rows >= limit):
         return
     raise SourceError(
@@ -276,12 +315,13 @@ def _check_rows(least: int | None, limit: int | None, rows: int) -> None:
 
 
 def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | None) -> RunInput:
-    """Return the input of a new run, copied into the run directory if it must be.
+    """Return the input of a new run; copy it into the run directory unless it is plain Parquet.
 
-    While the job's own input is copied, its engines may start already.
+    While the files are copied, the job's engines may start already. `dataset` replaces the job's
+    input.
     """
     from prefect_raybatch import source
-    from prefect_raybatch.cluster.early import begin_early
+    from prefect_raybatch.cluster.prewarm import begin_prewarming
     from prefect_raybatch.cluster.side_by_side import copying_for
 
     spec, attempt = compile_job(resolved.job), uuid.uuid4().hex
@@ -297,7 +337,7 @@ def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | N
     if not source.needs_snapshot(read):
         return RunInput(source.inventory(read), store, attempt, copied=False)
     if spec.first is None:  # a cascade begins with another engine
-        begin_early(spec, resolved.with_adapters)
+        begin_prewarming(spec, resolved.with_adapters)
     return RunInput(source.snapshot(read, store, attempt, copying), store, attempt, copied=True)
 
 
@@ -319,7 +359,8 @@ def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
 class RunInput:
     """The input of a new run.
 
-    `store` is rooted at the run directory; `copied`: the files are a copy there, made by `attempt`.
+    `found` lists its files. `store` is rooted at the run directory; `copied`: the files are a copy
+    in it, made by `attempt`.
     """
 
     found: Inventory
@@ -341,18 +382,20 @@ def new_plan(
     resolved: Resolved,
     spec: RunSpec,
     run_key: str,
-    taken: RunInput,
+    run_input: RunInput,
     context: JsonObject | None = None,
     numbers: bytes | None = None,
     earlier: bool = True,
+    share: increments.RetryShare | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan of a new run that does `spec`, and the tables that the plan names.
+    """Return the plan of a new run of `spec`, and the tables that the plan names, by name.
 
-    Neither is written; only the files of a run that reuses answers are. `context` records what an
-    automatic context length resolved to, `numbers` the row numbers of a run that retries failed
-    rows. Without `earlier`, no answers of earlier runs are reused.
+    Writes neither, only the files that a requests phase or reused answers need. `context` records
+    what an automatic context length resolved to, `numbers` the row numbers of a run that retries
+    failed rows. Without `earlier`, no answers of earlier runs are reused. `share` limits the rows
+    that a retry of a cascade sends to the larger model.
     """
-    found = taken.found
+    found = run_input.found
     return make_plan(
         spec,
         resolved.identity,
@@ -367,15 +410,16 @@ def new_plan(
             spec.read,
             resolved.model,
             found,
-            taken.snapshot,
+            run_input.snapshot,
         ),
-        snapshot=taken.copied,
+        snapshot=run_input.copied,
         numbers=numbers,
         engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
         context=context,
         table=found.table,
-        increment=_increment(resolved, spec, run_key, taken, context, earlier),
+        increment=_increment(resolved, spec, run_key, run_input, context, earlier, share),
         weights=found.weights,
+        classifier=resolved.classifier,
     )
 
 
@@ -383,24 +427,25 @@ def _increment(
     resolved: Resolved,
     spec: RunSpec,
     run_key: str,
-    taken: RunInput,
+    run_input: RunInput,
     context: JsonObject | None,
     earlier: bool,
+    share: increments.RetryShare | None,
 ) -> JsonObject | None:
-    """Return the plan's record of reuse; None for a run without a requests phase."""
+    """Write the files that `Plan.increment` names; return it, or None for a run with one phase."""
     if resolved.first is not None and spec.first is not None:
         from prefect_raybatch.runs.increment import plan_first_model
 
-        return plan_first_model(resolved.first, spec.first, taken)
-    if not spec.reuse.asks_apart:
+        return plan_first_model(resolved.first, spec.first, run_input, share)
+    if not spec.reuse.has_requests_phase:
         return None
-    if taken.rows > MOST_ORDERED and not spec.reuse.keeps:
+    if run_input.rows > MOST_ORDERED and not spec.reuse.keeps:
         log.warning(
             "engine.order: run is ignored: the input has %d rows, and at most %d can be ordered",
-            taken.rows,
+            run_input.rows,
             MOST_ORDERED,
         )
         return None
     from prefect_raybatch.runs.increment import increment_for
 
-    return increment_for(resolved, spec, run_key, taken, context, earlier)
+    return increment_for(resolved, spec, run_key, run_input, context, earlier)

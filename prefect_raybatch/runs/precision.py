@@ -24,26 +24,26 @@ from prefect_raybatch.errors import (
     InsufficientResources,
     RayBatchError,
 )
-from prefect_raybatch.ledger.increments import TakenPrecision, asks_ledger, increment_of
+from prefect_raybatch.ledger.increments import TakenPrecision, increment_of, requests_ledger
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards, decode_schema
 from prefect_raybatch.ledger.precision import (
     Disagreement,
     PrecisionNote,
     PrecisionTry,
-    note_precision,
     read_precision,
+    record_precision,
 )
 from prefect_raybatch.ledger.records import Plan, Unit
 from prefect_raybatch.report.report import settings_text
-from prefect_raybatch.sizing.agreement import confidence_of_each, lower_bound, trial_rows
+from prefect_raybatch.sizing.agreement import bonferroni_confidence, lower_bound, trial_rows
 from prefect_raybatch.spec.result import OutputSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
-    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.sharing import Tenant
     from prefect_raybatch.cluster.trial_actor import AskSample
     from prefect_raybatch.sizing.sizes import Capacity, Sizing
     from prefect_raybatch.stages.trial import RowOutcome, SampledRow, TrialStages
@@ -59,20 +59,20 @@ def decided_precision(
     plan: Plan,
     shards: Shards,
     ledger: Ledger,
-    have: Capacity,
-    user: User,
+    capacity: Capacity,
+    user: Tenant,
     attempt: str,
     engine: type | None = None,
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
 ) -> Mapping[str, str]:
-    """Return the engine arguments of the precision that a run uses; decide if that is open.
+    """Return the engine arguments of the precision that a run uses; decide by trials if needed.
 
-    A run that retries rows of another takes over its decision, and so does one that reuses answers,
-    because answers of two precisions must not mix. `meter` counts what the trial's engines hold,
-    and `halted` returns why to stop. Raises `CorruptRun` if shards are committed without a
-    decision, `ConfigError` if the rows cannot show what is asked for, `EngineStartError` and
-    `EngineFailure` if the unquantized model does not work.
+    A run takes over the decision of the run whose failed rows it retries, or whose answers it
+    reuses, because answers of two precisions must not mix. `meter` counts the GPU time of the
+    trials, and `halted` returns why the run must stop. Raises `CorruptRun` if shards are committed
+    without a decision, `ConfigError` if the input has too few rows to show the required agreement,
+    `EngineStartError` and `EngineFailure` if the unquantized model does not work.
     """
     note = read_precision(ledger.store)
     if note is None:
@@ -83,16 +83,16 @@ def decided_precision(
             )
         note = _of_parent(spec.output, plan) or _of_plan(plan)
         if note is None:
-            bench = SampleBench(spec, plan, shards, ledger, have, user, attempt, engine)
+            bench = SampleBench(spec, plan, shards, ledger, capacity, user, attempt, engine)
             bench.meter, bench.halted = meter or bench.meter, halted or bench.halted
             note = bench.decide()
-        note = note_precision(ledger.store, note)
-    log.info("precision: %s", said(note))
+        note = record_precision(ledger.store, note)
+    log.info("precision: %s", decision_text(note))
     return note.decided
 
 
-def said(note: PrecisionNote) -> str:
-    """Return the decision in a line."""
+def decision_text(note: PrecisionNote) -> str:
+    """Return the decision as a line of text: the precision, and how well each one tried agreed."""
     if not note.tries:
         return f"{settings_text(note.decided)}, as decided in run {note.by}"
     told = []
@@ -108,7 +108,7 @@ def said(note: PrecisionNote) -> str:
 
 
 def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
-    """Return the decision of the run whose failed rows this one retries."""
+    """Return the decision of the run whose failed rows this one retries; None if it is no retry."""
     if plan.parent is None:
         return None
     root = open_store(output.uri, dict(output.options) or None)
@@ -117,7 +117,7 @@ def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
 
 
 def _of_plan(plan: Plan) -> PrecisionNote | None:
-    """Return the decision in this run's plan under which the reused answers were made."""
+    """Return the decision that this run's plan took over from other runs; None if it took none."""
     increment = increment_of(plan)
     if increment is None or increment.precision is None:
         return None
@@ -126,21 +126,22 @@ def _of_plan(plan: Plan) -> PrecisionNote | None:
 
 
 def precision_of(store: Store) -> PrecisionNote | None:
-    """Return the decision of a run, its own, of its requests phase, or taken over; None if open."""
+    """Return the decision of a run or its requests phase, made or taken over; None if undecided."""
     plan = Ledger(store).load_plan()
-    asks = read_precision(asks_ledger(store).store)
+    asks = read_precision(requests_ledger(store).store)
     return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
 
 
 def taken_precision(
     tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """Return the decision that the plan of a run with `tries` takes over; None if it must decide.
+    """Return the decision that a run's plan takes over from other runs; None to decide anew.
 
-    It comes from the `earlier` runs that it reuses answers of (the named one first), or from the
-    `parent` that it retries failed rows of.
+    `tries` are the precisions that the job wants tried, empty without `try-fp8`. `earlier` are the
+    runs whose answers are reused (the one that the job names first), `parent` the run whose failed
+    rows are retried.
 
-    Raises `CorruptRun` if their decision is missing.
+    Raises `CorruptRun` if none of the runs whose answers are reused has a decision.
     """
     stores = [parent] if parent is not None else list(earlier)
     if not tries or not stores:
@@ -158,7 +159,7 @@ def taken_precision(
 
 
 class SampleBench:
-    """Asks a sample of a run's rows in several ways, and compares the answers.
+    """Answers a sample of a run's rows with several engine settings, and compares the answers.
 
     The sample has `rows` rows, by default as many as the required agreement takes.
     """
@@ -169,14 +170,14 @@ class SampleBench:
         plan: Plan,
         shards: Shards,
         ledger: Ledger,
-        have: Capacity,
-        user: User,
+        capacity: Capacity,
+        user: Tenant,
         attempt: str,
         engine: type | None,
         rows: int | None = None,
     ):
         self.spec, self.plan, self.shards, self.ledger = spec, plan, shards, ledger
-        self.have, self.user, self.attempt, self.engine = have, user, attempt, engine
+        self.have, self.user, self.attempt, self.engine = capacity, user, attempt, engine
         self.meter = CostMeter()
         self.halted: Callable[[], RayBatchError | None] = user.halted
         if rows is None:
@@ -184,7 +185,7 @@ class SampleBench:
         self.sample = drawn_rows(shards, plan.rows, rows, plan.hash)
 
     def decide(self) -> PrecisionNote:
-        """Try one precision after the other until one passes."""
+        """Try one precision after the other until one agrees well enough; return the decision."""
         began = time.monotonic()
         tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
@@ -192,7 +193,7 @@ class SampleBench:
         with self.asking(self.spec.decide(precision={}), _deciding({})) as ask:
             stored, again = ask(False), ask(True)
         both, same, _ = _compared(stored, again)
-        confidence = confidence_of_each(len(tries))
+        confidence = bonferroni_confidence(len(tries))
         made: list[PrecisionTry] = []
         decided: Mapping[str, str] = {}
         for tried in tries:
@@ -217,7 +218,11 @@ class SampleBench:
         stored: Mapping[SampledRow, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
-        """Return how well the answers to `spec`, the run's with `tried`, agree with `stored`."""
+        """Answer the sample with an engine of `spec`, which has the arguments `tried`; compare.
+
+        `stored` has the outcomes to compare with: those of the unquantized model or the unchanged
+        job. `confidence` is that of the returned lower bound of the agreement.
+        """
         began = time.monotonic()
         try:
             with self.asking(spec, _deciding(tried)) as ask:
@@ -244,12 +249,15 @@ class SampleBench:
         )
 
     def _number(self, row: SampledRow) -> int:
-        """Return the row's number in the input of the run."""
+        """Return the number of a sampled row (shard, position) in the input of the run."""
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
     def asking(self, spec: RunSpec, why: str) -> Iterator[AskSample]:
-        """Yield an engine of this run with another engine spec, alone on its GPUs."""
+        """Start an engine of `spec`, alone on its GPUs; yield a function that answers the sample.
+
+        Sampling is greedy. `why` is the end of the shown text on what the run waits for.
+        """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
 
@@ -297,7 +305,7 @@ class SampleBench:
         stages = TrialStages(
             read=read,
             prepare=prepare,
-            spec=replace(launch, done=None),
+            launch=replace(launch, done=None),
             finish=finish,
             # Thinking goes many ways to one answer.
             ignored=() if parsing is None else (parsing.reasoning_column,),
@@ -313,7 +321,8 @@ def _deciding(arguments: Mapping[str, str]) -> str:
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
     """Return {shard: ascending positions} of `sample` random rows from random shards.
 
-    There are as few shards as hold twice as many rows, and at least 64.
+    First draws shards, until there are at least SHARDS_SAMPLED (64) with at least `2 * sample` rows
+    in all, or until all are drawn; then draws rows of them. `rows` is the run's number of rows.
     """
     draw = random.Random(seed)
     order = draw.sample(range(len(shards)), len(shards))
@@ -341,7 +350,7 @@ def _compared(
 
 
 def _both(stored: RowOutcome, tried: RowOutcome) -> tuple[str, str]:
-    """Return the two outcomes of a row for display."""
+    """Return the outcomes of a row in both precisions as text, with the cosine of two vectors."""
     from prefect_raybatch.stages.trial import cosine
 
     one, other = stored[1], tried[1]
@@ -351,7 +360,7 @@ def _both(stored: RowOutcome, tried: RowOutcome) -> tuple[str, str]:
 
 
 def _text(outcome: RowOutcome) -> str:
-    """Return an outcome for display."""
+    """Return a row's outcome (answer, vector or failure) as text, cut to KEPT_TEXT characters."""
     kind, value = outcome
     if kind == "failed":
         return str(value)[:KEPT_TEXT]

@@ -1,4 +1,4 @@
-"""Answers the first rows of a job in this process: without Prefect, Ray or a run to keep."""
+"""Answers the first rows of a job in this process, without Prefect or Ray; keeps no run."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class PreviewedPrompt:
 class Preview:
     """Prompts and answers of a job's first rows.
 
-    `columns`: (name, type) of the input, `asked` those that make the prompts; `answers` and
-    `failed`: rows of the result and of the quarantine, empty if no engine was asked; `seconds` by
-    phase. `larger` is the preview by the larger model of a cascade.
+    `columns` are (name, type) of the input, `asked` the columns used in the prompts. `answers` and
+    `failed` are rows of the result and of the quarantine, empty if no engine was asked. `seconds`
+    has the duration of each phase. `larger` is the preview by the larger model of a cascade.
     """
 
     job: str
@@ -78,9 +78,10 @@ def preview_spec(
     answers: bool,
     engine: type | None,
 ) -> Preview:
-    """Send all rows of a planned run through every stage in this process; see `api.preview_rows`.
+    """Send all rows of a planned run through every stage in this process.
 
-    `clock` has run since before the plan was made.
+    `clock` was started before the plan was made. Without `answers`, only the prompts are made.
+    `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
     from prefect_raybatch.ledger.plan_tables import decode_schema
@@ -160,7 +161,7 @@ def check_gpus_here(spec: SizeSpec, capacity: Capacity) -> None:
 def _finished(
     ledger: Ledger, plan: Plan, shards: Shards, table: pa.Table
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Yield (kind, rows as in the result) of what a block became."""
+    """Commit a finished block; yield (kind of piece, its rows as in the result)."""
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.ledger.records import Receipt
     from prefect_raybatch.result.pieces import read_pieces
@@ -180,10 +181,10 @@ def _finished(
 def _prompts(model: PinnedModel, table: pa.Table) -> list[PreviewedPrompt]:
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.model import pinned as models
-    from prefect_raybatch.stages.block import load_tokenizer, passes_by
+    from prefect_raybatch.stages.block import is_passthrough, load_tokenizer
     from prefect_raybatch.stages.columns import CHAT, ERROR, TOKENS
 
-    if passes_by(table):
+    if is_passthrough(table):
         return []
     asked = CHAT
     shown: Callable[[Any], tuple[str, int]] = _of_messages
@@ -203,7 +204,7 @@ def _of_tokens(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, int]:
 
 
 def _of_messages(text: str) -> tuple[str, int]:
-    """Return the messages for a hosted model as lines, and about how many tokens they have."""
+    """Return JSON messages for a hosted model as lines of text, and an estimate of their tokens."""
     from prefect_raybatch.stages.endpoint.body import prompt_estimate
 
     messages = json.loads(text)
@@ -221,7 +222,7 @@ def _shown(content: object) -> str:
 
 
 class PhaseClock:
-    """Seconds by phase."""
+    """A stopwatch for consecutive phases: `took(name)` ends a phase and adds to its `seconds`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,9 +1,10 @@
-"""Remove old runs: only complete ones, with the runs that retried their failed rows.
+"""Removes old runs: only complete ones, with the runs that retried their failed rows.
 
-Everything is checked before anything is written. A run is marked first, and its plan and
-`_SUCCESS` go last: whoever reads it meanwhile finds a finished run whose files are missing, and
-never one that seems to be unfinished and would be resumed. A removal that was interrupted is found
-by its mark, and the next call completes it.
+A run and its retries, the retries of these and so on are a family, which is kept or removed as a
+whole. Everything is checked before anything is written. A run first gets a file that marks its
+removal, and its plan and `_SUCCESS` go last: whoever reads it meanwhile finds a finished run whose
+files are missing, and never one that seems to be unfinished and would be resumed. An interrupted
+removal is found by that mark, and the next call completes it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 class Pruned:
     """The runs that were removed, or would be, and those that stay.
 
-    `removed` has run keys with their bytes, `lines` how a list shows them, and `kept` the reason
-    for each run that stays.
+    `removed` maps run keys to sizes in bytes, `lines` has the entries of these runs in the list of
+    runs, and `kept` maps the runs that stay to the reason.
     """
 
     output: str
@@ -61,11 +62,11 @@ def prune_runs(
 ) -> Pruned:
     """Remove the complete runs below `output` except for the newest `keep` of each job.
 
-    A run and those that retried its failed rows go together, once all of them are complete and
-    finished over `older_than` seconds ago. Of attempts that failed before there was a plan, those
-    go that left nothing but their record and are older than the runs that are kept. Never removed
-    are runs that are not complete, directories that are not readable, and what lies behind a link.
-    Raise `ConfigError` for `keep` under 1, and the store's errors.
+    A run is removed together with the runs that retried its failed rows, once all of them are
+    complete and finished over `older_than` seconds ago. An attempt that failed before there was a
+    plan is removed if it left nothing but its record and is older than the kept runs. Incomplete
+    runs, unreadable directories and the targets of links are never removed. Raise `ConfigError` for
+    `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -79,7 +80,7 @@ def prune_runs(
     for first, members in _families(lines):
         if job is not None and first.job != job:
             continue
-        reason = _kept(members, before)
+        reason = _reason_to_keep(members, before)
         if reason is None:
             complete = newest.setdefault(first.job, [])
             complete.append(first)
@@ -91,7 +92,7 @@ def prune_runs(
             _note(root, found, [line], None)
         elif line.is_attempt and job in (None, line.job):
             runs_kept = newest.get(line.job, [])[:keep]
-            _note(root, found, [line], _attempt_kept(root, line, runs_kept, before))
+            _note(root, found, [line], _reason_to_keep_attempt(root, line, runs_kept, before))
     # The runs that retry others first: a family without its first run would not be readable.
     firsts = {line.run_key for line in lines if line.parent is None}
     order = sorted(found.removed, key=lambda key: (key in firsts, key))
@@ -110,10 +111,10 @@ def _remove_all(root: Store, pruned: Pruned) -> None:
             _remove(root, key)
 
 
-def _note(root: Store, found: Pruned, members: list[RunLine], reason: str | None) -> None:
-    """Record that a family stays for this reason.
+def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | None) -> None:
+    """Add a family of runs (see the module) to `pruned`: kept if there is a `reason`, else removed.
 
-    Without a reason it goes, if all its files can be listed.
+    The family is also kept if its files cannot be listed.
     """
     sizes: dict[str, int] = {}
     if reason is None:
@@ -125,16 +126,16 @@ def _note(root: Store, found: Pruned, members: list[RunLine], reason: str | None
             reason = f"its files cannot be listed: {error}"
     for line in members:
         if reason is not None:
-            found.kept[line.run_key] = reason
+            pruned.kept[line.run_key] = reason
         else:
-            found.removed[line.run_key] = sizes[line.run_key]
-            found.lines[line.run_key] = line
+            pruned.removed[line.run_key] = sizes[line.run_key]
+            pruned.lines[line.run_key] = line
 
 
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """Return (the run that read the input, it and its descendants), newest first.
+    """Return (first run, the first run and its retries) for each family, newest first.
 
-    A directory that is not readable belongs to the run that its name says it retries.
+    An unreadable directory counts as a retry of the run that its name tells.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}
@@ -148,13 +149,16 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
 
 
 def _parent(line: RunLine) -> str:
-    """Return the key of the run that a run retries; "" for none."""
+    """Return the key of the run whose failed rows `line` retries; "" if it is no retry."""
     match = _RETRY_KEY.match(line.run_key) if line.state == DAMAGED else None
     return line.parent or (match[1] if match else "")
 
 
-def _kept(members: list[RunLine], before: float) -> str | None:
-    """Return why no run of a family goes, whatever its age; None where it may."""
+def _reason_to_keep(members: list[RunLine], before: float) -> str | None:
+    """Return why a family must stay even if it is not among the newest; None if it may go.
+
+    It must stay if a run is not complete, or finished after `before` (seconds since 1970).
+    """
     for line in members:
         if line.state != COMPLETED:
             state = f"{line.state}: {line.trouble}" if line.trouble else line.state
@@ -163,12 +167,13 @@ def _kept(members: list[RunLine], before: float) -> str | None:
     return "younger than asked for" if latest > before else None
 
 
-def _attempt_kept(
+def _reason_to_keep_attempt(
     root: Store, line: RunLine, runs_kept: list[RunLine], before: float
 ) -> str | None:
-    """Return why the record of an attempt without a plan stays; None where it may go.
+    """Return why the record of an attempt without a plan is kept; None if it may be removed.
 
-    Other files of such a directory stay, since whoever plans the run now may be using them.
+    It is kept if the attempt ended after `before` (seconds since 1970) or after one of `runs_kept`,
+    or if its directory holds other files, which whoever plans the run now may be using.
     """
     if line.finished is None:
         return "it may still be planning"
@@ -183,12 +188,12 @@ def _attempt_kept(
 
 
 def _size(store: Store) -> int:
-    """Return the bytes that a run directory takes, its mark excepted."""
+    """Return the bytes of the files in a run directory, except the file that marks its removal."""
     return sum(info.size for info in store.list() if info.path != PRUNED)
 
 
 def _remove(root: Store, key: str) -> None:
-    """Remove a run directory. By the root's store, so that its folder goes too."""
+    """Remove a run directory, through the root's store so that the folder is removed too."""
     store = root.sub(key)
     store.put_if_absent(PRUNED, dump({"pruned": store.now()}))
     for names in _batches(store):

@@ -14,12 +14,13 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.quality.accuracy import put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import Golden, accuracy_on, check_golden_columns, read_golden
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
-from prefect_raybatch.runs.run_history import series_before
+from prefect_raybatch.runs.series import accuracy_in, series_before
 from prefect_raybatch.spec.request import SamplingSpec
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.result_columns import result_columns
@@ -27,7 +28,7 @@ from prefect_raybatch.words import counted
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
-    """Return the golden rows of a job, None if it names none; raise like `read_golden`."""
+    """Return the golden rows of a job, None if it names none; raise the errors of `read_golden`."""
     if quality.golden is None:
         return None
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
@@ -43,8 +44,8 @@ def check_quality_columns(
 ) -> None:
     """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
 
-    `names` are the columns of the input. What an output.postprocess without output.schema returns
-    is unknown before a run.
+    `names` are the columns of the input. If output.postprocess has no output.schema, its columns
+    are unknown before a run, and nothing is checked.
     """
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
@@ -72,7 +73,7 @@ def check_judge(quality: Quality) -> None:
 
 
 def judge_plan(quality: Quality, rows: int) -> str:
-    """Return how many of so many rows the judge would be asked about; "" without a judge."""
+    """Return what the job's judge would judge, e.g. `200 of 500 rows, by MODEL`; "" without one."""
     if not quality.judge.asked:
         return ""
     golden = ", and the golden rows" if quality.golden is not None else ""
@@ -81,7 +82,7 @@ def judge_plan(quality: Quality, rows: int) -> str:
 
 
 def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> str:
-    """Return a warning about a judge that judges its own answers; "" for any other.
+    """Return a warning if the judge is the model whose answers it judges, else "".
 
     `larger` is the larger model of a cascade.
     """
@@ -98,7 +99,7 @@ def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> st
 
 
 def _model_of(engine: Engine) -> tuple[str | None, str | None]:
-    """Return the server and the name of a model."""
+    """Return (server URL or None, model name) of an engine."""
     if engine.endpoint.asked is not None:
         return engine.endpoint.url, engine.endpoint.model
     return None, engine.model
@@ -114,9 +115,9 @@ def measured(
 ) -> RunReport:
     """Return the report of a finished run with its accuracy on the job's golden rows.
 
-    A run that was measured is measured once more only if `measure_again`. A retry of failed rows
-    is no sample of the input, so it is not measured. `written` is output.uri as written in the job,
-    which has the earlier runs that it is compared with.
+    A run that was measured is measured once more only if `measure_again`. A retry of failed rows is
+    no sample of the input, so it is not measured. `written` is output.uri as written in the job, by
+    which the earlier runs to compare with are found.
     """
     store, plan = member.ledger.store, member.plan
     if quality.golden is None or plan.parent is not None:
@@ -133,8 +134,9 @@ def measured(
     if accuracy.rows:
         kept = before.series if before is not None and before.plan == plan.hash else None
         if kept is None or kept.key != golden.digest:
-            earlier = series_before(written, options, plan, read_accuracy)
-            kept = continued(earlier, golden.digest, accuracy.right, accuracy.rows)
+            earlier = series_before(written, options, plan, accuracy_in)
+            counts = (golden.digest, accuracy.right, accuracy.rows)
+            kept = continued(earlier, *counts, run=original_key(plan))
         accuracy = replace(accuracy, series=kept)
     if accuracy != before:
         report = load_report(store, accuracy)
@@ -147,7 +149,7 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
     """Raise `QualityTooLow` unless the run has the accuracy that publishing needs.
 
     The golden rows must show it or, in a job without them, the judge. A retry of failed rows is
-    published with its run, so it needs none of its own.
+    published with the run that it retries, so no accuracy of its own is needed.
     """
     least = quality.at_least
     accuracy = report.accuracy if quality.golden is not None else report.judgement

@@ -1,4 +1,4 @@
-"""Finds the raw answers with which no row succeeded.
+"""Finds the raw answers of which every row failed in a later check.
 
 A failure is never stored: the next run asks a failed row again. If the row failed after it was
 answered (in a check of the answer or in postprocess), the answer is stored and must not be reused.
@@ -15,9 +15,9 @@ from prefect_raybatch.ledger.increments import (
     PLACES_ROWS,
     REUSED,
     Increment,
-    begin_asks,
+    begin_requests_phase,
 )
-from prefect_raybatch.ledger.layout import ASKS
+from prefect_raybatch.ledger.layout import REQUESTS_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import from_parquet
 from prefect_raybatch.ledger.positions import Positions
@@ -27,10 +27,10 @@ from prefect_raybatch.ledger.success import read_success
 
 
 def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[str, SomePositions]:
-    """Return the positions of rejected answers by the path of their file.
+    """Return the positions of rejected answers in their files, by file path.
 
     An answer is rejected if rows failed with it and none succeeded or was left out by postprocess.
-    All shards are committed. Memory: two bytes per answer, and a table of places.
+    All shards must be committed. Memory: two bytes per answer, and one table of `increment.places`.
     """
     taken = sum(part.rows for part in increment.reused)
     answers = taken + increment.counts.asked
@@ -51,22 +51,25 @@ def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[s
         _note(made, part.path, start, part.rows, rejected)
         start += part.rows
     if len(rejected) and rejected[-1] >= taken:
-        at, stored = 0, _positions_in_asks(ledger, increment, rejected[rejected >= taken] - taken)
-        for path, rows in _files_of_asks(ledger, increment):
+        at, stored = 0, _request_positions(ledger, increment, rejected[rejected >= taken] - taken)
+        for path, rows in _request_files(ledger, increment):
             _note(made, path, at, rows, stored)
             at += rows
     return made
 
 
 class _Places:
-    """The number of each row's answer, reused ones first: -1 if a row has none."""
+    """Looks up the number of each row's answer; -1 if the row has none.
+
+    Reused answers are numbered from 0, those that this run asked for from `taken`.
+    """
 
     def __init__(self, ledger: Ledger, increment: Increment, taken: int) -> None:
         self._ledger, self._names, self._taken = ledger, increment.places, taken
         self._table, self._numbers = -1, np.zeros(0, np.int64)
 
     def of(self, start: int, stop: int) -> np.ndarray:
-        """Return the numbers of rows [start, stop), in input order."""
+        """Return the answer numbers of rows [start, stop), in input order."""
         found = []
         while start < stop:
             table = start // PLACES_ROWS
@@ -89,25 +92,29 @@ class _Places:
 def _note(
     made: dict[str, SomePositions], path: str, start: int, rows: int, rejected: np.ndarray
 ) -> None:
-    """Note which rows of a file, whose answers have the numbers from `start` on, are rejected."""
+    """Add to `made` the positions of rejected answers in the file `path` of `rows` answers.
+
+    Its answers are numbered from `start`; `rejected` are the numbers of all rejected answers.
+    """
     low, high = np.searchsorted(rejected, [start, start + rows])
     if low < high:
         made[path] = Positions.of(rejected[low:high] - start).to_text()
 
 
-def _files_of_asks(ledger: Ledger, increment: Increment) -> Iterator[tuple[str, int]]:
-    begun = begin_asks(ledger.store, increment)
+def _request_files(ledger: Ledger, increment: Increment) -> Iterator[tuple[str, int]]:
+    begun = begin_requests_phase(ledger.store, increment)
     success = read_success(begun[0].store, begun[1]) if begun is not None else None
     for part in success.of("data") if success is not None else ():
-        yield f"{ASKS}/{part.path}", part.rows
+        yield f"{REQUESTS_FOLDER}/{part.path}", part.rows
 
 
-def _positions_in_asks(ledger: Ledger, increment: Increment, asks: np.ndarray) -> np.ndarray:
-    """Return the positions of the answers to these asks (ascending numbers) among the stored ones.
+def _request_positions(ledger: Ledger, increment: Increment, asks: np.ndarray) -> np.ndarray:
+    """Return the numbers of the stored answers to the requests with the ascending numbers `asks`.
 
-    A failed ask has no stored answer and is left out.
+    Stored answers are numbered in the order of their files. A failed request has no stored answer
+    and is left out.
     """
-    begun = begin_asks(ledger.store, increment)
+    begun = begin_requests_phase(ledger.store, increment)
     if begun is None:
         return asks[:0]
     theirs, plan = begun

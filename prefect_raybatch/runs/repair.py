@@ -1,8 +1,8 @@
 """Repairs a run by a fork: a new run that begins with its intact shards.
 
-Not in place: finalize may have fixed the result from what the run holds, and rows written anew
-would then be in two places. The fork has the same input and the same shards. Lost shards are simply
-not committed in it, so it is resumed, finished and verified like any run.
+The damaged run is not repaired in place: finalize may already have written rows to the result, and
+rows inferred again would then exist twice. The fork has the same input and the same shards. Lost
+shards are simply not committed in it, so it is resumed, finished and verified like any run.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pathlib import Path
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.ledger.family import Member, check_named, place
+from prefect_raybatch.ledger.family import Member, check_named, locate_run
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
 from prefect_raybatch.ledger.increments import (
     Increment,
-    asks_ledger,
-    begin_asks,
+    begin_requests_phase,
     increment_of,
+    requests_ledger,
 )
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA, PUBLISHED, PUBLISHED_NAME, piece_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.ledger.precision import PrecisionNote, note_precision, read_precision
+from prefect_raybatch.ledger.precision import PrecisionNote, read_precision, record_precision
 from prefect_raybatch.ledger.record_files import put_record_if_absent, put_table, read_record
 from prefect_raybatch.ledger.records import FORMAT, JsonObject, Piece, Plan, Receipt, digest, dump
 from prefect_raybatch.ledger.success import read_success
-from prefect_raybatch.result.healthy import Tell, WholeShard, whole_shards
+from prefect_raybatch.result.healthy import FaultHandler, IntactShard, intact_shards
 from prefect_raybatch.result.verify_records import (
     StoredAnswers,
     check_answers,
+    check_reports,
     check_tables,
-    check_told,
 )
 from prefect_raybatch.runs.restore_records import (
     restore_answers,
@@ -52,15 +52,17 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-MOST_SAID = 20  # faults that a message names
+MAX_FAULTS_LISTED = 20  # most faults in the outcome
 
 
 @dataclass(frozen=True)
 class Repaired:
     """The outcome of a repair.
 
-    `run_key` is None if no row was lost: then no run was created. `restored` lists what was
-    restored in the run itself.
+    `run` is the URI of the damaged run, `run_key` the key of the new one, None if no row was lost
+    and no new run was created. Of `shards` shards, `taken` were intact and copied; `lost` are the
+    numbers of the damaged ones. `faults` says what is damaged, `published` names the targets that
+    have the damaged run's rows. `restored` lists the records that were restored in that run.
     """
 
     run: str
@@ -79,13 +81,13 @@ class Repaired:
 def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
     """Create a new run from the intact shards of a damaged one.
 
-    A commit, a piece, a table or a file of the result is lost or changed. The fork has a commit for
-    each intact shard; an interrupted repair is resumed. If the result is intact but raw answers
-    kept for later runs are not, answers.json is rewritten to name the intact ones, and row
-    checksums, precision.json and report.json of such a run are recreated. Raises `ConfigError` for
-    a run that cannot be forked, `CorruptRun` if its plan is unreadable.
+    A run is damaged if a commit, piece, table or result file is missing or changed. The new run, a
+    fork, has a commit for each intact shard; an interrupted repair is resumed. If a finished run
+    lost only raw answers or records, no fork is made: answers.json is rewritten to name the intact
+    answers, and damaged row checksums, precision.json and report.json are recreated. Raises
+    `ConfigError` for a run that cannot be forked, `CorruptRun` if its plan is unreadable.
     """
-    root, key = place(run_dir, options)
+    root, key = locate_run(run_dir, options)
     old = Ledger(root.sub(key))
     plan = need_plan(old)
     check_named(old, plan)
@@ -94,18 +96,18 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
     faults: list[str] = []
 
     def fault(text: str) -> None:
-        if text not in faults and len(faults) < MOST_SAID:
+        if text not in faults and len(faults) < MAX_FAULTS_LISTED:
             faults.append(text)
 
     lost = _lost(member, fault)
     check_tables(old, plan, member.summary, fault)
     answers = check_answers(old, plan, member.summary is not None)
     told: list[str] = []
-    check_told(old, plan, member.summary, told.append)
+    check_reports(old, plan, member.summary, told.append)
     if member.summary is not None and not lost and not faults:
         restored = restore_answers(old, plan, member.summary, answers)
         restored += restore_records(old, plan, member.summary)
-        faults = [*answers.faults, *told][:MOST_SAID]
+        faults = [*answers.faults, *told][:MAX_FAULTS_LISTED]
         return Repaired(old.store.uri, None, plan.shards, 0, (), tuple(faults), restored=restored)
     asks = _asks(old, increment_of(plan), fault)
     if asks is not None and member.summary is None:  # rows are still going to look answers up
@@ -128,8 +130,8 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
     return Repaired(old.store.uri, fork, plan.shards, taken, lost, tuple(faults), published)
 
 
-def _fork(root: Store, member: Member, asks: Member | None) -> tuple[str, int]:
-    """Create the fork of a run, or complete it; return its key and its number of intact shards."""
+def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str, int]:
+    """Create or complete the fork of a run; return its key and its number of committed shards."""
     old, plan = member.ledger, member.plan
     key = fork_key(member.key)
     ours = Ledger(root.sub(key))
@@ -139,15 +141,15 @@ def _fork(root: Store, member: Member, asks: Member | None) -> tuple[str, int]:
             f"{ours.store.uri} exists already and is not a repair of {old.store.uri}. Move it away"
         )
     increment = increment_of(plan)
-    if increment is not None and asks is not None:
-        _fork_asks(asks, ours, increment)
-    taken = _take_over(member, ours, fork)
+    if increment is not None and requests_run is not None:
+        _fork_requests_phase(requests_run, ours, increment)
+    taken = _commit_intact_shards(member, ours, fork)
     supersede(old, fork.run_key)
     return fork.run_key, taken
 
 
 def _check_alone(plan: Plan, where: str) -> None:
-    """Raise `ConfigError` for a run that depends on others, or on which others depend."""
+    """Raise `ConfigError` for a retry run, which cannot be repaired. `where` is its URI."""
     if plan.parent is not None:
         raise ConfigError(
             f"{where} retries failed rows of {plan.parent}, and retries cannot be repaired. Move "
@@ -155,11 +157,11 @@ def _check_alone(plan: Plan, where: str) -> None:
         )
 
 
-def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | None:
-    """Return the requests phase of a run that reuses or keeps answers, by its plan; else None."""
+def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Member | None:
+    """Return the requests phase of a run, None if it has none; report a bad _SUCCESS to `fault`."""
     if increment is None or increment.asks is None:
         return None
-    ledger, plan = asks_ledger(old.store), Plan.from_bytes(dump(increment.asks))
+    ledger, plan = requests_ledger(old.store), Plan.from_bytes(dump(increment.asks))
     try:
         return Member("asks", ledger, plan, read_success(ledger.store, plan))
     except CorruptRun as error:
@@ -167,50 +169,52 @@ def _asks(old: Ledger, increment: Increment | None, fault: Tell) -> Member | Non
         return Member("asks", ledger, plan, None)
 
 
-def _lost(member: Member, fault: Tell) -> tuple[int, ...]:
-    """Return the shards that were committed and are damaged; call `fault` for each fault."""
+def _lost(member: Member, fault: FaultHandler) -> tuple[int, ...]:
+    """Return the finished shards that are damaged or lack a commit; call `fault` for each fault."""
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
         absent = np.flatnonzero(~committed)
         fault(f"the commits of {counted(len(absent), 'shard')} are missing (first: {absent[0]})")
         committed[:] = True
-    for whole in whole_shards(member, fault):
+    for whole in intact_shards(member, fault):
         committed[whole.commit.shard] = False
     return tuple(np.flatnonzero(committed).tolist())
 
 
-def _check_answers(asks: Member, answers: StoredAnswers) -> None:
-    """Raise `ConfigError` if none of the raw answers is left that lost rows would look up."""
+def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:
+    """Raise `ConfigError` if no shard of the requests phase is intact: the answers are lost."""
     faults: list[str] = []
-    if next(whole_shards(asks, faults.append), None) is None:
+    if next(intact_shards(requests_run, faults.append), None) is None:
         why = "have been deleted"
         if not answers.gone:
             first = next(iter(answers.faults or faults), "none of them is intact")
             why = f"are damaged as well ({first})"
         raise ConfigError(
-            f"{asks.ledger.store.uri}: the raw answers {why}, so lost rows cannot be restored from "
-            f"them, and all {asks.plan.rows:,} requests would be asked again. Run the job again "
-            "under a new run key"
+            f"{requests_run.ledger.store.uri}: the raw answers {why}, so lost rows cannot be "
+            f"restored from them, and all {requests_run.plan.rows:,} requests would be asked "
+            "again. Run the job again under a new run key"
         )
 
 
-def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
-    """Plan the fork: the tables, the snapshot and the schema of the old run, then its plan."""
-    ours.store.probe()
+def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
+    """Copy snapshot, tables, reused answers and schema of the old run; write the fork's plan."""
+    fork_ledger.store.probe()
     if plan.snapshot:
         for file in old.files(plan):
-            _copy(old, ours, file.uri)
+            _copy(old, fork_ledger, file.uri)
     if (increment := increment_of(plan)) is not None:
         for name in increment.tables:
-            put_table(ours.store, name, _table(old, name))
+            put_table(fork_ledger.store, name, _table(old, name))
         for part in increment.reused:
-            _copy(old, ours, part.path, part.sha256)
+            _copy(old, fork_ledger, part.path, part.sha256)
     try:
-        put_record_if_absent(ours.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA))
+        put_record_if_absent(
+            fork_ledger.store, OUTPUT_SCHEMA, read_record(old.store, OUTPUT_SCHEMA)
+        )
     except FileNotFoundError:
         log.info("%s has no schema for its answers yet", old.store.uri)
-    if (decided := _decision(old.store)) is not None:  # what is taken over was asked so
-        note_precision(ours.store, decided)
+    if (decided := _decision(old.store)) is not None:  # the precision of copied answers
+        record_precision(fork_ledger.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     fork = replace(
         plan,
@@ -220,29 +224,29 @@ def _begin(old: Ledger, ours: Ledger, plan: Plan, key: str) -> Plan:
         forked_from=forked(plan),
         night=plan.night or plan.created,
     )
-    return ours.create_plan(fork, {name: _table(old, name) for name in plan.tables})
+    return fork_ledger.create_plan(fork, {name: _table(old, name) for name in plan.tables})
 
 
-def _fork_asks(asks: Member, ours: Ledger, increment: Increment) -> None:
-    """Create the requests phase of the fork, with the intact part of the old one."""
-    ledger = asks_ledger(ours.store)
+def _fork_requests_phase(requests_run: Member, fork_ledger: Ledger, increment: Increment) -> None:
+    """Create the requests phase of the fork from the intact shards of the old one."""
+    ledger = requests_ledger(fork_ledger.store)
     if ledger.load_plan() is None:
-        named = increment_of(asks.plan)
-        for name in {*asks.plan.tables, *(named.tables if named is not None else ())}:
-            put_table(ledger.store, name, _table(asks.ledger, name))
+        named = increment_of(requests_run.plan)
+        for name in {*requests_run.plan.tables, *(named.tables if named is not None else ())}:
+            put_table(ledger.store, name, _table(requests_run.ledger, name))
         own_input = increment.looks_up  # the models of a cascade share one
-        for file in asks.ledger.files(asks.plan) if own_input else ():
-            _copy(asks.ledger, ledger, file.uri)
-        if (decided := _decision(asks.ledger.store)) is not None:
-            note_precision(ledger.store, decided)
-    begin_asks(ours.store, increment)
-    _take_over(asks, ledger, asks.plan)
+        for file in requests_run.ledger.files(requests_run.plan) if own_input else ():
+            _copy(requests_run.ledger, ledger, file.uri)
+        if (decided := _decision(requests_run.ledger.store)) is not None:
+            record_precision(ledger.store, decided)
+    begin_requests_phase(fork_ledger.store, increment)
+    _commit_intact_shards(requests_run, ledger, requests_run.plan)
 
 
 def _decision(store: Store) -> PrecisionNote | None:
-    """Return the decision on the precision of the run.
+    """Return the run's decision on `try-fp8`, None if it has none.
 
-    Raises `CorruptRun` with what to do if it is damaged.
+    Raises `CorruptRun`, with the remedy, if the record is damaged.
     """
     try:
         return read_precision(store)
@@ -258,7 +262,7 @@ def _undecided(text: str) -> CorruptRun:
 
 
 def _table(old: Ledger, name: str) -> bytes:
-    """Return a table of the old run; raise `CorruptRun` with what to do if it is lost."""
+    """Return the bytes of a table of the old run; raise `CorruptRun` if it is lost."""
     try:
         return old.table(name)
     except CorruptRun as error:
@@ -267,7 +271,7 @@ def _table(old: Ledger, name: str) -> bytes:
         ) from None
 
 
-def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> None:
+def _copy(old: Ledger, fork_ledger: Ledger, path: str, sha256: str | None = None) -> None:
     what = "the copy of the input" if sha256 is None else "the reused answers"
     where, advice = f"{old.store.uri}/{path}, {what},", "Run the job under a new run key"
     try:
@@ -279,26 +283,26 @@ def _copy(old: Ledger, ours: Ledger, path: str, sha256: str | None = None) -> No
                 sums = Sums.of_stream(copy)
             if sha256 not in (None, sums.sha256):
                 raise CorruptRun(f"{where} differs from its checksum in plan.json. {advice}")
-            put_file_proved(ours.store, path, local, sums)
+            put_file_proved(fork_ledger.store, path, local, sums)
     except FileNotFoundError:
         raise CorruptRun(f"{where} is missing, so no row can be asked again. {advice}") from None
 
 
-def _take_over(member: Member, ours: Ledger, plan: Plan) -> int:
-    """Commit intact shards in the fork that are not committed there yet; return how many it has."""
-    shards, done = ours.shards(plan), ours.committed(plan)
-    for whole in whole_shards(member, lambda text: None):
+def _commit_intact_shards(member: Member, fork_ledger: Ledger, plan: Plan) -> int:
+    """Commit intact shards of `member` in the fork; return how many commits the fork then has."""
+    shards, done = fork_ledger.shards(plan), fork_ledger.committed(plan)
+    for whole in intact_shards(member, lambda text: None):
         shard = whole.commit.shard
         if done[shard]:
             continue
-        receipt = replace(_receipt(whole), pieces=tuple(_pieces(ours, whole)))
-        ours.commit(plan, shards[shard].rows, [receipt])
+        receipt = replace(_receipt(whole), pieces=tuple(_pieces(fork_ledger, whole)))
+        fork_ledger.commit(plan, shards[shard].rows, [receipt])
         done[shard] = True
     return int(np.count_nonzero(done))
 
 
-def _receipt(whole: WholeShard) -> Receipt:
-    commit = whole.commit
+def _receipt(shard: IntactShard) -> Receipt:
+    commit = shard.commit
     return Receipt(
         shard=commit.shard,
         attempt=commit.attempt,
@@ -311,10 +315,10 @@ def _receipt(whole: WholeShard) -> Receipt:
     )
 
 
-def _pieces(ours: Ledger, whole: WholeShard) -> Iterator[Piece]:
-    """Write the rows of a shard as pieces of the fork, with fresh names."""
-    for held in whole.held:
-        name = f"{whole.commit.shard:08d}-{uuid.uuid4().hex}.parquet"
-        put_proved(ours.store, piece_path(name), held.data)
+def _pieces(fork_ledger: Ledger, shard: IntactShard) -> Iterator[Piece]:
+    """Write the rows of a shard as new pieces of the fork; yield the pieces."""
+    for held in shard.encoded_rows:
+        name = f"{shard.commit.shard:08d}-{uuid.uuid4().hex}.parquet"
+        put_proved(fork_ledger.store, piece_path(name), held.data)
         rows, size = len(held.positions), len(held.data)
         yield Piece(name, held.kind, rows, size, digest(held.data), held.positions)

@@ -18,8 +18,8 @@ from prefect_raybatch.ledger.increments import (
     Answers,
     Increment,
     answer_files,
-    asks_ledger,
     increment_of,
+    requests_ledger,
 )
 from prefect_raybatch.ledger.layout import ANSWERS_RECORD, PLAN, PRECISION, REPORT, row_sums_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -29,7 +29,11 @@ from prefect_raybatch.ledger.records import Part, Plan, digest, dump
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.row_sums import encode, row_sums
-from prefect_raybatch.result.verify_records import StoredAnswers, asks_success, decides_precision
+from prefect_raybatch.result.verify_records import (
+    StoredAnswers,
+    decides_precision,
+    requests_success,
+)
 from prefect_raybatch.runs.finalize_run import DAY, load_report, put_pages, report_again
 from prefect_raybatch.runs.rejected_answers import rejected_answers
 from prefect_raybatch.storage import Store
@@ -40,7 +44,7 @@ from prefect_raybatch.words import counted
 def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
     """Restore damaged records of a finished run with an intact result; return a sentence for each.
 
-    These are the row checksums, precision.json and report.json, and those of its requests phase.
+    Restores row checksums, precision.json and report.json, also those of its requests phase.
     """
     restored = [
         text
@@ -49,20 +53,26 @@ def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
     ]
     increment = increment_of(plan)
     if increment is not None and increment.asks is not None:
-        asked = asks_success(ledger.store, increment)
+        asked = requests_success(ledger.store, increment)
         if asked is not None:
-            asks, asks_plan = asks_ledger(ledger.store), Plan.from_bytes(dump(increment.asks))
-            restored += restore_told(asks, asks_plan, asked)
-    return (*restored, *restore_told(ledger, plan, success))
+            asks, asks_plan = requests_ledger(ledger.store), Plan.from_bytes(dump(increment.asks))
+            restored += restore_reports(asks, asks_plan, asked)
+    return (*restored, *restore_reports(ledger, plan, success))
 
 
-def restore_told(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
-    """Restore precision.json from report.json, and report.json from the commits."""
+def restore_reports(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
+    """Restore precision.json from report.json, and report.json from the commits, if damaged.
+
+    Returns a sentence for each.
+    """
     return (*restore_precision(ledger.store, plan), *_restore_report(ledger, plan, success))
 
 
 def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
-    """Rewrite the decision that the report of a finished run holds."""
+    """Rewrite a damaged precision.json from the decision in the report of a finished run.
+
+    Returns a sentence, or () if nothing was rewritten.
+    """
     if not decides_precision(plan):
         return ()
     try:
@@ -95,7 +105,11 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 
 
 def _restore_sums(store: Store, part: Part, row_number: str) -> tuple[str, ...]:
-    """Rewrite the checksums of a file's rows if they come out as recorded."""
+    """Recompute damaged checksums of a file's rows; write them if their hash is as recorded.
+
+    Returns (sentence) that says so, or why they are not written; () if they are intact, or if the
+    file was changed too.
+    """
     path = row_sums_path(part.path)
     if part.sums is None or _is_whole(store, path, part.sums):
         return ()
@@ -124,10 +138,10 @@ def _is_whole(store: Store, path: str, sha256: str) -> bool:
 def restore_answers(
     ledger: Ledger, plan: Plan, success: Success, answers: StoredAnswers
 ) -> tuple[str, ...]:
-    """Restore what can be restored of a finished run's raw answers; return a sentence for each.
+    """Restore the records of a finished run's raw answers; return a sentence for each restored one.
 
-    Files of answers cannot be recreated without asking. So the record is rewritten with the intact
-    ones, and the next run asks for the others. The run's rows stay as they are.
+    Files of answers cannot be recreated without asking the model. So answers.json is rewritten to
+    name the intact ones, and the next run asks for the others. The run's rows do not change.
     """
     increment = increment_of(plan)
     if increment is None or answers.gone or not answers.faults:
@@ -138,7 +152,7 @@ def restore_answers(
     if answers.record is not None and not answers.damaged:
         return tuple(restored)
     try:
-        record = answers.record or _made_again(ledger, plan, increment, success)
+        record = answers.record or _rebuilt_answers(ledger, plan, increment, success)
     except CorruptRun as error:
         return (
             *restored,
@@ -157,10 +171,13 @@ def restore_answers(
 
 
 def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
-    """Rewrite the plan of the requests phase, whose bytes the run's plan holds."""
+    """Rewrite the plan of the requests phase, if damaged, from the copy in the run's plan.
+
+    Returns [sentence], or [] if it was intact or the run has no such phase.
+    """
     if increment.asks is None:
         return []
-    asks, wanted = asks_ledger(ledger.store), Plan.from_bytes(dump(increment.asks)).to_bytes()
+    asks, wanted = requests_ledger(ledger.store), Plan.from_bytes(dump(increment.asks)).to_bytes()
     try:
         if read_record(asks.store, PLAN) == wanted:
             return []
@@ -170,8 +187,8 @@ def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
     return [f"{asks.store.uri}/{PLAN}, which the run's plan holds"]
 
 
-def _made_again(ledger: Ledger, plan: Plan, increment: Increment, success: Success) -> Answers:
-    """Return the record as the end of the run wrote it, except for the measured engine time."""
+def _rebuilt_answers(ledger: Ledger, plan: Plan, increment: Increment, success: Success) -> Answers:
+    """Return what the run's end wrote to answers.json, except for the measured engine time."""
     reuse = compile_plan(plan).reuse
     days = reuse.keep_days if reuse.keeps else 0.0
     return Answers(

@@ -33,6 +33,7 @@ from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.result.rows import quarantine_of
 from prefect_raybatch.runs.plan_run import RunInput, new_plan
+from prefect_raybatch.runs.retry_share import share_of_retry
 from prefect_raybatch.storage import Store
 
 # What a job says of where keys and rows are sent: a run directory, which others may write to, does
@@ -41,15 +42,15 @@ FROM_OPERATOR = ("output.publish", "cluster.address", "cluster.job_server", "clu
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """No row is left to retry; `message` says why that is fine."""
+class NothingToRetry:
+    """The outcome of a retry request without rows to retry; `message` says why there are none."""
 
     run: str
     message: str
 
 
 def retried_run(root: Store, key: str) -> tuple[Family, Member]:
-    """Return the finished run of that key below `root`, with its family.
+    """Return the finished run `key` below `root`, with its family (it and its retries).
 
     Raises `ConfigError` if its failed rows cannot be retried, `CorruptRun` if runs related to it
     are unreadable.
@@ -73,7 +74,7 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
 
 
 def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | None:
-    """Return the newest unfinished retry of a run with that fingerprint, or None.
+    """Return the newest unfinished retry of run `key` with `fingerprint`, or None.
 
     A retry that is not published to all its targets counts as unfinished.
     """
@@ -87,7 +88,7 @@ def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | Non
 
 
 def operator_fields(plan: Plan) -> dict[str, str]:
-    """Return the targets and the cluster that the plan of a run names, by field.
+    """Return {job field: text} of the publish targets and the cluster that a run's plan names.
 
     A retry takes them from its caller, because a run directory does not decide where rows and keys
     are sent.
@@ -106,17 +107,17 @@ def operator_fields(plan: Plan) -> dict[str, str]:
 
 
 def options_of_retry(plan: Plan) -> list[str]:
-    """Return the options that `raybatch retry-failed` needs for a run without its job file.
+    """Return the command-line options that `raybatch retry-failed` needs beside the run.
 
-    `--job JOB`, for the user to fill in, or none.
+    Returns `--job JOB`, with JOB for the user to fill in, or an empty list.
     """
     return ["--job", "JOB"] if operator_fields(plan) else []
 
 
 def check_classes(parent: Member, errors: Sequence[str]) -> None:
-    """Raise `ConfigError` that names the existing classes if no failed row has one of `errors`.
+    """Raise `ConfigError`, naming the existing classes, for a class in `errors` that no row has.
 
-    The commits tell; the report names only the most common failures.
+    Reads the commits, because the report names only the most common failures.
     """
     classes: Counter[str] = Counter()
     ledger, plan = parent.ledger, parent.plan
@@ -134,11 +135,11 @@ def check_classes(parent: Member, errors: Sequence[str]) -> None:
 
 def new_child(
     family: Family, parent: Member, resolved: Resolved, selection: JsonObject
-) -> tuple[Ledger, Plan] | Nothing:
-    """Create a child run, with the next key, from failed rows that no other child has taken.
+) -> tuple[Ledger, Plan] | NothingToRetry:
+    """Create a retry of run `parent`, from failed rows that no other retry has taken.
 
-    `selection` names the rows. Raises `PlanMismatch` if another retry of these rows began at the
-    same moment.
+    Returns its ledger and plan. `selection` ({parent, errors}) names the rows. Raises
+    `PlanMismatch` if another retry of these rows began at the same moment.
     """
     from prefect_raybatch import source
 
@@ -150,7 +151,7 @@ def new_child(
     found = source.snapshot_tables(rows.tables, ledger.store, attempt)
     numbers = rows.numbers()
     if not len(numbers):
-        return all_taken(family, parent, rows.takers())
+        return require_all_retried(family, parent, rows.takers())
     taken = RunInput(found, ledger.store, attempt, copied=True)
     resolved = _as_parent(resolved, parent.plan)
     spec = compile_job(resolved.job, found.schema.names)
@@ -161,10 +162,16 @@ def new_child(
         if spec.reuse.keeps and before > lengths.max_model_len:  # so that its answers are reused
             lengths = replace(lengths, max_model_len=before)
         context, spec = lengths.context(), spec.decide(context=lengths.max_model_len)
+    share = share_of_retry(family, spec.cascade, numbers)
     # Failures are not stored, so there are no answers that these rows could reuse.
     plan, tables = new_plan(
-        resolved, spec, family.next_key, taken, context, numbers_table(numbers), earlier=False
+        *(resolved, spec, family.next_key, taken, context),
+        numbers_table(numbers),
+        earlier=False,
+        share=None if share is None else share[0],
     )
+    if share is not None:
+        tables[share[0].table] = share[1]
     try:
         return ledger, ledger.create_plan(plan, tables)
     except PlanMismatch:
@@ -175,7 +182,10 @@ def new_child(
 
 
 class FailedRows:
-    """The requested free failed rows of a run, and findings on the way."""
+    """The failed rows of a run with classes `errors` (None: all) that no retry has taken.
+
+    `tables` must be read to its end before `numbers` and `takers` are complete.
+    """
 
     def __init__(self, parent: Member, errors: list[str] | None, children: Sequence[Member]):
         self.parent, self.errors = parent, errors
@@ -191,7 +201,10 @@ class FailedRows:
         self.free: list[np.ndarray] = []
 
     def tables(self) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (file, input rows)."""
+        """Yield (quarantine file, its rows to retry).
+
+        Raises `CorruptRun` unless the failed rows are in the order of their row numbers.
+        """
         import pyarrow.compute as pc
 
         from prefect_raybatch.source.snapshot_writer import conform
@@ -219,23 +232,26 @@ class FailedRows:
         return np.concatenate([np.zeros(0, np.int64), *self.free])
 
     def takers(self) -> list[Member]:
-        """Return the children that have taken requested rows."""
+        """Return the children that have taken failed rows of the requested classes."""
         asked = np.concatenate([np.zeros(0, np.int64), *self.asked])
         return [self.children[k] for k, rows in self.taken.items() if among(rows, asked).any()]
 
 
 def _missing_targets(member: Member) -> list[str]:
-    """Return the targets in the plan of a finished run that no record says it was published to.
+    """Return the names of a finished run's targets to which it is not published yet.
 
-    A kill after `_SUCCESS`, or a target that rejected the rows, leaves some.
+    There are some after a kill after `_SUCCESS`, or if a target rejected the rows.
     """
     job = planned_job(member.plan)
     published = {record.target for record in all_published(member.ledger.store)}
     return [target.label for target in job.output.publish if target.label not in published]
 
 
-def all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothing:
-    """Return that all rows are in other retries already, or raise `ConfigError` with what to do."""
+def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]) -> NothingToRetry:
+    """Return `NothingToRetry` if the retries `takers` answered all rows and were published.
+
+    Otherwise raises `ConfigError` with what to do: finish, publish or retry one of them.
+    """
     here = family.root.uri
     ends = [end for taker in takers for end in _ends(family, taker)]
     said = f"the failed rows of {parent.key} are already retried by "
@@ -259,7 +275,7 @@ def all_taken(family: Family, parent: Member, takers: Sequence[Member]) -> Nothi
             f"  {_retry_command(here, member)}   ({member.failed:,} failed)" for member in again
         )
         raise ConfigError(f"{said}, and some failed again. Retry those:\n{todo}")
-    return Nothing(parent.ledger.store.uri, f"{said}, and none failed again")
+    return NothingToRetry(parent.ledger.store.uri, f"{said}, and none failed again")
 
 
 def _retry_command(root: str, member: Member) -> str:
@@ -268,9 +284,9 @@ def _retry_command(root: str, member: Member) -> str:
 
 
 def _ends(family: Family, member: Member) -> list[Member]:
-    """Return where the failed rows of `member` are now.
+    """Return the runs in whose quarantine the failed rows of `member` are now, or will be.
 
-    They are there, or in the runs that took all of them.
+    This is `member`, or the last retries in the chain if retries took all its failed rows.
     """
     children = family.children(member.key)
     if member.summary is None or not children or not family.is_taken(member):
@@ -279,10 +295,10 @@ def _ends(family: Family, member: Member) -> list[Member]:
 
 
 def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
-    """Return the job with its model pinned.
+    """Return the job of a retry with its model pinned.
 
-    A Hugging Face name stays at the parent's commit, because the results form one table and the
-    name may refer to another commit by now.
+    A Hugging Face model stays at the commit of the parent's plan: the results form one table, and
+    the name may refer to another commit by now.
     """
     before = planned_job(parent).engine
     now = resolved.job.engine
@@ -293,9 +309,9 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
 
 
 def copy_output_types(parent: Member, output: Output, child: Ledger) -> None:
-    """Give the child the output types that the parent's first shard fixed.
+    """Copy the types of postprocess's columns, which the parent's first shard fixed, to the child.
 
-    The results form one table. The first to write them fixes them, as in any run.
+    The results of both form one table. Without such types, the child's first shard fixes them.
     """
     from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 

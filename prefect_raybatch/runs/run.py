@@ -26,12 +26,16 @@ from prefect_raybatch.storage import Store, join, open_store
 
 log = logging.getLogger(__name__)
 
-STORE_AWAY = (StoreUnavailable, CredentialsUnusable)  # of the whole store, not of one directory
+STORE_AWAY = (StoreUnavailable, CredentialsUnusable)  # the whole store is unreachable
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as tasks pass it on: small, plain and without secrets."""
+    """Location, key, size and state of a run, as passed between tasks; holds no secrets.
+
+    `probed`: the current command made the plan and tested the store. `accepted` are the differences
+    between job and plan that the user accepted; `model` is the job's model if it is one of them.
+    """
 
     uri: str
     run_key: str
@@ -39,26 +43,26 @@ class Run:
     rows: int
     shards: int
     finished: bool
-    # This command made the plan and has probed the store: another one probes again.
+    # This command made the plan and probed the store. Later commands probe it again.
     probed: bool = field(default=False, compare=False)
-    # In what the job differs, by a person's word; and the model, where it is another by that.
+    # Differences from the plan that the user accepted; and the pinned model, if it is one of them.
     accepted: tuple[Accepted, ...] = field(default=(), compare=False)
     model: PinnedModel | None = field(default=None, compare=False)
 
 
 def run_store(output: Output, run_key: str) -> Store:
-    """Return the store rooted at the run directory of that key."""
+    """Return the store rooted at the directory of run `run_key` below `output.uri`."""
     return open_store(join(output.uri, check_run_key(run_key)), output.options or None)
 
 
 def latest_unfinished(root: Store, fingerprint: str) -> str | None:
-    """Return the key of the newest unfinished run below `root` with that fingerprint, or None."""
+    """Return the key of the newest unfinished run below `root` with `fingerprint`, or None."""
     unfinished = []
     for key in run_keys(root):
         ledger = Ledger(root.sub(key))
         try:
             plan = ledger.load_plan()
-            if plan is None or plan.run_key != key:  # none, or another run's copy
+            if plan is None or plan.run_key != key:  # no plan, or a copy of another run
                 continue
             if plan.fingerprint != fingerprint:
                 continue
@@ -66,7 +70,7 @@ def latest_unfinished(root: Store, fingerprint: str) -> str | None:
                 continue
         except STORE_AWAY:
             raise
-        except RayBatchError as error:  # another format, not ours, or not readable
+        except RayBatchError as error:  # another format, a foreign folder, or unreadable
             log.warning("run %s is skipped in the search for one to continue: %s", key, error)
             continue
         unfinished.append((plan.created, key))
@@ -74,7 +78,7 @@ def latest_unfinished(root: Store, fingerprint: str) -> str | None:
 
 
 def complete_before(run: Run | RunReport) -> str:
-    """Return the message about a run that had nothing left to do."""
+    """Return the message that a run was complete already, so nothing was started."""
     key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
     return (
         f"Run {key} was complete before in {uri}, so nothing was started. For new answers use "
@@ -82,10 +86,10 @@ def complete_before(run: Run | RunReport) -> str:
     )
 
 
-PARTIAL_STATE = "partial"  # of a partial result; its run is what `state_name` says
+PARTIAL_STATE = "partial"  # state of a partial result; `state_name` gives the states of runs
 
 
-def who() -> str:
+def user_at_host() -> str:
     """Return user@host of this process."""
     user = "unknown"
     with suppress(OSError, KeyError):  # containers run under numbers without a name
@@ -94,20 +98,20 @@ def who() -> str:
 
 
 def state_name(finished: bool, begun: bool) -> str:
-    """Return completed, unfinished or planned.
+    """Return a run's state: "completed", "unfinished" or "planned".
 
-    A run is completed with its `_SUCCESS`, and unfinished once a shard is committed.
+    `finished`: it has `_SUCCESS`; `begun`: at least one shard is committed, in any phase.
     """
     return "completed" if finished else "unfinished" if begun else "planned"
 
 
 def run_keys(root: Store) -> list[str]:
-    """Return names directly below `root` that may be run directories."""
+    """Return the folders directly below `root` whose names are valid run keys, sorted."""
     return sorted(name for name in root.folders() if NAME.match(name))
 
 
 def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Run:
-    """Return the run of a plan, as tasks pass it on."""
+    """Return the `Run` of a plan in `store`, with its state read from the ledger."""
     return Run(
         store.uri,
         plan.run_key,
@@ -123,12 +127,11 @@ def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(
-            f"{run.uri}: plan.json is missing, though this flow run has read it before. "
+            f"{run.uri}: plan.json is missing, though it was read before. "
             f"Restore it from a backup, or run the job under a new run key"
         )
     if plan.hash != run.plan_hash:
         raise CorruptRun(
-            f"{run.uri}: plan.json is not the plan that this flow run started with. Start the "
-            "flow run again"
+            f"{run.uri}: plan.json is not the plan that this run started with. Start it again"
         )
     return plan, ledger.shards(plan)

@@ -1,33 +1,33 @@
-"""Reads the recent runs of a job from their records, one report at a time."""
+"""Reads the recent runs of a job from their records."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.run_words import dated_parts
+from prefect_raybatch.job.placeholders import dated_parts
+from prefect_raybatch.ledger.last_attempt import unmeasured_attempt
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import differing
-from prefect_raybatch.quality.accuracy import Accuracy
-from prefect_raybatch.quality.alarm import AccuracySeries
-from prefect_raybatch.quality.judgement import Judgement
 from prefect_raybatch.report.answers import Shift, comparable, shifts
 from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
 from prefect_raybatch.report.inputs import Inputs, input_drifts
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
+from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, replaced_keys
 from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
+from prefect_raybatch.runs.drivers import has_driver
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, RunLine, list_runs, run_age
+from prefect_raybatch.runs.listing import (
+    COMPLETED,
+    DAMAGED,
+    PRUNING,
+    RunLine,
+    list_runs,
+    recency_key,
+)
 from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.spec.options import StoreOptions
-from prefect_raybatch.storage import Store, join, open_store
-
-log = logging.getLogger(__name__)
+from prefect_raybatch.storage import join, open_store
 
 RUNS_SHOWN = 14
 COMPARED_PARTS = ("prompt", "sampling", "engine", "model")  # of a plan's fingerprint
@@ -41,13 +41,13 @@ def history_of(
     job: str | None = None,
     most: int = RUNS_SHOWN,
 ) -> list[HistoryPage]:
-    """Return a page for each job below `output`, or for one job.
+    """Return a page with the newest `most` runs for each job below `output`, or for `job` alone.
 
     Retries of failed rows are left out; the rows that they answered count for their run. If a
     job's `output` contains {run_date} or {run_key}, all its folders are read. Missing or broken
     runs are named; only an unreachable store raises.
     """
-    lines = _lines(output, options)
+    lines = matching_runs(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
     broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
     lines = with_retries(lines)
@@ -65,42 +65,18 @@ def history_of(
     ]
 
 
-def series_before(
-    output: str,
-    options: StoreOptions | None,
-    plan: Plan,
-    read: Callable[[Store], Accuracy | Judgement | None],
-) -> AccuracySeries | None:
-    """Return the series of the newest measured run of a job before the run with this `plan`.
-
-    `output` is as for `history_of`, and `read` reads the record of a run. Runs that cannot be read
-    are skipped.
-    """
-    began = datetime.fromisoformat(plan.created).timestamp()
-    for line in _lines(output, options):
-        own = line.run_key == plan.run_key or (line.created or 0.0) > began
-        if own or line.state != COMPLETED or line.job != plan.job_name or line.parent is not None:
-            continue
-        try:
-            found = read(open_store(line.run, dict(options) if options else None))
-        except STORE_AWAY:
-            raise
-        except RayBatchError as error:
-            log.warning("run %s is left out of the accuracy of earlier runs: %s", line.run, error)
-            continue
-        if found is not None and found.series is not None:
-            return found.series
-    return None
-
-
 def usual_time(page: HistoryPage, run_key: str) -> float | None:
-    """Return the median seconds of the job's latest completed runs, `run_key` apart."""
-    times = [(line.elapsed, line.good) for line in page.runs if line.run_key != run_key]
+    """Return the median seconds of the job's latest completed runs other than `run_key`, or None.
+
+    A repaired run counts in the place of the original.
+    """
+    others = {run_key, *replaced_keys(page.runs)}
+    times = [(line.elapsed, line.good) for line in page.runs if line.run_key not in others]
     return usual_seconds([elapsed for elapsed, good in times if elapsed and good is not None])
 
 
 def with_retries(lines: list[RunLine]) -> list[RunLine]:
-    """Move the rows that completed retries answered from quarantine to the answers of their run."""
+    """Return the lines, with rows that retries answered counted as good, not as quarantined."""
     by_place = {line.run: line for line in lines}
     answered: dict[str, int] = {}
     for line in lines:
@@ -127,9 +103,9 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
 
 
 def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | None) -> str:
-    """Return the job's fields in which a run differs from the one before it, input apart.
+    """Return a text that names the fields in which a run's job differs from the run before.
 
-    An empty text if there are none, or if the plans cannot be read.
+    The input is not compared. "" if nothing differs, or if the plans cannot be read.
     """
     before = next((b for s in run.shifts for b in page.runs if b.run_key == s.before), None)
     if before is None:
@@ -148,21 +124,24 @@ def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
     """Return the newest `most` runs, and the earlier ones that they are compared with.
 
-    Those are as many completed runs as drift looks at.
+    The earlier runs include MOST_RUNS completed ones, as many as drift is computed from.
     """
     completed = [number for number in range(most, len(found)) if found[number].state == COMPLETED]
     return found[: completed[MOST_RUNS - 1] + 1] if len(completed) >= MOST_RUNS else found
 
 
-def _lines(output: str, options: StoreOptions | None) -> list[RunLine]:
-    """Return the runs of all folders that `output` stands for, newest first."""
+def matching_runs(output: str, options: StoreOptions | None) -> list[RunLine]:
+    """Return the runs below all folders that match `output` with its placeholders, newest first."""
     folders = _dated_folders(output, options)
     lines = [line for folder in folders for line in list_runs(folder, options)]
-    return lines if len(folders) == 1 else sorted(lines, key=run_age, reverse=True)
+    return lines if len(folders) == 1 else sorted(lines, key=recency_key, reverse=True)
 
 
 def _dated_folders(output: str, options: StoreOptions | None) -> list[str]:
-    """Return the dated folders, at most DATES_LOOKED_AT of the last names."""
+    """Return the folders that match `output`, which may contain {run_date} or {run_key}.
+
+    Of more than DATES_LOOKED_AT folders, returns the last by name.
+    """
     base, parts = dated_parts(output)
     folders = [base]
     for part in parts:
@@ -177,6 +156,7 @@ def _dated_folders(output: str, options: StoreOptions | None) -> list[str]:
 def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
     """Return each run with how it differs from the completed runs before it."""
     made: list[HistoryLine] = []
+    replaced = replaced_keys(lines)
     earlier: list[HistoryLine] = []  # completed, newest first
     for line in reversed(lines):
         if line.good is not None:
@@ -187,7 +167,8 @@ def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
                 compared=before is not None and comparable(line.answers, before.answers),
                 is_first=bool(line.answers) and before is None,
             )
-            earlier.insert(0, line)
+            if line.run_key not in replaced:
+                earlier.insert(0, line)
         made.append(line)
     return tuple(reversed(made))
 
@@ -195,9 +176,9 @@ def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
 def _shifts(
     line: HistoryLine, earlier: list[HistoryLine], before: HistoryLine | None
 ) -> tuple[Shift, ...]:
-    """Return the drift of a run from the earlier ones.
+    """Return how far the answers and inputs of a run drift from those of the `earlier` runs.
 
-    Where these are too few, return the shifts from the answers of the run `before`.
+    For kinds of answers of which these are too few, return the differences from the run `before`.
     """
     if not earlier:
         return ()
@@ -221,15 +202,30 @@ def _prompt_tokens(report: RunReport) -> float | None:
     return tokens / report.good if tokens and report.good and not report.reuse else None
 
 
+def _is_left(line: RunLine, options: StoreOptions | None) -> bool:
+    """Return whether an incomplete run has a plan and no driver at work."""
+    if not line.has_plan or line.trouble or line.state == PRUNING:
+        return False
+    try:
+        return not has_driver(open_store(line.run, dict(options) if options else None))
+    except STORE_AWAY:
+        raise
+    except RayBatchError:
+        return False
+
+
 def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
     share = line.committed / line.shards if line.shards else None
     rows = line.rows if line.has_plan else None
     entry = HistoryLine(line.run_key, line.run, line.state, line.created, rows, share)
     entry = replace(entry, failure=line.failure, command=line.command)
     if line.state != COMPLETED:
-        return entry
+        return replace(entry, is_left=_is_left(line, options))
     try:
-        report = load_report(open_store(line.run, dict(options) if options else None))
+        store = open_store(line.run, dict(options) if options else None)
+        if (attempt := unmeasured_attempt(store)) is not None:
+            entry = replace(entry, unmeasured=attempt.unmeasured, command=attempt.command)
+        report = load_report(store)
     except STORE_AWAY:
         raise
     except RayBatchError as error:
@@ -248,6 +244,8 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         currency=report.currency,
         accuracy=report.accuracy,
         judgement=report.judgement,
+        checked=report.cascade[0] if report.cascade else None,
+        agreement=report.agreement,
         answers={kind: dict(counts) for kind, counts in report.answers.items()},
         prompt_tokens=_prompt_tokens(report),
         inputs=Inputs(report.nulls, report.values),

@@ -1,4 +1,4 @@
-"""How long the attempts at a run took, and until their first commits, from notes and heartbeats."""
+"""Durations of a run's attempts and engine starts, from attempt records and heartbeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 
 from pydantic import TypeAdapter
 
-from prefect_raybatch.driver.heartbeat import BEAT_EVERY, read_beats
+from prefect_raybatch.driver.heartbeat import HEARTBEAT_SECONDS, read_heartbeats
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.increments import ledgers_of
 from prefect_raybatch.ledger.ledger import Ledger
@@ -23,9 +23,10 @@ _STARTS = TypeAdapter(StartTimes)
 
 
 def starts_of(notes: Sequence[JsonObject]) -> tuple[StartTimes, ...]:
-    """Return the start times in the records of attempts, in order, the latest ones.
+    """Return how long each phase of an attempt's start took, for the last STARTS_SHOWN attempts.
 
-    Each has `attempt`, its name. Missing or invalid values are left out.
+    `notes` are attempt records, the oldest first. Those whose durations are missing or invalid are
+    left out.
     """
     found = []
     for note in notes:
@@ -38,41 +39,41 @@ def starts_of(notes: Sequence[JsonObject]) -> tuple[StartTimes, ...]:
 
 
 def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
-    """Return the start times in the notes of a run directory."""
+    """Return how long each phase of the starts of a run's latest attempts took, oldest first."""
     return starts_of(sorted(_notes(ledger), key=lambda note: str(note.get("started"))))
 
 
 def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
     """Return the seconds in which any process worked on a run, its requests phase included.
 
-    From the begin of an attempt to its last heartbeat, with the start of engines and all waiting.
+    Counts from an attempt's begin to its last heartbeat, engine starts and waits included.
     Concurrent attempts count once; anything missing in a record or heartbeat counts as nothing.
     """
     spans = []
     for one in ledgers_of(ledger, plan):
         began = {str(note["attempt"]): _instant(note.get("started")) for note in _notes(one)}
-        for name, beat in read_beats(one.store, began).items():
+        for name, beat in read_heartbeats(one.store, began).items():
             if (start := began[name]) is not None:
                 spans.append((start, beat.at))
     return covered([start for start, _ in spans], [end for _, end in spans])
 
 
 def seconds_of_others(ledger: Ledger, attempt: str, now: float) -> float:
-    """Return how long requests of earlier attempts may still count against a limit per minute.
+    """Return for how many more seconds a limit per minute counts requests of other attempts.
 
-    They may have been sent until a heartbeat after the last recorded one. `now` is in seconds since
-    1970.
+    Attempts other than `attempt` may have sent requests until one heartbeat interval after their
+    last recorded heartbeat. `now` is in seconds since 1970.
     """
     others = [name for name in ledger.attempts() if name != attempt]
-    beats = read_beats(ledger.store, others).values()
+    beats = read_heartbeats(ledger.store, others).values()
     last = max((beat.at for beat in beats), default=0.0)
-    return max(0.0, min(last, now) + BEAT_EVERY + TRAVEL + LIMIT_WINDOW - now)
+    return max(0.0, min(last, now) + HEARTBEAT_SECONDS + TRAVEL + LIMIT_WINDOW - now)
 
 
 def engine_deaths(ledger: Ledger) -> int:
     """Return how often an engine died in all attempts, from their last heartbeats."""
     try:
-        beats = read_beats(ledger.store, ledger.attempts())
+        beats = read_heartbeats(ledger.store, ledger.attempts())
     except RayBatchError as error:
         log.info("the records of attempts cannot be read: %s", error)
         return 0

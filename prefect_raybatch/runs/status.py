@@ -1,11 +1,10 @@
-"""The current state of a run directory."""
+"""Reads the current state of a run directory."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.compile.job import planned_job, prices_of
@@ -15,11 +14,20 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.ledger.accepted import all_accepted
 from prefect_raybatch.ledger.checkpoints import Listing
 from prefect_raybatch.ledger.drains import Drain, read_drain
-from prefect_raybatch.ledger.failures import alike, failure_texts
-from prefect_raybatch.ledger.family import load_family, place
+from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
+from prefect_raybatch.ledger.family import load_family, locate_run
 from prefect_raybatch.ledger.forks import follow_forks
-from prefect_raybatch.ledger.increments import asks_ledger, increment_of, is_first_phase
-from prefect_raybatch.ledger.last_attempt import ATTEMPT_FAILED, last_attempt_of
+from prefect_raybatch.ledger.increments import (
+    has_begun,
+    increment_of,
+    is_first_phase,
+    requests_ledger,
+)
+from prefect_raybatch.ledger.last_attempt import (
+    ATTEMPT_FAILED,
+    last_attempt_of,
+    unmeasured_attempt,
+)
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -33,11 +41,15 @@ from prefect_raybatch.ledger.partials import (
 from prefect_raybatch.ledger.precision import read_precision
 from prefect_raybatch.ledger.record_files import read_record
 from prefect_raybatch.ledger.records import JsonObject, Plan
+from prefect_raybatch.ledger.stats import LARGER_ANSWERED, LARGER_FAILED
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.cascade import passed_on
+from prefect_raybatch.runs.classifier_note import classifier_note
 from prefect_raybatch.runs.costs import plain_price, with_cost
-from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, of_whom
+from prefect_raybatch.runs.drivers import driver_state, read_attempts, unended_beats
+from prefect_raybatch.runs.finalize_run import last_dashboard, load_report, retry_notes
 from prefect_raybatch.runs.run import PARTIAL_STATE, state_name
 from prefect_raybatch.runs.starts import attempts_seconds, engine_deaths, starts_of
 from prefect_raybatch.spec.cluster import Prices
@@ -48,23 +60,27 @@ if TYPE_CHECKING:
     import numpy as np
 
 log = logging.getLogger(__name__)
-ATTEMPTS_SHOWN = 20  # attempts whose heartbeats a status looks at, the latest
 
 
 @dataclass(frozen=True)
 class Status:
     """The current state of a run directory.
 
-    `rate` is rows per second over the latest commits; `beats` are the heartbeats of attempts that
-    have not reported their end, newest first; `strays` are unexpected files among the commits;
-    `stopped` says why the latest attempt stopped, if it was the error budget; `asks` is the state
-    of the requests phase of a run that reuses answers; `partials` are its partial results, newest
-    first, which do not change its state. `cost` is that of all attempts so far, `cost_end` the
-    expected total; None if unknown. `superseded_by` is the run that replaces this one, which was
-    repaired. `drained` is the drain request that stopped the latest attempt. `failure` says why the
-    latest attempt at an incomplete run failed, `command` continues the run. `retried_by` are the
-    runs that retry its failed rows, if they took all of them; `retry_options` are the options that
-    another retry needs.
+    Of `rows`, `done` are committed: `good` ones with an answer, `quarantined` ones, and `skipped`
+    ones that output.postprocess left out. `rate` is rows per second over the latest commits;
+    `beats` are the heartbeats of attempts that have not reported their end, newest first; `strays`
+    are unexpected files among the commits; `stopped` says how the latest attempt crossed its error
+    budget, if it did; `asks` is the state of the requests phase of a run that reuses answers;
+    `partials` are its partial results, newest first, which do not change its state. `cost` is the
+    cost of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is
+    the run that replaces this one, which was repaired. `drained` is the drain request that stopped
+    the latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
+    continues the run. `unmeasured` says why a complete run was not measured or judged.
+    `retried_by` are the runs that retry its failed rows, if they took all of them; `retry_options`
+    are the options that another retry needs. In the state of a cascade's first model, `to_larger`
+    counts failed rows that go on to the larger one; they are not among `quarantined` and
+    `failures`. `asked_larger` counts the `done` rows of a cascade that the larger model answered or
+    failed.
     """
 
     run: str
@@ -98,6 +114,9 @@ class Status:
     command: str = ""
     retried_by: tuple[str, ...] = ()
     retry_options: tuple[str, ...] = ()
+    to_larger: int = 0
+    asked_larger: int = 0
+    unmeasured: str = ""
 
 
 def status(uri: str, options: StoreOptions | None = None) -> Status:
@@ -105,25 +124,21 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
     store = open_store(uri, options)
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    listing = ledger.listing(plan)
+    listing, attempts = ledger.listing(plan), read_attempts(ledger)
     tally = _tally(ledger, plan, listing)
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
-    attempts = _attempts(ledger)
-    attempt = None if finished else last_attempt_of(store)
-    failure = attempt.failure if attempt is not None else ""
-    state = ATTEMPT_FAILED if failure else state_name(finished, bool(tally.shards))
-    later = follow_forks(ledger, plan)[0]
-    beats = () if finished else tuple(_beats(store, attempts))
+    failure, unmeasured, command = _last_failure(store, finished)
+    beats = () if finished else tuple(unended_beats(store, attempts))
     spent = spent_on(ledger, plan)
     prices = _prices(plan)
-    cost = spent.at(plain_price(prices))
+    cost = spent.cost_at(plain_price(prices))
     retries = _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
     return Status(
         run=store.uri,
         run_key=plan.run_key,
         job=plan.job_name,
-        state=state,
+        state=ATTEMPT_FAILED if failure else _state(ledger, plan, finished, tally),
         rows=plan.rows,
         done=tally.rows,
         good=tally.good,
@@ -140,7 +155,7 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
         asks=_asks(store, plan, options),
-        superseded_by=None if later.store is store else later.store.uri,
+        superseded_by=_superseded_by(ledger, plan),
         partials=tuple(all_partials(store, plan)),
         drained=None if finished else _drained(store, attempts),
         gpu_hours=round(spent.gpu_seconds / HOUR, 6),
@@ -148,21 +163,55 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
         currency=prices.currency,
         cost_end=beats[0]["cost_end"] if beats else None,
         failure=failure,
-        command=attempt.command if attempt is not None and failure else "",
+        command=command,
         retried_by=retries[0],
         retry_options=retries[1],
+        asked_larger=_asked_larger(tally),
+        unmeasured=unmeasured,
     )
 
 
+def _last_failure(store: Store, finished: bool) -> tuple[str, str, str]:
+    """Return `failure`, `unmeasured` and `command` of the latest attempt; each may be ""."""
+    if finished:
+        attempt = unmeasured_attempt(store)
+        return ("", attempt.unmeasured, attempt.command) if attempt is not None else ("", "", "")
+    attempt = last_attempt_of(store)
+    return (attempt.failure, "", attempt.command) if attempt and attempt.failure else ("", "", "")
+
+
+def live_beats(state: Status) -> list[JsonObject]:
+    """Return the heartbeats of drivers at work on a run or its first phase, newest first."""
+    states = (state, state.asks) if state.asks is not None else (state,)
+    live = [beat for one in states for beat in one.beats if driver_state(beat) == "at work"]
+    return sorted(live, key=lambda beat: float(beat["age"]))
+
+
+def _state(ledger: Ledger, plan: Plan, finished: bool, tally: Tally) -> str:
+    return state_name(finished, finished or has_begun(ledger, plan, bool(tally.shards)))
+
+
+def _asked_larger(tally: Tally) -> int:
+    """Return the committed rows that a cascade's larger model answered or failed."""
+    figures = tally.stats.others
+    return sum(int(figures.get(name, 0)) for name in (LARGER_ANSWERED, LARGER_FAILED))
+
+
+def _superseded_by(ledger: Ledger, plan: Plan) -> str | None:
+    """Return the directory of the run that continues this one; None if there is none."""
+    later, _ = follow_forks(ledger, plan)
+    return None if later is ledger else later.store.uri
+
+
 def _retries(uri: str, plan: Plan, options: StoreOptions | None) -> tuple[tuple[str, ...], ...]:
-    """Return `retried_by` and `retry_options` of a finished run with failed rows."""
+    """Return (`retried_by`, `retry_options`) of `Status` for a finished run with failed rows."""
     from prefect_raybatch.runs.retry import options_of_retry
 
     if is_first_phase(plan):
         return (), ()  # its rows are retried in the run itself
     needed = tuple(options_of_retry(plan))
     try:
-        family = load_family(*place(uri, options))
+        family = load_family(*locate_run(uri, options))
         member = family.members.get(plan.run_key)
     except (ConfigError, CorruptRun, NoSuchRun) as error:
         log.warning("retries of the failed rows are unknown: %s", error)
@@ -180,14 +229,28 @@ def _asks(store: Store, plan: Plan, options: StoreOptions | None) -> Status | No
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
         return None
-    ledger = asks_ledger(store)
-    return None if ledger.load_plan() is None else status(ledger.store.uri, options)
+    ledger = requests_ledger(store)
+    if ledger.load_plan() is None:
+        return None
+    state, kinds = status(ledger.store.uri, options), passed_on(plan)
+    return _without_passed_on(state, kinds) if kinds else state
+
+
+def _without_passed_on(state: Status, kinds: frozenset[str]) -> Status:
+    """Return the state of a cascade's first model, with rows failed with `kinds` in `to_larger`.
+
+    They are no longer among `quarantined` and `failures`.
+    """
+    kept = {t: n for t, n in state.failures.items() if FailureKey.parse(t).error not in kinds}
+    rows = sum(state.failures.values()) - sum(kept.values())
+    left = state.quarantined - rows
+    return replace(state, to_larger=rows, quarantined=left, failures=kept)
 
 
 def state_of(uri: str, options: StoreOptions | None = None) -> str:
-    """Return planned, unfinished or completed, from a listing alone.
+    """Return "planned", "unfinished" or "completed", without reading a commit.
 
-    Returns partial for the folder of a partial result. Raises `NoSuchRun`.
+    Returns "partial" for the folder of a partial result. Raises `NoSuchRun` if there is no run.
     """
     uri, name = split_partial(uri)
     ledger = Ledger(open_store(uri, options))
@@ -196,14 +259,15 @@ def state_of(uri: str, options: StoreOptions | None = None) -> str:
         read_partial(ledger.store, plan, name)
         return PARTIAL_STATE
     finished = ledger.finished(plan) is not None
-    return state_name(finished, finished or bool(ledger.committed(plan).any()))
+    begun = finished or has_begun(ledger, plan, bool(ledger.committed(plan).any()))
+    return state_name(finished, begun)
 
 
 def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
     """Return the report of a run directory.
 
-    It is the one written at its end or, before that, one from the commits so far. For a partial
-    result's folder, it is the one written with it.
+    Returns the one written at the run's end or, before that, builds one from the commits so far.
+    For the folder of a partial result, returns the report written there.
     """
     uri, name = split_partial(uri)
     store = open_store(uri, options)
@@ -213,15 +277,18 @@ def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
         read_partial(store, plan, name)
         return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
     if ledger.finished(plan) is not None:
-        return load_report(store)
+        found, unmeasured = load_report(store), unmeasured_attempt(store)
+        if unmeasured is None:
+            return found
+        return replace(found, notes=(*found.notes, unmeasured.unmeasured_advice))
     listing = ledger.listing(plan)
     tally = _tally(ledger, plan, listing)
-    state, notes = state_name(False, bool(tally.shards)), of_whom(plan)
+    state, notes = _state(ledger, plan, False, tally), retry_notes(plan)
     attempt = last_attempt_of(store)
     if attempt is not None and attempt.failure:
         state = ATTEMPT_FAILED
         notes.append(f"failed during {attempt.failure}")
-    attempts = _attempts(ledger)
+    attempts = read_attempts(ledger)
     stop = _stop_of(attempts, listing.done)
     notes += map(str, all_accepted(ledger))
     notes += [f"stopped: {stop.line()}", *stop.lines()] if stop else []
@@ -233,11 +300,12 @@ def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
     )
     made = replace(made, starts=starts_of(attempts), precision=read_precision(store))
     made = replace(made, elapsed=round(attempts_seconds(ledger, plan), 1))
+    made = replace(made, classifier=classifier_note(ledger, plan))
     return with_cost(made, ledger, plan, _prices(plan))
 
 
 def _tally(ledger: Ledger, plan: Plan, listing: Listing) -> Tally:
-    """Return the figures of all committed shards."""
+    """Return the totals over all committed shards."""
     tally = Tally()
     for commit in ledger.commits(plan, listing):
         tally.add(commit)
@@ -249,23 +317,10 @@ def _prices(plan: Plan) -> Prices:
     return prices_of(planned_job(plan).cluster)
 
 
-def _attempts(ledger: Ledger) -> list[JsonObject]:
-    found = []
-    for name in ledger.attempts():
-        try:
-            found.append({"attempt": name, **ledger.read_attempt(name)})
-        except (
-            CorruptRun,
-            FileNotFoundError,
-        ) as fault:  # the others are still shown
-            log.warning("the record of attempt %s is unreadable and not shown: %s", name, fault)
-    return sorted(found, key=lambda attempt: str(attempt.get("started")))
-
-
 def _stop_of(attempts: Sequence[JsonObject], done: np.ndarray) -> Stop | None:
-    """Return why the latest attempt stopped.
+    """Return how the latest attempt crossed its error budget; None if it did not.
 
-    None if the shard that it held back was committed meanwhile.
+    Also None if the shard that it did not commit for that reason was committed meanwhile.
     """
     stop = Stop.from_note(attempts[-1]) if attempts else None
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):
@@ -274,21 +329,7 @@ def _stop_of(attempts: Sequence[JsonObject], done: np.ndarray) -> Stop | None:
 
 
 def _drained(store: Store, attempts: Sequence[JsonObject]) -> Drain | None:
-    """Return the drain request that stopped the latest attempt."""
+    """Return the drain request that stopped the latest attempt; None if none did."""
     found = read_drain(store)
     latest = attempts[-1]["attempt"] if attempts else None
     return found if found is not None and latest in found.attempts else None
-
-
-def _beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return heartbeats of attempts that have not ended, with `age` in seconds by this clock."""
-    from prefect_raybatch.driver.heartbeat import ENDED, read_beats
-
-    now = time.time()
-    known = {str(attempt["attempt"]): attempt for attempt in attempts[-ATTEMPTS_SHOWN:]}
-    found = [
-        {**known[name], **asdict(beat), "age": round(now - beat.at, 1)}
-        for name, beat in read_beats(store, known).items()
-        if beat.phase != ENDED
-    ]
-    return sorted(found, key=lambda beat: beat["age"])

@@ -35,7 +35,7 @@ from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
-    from prefect_raybatch.cluster.sharing import User
+    from prefect_raybatch.cluster.sharing import Tenant
     from prefect_raybatch.sizing.sizes import Capacity
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,10 @@ Moves = Callable[[int], list[int]]  # the next values of a field to try from a v
 class Trial:
     """Settings (field: value) that were tried, and how fast they were.
 
-    `rows_per_s` is the steady state, `start_s` the seconds until the first row was in an engine;
-    `replicas` of the model and `engines` in all. `error` says why it did not work.
+    `rows_per_s` is the steady state, over `rows`; `start_s` the seconds until the first row was in
+    an engine. There were `replicas` of the model with `engines` in all. `error` says why the trial
+    failed. `may_alter`: the settings may change answers; `agreement` then tells how many of a
+    sample are equal to the unchanged job's, None if that was not measured.
     """
 
     changes: Changes
@@ -78,8 +80,8 @@ class Trial:
 class Tuned:
     """The outcome of tuning.
 
-    `rows` of the whole input would take `seconds` with `best`. `deadline`, in seconds, and the
-    replicas it `needs`, if one was given and can be met.
+    The whole input has `rows` and would take `seconds` with `best`. If that misses `deadline`, in
+    seconds, `needs` is the number of replicas that would meet it; None if none can.
     """
 
     trials: tuple[Trial, ...]
@@ -98,10 +100,15 @@ def tried(
     seconds: float,
     observe: Callable[[Trial], None],
 ) -> list[Trial]:
-    """Return trials of settings along `moves`, then of `options`, which may change answers."""
+    """Run trials, first of fields changed by `moves`, then of `options`; return them in that order.
+
+    `moves` maps job fields to functions from a value to the next values to try. Each of `options`,
+    which may change answers, is tried on top of the best trial. All trials together take about
+    `seconds`.
+    """
     began = time.monotonic()
     trials = list(search(bench.starts(), moves, bench, seconds, observe, len(options)))
-    ends = ends_at(began, trials[0], seconds)
+    ends = last_trial_start(began, trials[0], seconds)
     return trials + altered(trials, options, bench, ends, observe)
 
 
@@ -112,18 +119,25 @@ def outcome(
     rows: int,
     deadline: float | None,
 ) -> Tuned:
-    """Return the best of the trials, for `rows` rows; raise `ConfigError` if none worked."""
+    """Choose the best of the `trials`, for `rows` input rows; raise `ConfigError` if none worked.
+
+    `options` are the settings that may change answers, `min_agreement` is the share of answers that
+    must stay equal.
+    """
     kept = (trial for trial in trials if keeps(trial, min_agreement))
     best = max(kept, key=lambda trial: trial.rows_per_s)
     if not best.rows_per_s:
         raise ConfigError(f"no setting worked; the unchanged job failed with: {trials[0].error}")
     tuned = tuned_of(tuple(trials), best, rows, deadline)
-    notes = said_of_altered(trials, options, min_agreement)
+    notes = alteration_sentences(trials, options, min_agreement)
     return replace(tuned, notes=(*tuned.notes, *notes))
 
 
 def keeps(trial: Trial, least: float) -> bool:
-    """Return whether a trial's settings leave answers unchanged, or at least `least` of them."""
+    """Return whether a trial's settings keep at least the share `least` (0 to 1) of the answers.
+
+    Settings that cannot change answers keep all.
+    """
     if not trial.may_alter:
         return True
     return trial.agreement is not None and trial.agreement.bound >= least
@@ -139,7 +153,7 @@ def altered(
 ) -> list[Trial]:
     """Try each of `options`, which may change answers, on top of the best of `trials`.
 
-    Stops when there is no time for another.
+    Stops when there is no time for another trial; `ends` is the last time on `clock` to start one.
     """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
@@ -154,17 +168,19 @@ def altered(
     return made
 
 
-def said_of_altered(trials: Sequence[Trial], options: Sequence[Changes], least: float) -> list[str]:
+def alteration_sentences(
+    trials: Sequence[Trial], options: Sequence[Changes], least: float
+) -> list[str]:
     """Return a sentence for each option that may alter answers.
 
-    It gives the factor of speed and the share of sampled answers that stay; `least` is
+    It gives the speed-up and the share of unchanged sampled answers; `least` is
     `limits.min_agreement`. A last sentence names the options that were not tried.
     """
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
     said = []
     for trial, changes in zip(tried, options, strict=False):
-        name = told(changes)
+        name = changes_text(changes)
         if not trial.rows_per_s or not plain:
             said.append(f"{name} did not work: {trial.error}")
             continue
@@ -180,7 +196,7 @@ def said_of_altered(trials: Sequence[Trial], options: Sequence[Changes], least: 
                 f"{brought}; {one.agreed:,} of {counted(one.rows, 'sampled answer')} are the job's "
                 f"own, so at least {one.bound:.2%} of all; limits.min_agreement {least:g}: {taken}"
             )
-    left = [told(changes) for changes in options[len(tried) :]]
+    left = [changes_text(changes) for changes in options[len(tried) :]]
     return said + ([f"there was no time for {'; '.join(left)}"] if left and plain else [])
 
 
@@ -193,12 +209,12 @@ def search(
     kept: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Trial]:
-    """Try the unchanged job, then move one field after the other from the best so far.
+    """Try the unchanged job, then change one field after the other in the best settings so far.
 
-    A move continues in the same direction while that helps, until there is no time for another
-    trial: `seconds` from the first trial's first row. Of these, the time of `kept` trials, at most
-    half of it, is reserved for others. `starts` are the values of the fields in the unchanged job,
-    `axes` the next values to try from a value.
+    A field is changed further in the same direction while that helps. The search ends when no time
+    is left for another trial: `seconds` after the first trial's first row, less the time of `kept`
+    trials (at most half of `seconds`), which is left for trials of other kinds. `starts` are the
+    fields' values in the unchanged job; `axes` maps fields to functions from a value to the next.
     """
     took = 0.0  # the latest trial
 
@@ -213,7 +229,7 @@ def search(
     began = clock()
     best = attempt({})
     yield best
-    ends = ends_at(began, best, seconds)
+    ends = last_trial_start(began, best, seconds)
     took -= best.start_s
     seen = {_key(best.changes)}
     for name, moves in axes.items():
@@ -236,17 +252,20 @@ def search(
                 now = value
 
 
-def ends_at(began: float, first: Trial, seconds: float) -> float:
-    """Return when to start no further trial: `seconds` after the first trial's first row.
+def last_trial_start(began: float, first: Trial, seconds: float) -> float:
+    """Return the monotonic time after which no trial begins: `seconds` after the first row.
 
-    That trial began at `began`. Its start may compile kernels: 140 s for an 8B model where others
-    took 50 s.
+    That row is of the `first` trial, which began at `began`. Its start is not counted because it
+    may compile kernels: 140 s for an 8B model where later starts took 50 s.
     """
     return began + first.start_s + seconds
 
 
 class Bench:
-    """Runs trials over one plan of a sample, on one cluster."""
+    """A test bench on a cluster: called with changes of the job, it runs a trial with them.
+
+    All trials infer shards of one plan, made of a sample of the input.
+    """
 
     def __init__(
         self,
@@ -258,15 +277,16 @@ class Bench:
         seconds: float,
         engine: type | None = None,
     ):
-        """Store the arguments; `changed` returns what the run does with some fields changed."""
+        """Store the arguments; `changed` returns the run's spec with some fields changed."""
         self.changed, self.plan, self.shards, self.store = changed, plan, shards, store
         self.capacity, self.seconds, self.engine = capacity, seconds, engine
         self.spec = changed({})
 
-    def compared(self, trials: Sequence[Trial], user: User) -> list[Trial]:
-        """Return the trials, with how well answers agree.
+    def compared(self, trials: Sequence[Trial], user: Tenant) -> list[Trial]:
+        """Return the trials, with the agreement of answers measured where it decides.
 
-        Compared are those that may change answers and were faster than all others.
+        That is so for trials that may change answers and were faster than all that may not. Their
+        answers to a sample are compared with the unchanged job's.
         """
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
@@ -283,7 +303,7 @@ class Bench:
         return [found.get(id(trial), trial) for trial in trials]
 
     def starts(self) -> dict[str, int]:
-        """Return the resolved values of the job's own fields, automatic ones included."""
+        """Return {job field: value} of the fields to tune in the unchanged job, `auto` resolved."""
         size = sized.for_attempt(self.spec.sizes, self.plan, self.capacity)
         return {
             ENGINES: size.pool.engines_per_gpu,
@@ -327,7 +347,7 @@ class Bench:
         return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
 
     def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
-        """Return receipts of shards that were finished in time, and why one was not."""
+        """Return the receipts of shards finished in time, and why a shard failed, or ""."""
         done: list[Receipt] = []
         until = math.inf
         error = ""
@@ -355,7 +375,7 @@ class Bench:
 
 
 def spread(number: int) -> list[int]:
-    """Return 0 to number - 1, each far from those before it (bit reversal)."""
+    """Return 0 to number - 1 in bit-reversed order, whose first few are spread over the range."""
     bits = max(1, (number - 1).bit_length())
     turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
     return [i for i in turned if i < number]
@@ -377,7 +397,7 @@ def steady(receipts: list[Receipt]) -> tuple[float, int]:
 
 
 def axes(sizes: SizeSpec, capacity: Capacity) -> dict[str, Moves]:
-    """Return which fields are moved, and the next values from a value."""
+    """Return the fields to tune, each with a function from a value to the next ones to try."""
 
     def twice_or_half(least: int, most: int) -> Moves:
         return lambda value: [v for v in (value * 2, value // 2) if least <= v <= most]
@@ -415,8 +435,8 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
 def remove_trials(output: Store, top: str) -> None:
     """Delete all files of the trials in the folder `top`.
 
-    Also unfinished ones, left by writers that were killed with the pass. Deletes from the output's
-    root, so that their folders go as well.
+    Includes unfinished files, left by writers that were killed. Deletes through the output's root
+    store, so that the folders are removed as well.
     """
     trials = output.sub(top)
     try:
@@ -434,8 +454,8 @@ def remove_trials(output: Store, top: str) -> None:
         log.warning("%s could not be removed: %s. Delete it by hand", trials.uri, error)
 
 
-def told(changes: Changes) -> str:
-    """Return settings in words, speculation only by its method."""
+def changes_text(changes: Changes) -> str:
+    """Return settings as text; of speculation, only the method."""
     named = (
         (name, value.get("method", value) if isinstance(value, Mapping) else value)
         for name, value in changes.items()
@@ -444,17 +464,17 @@ def told(changes: Changes) -> str:
 
 
 def line(trial: Trial) -> str:
-    """Return a trial in a line."""
-    return f"{told(trial.changes)} -> {trial.error or f'{trial.rows_per_s:,.1f} rows/s'}"
+    """Return one line of text about a trial."""
+    return f"{changes_text(trial.changes)} -> {trial.error or f'{trial.rows_per_s:,.1f} rows/s'}"
 
 
 def table(tuned: Tuned) -> list[dict[str, str]]:
-    """Return what was tried, in order, with the best marked."""
+    """Return one table row for each trial, in order, with the best marked."""
     first = tuned.trials[0].rows_per_s
     compared = any(trial.may_alter for trial in tuned.trials)
     return [
         {
-            "settings": told(trial.changes),
+            "settings": changes_text(trial.changes),
             "rows/s": f"{trial.rows_per_s:,.1f}" if trial.rows_per_s else "-",
             "of the first": f"{trial.rows_per_s / first:.2f}" if first else "-",
             "rows": f"{trial.rows:,}",
@@ -472,7 +492,7 @@ def _agreed(trial: Trial) -> str:
 
 
 def conclusion(tuned: Tuned) -> list[str]:
-    """Return the conclusion in sentences."""
+    """Return sentences that say which settings are best and whether they meet the deadline."""
     engines = counted(tuned.best.engines, "engine")
     said = [
         f"{counted(tuned.rows, 'row')} would take {duration(tuned.seconds)} with {engines} "
@@ -487,13 +507,13 @@ def conclusion(tuned: Tuned) -> list[str]:
     wrong = (trial for trial in tuned.trials if trial.error and not trial.may_alter)
     return [
         *said,
-        *(f"{told(one.changes)} did not work: {one.error}" for one in wrong),
+        *(f"{changes_text(one.changes)} did not work: {one.error}" for one in wrong),
         *tuned.notes,
     ]
 
 
 def settings(tuned: Tuned) -> dict[str, Any]:
-    """Return the fields to change in the job."""
+    """Return {job field: value} of the best trial, to set in the job."""
     more = {REPLICAS: tuned.needs} if tuned.needs else {}
     return {**tuned.best.changes, **more}
 
@@ -505,7 +525,10 @@ def job_file(value: JsonObject, tuned: Tuned) -> str:
 
 
 def commented(value: JsonObject, changes: Changes, texts: Sequence[str]) -> str:
-    """Return a job file as YAML with fields changed, and texts in comments at its head."""
+    """Return a job file as YAML, with `changes` made and `texts` as comments at its head.
+
+    `value` is the job as plain values.
+    """
     lines = "\n".join(texts).splitlines()  # an error may have several
     said = "".join(f"# {visible(text)}\n" for text in lines)
     return said + visible_yaml(with_fields(value, changes))

@@ -1,9 +1,9 @@
-"""How many rows show that two ways of asking agree, and what they show. Pure.
+"""How many rows must be compared to show that two settings give the same answers. Pure.
 
 The bound is the exact one-sided lower limit for a binomial proportion (C. J. Clopper and E. S.
 Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
-Biometrika 26, 1934): the proportion at which that many agreements, or more, have the probability 1
-- confidence.
+Biometrika 26, 1934): the proportion at which the observed number of agreements, or more, has the
+probability 1 - confidence.
 """
 
 from __future__ import annotations
@@ -17,15 +17,32 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.engine import TRY_FP8
 from prefect_raybatch.words import counted
 
-CONFIDENCE = 0.95  # over all that is tried together: what is tried more often must show more
+CONFIDENCE = 0.95  # of all comparisons together
 LEAST_SAMPLE = 200  # rows
-MOST_SAMPLE = 4000  # unless fewer cannot show it
+MOST_SAMPLE = 4000  # rows, unless even full agreement needs more
+
+
+def comparable_rows(larger: Sequence[object]) -> np.ndarray:
+    """Return bool[rows]: which rows can be compared with a larger model's answers, `larger`.
+
+    These are the rows that the larger model answered. Where it failed (None), a smaller model's
+    answer counts neither as equal nor as different.
+    """
+    return np.array([answer is not None for answer in larger], bool)
+
+
+def unanswered_text(rows: int, kind: str, model: str) -> str:
+    """Return e.g. `3 checked rows got no answer of the larger model`; "" if `rows` is 0.
+
+    Here `kind` is `checked row`, and `model` is `the larger model`.
+    """
+    return f"{counted(rows, kind)} got no answer of {model}" if rows else ""
 
 
 def lower_bound(agreed: int, rows: int, confidence: float) -> float:
-    """Return the lower confidence limit (0 to 1) for the share of rows that agree.
+    """Return the lower confidence limit (0 to 1) for the share of all rows that agree.
 
-    `agreed` of `rows` rows drawn at random did.
+    In a random sample of `rows` rows, `agreed` rows agreed.
     """
     if not 0 < agreed <= rows:
         return 0.0
@@ -44,21 +61,24 @@ def lower_bound(agreed: int, rows: int, confidence: float) -> float:
     return low
 
 
-def confidence_of_each(tries: int) -> float:
-    """Return the confidence that each of `tries` comparisons needs (Bonferroni correction)."""
+def bonferroni_confidence(tries: int) -> float:
+    """Return the confidence that each of `tries` comparisons needs, by the Bonferroni correction.
+
+    Then the results of all of them hold together with the confidence `CONFIDENCE`.
+    """
     return 1 - (1 - CONFIDENCE) / max(1, tries)
 
 
 def least_sample(least: float, confidence: float) -> int:
-    """Return how many rows show the share `least` if the answers to all of them agree."""
+    """Return the fewest rows that show an agreement of `least` (0 to 1) if all of them agree."""
     return math.ceil(math.log(1 - confidence) / math.log(least) - 1e-9)
 
 
 def sample_size(least: float, confidence: float) -> int:
-    """Return how many rows to compare, so that at least `least` of all answers are shown to agree.
+    """Return how many rows to compare to show that at least the share `least` of all rows agrees.
 
-    Enough if half as many rows differ as `least` allows: at least `LEAST_SAMPLE`, and at most
-    `MOST_SAMPLE` unless even a sample without differences needs more.
+    The number suffices if at most half as many rows differ as `least` allows. It is at least
+    `LEAST_SAMPLE`, and at most `MOST_SAMPLE` unless even a sample without differences needs more.
     """
     must = least_sample(least, confidence)
     for differ in range(1, 100):
@@ -69,14 +89,15 @@ def sample_size(least: float, confidence: float) -> int:
 
 
 def trial_rows(tries: Sequence[Mapping[str, str]], least: float, rows: int) -> int:
-    """Return how many of the `rows` of a run are asked in both precisions; 0 without `tries`.
+    """Return how many of a run's `rows` rows are answered in each precision to decide on `try-fp8`.
 
-    `least` is the share of the answers that must agree (limits.min_agreement). Raises `ConfigError`
-    if even all rows could not show that.
+    `tries` are the engine arguments of each lower precision; without any, returns 0. `least` is the
+    share of answers that must agree (limits.min_agreement). Raises `ConfigError` if the run has too
+    few rows to show that.
     """
     if not tries:
         return 0
-    confidence = confidence_of_each(len(tries))
+    confidence = bonferroni_confidence(len(tries))
     need = least_sample(least, confidence)
     if rows < need:
         shown = lower_bound(rows, rows, confidence)

@@ -18,24 +18,26 @@ from prefect_raybatch.sizing.roofline import work_of
 from prefect_raybatch.spec.sizes import Grammar, RowSpec
 
 CHARACTERS = 4  # a token, roughly
-# Of a prepared image, roughly: 28 x 28 pixels of two frames and three colours in bfloat16, which
-# Qwen2-VL and its kin make a token of. Others take 1,200 (PaliGemma) to 24,000 (SmolVLM).
+# Bytes of a prepared image per token, roughly: Qwen2-VL and similar models make a token of 28 x 28
+# pixels in two frames, three colours and bfloat16. Others take 1,200 (PaliGemma) to 24,000 bytes
+# (SmolVLM).
 IMAGE_TOKEN_BYTES = 28 * 28 * 2 * 3 * 2
 MARKUP = 8  # tokens that a chat template adds to a row
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the model, in seconds unless another unit is given.
+    """Constants of the cost model, in seconds unless another unit is given.
 
-    Of the host: `host_step` of each step; `host_sequence` of each sequence in a step;
-    `host_experts` of each in addition if the model is a mixture of experts; `host_grammar` and
-    `host_guidance` of each in addition under a grammar of that backend; `host_text` of each
-    detokenized token; `host_row` of each row. `apart` and `apart_grammar`: the share of the smaller
-    of host and GPU time that does not overlap the other. Of the GPU: `gpu_step` of each step,
-    beside FLOPs and bytes; `compute`, the share of a card's dense 16-bit FLOPs, and `fp8` times
-    that where card and weights are of fp8; `sharing`, the share of that speed where processes take
-    turns at a GPU.
+    Host time: `host_step` per step, `host_sequence` per sequence in a step, `host_text` per
+    detokenized token, `host_row` per row. In addition per sequence in a step: `host_experts` for a
+    mixture of experts, `host_grammar` under a grammar of xgrammar, `host_guidance` of guidance.
+    `apart` and `apart_grammar` (with a grammar) are shares: how much of the smaller of host and GPU
+    time does not overlap the other.
+
+    GPU time: `gpu_step` per step, beside FLOPs and bytes. `compute` is the reached share of a
+    card's dense 16-bit FLOPs, `fp8` a factor for it where card and weights are fp8, `sharing` a
+    factor where processes take turns at a GPU.
     """
 
     host_step: float
@@ -75,11 +77,11 @@ FITTED = Constants(
 
 @dataclass(frozen=True)
 class Tokens:
-    """Estimated tokens of a row: shared prefix, rest of the prompt, and longest answer.
+    """Estimated tokens of a row: prefix shared by all rows, rest of the prompt, longest answer.
 
-    `why` is the reason for `out`. `form`: the backend of the grammar that
-    holds the answer, "" without one. `text`: vLLM detokenizes the answer. `mean`: the expected
-    tokens of all answers, 0 if that is `out`.
+    A row may get several answers; `out` counts all of them, and `why` is the reason for it. `form`:
+    the backend of the grammar that constrains an answer, "" without a grammar. `text`: vLLM
+    detokenizes the answer. `mean`: the expected tokens of all answers, 0 if as many as `out`.
     """
 
     shared: int
@@ -103,7 +105,7 @@ class Tokens:
 
     @property
     def expected(self) -> float:
-        """Return the expected tokens of all answers."""
+        """Return the expected tokens of all answers to the row."""
         return self.mean or self.out
 
     @property
@@ -111,25 +113,26 @@ class Tokens:
         return self.shared + self.own + self.out
 
     @property
-    def kept_once(self) -> int:
+    def cached_once(self) -> int:
         """Return the shared tokens that a KV cache keeps once for all rows: whole blocks."""
         return self.shared // CACHE_BLOCK * CACHE_BLOCK
 
-    def kept_each(self, times: int = 1) -> int:
-        """Return the tokens of KV cache that each row takes in addition.
+    def cached_per_row(self, times: int = 1) -> int:
+        """Return the tokens of KV cache that each row takes in addition to `cached_once`.
 
-        Its own part is `times` as long; the shared prefix has one length.
+        Counts the row's own prompt and answer `times` over, and the part of the shared prefix that
+        does not fill a block.
         """
-        own = self.shared - self.kept_once + times * (self.own + self.out)
+        own = self.shared - self.cached_once + times * (self.own + self.out)
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
-    """Return the seconds that a row takes of the GPU.
+    """Return the GPU seconds that a row takes, with `seqs` sequences in a step.
 
-    FLOPs and bytes of its tokens that are not cached, and for each token of its answer the weights
-    and a fixed part, shared by `seqs` sequences. Of a mixture of experts a step of many sequences
-    reads all weights, and a token computes with its own experts.
+    Counts FLOPs and bytes of its uncached tokens. In addition, for each token of its answer, counts
+    1 / `seqs` of a step's fixed time and of the time to read the weights. In a mixture of experts,
+    a step reads all weights, but a token computes only with its own experts.
     """
     out = row.expected
     work = work_of(model, card)
@@ -151,7 +154,7 @@ def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
 def busy(engines: int, host: float, gpu: float) -> float:
     """Return the share of time (0 to 1) for which the GPU works for `engines` engines.
 
-    Each spends `host` seconds away from it and then `gpu` seconds on it, in turns.
+    Each engine alternates between `host` seconds without the GPU and `gpu` seconds on it.
     """
     waiting = rate = 0.0
     for n in range(1, engines + 1):
@@ -162,7 +165,7 @@ def busy(engines: int, host: float, gpu: float) -> float:
 
 
 def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: float) -> float:
-    """Return the steady rate of `engines` on one GPU, each with `seqs` sequences at once."""
+    """Return rows per second of `engines` on one GPU, each with `seqs` sequences at once."""
     gpu, host = gpu_seconds(model, card, row, seqs), host_seconds(model, row, seqs)
     apart = FITTED.apart_grammar if row.form else FITTED.apart
     away = max(host, gpu) + apart * min(host, gpu) - gpu

@@ -1,4 +1,4 @@
-"""Choose how many engines share a GPU, and how many rows each computes at once. Pure.
+"""Chooses how many engines share a GPU, and how many rows each computes at once. Pure.
 
 Engines share a GPU if that pays by the cost model. A decoding step reads all weights whatever the
 number of rows, so more rows share that cost.
@@ -18,16 +18,17 @@ from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
 SHORT = 32  # tokens out
-# Answers over SHORT share a GPU only if the model predicts so much more: with 8B models it was off
-# by 12 %, and more engines brought nothing or lost a tenth (varied-8b-1500.jsonl); with a 1.5B five
-# engines gave 2.4 to 2.9 times (record-15b.jsonl).
+# Gain that the cost model must predict before engines with answers over SHORT share a GPU. With 8B
+# models it was off by 12 %, and more engines brought nothing or lost a tenth
+# (varied-8b-1500.jsonl); with a 1.5B five engines gave 2.4 to 2.9 times (record-15b.jsonl).
 LONG_GAIN = 0.3
-CORES = 3  # CPU cores a packed engine: its actor, its core process, its part of the CPU stages
+CORES = 3  # CPU cores per engine that shares a GPU: actor, core process, part of the CPU stages
 MOST_ENGINES = 6
-ENGINE_GAIN = 0.05  # the least for which more are taken: the model is off by 5 % for 8B models
-# Of tasks that pool: the host's time is of drawing tokens, and what a vector takes of it is less.
+ENGINE_GAIN = 0.05  # least gain for more engines: the cost model is off by 5 % for 8B models
+# Engines on a GPU for pooling tasks: the fitted host time is that of sampling tokens, and a vector
+# takes less.
 MOST_POOLING = 2
-TRIED = (SEQUENCES, 512, 1024)  # more of them are not measured
+TRIED = (SEQUENCES, 512, 1024)  # values of max_num_seqs; higher ones were not measured
 MOST_TOTAL = 2048  # sequences of all engines on a GPU: two of 1,024 were measured, no more
 # Sequences of an engine whose model is a mixture of experts: 1,024 of half of Qwen3-30B-A3B gave
 # 0.97 and 0.81 of the rate of 512, which no constant of the cost model says (sweep-h100.jsonl).
@@ -40,9 +41,9 @@ SEQUENCE_GAIN = 0.005
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
     """Return whether the KV cache of each of `engines` probably holds `max_num_seqs` rows.
 
-    Rows are typical ones, whose shared prefix it keeps once. Engines that share a GPU have a fixed
-    part of its memory each, so their cache must hold rows of twice that length, and at least one
-    row of the context length.
+    `row` has the tokens of a typical row; the cache keeps the shared prefix once. Engines that
+    share a GPU have a fixed part of its memory each, so their cache must hold rows of twice this
+    length, and at least one row of the context length.
     """
     arguments, model = fit.arguments, fit.model
     if engines == 1:
@@ -51,13 +52,16 @@ def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
         cache = share(model, arguments, fit.gpu_bytes, engines).kv_cache
     except ConfigError:
         return False
-    each = model.kv_bytes(row.kept_each(times=2))
-    rows = model.kv_bytes(row.kept_once) + arguments.max_num_seqs * each
+    each = model.kv_bytes(row.cached_per_row(times=2))
+    rows = model.kv_bytes(row.cached_once) + arguments.max_num_seqs * each
     return cache >= (arguments.kv_cache_bytes or max(rows, model.kv_bytes(fit.length)))
 
 
 def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> int:
-    """Return the smallest value of `tried` whose rate is within `gain` of the best rate."""
+    """Return the first number of `tried` whose rate is close to the best rate of them all.
+
+    Close: the best rate is at most (1 + `gain`) times as high. `tried` is ascending.
+    """
     best = max(map(rate, tried))
     return next(number for number in tried if rate(number) * (1 + gain) >= best)
 
@@ -65,9 +69,9 @@ def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> i
 def best_sequences(
     fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
 ) -> int:
-    """Return the best value of `tried` for each of `engines` on a GPU.
+    """Return the value of `tried` (max_num_seqs) with the best rate for `engines` on a GPU.
 
-    The first value if the KV cache holds none.
+    Skips values for which the KV cache has no room, except the first.
     """
     most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
     measured = [n for n in tried[1:] if n <= most]
@@ -82,7 +86,8 @@ def best_sequences(
 def _best_number(numbers: Sequence[int], rate: Callable[[int], float], out: int) -> int:
     """Return the fewest engines that are nearly as fast as the best number.
 
-    1 for long answers if the others do not gain much by the model.
+    `out` is the length of answers in tokens. Returns 1 for long answers if several engines gain
+    little by the cost model.
     """
     best = fewest(numbers, rate, ENGINE_GAIN)
     gains = out <= SHORT or rate(best) >= (1 + LONG_GAIN) * rate(1)
@@ -165,8 +170,8 @@ def choose_max_num_seqs(
 ) -> tuple[int, str]:
     """Return max_num_seqs and the reason.
 
-    The value that was `asked` for, or by default 256, or 512 or 1,024 if that brings at least 0.5 %
-    by the cost model and the KV cache is likely to hold that many typical rows.
+    The value is the job's (`asked`), or by default 256, or 512 or 1,024 if the cost model predicts
+    a gain of at least 0.5 % and the KV cache is likely to hold that many typical rows.
 
     `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `step` is the
     number of tokens of an engine step, if the job sets it; vLLM allows no more sequences than that,

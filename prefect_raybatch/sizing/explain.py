@@ -9,7 +9,7 @@ from prefect_raybatch.job.engine import TRY_FP8
 from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
-from prefect_raybatch.sizing.agreement import CONFIDENCE, confidence_of_each, sample_size
+from prefect_raybatch.sizing.agreement import CONFIDENCE, bonferroni_confidence, sample_size
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.sizes import BATCHED, Capacity, Sizing
 from prefect_raybatch.spec.cluster import ClusterSpec
@@ -31,31 +31,31 @@ class Figure:
 
 
 def figures(
-    asked: SizeSpec,
+    spec: SizeSpec,
     engine: EngineSpec,
     cluster: ClusterSpec,
-    have: Capacity,
+    capacity: Capacity,
     size: Sizing,
     model: Model | None,
     least: float,
 ) -> list[Figure]:
-    """Return all sizes, each after those that it follows from.
+    """Return all sizes, each after the sizes that it depends on.
 
     `least` is the share of answers that must agree for a precision that a trial decides.
     """
     return [
-        *_engine_figures(asked, engine.model, have, size, model, cluster.prices.currency),
+        *_engine_figures(spec, engine.model, capacity, size, model, cluster.prices.currency),
         *_precision(engine.tries, least),
         Figure("rows a shard", f"{size.rows_per_shard:,}", size.rows_why),
-        *_stage_figures(asked, engine.model, cluster, have, size),
+        *_stage_figures(spec, engine.model, cluster, capacity, size),
     ]
 
 
 def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]:
-    """Return what a trial will decide; empty if the job leaves nothing to a trial."""
+    """Return the figure on the precision that a trial (`try-fp8`) will choose; [] if none will."""
     if not tries:
         return []
-    rows = sample_size(least, confidence_of_each(len(tries)))
+    rows = sample_size(least, bonferroni_confidence(len(tries)))
     why = (
         f"{TRY_FP8}: before the first commit, up to {rows:,} sampled rows are answered as stored "
         f"and in fp8, which is used if {least:.4g} of the answers agree, with "
@@ -65,9 +65,9 @@ def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]
 
 
 def _engine_figures(
-    asked: SizeSpec,
+    spec: SizeSpec,
     request: ModelRequest,
-    have: Capacity,
+    capacity: Capacity,
     size: Sizing,
     model: Model | None,
     currency: str,
@@ -81,13 +81,13 @@ def _engine_figures(
             *_limits_and_prices(hosted, currency),
         ]
     gpu = pool.device == "gpu"
-    where = f"the cluster has {counted(have.gpus, 'GPU')}"
+    where = f"the cluster has {counted(capacity.gpus, 'GPU')}"
     shown = [
-        Figure("device", pool.device, "engine.device" if asked.device != "auto" else where),
+        Figure("device", pool.device, "engine.device" if spec.device != "auto" else where),
         Figure("replicas", _span(pool.replicas), pool.replicas_why),
     ]
     if gpu:
-        parallel = f"tensor {asked.tensor} * pipeline {asked.pipeline}"
+        parallel = f"tensor {spec.tensor} * pipeline {spec.pipeline}"
         shown += [
             Figure("GPUs", _span(pool.gpus), f"replicas * {parallel}"),
             Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
@@ -96,7 +96,7 @@ def _engine_figures(
     step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
     if batched != BATCHED[pool.device][0]:
         step += ", fewer if they would leave too little KV cache"
-    if asked.max_num_batched_tokens:
+    if spec.max_num_batched_tokens:
         step = "engine.max_num_batched_tokens"
     shown += [
         Figure("engines", _span((pool.fewest, pool.engines)), "replicas * engines a GPU"),
@@ -106,7 +106,7 @@ def _engine_figures(
             "max_model_len",
             str(size.length or "the model's"),
             "engine.max_model_len"
-            if asked.context or request.context_auto
+            if spec.context or request.context_auto
             else "the model's config.json",
         ),
         _kv_figure(request.env, size, model),
@@ -163,19 +163,19 @@ def _kv_figure(env: Mapping[str, str], size: Sizing, model: Model | None) -> Fig
 
 
 def _stage_figures(
-    asked: SizeSpec, request: ModelRequest, cluster: ClusterSpec, have: Capacity, size: Sizing
+    spec: SizeSpec, request: ModelRequest, cluster: ClusterSpec, capacity: Capacity, size: Sizing
 ) -> list[Figure]:
     calls, engines = size.concurrent, counted(size.pool.engines, "engine")
-    taken = size.pool.fewest * asked.cpus
-    free = max(0.0, have.cpus - taken)
-    rule = "engine.max_concurrent_batches" if asked.max_concurrent_batches else size.concurrent_why
+    taken = size.pool.fewest * spec.cpus
+    free = max(0.0, capacity.cpus - taken)
+    rule = "engine.max_concurrent_batches" if spec.max_concurrent_batches else size.concurrent_why
 
     def capped(name: str, number: int, why: str) -> Figure:
-        """Return a number of shards, of which a small run has fewer."""
+        """Return the figure for `number` shards, but not more than the run has."""
         return Figure(name, str(min(number, size.shards)), why if number <= size.shards else _ALL)
 
     found = [
-        Figure("batch_size", str(asked.batch_size), "engine.batch_size: minimum rows per shard"),
+        Figure("batch_size", str(spec.batch_size), "engine.batch_size: minimum rows per shard"),
         capped("max_concurrent_batches", calls, rule),
         capped("tasks in flight an engine", calls + 1, "one more waits in its queue"),
         capped(
@@ -188,7 +188,7 @@ def _stage_figures(
         stage = getattr(cluster, name)
         width = max(1, int(free // stage.num_cpus))
         why = (
-            f"({have.cpus:g} CPUs - {taken:g} for engines) / cluster.{name}.num_cpus "
+            f"({capacity.cpus:g} CPUs - {taken:g} for engines) / cluster.{name}.num_cpus "
             f"{stage.num_cpus:g}, shared with the other stage; Ray uses what it needs"
         )
         if stage.concurrency and stage.concurrency <= width:
@@ -198,7 +198,7 @@ def _stage_figures(
 
 
 def _after_crash(hosted: EndpointSpec | None) -> str:
-    """Return what becomes of uncommitted shards after a crash."""
+    """Describe what happens to uncommitted shards after a crash."""
     if hosted is None:
         return "lost if the run crashes"
     if hosted.batch:

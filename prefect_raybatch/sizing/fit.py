@@ -1,4 +1,4 @@
-"""Checks whether a model fits on its GPUs before one starts, and what would make it fit. Pure."""
+"""Checks before engines start whether a model fits on its GPUs; suggests changes if not. Pure."""
 
 from __future__ import annotations
 
@@ -53,26 +53,25 @@ class Fit:
 
     @property
     def adapters(self) -> int:
-        """Return the bytes reserved for LoRA adapters."""
+        """Return the bytes of a GPU that vLLM reserves for LoRA adapters."""
         arguments = self.arguments
         return self.model.adapters(arguments.tensor_parallel_size, arguments.pipeline_parallel_size)
 
     @property
     def cache(self) -> float:
-        """Return the bytes of KV cache that the job sets, or that are likely to be left."""
+        """Return the bytes of KV cache on a GPU: as the job sets them, else `left`."""
         return self.arguments.kv_cache_bytes or self.left
 
     @property
     def left(self) -> float:
-        """Return the bytes that are likely to be left for the KV cache."""
+        """Estimate the bytes of a GPU that remain for the KV cache."""
         return max(0.0, self.room - self.weights - self.adapters - self.working)
 
     @property
     def least(self) -> int:
-        """Return the bytes without which the engine cannot start.
+        """Return a lower limit for the bytes of each GPU that the engine needs to start.
 
-        Weights, the activations of a step, and KV cache for one sequence. This is less than the
-        engine really takes.
+        Counts weights, adapters, the activations of a step, and KV cache for one sequence.
         """
         arguments = self.arguments
         working = self.model.working(
@@ -91,13 +90,13 @@ class Fit:
         )
 
     def rows_held(self, row: Tokens) -> int:
-        """Return how many rows like this one the KV cache is likely to hold."""
-        left = self.cache - self.kv_bytes(row.kept_once)
-        return max(0, int(left // max(1, self.kv_bytes(row.kept_each()))))
+        """Estimate how many rows with the tokens of `row` the KV cache holds."""
+        left = self.cache - self.kv_bytes(row.cached_once)
+        return max(0, int(left // max(1, self.kv_bytes(row.cached_per_row()))))
 
     @property
     def tokens_held(self) -> int:
-        """Return how many tokens the KV cache is likely to hold."""
+        """Estimate how many tokens the KV cache holds."""
         return int(self.cache // max(1, self.kv_bytes(1)))
 
     def asking(self, **arguments: Any) -> Fit:
@@ -154,7 +153,7 @@ def _remedies(fit: Fit) -> list[str]:
 
 
 def _length(fit: Fit) -> int:
-    """Return the longest sequence that the cache probably holds, in steps of 256 tokens."""
+    """Return the longest sequence in tokens that the KV cache probably holds, a multiple of 256."""
     far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far
     return int(fit.left / one) // 256 * 256 if one else 0
@@ -163,8 +162,9 @@ def _length(fit: Fit) -> int:
 def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
     """Return the largest of `steps` (tokens per engine step, descending) that fits.
 
-    It fits if it leaves room in the KV cache for `max_num_seqs` rows like `row` that share nothing,
-    or if its activations are too small a part of the GPU to matter. The smallest if none does.
+    A value fits if it leaves room in the KV cache for `max_num_seqs` rows like `row` without a
+    shared prefix, or if its activations take at most 5 % of the GPU. Returns the smallest if none
+    fits.
     """
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
@@ -177,7 +177,7 @@ def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
 
 
 def cramped(fit: Fit, row: Tokens) -> list[str]:
-    """Return a warning if the KV cache is likely to be too small for the rows at once."""
+    """Return a warning if the KV cache is likely too small for `max_num_seqs` rows, else []."""
     seqs, held = fit.arguments.max_num_seqs, fit.rows_held(row)
     if held >= seqs:
         return []
@@ -189,7 +189,7 @@ def cramped(fit: Fit, row: Tokens) -> list[str]:
 
 
 def over_pcie(tensor: int, kind: str) -> list[str]:
-    """Return a warning if GPUs that share each layer have no NVLink between them."""
+    """Return a warning if GPUs that share each layer have no NVLink, else []."""
     if tensor == 1 or not kind or not without_nvlink(kind):
         return []
     return [
@@ -200,7 +200,10 @@ def over_pcie(tensor: int, kind: str) -> list[str]:
 
 
 def over_network(tensor: int, on_a_node: float) -> list[str]:
-    """Return a warning if GPUs that share each layer are on several nodes."""
+    """Return a warning if the `tensor` GPUs that share each layer are on several nodes, else [].
+
+    `on_a_node` is the most GPUs that a node has, 0 if unknown.
+    """
     if not on_a_node or tensor <= on_a_node:
         return []
     return [

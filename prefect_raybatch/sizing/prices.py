@@ -11,22 +11,25 @@ from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """The price of a GPU-hour; None if the job gives none for its cards (`why`)."""
+    """The price of a GPU-hour.
+
+    If it is unknown, `hour` is None, and `why` is the reason: "" if the job has no prices.
+    """
 
     hour: float | None
     why: str = ""
 
 
-def gpu_price(cluster: ClusterSpec, have: Capacity) -> GpuPrice:
+def gpu_price(cluster: ClusterSpec, capacity: Capacity) -> GpuPrice:
     """Return the price of the cards that engines may run on.
 
-    Of several kinds, take the dearest, so that a limit on costs holds wherever Ray places the
-    engines.
+    Takes the most expensive of several kinds, so that a limit on costs holds wherever Ray places
+    the engines.
     """
     prices = cluster.prices
     if not prices:
         return GpuPrice(None)
-    kinds = (cluster.accelerator,) if cluster.accelerator else have.accelerators
+    kinds = (cluster.accelerator,) if cluster.accelerator else capacity.accelerators
     if not kinds:
         if prices.hour is not None:
             return GpuPrice(prices.hour)

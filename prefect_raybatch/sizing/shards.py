@@ -9,24 +9,24 @@ from prefect_raybatch.sizing.cost import Tokens
 from prefect_raybatch.spec.sizes import RowSpec, SizeSpec
 from prefect_raybatch.words import counted
 
-SHARDS = 8  # shards for an engine alone: progress and resume are that fine
+SHARDS = 8  # shards for a single engine, so that progress and resume are fine enough
 # shards for each of several engines: with the last of them some engines wait for others
 SHARDS_A_WORKER = 16
-# Tokens of a shard, those of answers twice: a second of a large GPU with an 8B. Rows of more than a
-# batch_size'th of that make smaller shards than batch_size.
+# Least tokens of a shard, those of answers counted twice: a second of a large GPU with an 8B. Rows
+# with more than 1/batch_size of these tokens make shards of fewer than batch_size rows.
 LEAST_TOKENS = 1 << 16
 LEAST_ROWS = 16
 OUT_WEIGHT = 2  # a token out takes the GPU what about two of a prompt take
 MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
 SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of them pay
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
-IMAGE_BYTES = 256 << 20  # the same of rows whose images are prepared: mostly these
+IMAGE_BYTES = 256 << 20  # the same for rows with prepared images
 
 
 def row_tokens(row: RowSpec, row_bytes: float) -> float:
-    """Return the tokens for which a row of `row_bytes` bytes keeps an engine busy.
+    """Return the weighted tokens of a row of `row_bytes` bytes, a measure of its GPU time.
 
-    The tokens of its prompt that are not cached, plus twice those of its answer.
+    Counts the tokens of its prompt that are not cached, plus twice those of its answer.
     """
     tokens = Tokens.of(row, row_bytes)
     return tokens.own + OUT_WEIGHT * row.out
@@ -37,12 +37,12 @@ def choose_rows_per_shard(
 ) -> tuple[int, str]:
     """Return the rows of a shard and the reason.
 
-    rows / (engines * 16), or rows / 8 for a single engine, at least `batch_size` (smaller blocks
-    starve the engine), and at most 4,000 rows or 128 MiB (256 MiB of images). Fewer than
-    `batch_size` if rows have many tokens: with few rows in all, each engine would end with one
-    shard while others wait for it. Source of the formula: Ray Data LLM's sizing guide asks for at
-    least 2 to 4 partitions per worker and blocks no smaller than the batch; with more partitions,
-    engines wait less for each other at the end.
+    The number is the job's, or else rows / (engines * 16), or rows / 8 for a single engine, at
+    least `batch_size` (smaller blocks starve the engine), and at most 4,000 rows or 128 MiB (256
+    MiB of images). It is below `batch_size` if rows have many tokens: with few rows in all, each
+    engine would end with one shard while others wait for it. Source of the formula: Ray Data LLM's
+    sizing guide asks for at least 2 to 4 partitions per worker and blocks no smaller than the
+    batch; with more partitions, engines wait less for each other at the end.
     """
     if spec.rows_per_shard:
         return min(spec.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
@@ -69,16 +69,17 @@ def choose_rows_per_shard(
 
 
 def longest_first(works: Sequence[float]) -> list[int]:
-    """Return the order of pieces of work in which no long one is an engine's last.
+    """Return the order in which to start tasks so that no engine ends with a long one.
 
-    By size in steps of a quarter, keeping the given order within a step.
+    `works` are the amounts of work of the tasks. Returns indices into it, largest amount first;
+    amounts are rounded to powers of 1.25, and equal ones keep their order.
     """
     steps = [round(math.log(max(work, 1.0)) / math.log(1.25)) for work in works]
     return sorted(range(len(works)), key=lambda number: -steps[number])
 
 
-def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | None:
-    """Return max_num_seqs as `asked` for or as engines reported it; None if unknown."""
+def known_max_num_seqs(asked: int | None, figures: Mapping[str, float]) -> int | None:
+    """Return max_num_seqs of the job (`asked`), else as engines report it in `figures`, or None."""
     if asked is not None:
         return asked
     return round(figures.get("sequences", 0.0)) or None
@@ -87,11 +88,12 @@ def sequences_seen(asked: int | None, figures: Mapping[str, float]) -> int | Non
 def concurrent_batches(
     asked: int | None, rows_per_shard: int, seqs: int, uneven: bool = False
 ) -> int:
-    """Return the shards in flight in an engine.
+    """Return the number of shards in flight in an engine.
 
-    As `asked`, or enough that rows in flight cover `seqs` (max_num_seqs) in addition to the shard
-    being filled, at least 2 (the tail of one overlaps the head of the next). Twice that if answers
-    have `uneven` lengths, because its longest answer holds up a shard.
+    It is the job's value (`asked`), or else one more than are needed to have `seqs` (max_num_seqs)
+    rows in flight, at least 2: while the last rows of a shard are answered, the first of the next
+    are. With `uneven` lengths of answers, enough for twice `seqs`, because the longest answer holds
+    up a shard.
     """
     if asked:
         return asked
@@ -101,7 +103,7 @@ def concurrent_batches(
 def problems(
     *, rows: int, rows_per_shard: int, concurrent: int, engines: int, seqs: int
 ) -> list[str]:
-    """Return what leaves engines idle, each with the number that fixes it."""
+    """Return messages about settings that leave engines idle, each with the value that helps."""
     messages = []
     # A run with fewer rows than that has all of them in flight.
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):

@@ -2,7 +2,7 @@
 
 Pure.
 
-`raybatch plan` prints this `Sizing`, and the pipeline and the engines are given the same one.
+`raybatch plan` prints the resulting `Sizing`, which the pipeline and the engines use.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from prefect_raybatch.sizing.shards import (
 )
 from prefect_raybatch.spec.sizes import SizeSpec
 
-BATCHED = {"cpu": (4096,), "gpu": (16384, 8192, 4096, 2048)}  # tokens a step, the first that fits
-ASSUMED_GPUS = 8  # of a cluster that cannot be asked yet: a large node
+BATCHED = {"cpu": (4096,), "gpu": (16384, 8192, 4096, 2048)}  # tokens per step; the first that fits
+ASSUMED_GPUS = 8  # of a cluster that cannot be queried yet: a large node
 ASSUMED_CPUS = 16  # for each GPU
-ASSUMED_PACKED = 3  # engines a GPU there, where answers are short
+ASSUMED_PACKED = 3  # engines per GPU of such a cluster, for short answers
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Pool:
-    """The engines of a run.
+    """The engines of a run: their number, their GPUs, and the reasons for both.
 
     `replicas` is the fewest and the most copies of the model that its GPUs hold (equal if the
     number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu` engines. `kind` is
-    the GPU's name and `gpu_bytes` its memory, if known.
+    the GPU's name and `gpu_bytes` its memory, if known. `packing_why` is the reason for
+    `engines_per_gpu`.
     """
 
     device: str
@@ -108,11 +109,13 @@ class Pool:
 class Sizing:
     """The sizes of a run.
 
-    `arguments` are the engine's, and `share` those that keep it to its share of a GPU. `length` is
-    the context length in tokens, if known. `problems` cost speed, each with the change that fixes
-    it; `warnings` may be intended. `work` is the engine's work per token, None if the model or the
-    GPU is unknown. `rate` is the rows per second on one GPU by the cost model, 0 if it is unknown
-    or the KV cache is unlikely to hold the rows at once.
+    `shards_a_worker` is the mean number of shards per engine, `concurrent` the shards in flight in
+    an engine, `saturated` whether their rows are at least `max_num_seqs` (or all rows of the run).
+    `arguments` are the engine arguments, and `share` the arguments that keep an engine to its share
+    of a GPU. `length` is the context length in tokens, if known. `problems` cost speed, each with
+    the change that fixes it; `warnings` may be intended. `work` is the engine's work per token,
+    None if the model or the GPU is unknown. `rate` is the rows per second on one GPU by the cost
+    model, 0 if it is unknown or the KV cache is unlikely to hold the rows at once.
     """
 
     pool: Pool
@@ -135,10 +138,10 @@ class Sizing:
 
     @property
     def uncommitted(self) -> int:
-        """Return the shards in engines, or answered but not committed; a crash loses them.
+        """Return the most shards that are started and not committed; a crash loses their answers.
 
-        Twice what engines and their queues hold, so that engines need not wait for the stage after
-        them.
+        This is twice what engines and their queues hold, so that engines need not wait for the
+        finish stage.
         """
         return 2 * self.pool.engines * (self.concurrent + 1)
 
@@ -153,12 +156,12 @@ class Sizing:
         return value
 
 
-def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
-    """Return the number of engines to cut shards for before the cluster is up.
+def expected_engines(spec: SizeSpec, capacity: Capacity | None) -> int:
+    """Estimate the number of engines before the cluster is up, to choose the size of shards.
 
-    `have` is None if nothing is known of the cluster.
+    `capacity` is None if nothing is known of the cluster.
     """
-    gpus = have.gpus if have else ASSUMED_GPUS
+    gpus = capacity.gpus if capacity else ASSUMED_GPUS
     gpu = spec.device_for(gpus) == "gpu"
     each = 1
     if gpu and spec.gpus_per_replica == 1:
@@ -171,15 +174,15 @@ def expected_engines(spec: SizeSpec, have: Capacity | None) -> int:
 
 
 def certain_engines(spec: SizeSpec) -> int:
-    """Return the number of engines that the job's own settings make certain."""
+    """Return the fewest engines that a run has by the settings of its job, whatever the cluster."""
     each = spec.engines_per_gpu if spec.device == "gpu" else None
     return (spec.replicas[0] if spec.replicas else 1) * (each or 1)
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
-    """Return a cluster of `gpus` GPUs of that kind, up to 8 on a node.
+    """Return the capacity of an imagined cluster: `gpus` GPUs of a `kind`, up to 8 on a node.
 
-    `gpus` defaults to 1 if `kind` is given, else to 0.
+    `gpus` defaults to 1 if `kind` is given, else to 0; `cpus` to 16 per GPU, or 16 without GPUs.
     """
     count = gpus if gpus is not None else 1 if kind else 0
     cpus = cpus or ASSUMED_CPUS * max(1, count)
@@ -191,7 +194,7 @@ def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
 
 
 def assumed(spec: SizeSpec) -> Capacity:
-    """Return the cluster that the job describes, for a cluster that cannot be queried from here."""
+    """Return an assumed capacity for a cluster that cannot be queried: a node of 8 GPUs or none."""
     kinds = (spec.accelerator,) if spec.accelerator else ()
     gpus = 0.0 if spec.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
@@ -200,10 +203,10 @@ def assumed(spec: SizeSpec) -> Capacity:
     )
 
 
-def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
-    """Return the capacity of the pods that a run creates for itself.
+def capacity_of_pods(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
+    """Return the capacity of the Kubernetes pods that a run will create.
 
-    Only the job can tell which GPUs they have.
+    `accelerator` is the job's name for their GPUs, since pods do not say which GPUs they have.
     """
     kinds = (accelerator,) if accelerator else ()
     pods = [group for group in groups for _ in range(group.pods)]
@@ -222,39 +225,39 @@ def to_be_made(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
 # --- engines ------------------------------------------------------------------------------------
 
 
-def gpu_of(accelerator: str | None, have: Capacity) -> EngineGpu:
-    """Return the GPU that the job asks for, or the cluster's only kind."""
-    kinds = [accelerator] if accelerator else list(have.accelerators)
+def gpu_of(accelerator: str | None, capacity: Capacity) -> EngineGpu:
+    """Return the GPU that the job names, or the cluster's only kind; unknown for several kinds."""
+    kinds = [accelerator] if accelerator else list(capacity.accelerators)
     if len(kinds) != 1:
-        return EngineGpu(" and ".join(kinds) or "unknown", None, have.gpu_bytes, 0)
+        return EngineGpu(" and ".join(kinds) or "unknown", None, capacity.gpu_bytes, 0)
     found = card(kinds[0])
-    memory = have.gpu_bytes or (found.memory if found else 0)
-    return EngineGpu(kinds[0], found, memory, found.most if found and not have.gpu_bytes else 0)
+    memory = capacity.gpu_bytes or (found.memory if found else 0)
+    return EngineGpu(kinds[0], found, memory, found.most if found and not capacity.gpu_bytes else 0)
 
 
 def choose_pool(
     spec: SizeSpec,
-    have: Capacity,
+    capacity: Capacity,
     *,
     model: Model | None,
     unknown: str,
     row: Tokens,
     length: int | None,
 ) -> Pool:
-    """Choose device, replicas and engines per GPU for a cluster with the capacity `have`.
+    """Choose device, replicas and engines per GPU for a cluster with the capacity `capacity`.
 
     `model` is None if the model's size is unknown; `unknown` is the reason, for the plan's text.
     `row` are the expected tokens of a row, `length` is the context length.
     """
-    device, gpu = spec.device_for(have.gpus), gpu_of(spec.accelerator, have)
-    replicas, why = _replicas(spec, have, device)
+    device, gpu = spec.device_for(capacity.gpus), gpu_of(spec.accelerator, capacity)
+    replicas, why = _replicas(spec, capacity, device)
     if device == "cpu":
         return Pool(device, replicas, 0, 1, "", 0, why, "on a CPU, a replica is an engine")
     if spec.engines_per_gpu is None:
         each, packed_why = packing.choose_engines_per_gpu(
             model=model,
             gpu=gpu,
-            cpus_a_gpu=have.cpus_a_gpu,
+            cpus_a_gpu=capacity.cpus_a_gpu,
             cpus_an_engine=spec.cpus,
             arguments=_asked(spec, device),
             row=row,
@@ -278,13 +281,13 @@ def choose_pool(
     )
 
 
-def pool_for(spec: SizeSpec, have: Capacity) -> Pool:
-    """Return the engines of a run whose model and rows are not known yet."""
+def pool_for(spec: SizeSpec, capacity: Capacity) -> Pool:
+    """Return the pool of engines of a run whose model and rows are not known yet."""
     row = Tokens.of(spec.row, 0)
-    return choose_pool(spec, have, model=None, unknown="", row=row, length=None)
+    return choose_pool(spec, capacity, model=None, unknown="", row=row, length=None)
 
 
-def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, int], str]:
+def _replicas(spec: SizeSpec, capacity: Capacity, device: str) -> tuple[tuple[int, int], str]:
     if spec.replicas is not None:
         fewest, most = spec.replicas
         why = "" if fewest == most else ": as many as fit on the cluster"
@@ -292,13 +295,13 @@ def _replicas(spec: SizeSpec, have: Capacity, device: str) -> tuple[tuple[int, i
     if device == "cpu":
         return (1, 1), "one engine on a CPU; engine.replicas sets more"
     each = spec.gpus_per_replica
-    count = max(1, rooms(spec, have))
-    return (count, count), f"all {have.gpus:g} GPUs / {each} GPUs per replica"
+    count = max(1, max_model_copies(spec, capacity))
+    return (count, count), f"all {capacity.gpus:g} GPUs / {each} GPUs per replica"
 
 
-def rooms(spec: SizeSpec, have: Capacity) -> int:
-    """Return the number of copies of the model that fit on the cluster's GPUs."""
-    each, nodes = spec.gpus_per_replica, have.gpus_by_node or (have.gpus,)
+def max_model_copies(spec: SizeSpec, capacity: Capacity) -> int:
+    """Return for how many copies of the model the cluster has enough GPUs, by their number."""
+    each, nodes = spec.gpus_per_replica, capacity.gpus_by_node or (capacity.gpus,)
     if spec.spans_nodes:
         return int(sum(map(int, nodes)) // each)
     # Such an engine is one actor, so that all its GPUs are on one node.
@@ -306,7 +309,7 @@ def rooms(spec: SizeSpec, have: Capacity) -> int:
 
 
 def _asked(spec: SizeSpec, device: str) -> EngineArguments:
-    """Return the job's engine arguments, with defaults that follow from a GPU's memory."""
+    """Return the job's engine arguments, with defaults that may be changed to fit GPU memory."""
     return EngineArguments(
         tensor_parallel_size=spec.tensor,
         pipeline_parallel_size=spec.pipeline,
@@ -324,29 +327,29 @@ def sizes_of(
     spec: SizeSpec,
     rows: int,
     row_bytes: float,
-    have: Capacity,
+    capacity: Capacity,
     model: Model | None = None,
     unknown: str = "",
     planned: int | None = None,
     expected: int | None = None,
 ) -> Sizing:
-    """Return every size of a run on that cluster.
+    """Return every size of a run on a cluster with the capacity `capacity`.
 
-    `planned` is the number of rows per shard of an existing plan, which stays as it is; without a
-    plan, it follows from `expected` engines. Raises `InsufficientResources` or `ConfigError` if the
-    model does not fit on its GPUs, or not as many times as asked.
+    `unknown` says why `model` is None. `planned` is the number of rows per shard of a plan; without
+    a plan, it follows from `expected` engines. Raises `InsufficientResources` or `ConfigError` if
+    the model does not fit on its GPUs, or fewer engines fit on a GPU than the job sets.
     """
-    gpu = gpu_of(spec.accelerator, have)
+    gpu = gpu_of(spec.accelerator, capacity)
     row = Tokens.of(spec.row, row_bytes)
     length = spec.context or (model.context if model else None)
-    pool = choose_pool(spec, have, model=model, unknown=unknown, row=row, length=length)
+    pool = choose_pool(spec, capacity, model=model, unknown=unknown, row=row, length=length)
     engine = _engine_sizes(spec, model, gpu, row, length, pool)
     seqs = engine.arguments.max_num_seqs
     chosen, why = _rows_per_shard(spec, rows, row_bytes, expected or pool.engines, planned)
     uneven = row.out > packing.SHORT
     concurrent = concurrent_batches(spec.max_concurrent_batches, chosen, seqs, uneven)
     shards = math.ceil(rows / chosen)
-    known = certain_engines(spec) if have.assumed else pool.engines
+    known = certain_engines(spec) if capacity.assumed else pool.engines
     idle = problems(
         rows=rows, rows_per_shard=chosen, concurrent=concurrent, engines=known, seqs=seqs
     )
@@ -366,7 +369,7 @@ def sizes_of(
         share=engine.share,
         length=length,
         problems=tuple(idle),
-        warnings=(*_slow_links(spec, have, pool), *engine.warnings),
+        warnings=(*_slow_links(spec, capacity, pool), *engine.warnings),
         work=_work(model, gpu, pool),
         rate=engine.rate,
     )
@@ -382,7 +385,7 @@ def _rows_per_shard(
 
 @dataclass(frozen=True)
 class _EngineSizes:
-    """The sizes of one engine, as in `Sizing`."""
+    """The sizes of one engine; the fields are described at `Sizing`."""
 
     arguments: EngineArguments
     sequences_why: str
@@ -391,11 +394,11 @@ class _EngineSizes:
     rate: float = 0.0
 
 
-def _slow_links(spec: SizeSpec, have: Capacity, pool: Pool) -> list[str]:
+def _slow_links(spec: SizeSpec, capacity: Capacity, pool: Pool) -> list[str]:
     """Return warnings about GPUs that share a layer over PCIe or over the network."""
     warnings = over_pcie(spec.tensor, pool.kind)
     if pool.device == "gpu":
-        warnings += over_network(spec.tensor, max(have.gpus_by_node, default=0))
+        warnings += over_network(spec.tensor, max(capacity.gpus_by_node, default=0))
     return warnings
 
 
@@ -407,7 +410,7 @@ def _engine_sizes(
     length: int | None,
     pool: Pool,
 ) -> _EngineSizes:
-    """Return the sizes of one engine. Raises as `sizes_of`."""
+    """Return the sizes of one engine. Raises the errors of `sizes_of`."""
     arguments, fit = _asked(spec, pool.device), None
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
@@ -427,7 +430,10 @@ def _engine_sizes(
 def _sizes_in_memory(
     spec: SizeSpec, fit: Fit, sequences_why: str, gpu: EngineGpu, row: Tokens, pool: Pool
 ) -> _EngineSizes:
-    """Return the sizes of an engine whose model and GPU are known. Raises as `sizes_of`."""
+    """Return the sizes of an engine whose model and GPU are known.
+
+    Raises the errors of `sizes_of`.
+    """
     check_memory(replace(fit, gpu_bytes=max(gpu.most, gpu.memory)), spec.model, pool.kind)
     arguments, share, warnings = fit.arguments, {}, []
     if pool.engines_per_gpu > 1:

@@ -19,9 +19,9 @@ from prefect_raybatch.source.find import (
 )
 from prefect_raybatch.source.parquet import inventory
 from prefect_raybatch.source.snapshots import (
+    detect_csv,
     heads,
     peek,
-    seen_csv,
     snapshot,
     snapshot_tables,
 )
@@ -31,6 +31,7 @@ __all__ = [
     "Weights",
     "check_columns",
     "check_planned",
+    "detect_csv",
     "detect_format",
     "forget_copied",
     "heads",
@@ -38,7 +39,6 @@ __all__ = [
     "needs_snapshot",
     "peek",
     "reaches",
-    "seen_csv",
     "snapshot",
     "snapshot_dataset",
     "snapshot_tables",

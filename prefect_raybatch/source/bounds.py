@@ -17,14 +17,17 @@ from prefect_raybatch.errors import ConfigError, SourceError
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound with its environment variable and default; `what` completes "... at most N WHAT"."""
+    """An upper limit: `default`, unless the environment variable `variable` sets another.
+
+    `what` is the counted noun in errors, e.g. "columns" for "the limit is 10,000 columns".
+    """
 
     variable: str
     default: int
     what: str
 
     def value(self) -> int:
-        """Return the bound in force. Raises ConfigError for a variable that is no whole number."""
+        """Return the limit in force. Raises ConfigError unless it is a positive integer."""
         text = os.environ.get(self.variable, "")
         if not text:
             return self.default
@@ -36,8 +39,11 @@ class Bound:
             raise ConfigError(f"{self.variable}={text}: must be a whole number above 0")
         return number
 
-    def refuse(self, where: str, holds: str) -> SourceError:
-        """Return the error for an input `where` that exceeds the bound; `holds` is what it has."""
+    def exceeded_error(self, where: str, holds: str) -> SourceError:
+        """Return the error for an input that exceeds the limit.
+
+        `where` names the input; `holds` says what it contains, such as "has 20,000 columns".
+        """
         return SourceError(
             f"{where}: {holds}; the limit is {self.value():,} {self.what}. Rewrite the file, or "
             f"raise the limit with {self.variable} in the environment of the flow"
@@ -49,8 +55,8 @@ EXPANSION_BOUND = Bound(
     "RAYBATCH_MAX_EXPANSION", 200, "times the file's size, above 1 GiB of decompressed data"
 )
 ROWS_BOUND = Bound("RAYBATCH_MAX_ROWS_PER_BYTE", 1_000, "rows per byte, above 1,000,000 rows")
-FREE_BYTES = 1 << 30  # may come out of any compressed file
-FREE_ROWS = 1_000_000  # may stand in any file
+FREE_BYTES = 1 << 30  # decompressed bytes that any file may have
+FREE_ROWS = 1_000_000  # rows that any file may have
 
 
 def fields_in(kind: pa.DataType) -> int:
@@ -62,13 +68,14 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
     """Raise SourceError for a file of more columns, nested ones included, than the bound."""
     total = sum(fields_in(field.type) for field in schema)
     if total > COLUMN_BOUND.value():
-        raise COLUMN_BOUND.refuse(where, f"has {total:,} columns and nested fields")
+        raise COLUMN_BOUND.exceeded_error(where, f"has {total:,} columns and nested fields")
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
     """Return what is impossible about the counts in a Parquet footer, or None.
 
-    The counts of the file of `size` bytes, its row groups and their column chunks must agree.
+    Row counts of the file, its row groups and their column chunks must agree, and no chunk may be
+    larger than the file's `size` in bytes.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -95,9 +102,12 @@ def footer_fault(metadata: Any, size: int) -> str | None:
 
 
 def check_expansion_bound(declared: int, size: int, where: str) -> None:
-    """Raise SourceError if a file declares more decompressed bytes than the bound allows."""
+    """Raise SourceError if a file of `size` bytes declares too many decompressed bytes, `declared`.
+
+    Too many are more than FREE_BYTES, and more than EXPANSION_BOUND times `size`.
+    """
     if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
-        raise EXPANSION_BOUND.refuse(
+        raise EXPANSION_BOUND.exceeded_error(
             where, f"claims to decompress from {size:,} to at least {declared:,} bytes"
         )
 
@@ -115,4 +125,4 @@ def declared_bytes(metadata: Any) -> int:
 def check_rows_bound(rows: int, size: int, where: str) -> None:
     """Raise SourceError for more `rows` than a file of `size` bytes plausibly holds."""
     if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):
-        raise ROWS_BOUND.refuse(where, f"claims {rows:,} rows in {size:,} bytes")
+        raise ROWS_BOUND.exceeded_error(where, f"claims {rows:,} rows in {size:,} bytes")

@@ -1,8 +1,8 @@
-"""Copied shares of the input and their records, from which an interrupted copy resumes.
+"""Records of copied shares (some small files, or a part of a large one), for resuming a copy.
 
-A record stands for how the share was read: the same bytes, read in the same way, with the same
-types known before, by the same code. Until there is a plan, nobody deletes what a record names,
-because another copy may have found it.
+A record's name is a hash of all that its copy depends on: the bytes of the share, how they are
+read, the types known before, and the code. Until there is a plan, nobody deletes the files that a
+record lists, because another copy may be using them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CopyShare = tuple[Stretch, ...]
 
 @dataclass(frozen=True)
 class _CopyRecord(StrictRecord):
-    """The record on disk of a share of the input that was copied without faults.
+    """The stored record of a share that was copied without errors; fields as in `Copied`.
 
-    `schema` and `types` are Arrow schemas in base64.
+    `schema`, and the types of each file in `types`, are Arrow schemas in base64.
     """
 
     files: tuple[InputFile, ...]
@@ -68,13 +68,14 @@ def copy_key(
     known: Mapping[str, pa.DataType],
     of_files: Mapping[str, Mapping[str, pa.DataType]],
 ) -> str:
-    """Return the name of a share's record.
+    """Return the name of the record for the copy of a share (some files, or a part of one).
 
-    `read_as` describes how its files are read, and by which code.
+    `read_as` describes how its files are read, and by which code; `known` are the column types
+    known before the copy, `of_files` the types of each file.
     """
     told = [
         read_as,
-        [_bytes_told(stretch) for stretch in share],
+        [_bytes_identity(stretch) for stretch in share],
         [(name, str(kind)) for name, kind in known.items()],
         [
             (uri, [(name, str(kind)) for name, kind in types.items()])
@@ -84,8 +85,12 @@ def copy_key(
     return hashlib.sha256(dump(told)).hexdigest()
 
 
-def found_copied(store: Store, key: str) -> Copied | None:
-    """Return the share as it was copied before, if its files are unchanged; else None."""
+def read_copy_record(store: Store, key: str) -> Copied | None:
+    """Return the recorded outcome of copying a share; None if it must be copied (again).
+
+    `key` is the record's name. The share must be copied if there is no record, or if the record is
+    damaged or lists files that changed.
+    """
     path = _path(key)
     try:
         record = read_json(_RECORD, read_record(store, path), path)
@@ -105,16 +110,17 @@ def found_copied(store: Store, key: str) -> Copied | None:
         return None
 
 
-def note_copied(store: Store, key: str, one: Copied) -> None:
-    """Record a complete share whose files are stored. Raises the store's errors."""
+def write_copy_record(store: Store, key: str, one: Copied) -> None:
+    """Record a share's outcome, unless its copy failed. Raises the store's errors."""
     if one.files is not None and one.unfit is None and one.error is None:
         put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Remove the records of copied shares once there is a plan.
+    """Delete the records of copied shares once there is a plan.
 
-    Also removes what this attempt copied that is not in the files of the plan, `named`.
+    Also deletes the files that this attempt wrote and the plan does not list; `named` are the files
+    that it lists. Ignores errors of the store.
     """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness
@@ -122,8 +128,11 @@ def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
         store.delete([path for path in left if path not in named])
 
 
-def _bytes_told(stretch: Stretch) -> Sequence[object]:
-    """Return what identifies the bytes of a stretch; the change time cannot be set back."""
+def _bytes_identity(stretch: Stretch) -> Sequence[object]:
+    """Return what identifies the bytes of a stretch (whole rows of a file) and how they are cut.
+
+    It includes the file's change time (ctime), which no program can set back.
+    """
     file, info = stretch.file, stretch.file.info
     seen = [info.size, info.etag, info.mtime_ns, info.ctime_ns]
     place = [stretch.start, stretch.stop, stretch.lead, stretch.head.hex()]

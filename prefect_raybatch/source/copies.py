@@ -1,9 +1,9 @@
-"""The one way to copy rows to a Parquet snapshot whose schema is known only at their end.
+"""Copies rows to a Parquet snapshot whose schema is known only once all rows were read.
 
-A source is copied in pieces: all of it (`copy_tables`), shares of files side by side
-(`side_copies.py`), or the blocks of a dataset (`dataset_copies.py`). Each piece is written by
-`copy_blocks` with the types known so far and reports those that it met. Merged in order in a
-`Shape`, these are the types of the snapshot, and pieces with other types are copied again.
+A source is copied in pieces: all of it (`copy_tables`), shares of files in parallel
+(`side_copies.py`), or the blocks of a dataset (`dataset_copies.py`). `copy_blocks` writes each
+piece with the types known so far and reports the types of its values. Merged in order in a `Shape`,
+these are the types of the snapshot, and pieces with other types are copied again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape
 from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.source.find import Inventory, Weights
-from prefect_raybatch.source.row_sample import RowSample, SampledNumbers, taken
+from prefect_raybatch.source.row_sample import RowSample, SampledNumbers, rows_in_sample
 from prefect_raybatch.source.snapshot_writer import SnapshotWriter, conform
 from prefect_raybatch.storage import Store
 
@@ -40,7 +40,7 @@ class Chosen:
     columns: Sequence[str] | None = None
 
     def rows(self, table: pa.Table, schema: pa.Schema) -> pa.Table:
-        """Return the matching rows of a table read with `schema`.
+        """Convert a table to `schema`, and return its rows that match the filter.
 
         Raises ConfigError if the filter does not fit the schema.
         """
@@ -52,23 +52,23 @@ class Chosen:
         return pa.schema([field for field in schema if field.name in names])
 
 
-class SeenTypes(Protocol):
-    """The types that are known while a piece is copied: `Shape`, `TypesSeen` or `SettledTypes`."""
+class KnownTypes(Protocol):
+    """Column types known while input is copied: `Shape`, `TypesSeen` or `SettledTypes`."""
 
     @property
     def clash(self) -> bool:
-        """Whether types are incompatible."""
+        """True once incompatible types were seen."""
 
     @property
     def schema(self) -> pa.Schema: ...
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Add the types of a block of `where`."""
+        """Merge the types of a block of the file `where`."""
 
 
 @dataclass(frozen=True)
 class SettledTypes:
-    """Types of a snapshot that no block changes any more."""
+    """The final types of a snapshot, which no block changes any more."""
 
     schema: pa.Schema
     clash: bool = False
@@ -79,10 +79,14 @@ class SettledTypes:
 
 @dataclass(frozen=True)
 class Copied:
-    """The outcome of copying a piece.
+    """The outcome of copying a piece of the source: all of it, a share of its files, or a block.
 
-    `files` is None if a later value did not fit the `schema` with which it was being written
-    (before columns of nulls became text); `types` are recorded each time a file's types widened.
+    `files` is None if none are kept: a later value did not fit the types of earlier rows, the
+    filter did not fit them, or reading failed. `schema` has types that hold all values read.
+    `types` are (file, column types) for each block that widened its file's types; `known` are the
+    names of all columns in the files. `read` counts the rows read, `kept` those that match the
+    filter. `unfit` says why the filter does not fit `schema`. `part`: the piece is a part of a
+    file.
     """
 
     files: tuple[InputFile, ...] | None
@@ -91,14 +95,17 @@ class Copied:
     known: tuple[str, ...] = ()
     row_bytes: float = 0.0
     weights: Weights = ()
-    read: int = 0  # rows, of which a filter may leave some out
-    unfit: ConfigError | None = None  # why the filter does not go with `schema`
+    read: int = 0  # rows, before the filter
+    unfit: ConfigError | None = None  # why the filter does not fit `schema`
     error: RayBatchError | None = None
     kept: int = 0  # rows that the filter lets through
-    part: bool = False  # of a file, whose other parts may have wider types
+    part: bool = False  # it is part of a file, whose other parts may have wider types
 
     def under(self, shape: Shape) -> bool:
-        """Return whether the piece was written with the merged types and its values have them."""
+        """Return whether the piece was written with the merged types of `shape`: the copy is final.
+
+        For a part of a CSV file, the types inferred from its values must be the file's, too.
+        """
         if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
             return False
         last: dict[str, ColumnTypes] = {}
@@ -113,7 +120,7 @@ class Copied:
 
 def copy_blocks(
     blocks: Blocks,
-    types: SeenTypes,
+    types: KnownTypes,
     store: Store,
     attempt: str,
     chosen: Chosen | None = None,
@@ -121,12 +128,13 @@ def copy_blocks(
     keep_error: bool = False,
     numbers: SampledNumbers | None = None,
 ) -> Copied:
-    """Write blocks, or what is `chosen` of them, as files with one schema.
+    """Write the `chosen` rows of blocks (None: all), up to `limit`, as files with one schema.
 
-    `numbers` are the numbers, among the chosen rows, of those that are written (None: all).
+    With `numbers`, writes only rows with these numbers, counted from 0 among the chosen rows.
 
-    From a block on that the schema so far cannot hold, nothing is written, but all blocks are read,
-    so that another copy knows every type. With `keep_error`, errors of reading are in the outcome.
+    Once a block does not fit the schema of earlier rows, nothing more is written, but all blocks
+    are read, so that the next copy knows every type. With `keep_error`, an error of reading is in
+    the outcome, not raised.
     """
     parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
     read, kept, unfit, error = 0, 0, None, None
@@ -149,15 +157,15 @@ def copy_blocks(
 
 def _write(
     blocks: Blocks,
-    types: SeenTypes,
+    types: KnownTypes,
     parts: SnapshotWriter,
     chosen: Chosen | None,
     limit: int | None,
     numbers: SampledNumbers | None,
 ) -> tuple[int, int, ConfigError | None]:
-    """Read all blocks once; return how many rows, how many of them the filter lets through.
+    """Read all blocks once, and write them; return (rows read, rows chosen, error of the filter).
 
-    And why the filter does not fit the types.
+    The error is None unless the filter does not fit the types.
     """
     read, kept, unfit, first, faulty = 0, 0, None, None, None
     for where, table in blocks:
@@ -180,7 +188,9 @@ def _write(
             schema = chosen.schema(schema)
             table = table if limit is None else table.slice(0, limit - kept)
         first_number, kept = kept, kept + table.num_rows
-        parts.write(table if numbers is None else taken(table, first_number, numbers), schema)
+        parts.write(
+            table if numbers is None else rows_in_sample(table, first_number, numbers), schema
+        )
         if kept == limit:
             break
     # A later value may have changed the types to some that the filter fits.
@@ -190,10 +200,12 @@ def _write(
 def copy_until_settled(
     pieces: int, shape: Shape, copy: Callable[[Sequence[int]], Iterable[tuple[int, Copied]]]
 ) -> list[Copied]:
-    """Return the outcomes of all pieces, each copied with the types of all.
+    """Copy the `pieces` pieces of a source until all are written with the same, merged types.
 
-    `copy` copies the pieces of these numbers with the types known so far, and merges theirs into
-    `shape`. Two rounds are enough, unless the input changes meanwhile.
+    `copy` copies the pieces of the given numbers with the types known so far, and merges the types
+    of their values into `shape`. Returns the pieces' outcomes, in order. Two rounds are enough,
+    unless the input changes meanwhile. Raises ConfigError if the filter does not fit the types,
+    SourceError after COPY_TRIES rounds.
     """
     made: dict[int, Copied] = {}
     for _ in range(COPY_TRIES):
@@ -214,7 +226,11 @@ def copy_until_settled(
 def inventory_of(
     copied: Sequence[Copied], schema: pa.Schema, kind: str, chosen: Chosen | None = None
 ) -> Inventory:
-    """Return the snapshot of all pieces, read with `schema`. Raises SourceError without columns."""
+    """Return the inventory of the snapshot whose files are those of the `copied` pieces.
+
+    `schema` is that of the columns read, `kind` the source's format. Raises SourceError if rows
+    were read, but none has a column.
+    """
     if not len(schema) and any(one.read for one in copied):
         raise SourceError("source.uri: the rows have no columns. Check the files")
     return Inventory(
@@ -236,10 +252,11 @@ def copy_tables(
     chosen: Chosen | None = None,
     sample: RowSample | None = None,
 ) -> Inventory:
-    """Copy all blocks, or what is `chosen` of them, as one piece.
+    """Copy the `chosen` rows of all blocks (None: all) as one piece; return the inventory.
 
-    With a `sample`, the rows are counted first: each pass over the blocks that finds another number
-    of rows, or other types, is followed by one more.
+    Each call of `blocks` yields all blocks from the start. With a `sample`, the rows are counted
+    first: each pass over the blocks that finds another number of rows, or other types, is followed
+    by one more.
     """
     counted = 0
 

@@ -1,4 +1,4 @@
-"""CSV: blocks of text columns, and errors of broken files."""
+"""Reads CSV files as blocks of text columns, and explains the errors of broken files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from prefect_raybatch.source.columns import check_columns
 from prefect_raybatch.source.encodings import (
     CSV_ENCODING,
     check_csv_encoding,
+    detect_encoding,
     not_decoded,
-    seen_encoding,
 )
 from prefect_raybatch.source.find import File, ending
 from prefect_raybatch.source.streams import Raw, one_line, open_text
@@ -39,10 +39,11 @@ DELIMITERS = ";\t|,"  # what people separate values by
 def csv_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None], options: Csv
 ) -> Iterator[pa.Table]:
-    """Yield blocks of a CSV file with all columns as text; an empty unquoted cell is null.
+    """Yield blocks of a CSV file with `columns` (None: all) as text.
 
-    `columns` that the path supplies may be missing from the file; if no others are named, all are
-    read.
+    An empty unquoted cell is null. Columns that the path supplies may be missing from the file; if
+    `columns` names only such, all columns of the file are read. Adds the names of the file's
+    columns to `known`.
     """
     import pyarrow.csv as pc
 
@@ -68,7 +69,7 @@ def csv_tables(
         known.update(dict.fromkeys(names))
         included = [header[names.index(name)] for name in chosen]
         convert = written.convert_options(header, included)
-        held = None  # the last one is looked at before it is given
+        held = None  # the last block is checked before it is yielded
         with text() as stream:
             for batch in pc.open_csv(stream, read, parse, convert):
                 if held is not None:
@@ -90,11 +91,13 @@ def _check_width(file: File, written: _Written) -> None:
     with suppress(csv.Error):  # of a value that is too long for Python's csv
         first = next((row for _, row in written.rows(file) if row), [])
         if len(first) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"the first row has {counted(len(first), 'value')}")
+            raise COLUMN_BOUND.exceeded_error(
+                file.uri, f"the first row has {counted(len(first), 'value')}"
+            )
 
 
 def _empty_lines(file: File, written: _Written) -> int:
-    """Return how many empty lines precede the header."""
+    """Return the number of empty lines between the skipped lines (`skip_rows`) and the header."""
     lines = islice(written.lines(file), written.options.skip_rows, None)
     return next((number for number, line in enumerate(lines) if line.strip("\r\n")), 0)
 
@@ -104,8 +107,9 @@ def _check_closed(
 ) -> None:
     """Raise SourceError if a quote is open at the end of a file.
 
-    pyarrow reads everything after it as one value. This reads the file again with one more row;
-    `read` and `parse` are options of pyarrow.
+    pyarrow reads everything after such a quote as one value. So the file is read again with one
+    more row at its end; if that row becomes part of a value, a quote is open. `read` and `parse`
+    are pyarrow's options.
     """
     import pyarrow.csv as pc
 
@@ -134,10 +138,11 @@ def _check_closed(
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
-    """Return (bytes of a block, whether no block ends between a carriage return and a line feed).
+    """Return (block size in bytes, whether no block ends between carriage return and line feed).
 
-    pyarrow takes the two as the end of a row there, even within quotes, and drops the line feed.
-    The blocks of compressed or recoded files are unknown.
+    At such an end pyarrow takes the carriage return for the end of a row, even within quotes, and
+    drops the line feed; without quotes in the format, that does no harm. For compressed or recoded
+    files the second item is False, because nothing tells where their blocks end.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
     plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
@@ -160,18 +165,18 @@ def _at(data: BinaryIO, at: int) -> bytes:
 
 
 def delimiter_of(file: File, options: Csv) -> str:
-    """Return the delimiter of this file."""
+    """Return the delimiter set in `options`, else the one that the file's name implies."""
     return options.delimiter or ("\t" if ".tsv" in file.info.path.lower() else ",")
 
 
-def csv_as_seen(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
+def detect_csv_options(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
     """Return (fields of `source.csv`, whether the encoding is a guess) by the start of a CSV file.
 
-    Only fields that differ from their defaults, and those that are set in `given`.
+    The fields are those that differ from their defaults and those that `given` sets.
     """
     told = given.model_dump(exclude_unset=True)
     try:
-        encoding, guessed = (given.encoding, False) if "encoding" in told else seen_encoding(file)
+        encoding, guessed = (given.encoding, False) if "encoding" in told else detect_encoding(file)
         written = _Written.of(file, Csv(encoding=encoding))
         first = _first_line(file, written)
     except OSError as error:  # what is compressed may be damaged
@@ -191,11 +196,14 @@ def csv_as_seen(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
 
 @dataclass(frozen=True)
 class _Written:
-    """How one file is written: the options, with the delimiter that its name implies."""
+    """The CSV options of one file, with its delimiter.
+
+    `assumed`: the options set no delimiter, so it is the one that the file's name implies.
+    """
 
     options: Csv
     delimiter: str
-    assumed: bool  # nobody has said that delimiter
+    assumed: bool  # the job does not set the delimiter
 
     @classmethod
     def of(cls, file: File, options: Csv) -> _Written:
@@ -248,7 +256,7 @@ class _Written:
             yield from iter(partial(text.readline, streams.BLOCK_BYTES), "")
 
     def rows(self, file: File) -> Iterator[tuple[int, list[str]]]:
-        """Yield (line in which it begins, values) of each row, parsed by Python."""
+        """Yield (number of its first line, values) of each row, parsed by Python's csv module."""
         given, skipped = self.options, self.options.skip_rows
         reader = csv.reader(
             islice(self.lines(file), skipped, None),
@@ -264,7 +272,7 @@ class _Written:
 
 
 def _check_delimiter(file: File, written: _Written) -> None:
-    """Raise ConfigError if the first row is one value and contains another delimiter."""
+    """Raise ConfigError if the first line shows another delimiter, or declares one for Excel."""
     first = _first_line(file, written)
     if (named := _named_by_excel(first)) is not None:
         raise ConfigError(
@@ -282,23 +290,29 @@ def _check_delimiter(file: File, written: _Written) -> None:
 
 
 def _first_line(file: File, written: _Written) -> str:
-    """Return the first non-empty line that is read."""
+    """Return the first non-empty line after the skipped ones, stripped; "" if none."""
     lines = (line.strip() for line in islice(written.lines(file), written.options.skip_rows, None))
     return next(filter(None, lines), "")
 
 
 def _named_by_excel(line: str) -> str | None:
-    """Return the delimiter if this is the line in which Excel declares it."""
+    """Return the delimiter if `line` is `sep=` and a delimiter, as Excel declares it; else None."""
     return line[4] if line.lower().startswith("sep=") and len(line) == 5 else None
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the delimiter of a line without `delimiter`, or None if it is one value."""
+    """Return the delimiter that a line uses instead of `delimiter`.
+
+    None if the line contains `delimiter` itself, or no known delimiter.
+    """
     return None if delimiter in line else _other_delimiter(line, delimiter)
 
 
 def _other_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the character that separates the values of a line more often than `delimiter`."""
+    """Return the delimiter that occurs in a line, outside quotes, more often than `delimiter`.
+
+    None if there is none.
+    """
     line = _QUOTED.sub("", line)
     most = max(DELIMITERS, key=line.count)
     return most if line.count(most) > line.count(delimiter) else None

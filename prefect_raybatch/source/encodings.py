@@ -1,4 +1,4 @@
-"""The encoding of a text file, as far as its bytes show, and its first undecodable byte."""
+"""The encoding of a text file, judged by its bytes, and its first undecodable byte."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_kind(file: File, head: bytes) -> None:
 
 
 def check_encoding(file: File) -> None:
-    """Raise SourceError for a file whose first bytes show UTF-16 or UTF-32."""
+    """Raise SourceError for a JSON file whose first bytes show UTF-16, UTF-32 or no text."""
     with open_bytes(file) as stream:
         head = stream.read(4)
     check_kind(file, head)
@@ -83,7 +83,7 @@ def check_csv_encoding(file: File, encoding: str) -> None:
         )
 
 
-def seen_encoding(file: File) -> tuple[str, bool]:
+def detect_encoding(file: File) -> tuple[str, bool]:
     """Return (Python's name of the encoding, whether it is a guess) by the first bytes of a file.
 
     The guess for bytes that are not Unicode is cp1252, in which Excel writes CSV in Western Europe.
@@ -102,9 +102,9 @@ def seen_encoding(file: File) -> tuple[str, bool]:
 
 
 def not_decoded(file: File, encoding: str, remedy: str) -> str:
-    """Return the message about the first byte that is not in `encoding`.
+    """Return the error message about the first byte that is not in `encoding`.
 
-    Reads the file again, which only errors pay for.
+    It ends with `remedy`. Reads the file again to find the byte.
     """
     place, said = "", ""
     decoder = codecs.getincrementaldecoder(encoding)()
@@ -129,7 +129,7 @@ def not_decoded(file: File, encoding: str, remedy: str) -> str:
 
 
 def _wide(head: bytes) -> tuple[str | None, str]:
-    """Return UTF-16 or UTF-32 if the first bytes show it, and how they do."""
+    """Return (name of UTF-16 or UTF-32, how the first bytes show it), or (None, "")."""
     found = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
     if found is not None:
         return found, "it begins with a byte order mark"
@@ -142,7 +142,7 @@ def _wide(head: bytes) -> tuple[str | None, str]:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Return whether it contains characters that only UTF-8 encodes like that."""
+    """Return whether bytes begin with UTF-8's byte order mark, or have valid non-ASCII UTF-8."""
     if head.startswith(UTF8_MARK):
         return True
     if head.isascii():

@@ -19,7 +19,7 @@ from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.hive import Values, path_values
-from prefect_raybatch.source.places import OPENED, Places, look, mark, saved_dataset
+from prefect_raybatch.source.places import OPENED, Places, detect_folder_kind, mark, saved_dataset
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import (
     FileInfo,
@@ -47,7 +47,7 @@ ENDINGS = {
     ".ipc": "arrow",
 }
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
-WITHIN = ("parquet", "arrow")  # formats that compress what they hold themselves
+WITHIN = ("parquet", "arrow")  # formats with compression inside the file
 DATABASES = (".db", ".sqlite", ".sqlite3", ".duckdb")
 WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
 DOCUMENTS = (".docx", ".doc", ".pdf", ".odt", ".rtf", ".pptx", ".html", ".htm", ".md", ".xml")
@@ -62,12 +62,12 @@ SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", 
 class Inventory:
     """The input of a run.
 
-    `files` in reading order; `schema` of the columns read, with dictionary types decoded;
-    `row_bytes`, the largest mean of uncompressed bytes per row over the files; `format`: parquet,
-    csv, jsonl, arrow, dataset or a table's, of the source, even if the files are a snapshot of it;
-    `table`: which table at which version, for the plan (`Plan.table`); `weights`: (rows, their
-    bytes) of all rows in reading order, in pieces as known, empty if unknown; `guessed`: the number
-    of rows is estimated from a part of them.
+    `files` are in reading order. `schema` is that of the columns read, with dictionary types
+    decoded. `row_bytes` is the mean of uncompressed bytes per row in the file where it is largest.
+    `format` is the format of the source (parquet, csv, jsonl, arrow, dataset or a table format),
+    even if the files are a snapshot of it. `table` names the table and its version for
+    `Plan.table`. `weights` are (rows, bytes) of consecutive row ranges that cover all rows, empty
+    if unknown. `guessed`: the number of rows is estimated from a part of the input.
     """
 
     files: tuple[InputFile, ...]
@@ -85,10 +85,10 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Cut:
-    """Whole rows of a file, read in its place: `content`, which begins at byte `at`.
+    """Whole rows of a file that are read in its place: `content`, from byte `at` of the file.
 
-    A reader of blocks takes `lead` bytes before it counts, to get the same blocks as of the whole
-    file.
+    A reader of JSON Lines reads `lead` bytes in addition to its first block, so that its blocks end
+    where those of the whole file do.
     """
 
     at: int
@@ -118,10 +118,10 @@ class File:
         return join(self.store.uri, self.info.path)
 
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
-        """Return the file as the plan names it, with `rows` rows to read.
+        """Return the file's entry in the plan, with `rows` rows to read.
 
-        `footer` if the file system's identity of the file must be compared too, `values` to be
-        added on reading.
+        `footer` is the digest of a Parquet footer: with it, change time and inode are recorded as
+        well, to be compared on reading. `values` are columns of the path, to be added on reading.
         """
         made = replace(input_file(self.uri, self.info, rows), values=values)
         if footer is None:
@@ -146,7 +146,10 @@ def detect_format(source: ReadSpec) -> str:
 
 
 def needs_snapshot(source: ReadSpec) -> bool:
-    """Return whether `source` is read through a Parquet snapshot. Raises like `detect_format`."""
+    """Return whether `source` is read through a Parquet snapshot.
+
+    Raises the errors of `detect_format`.
+    """
     chosen = source.filter is not None or source.sample is not None
     in_place = not chosen and not any(map(is_web, source.uris))
     return not in_place or detect_format(source) != "parquet"
@@ -156,7 +159,7 @@ def table_format(source: ReadSpec) -> str | None:
     """Return the table format of `source`, None if files are to be read.
 
     It is the format that `source` names, or the one that the contents of its folder show. Raises
-    the store's errors, and ConfigError for a version of plain files.
+    the store's errors, and ConfigError if source.version, types or split do not apply to it.
     """
     found = source.table_format or (_by_look(source) if source.format == "auto" else None)
     if found is None and source.version is not None:
@@ -184,7 +187,9 @@ def _by_look(source: ReadSpec) -> str | None:
     if pattern is not None or (ending(root)[0] and not _is_folder(root, source.uris[0])):
         return None
     store = open_store(root, source.options, links=True)
-    return OPENED.get(look(store) or "") or ("huggingface" if saved_dataset(store) else None)
+    return OPENED.get(detect_folder_kind(store) or "") or (
+        "huggingface" if saved_dataset(store) else None
+    )
 
 
 def _is_folder(root: str, given: str) -> bool:
@@ -192,7 +197,10 @@ def _is_folder(root: str, given: str) -> bool:
 
 
 def find(source: ReadSpec) -> tuple[str, list[File]]:
-    """Return the format of `source` and its files, by name. Raises like `detect_format`."""
+    """Return the format of `source` and its files, sorted by name.
+
+    Raises the errors of `detect_format`.
+    """
     kind, files = _choose(source, _list(source))
     _refuse_names(files)
     _refuse_links(files)
@@ -200,10 +208,10 @@ def find(source: ReadSpec) -> tuple[str, list[File]]:
 
 
 def _list(source: ReadSpec) -> list[File]:
-    """Return all files of `source`, by name.
+    """Return all files of `source`, sorted by name.
 
-    Raises SourceError for an entry that matches none, or that matches what must not be read by
-    itself.
+    Raises SourceError for an entry that matches none, or that matches files of a table or a run
+    that must not be read as plain files.
     """
     found: dict[str, File] = {}
     places = Places(source.options)
@@ -251,7 +259,7 @@ def _may_be_read(file: File, format: str) -> bool:
 
 
 def _refuse_names(files: Sequence[File]) -> None:
-    """Raise SourceError for a file whose name no record can hold."""
+    """Raise SourceError for a file whose name is not UTF-8, so that no record can hold it."""
     for file in files:
         if storable(file.uri) != file.uri:
             raise SourceError(
@@ -261,7 +269,7 @@ def _refuse_names(files: Sequence[File]) -> None:
 
 
 def _refuse_links(files: Sequence[File]) -> None:
-    """Raise SourceError if two of the files are the same one, by a link of either kind."""
+    """Raise SourceError if two of the files are the same one, by a symbolic or hard link."""
     seen: dict[tuple[int | None, int], File] = {}
     for file in files:
         info = file.info
@@ -319,7 +327,7 @@ def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) 
 
 
 def _is_within(uri: str, root: str, pattern: str | None) -> bool:
-    """Return whether a root and a pattern cover a file.
+    """Return whether `root`, with a glob `pattern` below it or None, covers the file `uri`.
 
     Links below the root belong to the input, and are followed when it is listed; links in the root
     are resolved.
@@ -358,9 +366,10 @@ def _nothing(given: str) -> str:
 
 
 def _as_it_stands(given: str, options: Mapping[str, object]) -> tuple[str, str | None]:
-    """Return root and pattern like `split_glob`; an existing name with brackets means itself.
+    """Split an entry of source.uri into (root, glob pattern or None), like `split_glob`.
 
-    `*` and `?` also match themselves, so only brackets can hide a file.
+    An existing file or folder with brackets in its name is taken literally. `*` and `?` need no
+    such exception: as patterns they also match themselves.
     """
     root, pattern = split_glob(given)
     parts = pattern.split("/") if pattern else []
@@ -384,7 +393,7 @@ def _exists(root: str, name: str, options: Mapping[str, object]) -> bool:
 def _expand(
     root: str, pattern: str | None, given: str, options: Mapping[str, object], places: Places
 ) -> Iterator[File]:
-    """Yield the files of one entry of source.uri; note in `places` what the listing shows."""
+    """Yield the files of one entry of source.uri; note tables and runs among them in `places`."""
     parts = pattern.split("/") if pattern else []
     folder, _, name = root.rpartition("/")
     if not parts and name and not folder.endswith(":/") and not given.endswith("/"):
@@ -405,7 +414,7 @@ def _expand(
 
 
 def ending(name: str) -> tuple[str | None, str | None]:
-    """Return the format and the compression that a file name implies, each None if it does not."""
+    """Return the format and the compression that a file name implies, None for each it does not."""
     stem, dot, last = name.lower().rpartition(".")
     compression = COMPRESSIONS.get(dot + last)
     if compression:
@@ -417,7 +426,11 @@ def ending(name: str) -> tuple[str | None, str | None]:
 
 
 def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
-    """Return the format and its files; other files that `_list` found in folders may be dropped."""
+    """Return the format and the files that have it.
+
+    With source.format, files of other formats in folders are dropped; without it, files of several
+    formats raise SourceError.
+    """
     if source.format != "auto":
         chosen = [f for f in files if _may_be_read(f, source.format)]
         if not chosen:
@@ -472,7 +485,7 @@ def _unreadable(file: File) -> str:
 
 
 def database_of_file(path: str) -> str | None:
-    """Return the dialect of the database that a local file is; None if it is no known one."""
+    """Return "sqlite" or "duckdb" if a local file begins like such a database; else None."""
     if not os.path.isfile(path):
         return None
     with suppress(OSError), open(path, "rb") as file:
@@ -485,7 +498,10 @@ def database_of_file(path: str) -> str | None:
 
 
 def _without(file: File, read: Sequence[File]) -> str:
-    """Return how to exclude a file that was not named itself, given the others in `read`."""
+    """Return a hint how to exclude a file that a folder or glob matched, "" if it was named itself.
+
+    `read` are the files that can be read.
+    """
     if file.named:
         return ""
     if not read or split_glob(file.given)[1] is not None:
@@ -511,9 +527,10 @@ def hidden(part: str) -> bool:
 
 
 def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:
-    """Match a glob part by part; `**` stands for any number of folders (at the end: also files).
+    """Return whether a path matches a glob, both given as their parts between slashes.
 
-    A part of `path` that is None stands for any name that is not hidden.
+    `**` stands for any number of folders (at the end: also files). A part of `path` that is None
+    stands for any name that is not hidden.
     """
     if not pattern:
         return not path

@@ -43,7 +43,10 @@ def is_array(file: File) -> bool:
 
 
 def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first item, one item per line) of about streams.BLOCK_BYTES."""
+    """Yield (number of the first item, items) for blocks of BLOCK_BYTES.
+
+    Items are numbered from 1; a block has one item on each line.
+    """
     first, held, size = 1, [], 0
     for number, item in enumerate(_items(file), 1):
         line = item.translate(_BREAKS).encode()
@@ -77,7 +80,7 @@ def _items(file: File) -> Iterator[str]:
 
 
 class _Text:
-    """The text of a file around the current position."""
+    """The decoded text of a file, read in pieces, with a position in it."""
 
     def __init__(self, file: File) -> None:
         self._file, self._at, self._text = file, 0, ""
@@ -105,7 +108,10 @@ class _Text:
         self._at += 1
 
     def value(self, decoder: json.JSONDecoder, number: int) -> str:
-        """Return the text of the value that begins here."""
+        """Return the text of the JSON value at the position, and move behind it.
+
+        Raises SourceError that names item `number` if it is not valid.
+        """
         while True:
             try:
                 _, end = decoder.raw_decode(self._text, self._at)
@@ -138,11 +144,14 @@ class _Text:
                 "after the array: the end of the file expected, but found more. Write it again"
             )
 
-    def wrong(self, said: str) -> SourceError:
-        return SourceError(f"{self._file.uri}, {said}")
+    def wrong(self, message: str) -> SourceError:
+        return SourceError(f"{self._file.uri}, {message}")
 
     def _more(self, least: int = 1) -> bool:
-        """Read on; return False at the end of the file."""
+        """Read at least `least` characters more, and drop those before the position.
+
+        Return False at the end of the file.
+        """
         parts = [self._text[self._at :]]
         while least > 0:
             chunk = next(self._chunks, "")
@@ -181,7 +190,7 @@ def is_too_deep(text: bytes) -> bool:
 
 
 def deep_line(block: bytes) -> int | None:
-    """Return the 0-based number of the first line that is nested too deep; None without one."""
+    """Return the 0-based number of the first line that is nested too deep, or None."""
     if block.count(b"[") + block.count(b"{") <= MOST_LEVELS:
         return None
     values = np.frombuffer(block, np.uint8)

@@ -1,4 +1,4 @@
-"""JSON: blocks of rows with arbitrary keys, and errors of broken files."""
+"""Reads JSON as blocks of rows with arbitrary keys, and explains the errors of broken files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def json_tables(
     known: dict[str, None],
     as_written: Collection[str] = (),
 ) -> Iterator[pa.Table]:
-    """Yield blocks of JSON Lines, or of one array of objects; note all keys.
+    """Yield the rows of JSON Lines, or of one array of objects, in blocks; add all keys to `known`.
 
-    Keys that no row of a block has are left out. Fractions of the keys `as_written` become the text
-    in the file.
+    `columns` are the keys to read (None: all), but a block lacks those that none of its rows has.
+    If the numbers of a key in `as_written` include fractions, all its numbers in the block become
+    text, as written in the file.
     """
     types: dict[str, pa.DataType] = {}
     schema = None
@@ -72,7 +73,7 @@ def json_tables(
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (position of its first row, rows) for each block.
+    """Yield (text that names the file and the first line, rows) for each block.
 
     A block whose rows have many keys gives several tables.
     """
@@ -85,7 +86,7 @@ def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.T
 
 
 def line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, whole lines) of about streams.BLOCK_BYTES."""
+    """Yield (number of the first line, whole lines) in blocks of about streams.BLOCK_BYTES."""
     line, carry = 1, b""
     first = file.cut is None or not file.cut.at
     with open_bytes(file) as stream:
@@ -114,9 +115,10 @@ def line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 def _parse_json(
     file: File, block: bytes, line: int, unit: str, as_written: Collection[str]
 ) -> list[pa.Table]:
-    """Return one block as tables; times stay text.
+    """Parse one block to tables; text that looks like a time stays text.
 
-    Raises SourceError that names the file and the line, or the item of an array (`unit`).
+    `line` is the number of its first line, or of its first item in an array; `unit` is "line" or
+    "item". Raises SourceError that names the file and the line or item.
     """
     try:
         block.decode("utf-8")
@@ -135,10 +137,10 @@ def _parse_json(
 
 
 def _pieces(file: File, block: bytes) -> Iterator[bytes]:
-    """Yield whole lines of a block, few enough to bound the columns and cells that they make.
+    """Yield whole lines of a block, few enough to bound the columns and cells of their table.
 
-    pyarrow holds each key of any line as a column of all lines. Raises SourceError for a line of
-    more keys than the bound.
+    pyarrow makes each key of any line a column of all lines. Raises SourceError for a line of more
+    keys than the bound.
     """
     most, waiting = COLUMN_BOUND.value(), [block]
     while waiting:
@@ -162,11 +164,11 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
     for found in _KEY.finditer(line):
         names.add(found[1])
         if len(names) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"an object has more than {most:,} keys")
+            raise COLUMN_BOUND.exceeded_error(file.uri, f"an object has more than {most:,} keys")
     try:
         waiting: list[tuple[tuple[str, ...], object]] = [((), json.loads(line))]
     except ValueError:
-        return  # for pyarrow to tell
+        return  # pyarrow reports it
     paths: set[tuple[str, ...]] = set()
     while waiting:
         path, value = waiting.pop()
@@ -176,7 +178,7 @@ def _check_keys(file: File, line: bytes, most: int) -> None:
         elif isinstance(value, list):
             waiting += [((*path, ""), inner) for inner in value if isinstance(inner, dict | list)]
         if len(paths) > most:
-            raise COLUMN_BOUND.refuse(file.uri, f"an object has more than {most:,} keys")
+            raise COLUMN_BOUND.exceeded_error(file.uri, f"an object has more than {most:,} keys")
 
 
 def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Table:
@@ -203,7 +205,7 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
         table = parse(piece, [])
     plain = {field.name: map_type(field.type, _no_time) for field in table.schema}
     changed = [(f.name, plain[f.name]) for f in table.schema if plain[f.name] != f.type]
-    # The parser takes text that looks like a time for one, and would lose how it is written.
+    # The parser turns text that looks like a time into a time, which loses how it was written.
     table = parse(piece, changed).select(table.column_names) if changed else table
     return _with_number_texts(table, paths) if paths else table
 
@@ -274,7 +276,10 @@ def _no_time(kind: pa.DataType) -> pa.DataType:
 
 
 def _explain_json(file: File, block: bytes, line: int, unit: str, error: Exception) -> str:
-    """Return the line at which pyarrow failed: pyarrow counts from the start of a block."""
+    """Return the error message that names the line at which pyarrow failed.
+
+    pyarrow counts from the start of a block; `line` is the number of its first line.
+    """
     kinds: dict[str, tuple[str, int]] = {}
     for number, text in enumerate(block.split(b"\n"), line):
         if not text.strip():

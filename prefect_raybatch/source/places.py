@@ -1,4 +1,4 @@
-"""Folders that are more than their files: tables of other systems, and runs of ours.
+"""Finds folders whose files must not be read one by one: tables and run directories.
 
 The files of a table include rows that the table no longer has; only its log tells which count. A
 run's files hold answers and failures, and are complete once `_SUCCESS` is there.
@@ -24,13 +24,16 @@ from prefect_raybatch.ledger.layout import (
 from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
 RUN = "run"
-FILES_LOOKED_AT = 1000  # files of a folder that may show what it lies in: one page of a listing
+FILES_LOOKED_AT = 1000  # files of a log folder that are looked at: one page of a listing
 THREADS = 8  # look at so many folders above the input at once
 OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as which source.format
 
 
 def mark(path: str) -> tuple[str, str] | None:
-    """Return (folder, kind) that a file at `path` indicates: a kind of table, or RUN; else None."""
+    """Return (folder, kind) if a file at `path` shows that a folder is a table or run; else None.
+
+    `kind` is the table's format (Delta, Hudi, Iceberg, Lance) or RUN.
+    """
     parts = path.split("/")
     for kind, name in (("Delta", "_delta_log"), ("Hudi", ".hoodie")):
         if name in parts[:-1]:
@@ -45,8 +48,11 @@ def mark(path: str) -> tuple[str, str] | None:
     return (above, RUN) if f"{folder}/{name}" == PLAN else None
 
 
-def look(store: Store) -> str | None:
-    """Return what is at the root of `store`: a kind of table, RUN, or None."""
+def detect_folder_kind(store: Store) -> str | None:
+    """Return what is at the root of `store`: a table's format, RUN, or None.
+
+    What this user may not list counts as absent. Raises transient errors of the store.
+    """
 
     def listed(name: str, recursive: bool = False) -> bool:
         return any(mark(info.path) for info in islice(store.list(name, recursive), FILES_LOOKED_AT))
@@ -64,7 +70,7 @@ def look(store: Store) -> str | None:
             if found():
                 return kind
         except StoreError as error:
-            # Rights often end at the input itself: what may not be seen is no reason to stop.
+            # Users may often list the input alone: a folder that they may not list is no error.
             if error.transient:
                 raise
     return None
@@ -86,7 +92,7 @@ def saved_dataset(store: Store) -> bool:
 
 
 class Places:
-    """Remembers which folders are tables or runs: from listings, or looked up once each."""
+    """Memory of which folders are tables or runs: noted from listings, or looked up once each."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -98,18 +104,19 @@ class Places:
         self._kinds[folder] = kind
 
     def look_above(self, folder: str) -> None:
-        """Look up `folder` and all its parents."""
+        """Look up whether `folder` and its parents are tables or runs, once for each."""
         unknown = [place for place in _upwards(folder) if place not in self._kinds]
         if not unknown:
             return
         stores = [open_store(place, self._options) for place in unknown]
-        kinds = read_ahead(look, stores, THREADS, len(stores))
+        kinds = read_ahead(detect_folder_kind, stores, THREADS, len(stores))
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """Return (place, kind) of the nearest table or run that encloses `folder`.
+        """Return (place, kind) of the nearest table or run that encloses `folder`, in a tuple.
 
-        And of the nearest one when links are followed.
+        The tuple is empty if there is none. If `folder` is reached by symbolic links, the nearest
+        one that encloses its real path is added.
         """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)
@@ -127,11 +134,11 @@ class Places:
         return None
 
     def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
-        """Raise SourceError if the files `uris` of one entry must not be read by themselves.
+        """Raise SourceError if files of a source.uri entry must not be read as plain files.
 
-        Those are files of a table, and of a run that is not finished or that is taken whole. `root`
-        is the folder they were looked for in; `whole`: all of it was taken; `named`: the entry
-        names the file itself.
+        Such files belong to a table, or to a run that is not finished or whose whole directory is
+        read. `uris` are the files, `root` is the folder in which they were looked for; `whole`:
+        everything in it is read; `named`: the entry names the file itself.
         """
         self.look_above(root)
         runs: dict[str, set[str]] = {}
@@ -172,7 +179,7 @@ class Places:
 
 
 def _below(place: str, uri: str) -> str:
-    """Return the first part of `uri` below `place`."""
+    """Return the first path part of `uri` below the folder `place`."""
     return uri[len(place.rstrip("/")) + 1 :].partition("/")[0]
 
 

@@ -1,6 +1,6 @@
-"""Chooses the rows of `source.sample`: those whose numbers have the smallest hashes.
+"""Chooses the rows of `source.sample`: those whose row numbers have the smallest hashes.
 
-A hash and not a random generator, so that the choice is the same with every version of numpy. A
+Uses hashes and no random generator, so that the choice is the same with every version of numpy. A
 larger sample with the same seed includes a smaller one.
 """
 
@@ -23,13 +23,13 @@ HASHED_TOGETHER = 1 << 20  # row numbers that are hashed together
 
 @dataclass(frozen=True)
 class RowSample:
-    """`rows` of the input, chosen by `seed`."""
+    """A sample of `rows` rows of the input, chosen by `seed`."""
 
     rows: int
     seed: int
 
     def numbers(self, total: int) -> SampledNumbers:
-        """Return the numbers of the chosen ones among `total` rows, in increasing order."""
+        """Return the numbers, from 0, of the sampled rows among `total`, in increasing order."""
         best = np.empty(0, np.uint64)
         for start in range(0, total, HASHED_TOGETHER):
             hashes = self._hashes(start, min(total, start + HASHED_TOGETHER))
@@ -47,7 +47,7 @@ class RowSample:
         return np.concatenate(parts).astype(np.int64)
 
     def among(self, parts: Iterable[SampledNumbers]) -> SampledNumbers:
-        """Return the chosen ones among the row numbers of all parts, in increasing order."""
+        """Return the sample among the row numbers in all `parts` together, in increasing order."""
         best = np.empty(0, np.int64)
         for part in parts:
             best = np.concatenate([best, part.astype(np.int64)])
@@ -57,9 +57,10 @@ class RowSample:
         return np.sort(best)
 
     def _hashes(self, start: int, end: int) -> Hashes:
-        """Return the hash of each number: splitmix64, which maps distinct numbers to distinct ones.
+        """Return the hash of each row number from `start` up to `end`, excluded.
 
-        The seed is hashed too: with seeds added to the numbers, samples would be shifted copies.
+        It is splitmix64, which maps distinct numbers to distinct hashes. The seed is hashed too:
+        with seeds added to the numbers, samples would be shifted copies.
         """
         return _mixed(np.arange(start, end, dtype=np.uint64) ^ self._salt)
 
@@ -74,8 +75,11 @@ def sample_of(source: ReadSpec) -> RowSample | None:
     return None if source.sample is None else RowSample(source.sample, source.sample_seed)
 
 
-def taken(table: pa.Table, first: int, numbers: SampledNumbers) -> pa.Table:
-    """Return the rows of a table, of which the first has the number `first`, with these numbers."""
+def rows_in_sample(table: pa.Table, first: int, numbers: SampledNumbers) -> pa.Table:
+    """Return the rows of a table whose numbers are in `numbers`, which are in increasing order.
+
+    The first row of the table has the number `first`.
+    """
     start, end = np.searchsorted(numbers, [first, first + table.num_rows])
     return table.take(pa.array(numbers[start:end] - first))
 

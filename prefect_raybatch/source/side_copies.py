@@ -1,9 +1,9 @@
 """Copies files to a snapshot in parallel, with the rows and types of a sequential copy.
 
 Each share (some small files, or a part of a large one) is written separately with the types known
-so far, and reports the types that it met. Merged in file order, these are the snapshot's types; a
-share written with others is read again. A cast would not do, because it loses how `True` was
-written.
+so far, and reports the types of its values. Merged in file order, these are the snapshot's types; a
+share written with other types is read again. Casting its files would not do, because it loses how a
+value such as `True` was written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.source import cuts
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, TypesSeen
-from prefect_raybatch.source.copied_shares import CopyShare, copy_key, found_copied, note_copied
+from prefect_raybatch.source.copied_shares import (
+    CopyShare,
+    copy_key,
+    read_copy_record,
+    write_copy_record,
+)
 from prefect_raybatch.source.copies import (
     Chosen,
     Copied,
@@ -35,20 +40,20 @@ from prefect_raybatch.source.find import File, Inventory
 from prefect_raybatch.source.text_types import common_text_type
 from prefect_raybatch.storage import Store
 
-SHARE_FILES = 256  # of small files a share: each costs a store several requests
-REMOTE_AT_ONCE = 8  # shares from a remote store: it is waited for more than it is worked
+SHARE_FILES = 256  # small files in a share: each costs several requests to the store
+REMOTE_AT_ONCE = 8  # shares from a remote store at once: they mostly wait
 
 
 class Reader(Protocol):
-    """Yields blocks of a file; notes the names of all its columns."""
+    """Function that yields blocks of a file, and adds the names of all its columns to `known`."""
 
     def __call__(self, file: File, *, known: dict[str, None]) -> Iterator[pa.Table]: ...
 
 
 class NotSideBySide(Exception):
-    """Reading a part of this file failed, or its parts are incompatible.
+    """Raised when reading a part of `file` failed, or if its parts have incompatible types.
 
-    Only a reader from the start can say in which row, or that nothing is wrong.
+    Only reading the file from its start shows in which row, or that nothing is wrong.
     """
 
     def __init__(self, file: File) -> None:
@@ -58,10 +63,12 @@ class NotSideBySide(Exception):
 
 @dataclass(frozen=True)
 class ShareCopier:
-    """Copies a share to `store`, unless an interrupted copy already did.
+    """A function that copies a share (some files, or a part of one) to `store`.
 
-    `known` are the known types of any column, in the order of the snapshot's, `of_files` those of
-    each file; `read_as` as in `copy_key`, the rest as in `Shape`.
+    If an earlier copy of the same share is recorded there, it is used instead.
+
+    `known` are the column types known so far, in the snapshot's order, `of_files` the types of each
+    file; `read_as` as in `copy_key`; `text`, `union` and `typed` as in `Shape`.
     """
 
     reader: Reader
@@ -76,17 +83,17 @@ class ShareCopier:
     of_files: Mapping[str, dict[str, pa.DataType]] = field(default_factory=dict)
 
     def __call__(self, share: CopyShare) -> Copied:
-        """Copy a share. Errors of reading are returned as values.
+        """Copy a share, or find an earlier copy; return the outcome, which may hold a read error.
 
-        Which of them counts is known only once all earlier shares are done.
+        Which share's error is raised is known only once all earlier shares are done.
         """
         names = {stretch.file.uri for stretch in share}
         mine = {uri: types for uri, types in self.of_files.items() if uri in names}
         key = copy_key(self.read_as, share, self.known, mine)
-        if (found := found_copied(self.store, key)) is not None:
+        if (found := read_copy_record(self.store, key)) is not None:
             return found
         made = self._copied(share, mine)
-        note_copied(self.store, key, made)
+        write_copy_record(self.store, key, made)
         return made
 
     def _copied(self, share: CopyShare, of_files: dict[str, dict[str, pa.DataType]]) -> Copied:
@@ -106,7 +113,11 @@ class ShareCopier:
 def shares_of(
     files: Sequence[File], stretches: Callable[[File], Sequence[Stretch]]
 ) -> Iterator[CopyShare]:
-    """Yield all files in order: small neighbours together, larger ones in stretches."""
+    """Group all files, in order, into shares: what is copied at once as one piece of work.
+
+    A share is some small neighbouring files, one larger file, or one part of a file that
+    `stretches` splits into several (ranges of whole rows).
+    """
     held: list[Stretch] = []
     size = 0
     for file in files:
@@ -125,9 +136,9 @@ def shares_of(
 
 
 def in_threads(cpus: int, remote: bool) -> Everywhere:
-    """Return a runner in threads of this process.
+    """Return an `Everywhere`, which does work on many items, in threads of this process.
 
-    They mostly read and write without Python's lock.
+    It has `cpus` threads, or more for `remote` files. They mostly run without Python's global lock.
     """
 
     def everywhere(
@@ -153,10 +164,11 @@ def copy_shares(
     known: dict[str, None],
     kind: str,
 ) -> Inventory:
-    """Return the snapshot of all shares, copied by `copier` with the types known so far.
+    """Copy all shares with `copier` until their types agree; return the snapshot's inventory.
 
-    Raises what a sequential copy raises, and `NotSideBySide` for what only that can report.
-    `guess`: the likely types of columns.
+    `guess`: likely types of columns, for the first round. Adds the names of all columns to `known`.
+    Raises the errors of a sequential copy, and `NotSideBySide` if only such a copy can tell what is
+    wrong.
     """
     rounds = count()
 
@@ -178,7 +190,10 @@ def _round(
     shape: Shape,
     everywhere: Callable[[Iterable[CopyShare], int], Generator[tuple[int, Copied], None, None]],
 ) -> Iterator[tuple[int, Copied]]:
-    """Copy these shares, and merge their types in file order."""
+    """Copy the shares numbered `todo`; yield (number, outcome) of each as it is done.
+
+    Merges their types into `shape` in file order.
+    """
     size = sum(_bytes(stretch) for number in todo for stretch in shares[number])
     waiting: dict[int, Copied] = {}
     next_place = 0
@@ -192,7 +207,10 @@ def _round(
 
 
 def _take(share: CopyShare, one: Copied, shape: Shape) -> None:
-    """Merge the types of a share, then raise its error."""
+    """Merge the types in `one`, a share's outcome, into `shape`; then raise its error, if any.
+
+    Raises `NotSideBySide` instead of that error if the share is a part of a file.
+    """
     part = next((stretch for stretch in share if stretch.stop is not None), None)
     try:
         for uri, types in one.types:

@@ -21,7 +21,7 @@ from prefect_raybatch.source import cuts, side_copies, streams
 from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.source.columns import Shape, check_columns
 from prefect_raybatch.source.copies import Blocks, Chosen, copy_tables
-from prefect_raybatch.source.csv_text import csv_as_seen, csv_tables, delimiter_of
+from prefect_raybatch.source.csv_text import csv_tables, delimiter_of, detect_csv_options
 from prefect_raybatch.source.cuts import Everywhere, Stretch, cut_csv, cut_lines
 from prefect_raybatch.source.declared_types import (
     check_type_columns,
@@ -53,8 +53,8 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-STATS = 16  # files asked about at once
-GUESS_FILES = 8  # of which the first block is looked at before they are copied
+STATS = 16  # files looked up at once
+GUESS_FILES = 8  # files whose first block is read before the copy begins
 
 
 def snapshot(
@@ -62,10 +62,10 @@ def snapshot(
 ) -> Inventory:
     """Copy a table, or files other than Parquet, to Parquet in `_raybatch/input/ATTEMPT-UUID/`.
 
-    Files are copied in parallel, by default in threads of this process; `everywhere(bytes, whether
-    all of the input is reachable from elsewhere)` chooses where instead. Rows, their order and
-    types are those of a sequential copy, which is used with `limit` or `sample` and for files over
-    http(s).
+    Files are copied in parallel, by default in threads of this process. `everywhere(size, remote)`
+    chooses where instead: `size` is the bytes of the input, `remote` whether other nodes can read
+    it. Rows, their order and types are those of a sequential copy, which is used with `limit` or
+    `sample` and for files over http(s).
 
     The URIs of the inventory are relative to `run_store`. Types come from the values: CSV cells are
     int64, float64, bool or string, whichever is the narrowest that reproduces each value as written
@@ -77,7 +77,7 @@ def snapshot(
     """
     if (table := table_format(source)) is not None:
         return copying.snapshot_of(table, source, run_store, attempt)
-    kind, files = _found(source)
+    kind, files = _find_nonempty(source)
     types = typed_columns(kind, source, (file.values for file in files))
     known: dict[str, None] = {}
     reads, chosen = _reads(source)
@@ -112,8 +112,8 @@ def snapshot(
     return replace(made, table=_by_web(kind, files))
 
 
-def _found(source: ReadSpec) -> tuple[str, list[File]]:
-    """Like `find`, but raises SourceError for an empty file too."""
+def _find_nonempty(source: ReadSpec) -> tuple[str, list[File]]:
+    """Return format and files like `find`, but raise SourceError for an empty file too."""
     kind, files = find(source)
     for file in files:
         if file.info.size == 0:
@@ -133,7 +133,7 @@ Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
 
 @contextmanager
 def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
-    """Yield a runner in threads of this process, as `everywhere` of `snapshot`."""
+    """Yield what `in_threads` returns for the CPUs of this process; `snapshot`'s default."""
     yield in_threads(len(os.sched_getaffinity(0)), remote)
 
 
@@ -146,10 +146,10 @@ def _side_by_side(
     known: dict[str, None],
     everywhere: Everywheres,
 ) -> Inventory | None:
-    """Copy the files as parallel shares.
+    """Copy the files as parallel shares; return None if they must be copied sequentially.
 
-    Return None if that does not pay, or if only a sequential copy can tell what is wrong. Raises
-    like `snapshot`.
+    A sequential copy is needed for small inputs, and if only it can tell what is wrong. Raises like
+    `snapshot`.
     """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
@@ -181,9 +181,9 @@ def _side_by_side(
 def _guess(
     kind: str, files: Sequence[File], reads: ReadSpec, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Return types of columns by the first blocks of some files.
+    """Return likely types of columns, by the first blocks of some files.
 
-    Incompatible types end the guess.
+    Stops at the first error, such as incompatible types.
     """
     shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
@@ -200,11 +200,11 @@ def peek(source: ReadSpec) -> Inventory:
     """Return what `snapshot` would give, estimated from the first block with rows; write nothing.
 
     Rows are estimated from the sizes of the files (never more than `limit` or `sample`), types may
-    still widen. Raises like `snapshot` for faults in that block.
+    still widen. Raises the errors of `snapshot` for faults in that block.
     """
     if (table := table_format(source)) is not None:
-        return copying.peek_at(table, source)
-    kind, files = _found(source)
+        return copying.estimate_inventory(table, source)
+    kind, files = _find_nonempty(source)
     types = typed_columns(kind, source, (file.values for file in files))
     reads, wanted = _reads(source)
     shape = _shape(kind, reads.columns, types)
@@ -241,23 +241,23 @@ def peek(source: ReadSpec) -> Inventory:
     return Inventory(tuple(chosen), schema, row_bytes, kind, guessed=not whole and left != 0)
 
 
-def seen_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
-    """Return the fields that `source.csv` needs for the first file of a source.
+def detect_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
+    """Return (fields that `source.csv` needs for the first file, whether the encoding is a guess).
 
-    And whether the encoding is a guess. Empty if it is no CSV. Raises like `detect_format`.
+    ({}, False) if the source is not CSV. Raises the errors of `detect_format`.
     """
     if table_format(source) is None:
         kind, files = find(source)
         if kind == "csv":
-            return csv_as_seen(files[0], source.csv)
+            return detect_csv_options(files[0], source.csv)
     return {}, False
 
 
 def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
     """Yield (uri, first block) of up to `most` files, spread over all.
 
-    Each file has types as `peek` estimates them. Writes nothing. Raises like `peek`; a file without
-    rows is left out.
+    Each block has the types that `peek` estimates. A file without rows is left out. Writes nothing.
+    Raises the errors of `peek`.
     """
     if (table := table_format(source)) is not None:
         yield from copying.head_of(table, source)
@@ -278,7 +278,10 @@ def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
-    """Return the source with the columns that its filter needs, and the part of it to write."""
+    """Return the source with the columns that its filter needs, and the part of it to write.
+
+    The part is None if there is no filter: all that is read is written.
+    """
     if source.filter is None:
         return source, None
     filter = Filter(source.filter)
@@ -289,10 +292,10 @@ def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
 
 
 def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the rows of a first block that match the filter.
+    """Return the rows of a file's first block that match the filter of `wanted` (None: all rows).
 
-    Raises ConfigError if the filter does not fit the types. If only text leaves the types open, all
-    rows are kept for the estimate.
+    If the filter does not fit the types of CSV or JSON, returns all rows, because later rows may
+    still change the types. Raises ConfigError in other formats, and for a column missing in CSV.
     """
     if wanted is None:
         return table
@@ -306,7 +309,7 @@ def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schem
 
 
 def _stored_row_bytes(kind: str, file: File) -> float:
-    """Return the bytes in the file, as stored, that each of its first rows takes."""
+    """Return the mean bytes per row in the file, as stored (compressed), by its first rows."""
     if kind in ("arrow", "parquet"):
         count = arrow_rows(file) if kind == "arrow" else parquet_rows(file)
         return file.info.size / max(1, count)
@@ -336,10 +339,10 @@ def _tables(
     types: Mapping[str, pa.DataType],
     pushed: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield blocks of a file with the columns of its path; note all names.
+    """Yield blocks of a file with the columns of its path; add names of all columns to `known`.
 
-    `types` are those of columns typed before any value is read. Rows that do not match `pushed` may
-    be left out.
+    `types` are the types of columns whose type is known before any value is read. Rows that do not
+    match `pushed` may be left out.
     """
     columns = source.columns
     told = [name for name, _ in file.values]
@@ -369,12 +372,12 @@ def _tables(
 
 
 def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[str]]:
-    """Return `text`, `union` and `typed` of a `Shape` of such files."""
+    """Return (text, union, typed) of a `Shape` for files of format `kind`."""
     return kind == "csv", kind in ("csv", "jsonl"), frozenset(types)
 
 
 def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
-    """Return what else a copy of the same bytes depends on: how they are read, by which code."""
+    """Return text that identifies how files are read and by which code, as part of a copy's key."""
     named = sorted((name, str(found)) for name, found in types.items())
     chosen = [source.uris, source.columns, source.limit, source.filter, source.served_as]
     csv = source.csv.model_dump(mode="json")
@@ -387,7 +390,10 @@ def _shape(kind: str, columns: Sequence[str] | None, types: Collection[str]) -> 
 
 
 def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
-    """Return what plan.json keeps of files fetched over http(s): their URLs and versions."""
+    """Return what plan.json keeps of files fetched over http(s): their URLs and versions.
+
+    None if there are none.
+    """
     found = [file for file in files if is_web(file.uri)]
     if not found:
         return None

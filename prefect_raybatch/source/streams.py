@@ -20,7 +20,7 @@ TEXT_CHUNK = 1 << 18  # recoded at a time
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of `error` for the middle of a sentence."""
+    """Return an error's text in one line of at most 200 characters; its class name if empty."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -106,7 +106,9 @@ class Expanded(Raw):
         read = super().readinto(buffer)
         self._left -= read
         if self._left < 0:
-            raise EXPANSION_BOUND.refuse(self._where, "decompresses to far more than its size")
+            raise EXPANSION_BOUND.exceeded_error(
+                self._where, "decompresses to far more than its size"
+            )
         return read
 
 
@@ -126,7 +128,10 @@ class Followed(Raw):
 
 
 class Unbroken:
-    """A stream that holds back a carriage return at the end of a read for the next one."""
+    """A stream of which no read ends between a carriage return and a line feed.
+
+    A carriage return at the end of a read is held back for the next read.
+    """
 
     closed = False
 
@@ -154,7 +159,7 @@ class Unbroken:
 
 
 class Recoded(io.RawIOBase):
-    """Text of another encoding as UTF-8. Undecodable text raises UnicodeDecodeError."""
+    """A stream of text in `encoding`, read as UTF-8. Undecodable text raises UnicodeDecodeError."""
 
     def __init__(self, stream: Readable, encoding: str) -> None:
         self._stream, self._held = stream, b""

@@ -19,8 +19,8 @@ class ImageSpec:
 
     `resize` is None (as they are), the most pixels of the longer side, or (width, height). `most`
     is the number of images that a row may have. `max_pixels` and `max_bytes` apply to one image.
-    `media_root` is the folder of local images, None if rows name none. `digests`: the result has a
-    column with the digests of the images.
+    `media_root` is the folder of local images, None if rows may name no local file. `digests`: the
+    result has a column with the digests of the images.
     """
 
     columns: tuple[str, ...]
@@ -34,7 +34,7 @@ class ImageSpec:
     digests: bool
 
     def pixels(self, size: tuple[int, int]) -> int:
-        """Return the pixels of an image of that (width, height) as the model gets it."""
+        """Return the number of pixels of an image of `size` (width, height), once resized."""
         if isinstance(self.resize, tuple):
             size = self.resize
         elif self.resize is not None and max(size) > self.resize:
@@ -43,7 +43,7 @@ class ImageSpec:
         return size[0] * size[1]
 
     def limits(self) -> dict[str, int]:
-        """Return vLLM's limit_mm_per_prompt: the images of a row, and none of other media."""
+        """Return vLLM's limit_mm_per_prompt: `most` images, and no other media."""
         return {"image": self.most, **dict.fromkeys(OTHER_MODALITIES, 0)}
 
 
@@ -51,6 +51,9 @@ class ImageSpec:
 class PromptSpec:
     """The parts of a prompt; exactly one of `template`, `function` and `messages` is set.
 
+    `template` is the template of the prompt, `second` that of the second text if the task scores
+    pairs. `function` names the user's prompt function. `messages` and `documents` are columns with
+    the chat messages and with documents for the chat template. `prefill` begins each answer.
     `chat_template` is the text of a template, None for the model's own. `columns` are the input
     columns that the job names, each with the field that names it; a function may read any column.
     `images` is None for text alone.
@@ -76,12 +79,12 @@ class PromptSpec:
 
     @property
     def alike(self) -> bool:
-        """True if all rows make the same prompt, from a template that uses no column."""
+        """True if all rows make the same prompt: a template without a column, and no images."""
         return self.template is not None and not self.columns and self.images is None
 
     @property
     def paired(self) -> bool:
-        """Whether a row may give two texts."""
+        """Whether a row may have two texts, for the task `score`, which compares them."""
         return self.second is not None or self.function is not None
 
     @property
@@ -93,14 +96,14 @@ class PromptSpec:
 class SamplingSpec:
     """The sampling of the answers to a row.
 
-    `fields` go to vLLM with each request; `pooling` are those of a pooling task, except the task
-    itself, which its model decides. `max_tokens` is the most tokens of an answer, 1 if the task
+    `fields` go to vLLM with each request; `pooling` are the fields of a pooling task, except `task`
+    itself, which depends on the model. `max_tokens` is the most tokens of an answer, 1 if the task
     pools. `answers` is the number of answers to a row (n). `logprobs` is the number of most
-    probable tokens written for each token, None for none. `choices` are the labels of which an
-    answer is one, and `labels` those whose probabilities are written. `form` is
-    sampling.structured_outputs, None if an answer schema is the form (it is in `fields`).
-    `fixed_form` is the field that requires one form for all rows, so that no row may set another;
-    None if rows may.
+    probable tokens written for each token, None to write none. `choices` are the labels of which an
+    answer is one, and `labels` the labels whose probabilities are written. `form` is
+    sampling.structured_outputs, None if the job sets no form or sets it by an answer schema (then
+    only `fields` has it). `fixed_form` is the job field that requires one form for all rows, so
+    that no row may set another; None if rows may.
     """
 
     fields: SamplingFields
@@ -125,15 +128,15 @@ class SamplingSpec:
 
     @property
     def several(self) -> bool:
-        """Return whether a row has a list of answers."""
+        """Return whether a row gets more than one answer, and so a list of them."""
         return self.answers > 1
 
     @property
-    def drawn_apart(self) -> bool:
+    def may_differ(self) -> bool:
         """Return whether two equal requests may get different answers."""
         return self.temperature > 0 and self.fields.get("seed") is None
 
     def greedy(self) -> SamplingSpec:
-        """Return how a sample is asked for a comparison: one answer per row, without randomness."""
+        """Return the sampling for comparing models: one answer per row, without randomness."""
         fields = {name: value for name, value in self.fields.items() if name != "n"}
         return replace(self, fields={**fields, "temperature": 0.0}, temperature=0.0, answers=1)

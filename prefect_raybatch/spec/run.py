@@ -1,4 +1,4 @@
-"""What a run does, what makes two runs the same run, and whose answers it reuses."""
+"""What a run does, the fingerprint that identifies it, and whose answers it reuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from prefect_raybatch.spec.sizes import SizeSpec
 class Identity:
     """The fingerprint of everything that changes an answer, in hex.
 
-    `parts` are what went into it, as records hold them: without credentials.
+    `parts` are the values that it was computed from, by name, as records hold them: without
+    credentials.
     """
 
     fingerprint: str
@@ -28,7 +29,10 @@ class Identity:
 
     @property
     def retry(self) -> Mapping[str, Any] | None:
-        """The failed rows that are the input ({parent, errors}); None for an ordinary input."""
+        """The failed rows that are the input; None for an ordinary input.
+
+        {parent: run key of the retried run, errors: classes of the rows' errors, None for all}.
+        """
         return self.parts.get("retry")
 
 
@@ -37,9 +41,10 @@ class ReuseSpec:
     """The answers of earlier runs that a run reuses, and whether it keeps its own for later ones.
 
     `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
-    the job, `all` for each complete one, None for none. `keep_days` is how many days raw answers
-    are kept, None for as long as the run. `keeps`: the run looks its answers up and keeps them for
-    later runs. `ordered`: the requests of the whole run are asked in the order of their prompts.
+    the job, `all` for every complete one, None to reuse nothing. `keep_days` is how many days raw
+    answers are kept, None for as long as the run. `keeps`: the run stores raw answers, from which
+    its own rows and later runs take answers. `ordered`: the requests of the whole run are asked in
+    the order of their prompts.
     """
 
     run: str | None
@@ -48,8 +53,8 @@ class ReuseSpec:
     ordered: bool
 
     @property
-    def asks_apart(self) -> bool:
-        """True if a phase with its own ledger asks the requests, and rows then look answers up."""
+    def has_requests_phase(self) -> bool:
+        """True if a requests phase asks the model, and the rows phase then looks up its answers."""
         return self.keeps or self.ordered
 
 
@@ -57,9 +62,11 @@ class ReuseSpec:
 class RunSpec:
     """Everything that a run does, compiled from its job, with one part for each concern.
 
-    What a job leaves to the rows or to a trial is settled by `decide`, which returns another spec.
+    In a cascade this is the spec of the larger model's run; `first` is that of the first model.
+
+    Fields that depend on the rows or on a trial are set by `decide`, which returns another spec.
     Only two other places copy a spec with changes: the requests that a run asks first
-    (`runs.increment.asks_of`) and the trial of a precision (`runs.precision.SampleBench`).
+    (`runs.increment.requests_spec`) and the trial of a precision (`runs.precision.SampleBench`).
     """
 
     name: str
@@ -73,12 +80,12 @@ class RunSpec:
     limits: Limits
     cluster: ClusterSpec
     reuse: ReuseSpec
-    # Of a cascade: what its first model does, and which rows this model then answers.
+    # In a cascade: the run of the first model, and the rule for the rows that this model answers.
     first: RunSpec | None = None
     cascade: CascadeSpec | None = None
 
     def of_cascade(self, cascade: CascadeSpec, first: RunSpec) -> RunSpec:
-        """Return the spec as that of the larger model, for the rows that `first` leaves to it."""
+        """Return a copy for the larger model, which answers the rows that `first` leaves unsure."""
         finish = replace(self.finish, answered_by=True)
         return replace(self, finish=finish, cascade=cascade, first=first)
 

@@ -16,11 +16,12 @@ Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters of a plan.
+    """The adapters of a plan (`pinned`, by name), and how to choose a row's adapter.
 
-    `column` names each row's adapter; None: one adapter applies to all rows. `null` says whether a
-    row without one is answered by the base model or fails. `alone` is false if vLLM cannot use the
-    base model alone: on a CPU it answers such a row with another row's adapter (0.29, measured).
+    `column` is the input column that holds the name of each row's adapter; None: all rows use the
+    only adapter, whose name is "". `null`: the base model answers rows in which `column` is null;
+    otherwise they fail. `alone`: this engine can use the base model beside adapters. It is false on
+    a CPU, where vLLM answers such a row with another row's adapter (measured with vLLM 0.29).
     """
 
     column: str | None
@@ -28,26 +29,32 @@ class Adapted:
     null: bool = False
     alone: bool = True
 
-    def here(self, numbers: dict[str, int] | None = None) -> dict[str, Adapter]:
-        """Return each adapter by name, on this node.
+    def copy_to_node(self, numbers: dict[str, int] | None = None) -> dict[str, Adapter]:
+        """Copy the adapters to this node if necessary; return {name: adapter}.
 
-        `numbers` are the engine's numbers of adapters by content; new ones are added to it.
+        An adapter is (unique name for vLLM, number, folder on this node).
+
+        `numbers` maps the content hash of an adapter to the number by which the engine knows it.
+        Adapters that are not in it get the next number and are added.
         """
         numbers = {} if numbers is None else numbers
         made = {}
         for name, adapter in sorted(self.pinned.items()):
             identity = str(adapter["identity"])
-            # vLLM takes two of one name for the same, so that the content is part of the name; and
-            # two of one number, whatever their names.
+            # vLLM takes adapters with the same name, or with the same number, for the same one. So
+            # the content hash is part of the name.
             unique = f"{name or 'adapter'}-{identity[-12:]}"
             path = adapters.adapter_path(adapter)
             made[name] = (unique, numbers.setdefault(identity, len(numbers) + 1), path)
         return made
 
-    def of_rows(
+    def row_adapters(
         self, table: pa.Table, here: Mapping[str, Adapter]
     ) -> tuple[list[Adapter | None], dict[int, Failure]]:
-        """Return each row's adapter, and the rows whose adapter is unknown."""
+        """Return each row's adapter (None: base model, or a failed row), and failures by row index.
+
+        `here` is the result of `copy_to_node`.
+        """
         if not self.pinned:
             return [None] * table.num_rows, {}
         if self.column is None:

@@ -21,22 +21,22 @@ from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.spec.result import ParsingSpec
 from prefect_raybatch.stages.block import Failure, Tokenizer
 from prefect_raybatch.stages.columns import ANSWERS, REASONING_OPEN, TEXTS
-from prefect_raybatch.stages.decided import grammar_bytes
+from prefect_raybatch.stages.label_cutoff import grammar_bytes
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VALID
 
-XGRAMMAR_SECONDS = 2.0  # that its parser may take for one answer
+XGRAMMAR_SECONDS = 2.0  # most seconds that xgrammar may take to check one answer
 FORM_FIELDS = ("choice", "structured_outputs")
 FormCheck = Callable[[str], str | None]
-"""Return why a text does not have the form, or None if it does."""
+"""Type of functions that return why a text does not have a form, or None if it does."""
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of a row's answers.
+    """The form that a row's answers must have.
 
-    `name`: the sampling field that asks for it; `labels`: those of a choice; `misfit`: returns why
-    a text does not fit, None if it does.
+    `name`: the sampling field that sets it; `misfit`: returns why a text does not fit, None if it
+    does; `labels`: the allowed answers if the form is a choice, else empty.
     """
 
     name: str
@@ -45,14 +45,17 @@ class AnswerForm:
 
 
 def own_form(sampling: SamplingFields | None) -> str | None:
-    """Return the JSON of the fields by which a row changes the form of its answer, or None."""
+    """Return as JSON the fields of a row's `sampling` that set its answer's form, or None."""
     fields = {name: sampling[name] for name in FORM_FIELDS if sampling and name in sampling}
     return json.dumps(fields, sort_keys=True) if fields else None
 
 
 @lru_cache(maxsize=256)
 def form_of(job: str | None, own: str | None) -> AnswerForm | None:
-    """Return the form that the job's fields and a row's own (JSON of both) ask for, or None."""
+    """Return the form that a row's answers must have; None if any text is valid.
+
+    `job` and `own` are the form fields of the job and of the row, as JSON; the row's fields win.
+    """
     fields = {**json.loads(job or "{}"), **json.loads(own or "{}")}
     if labels := choice_of(fields):
         return _choice(frozenset(labels))
@@ -64,8 +67,8 @@ def form_of(job: str | None, own: str | None) -> AnswerForm | None:
 
 
 def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
-    """Return the failure of a row whose answer does not have the required form."""
-    # Equal in the 120 characters by which failures are counted, whatever the answer is.
+    """Return the failure of a row whose answer `text` does not have the form; `why` says why."""
+    # The answer comes after the 120 characters by which failures are counted.
     reason = why[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(
         "engine",
@@ -79,8 +82,8 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
 class Spelling:
     """Checks whether the answers of a block have the required form.
 
-    An answer that does not fit as decoded text is checked again as its tokens spell it: decoding
-    drops leading blanks, and special tokens that may be part of a grammar.
+    An answer whose decoded text does not fit is checked again in the spelling of its tokens,
+    because decoding drops leading blanks, and special tokens that may be part of a grammar.
     """
 
     def __init__(
@@ -91,9 +94,10 @@ class Spelling:
     def fitted(
         self, form: AnswerForm, shown: str | None, row: int, number: int
     ) -> tuple[str | None, str | None]:
-        """Return answer `number` of a row, and why it does not fit (None if it does).
+        """Return the text of an answer, and why it does not have the form (None if it does).
 
-        A label is returned as it is written in the choice.
+        The answer is number `number` (from 0) of the row with index `row`; `shown` is its decoded
+        text. A label is returned as it is written in the choice, any other answer as `shown`.
         """
         why = form.misfit(shown or "")
         if why is None:
@@ -117,7 +121,12 @@ class Spelling:
         return bool(self._table[REASONING_OPEN][row].as_py())
 
     def _spelled(self, row: int, number: int) -> Iterator[str]:
-        """Yield the texts that the answer's tokens spell, without the token that ended it."""
+        """Yield the spellings of answer `number` of row `row`: texts made from its token ids.
+
+        The first is decoded with special tokens, the second, if available, is joined from the bytes
+        that the engine's grammar assigns to tokens. Both leave out a special token at the end.
+        Yields nothing if vLLM itself detokenized the answer.
+        """
         if self._table[TEXTS][row].as_py() is not None:
             return
         tokenizer = self._tokenizer()
@@ -184,7 +193,8 @@ def _loaded(text: str) -> object:
 def _parsed_by(kind: str) -> Callable[[str], FormCheck]:
     def make(value: str) -> FormCheck:
         def misfit(text: str) -> str | None:
-            # In turn, since the second one imports torch. They agree on a text without characters.
+            # xgrammar imports torch, so it is asked only if llguidance does not accept the text.
+            # Both agree on the empty text.
             verdict = by_llguidance(kind, value)(text)
             if verdict is None or (text and not verdict):
                 other = by_xgrammar(kind, value)(text)
@@ -203,11 +213,14 @@ _MAKERS: dict[str, Callable[[Any], FormCheck]] = {
     "grammar": _parsed_by("grammar"),
     "structural_tag": _parsed_by("structural_tag"),
 }
-# vLLM takes grammars from llguidance and xgrammar. They do not agree on every pattern, so a text
-# that either takes may come from the engine.
+# vLLM enforces grammars with llguidance or xgrammar. They do not agree on every pattern, so a text
+# that either accepts may come from the engine.
 
 Matches = Callable[[str], bool | None]
-"""Return whether a text matches; None where the library cannot tell."""
+"""Type of functions that return whether a text matches a grammar.
+
+They return None if the grammar's library is not installed or cannot read the grammar.
+"""
 
 
 @lru_cache(maxsize=64)
@@ -249,7 +262,7 @@ def by_xgrammar(kind: str, value: str) -> Matches:
             grammar = xgrammar.Grammar.from_structural_tag(value)
         compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([]))
         compiled = compiler.compile_grammar(grammar)
-    except Exception:  # of its C++, of several classes: another dialect
+    except Exception:  # its C++ code raises several classes, for example for another dialect
         return _unknown
 
     def matches(text: str) -> bool | None:

@@ -15,9 +15,10 @@ _TOKEN = [("token", pa.string()), ("id", pa.int32()), ("logprob", pa.float32())]
 
 
 class TokenLogprob(TypedDict):
-    """A token with its log probability, as `STEPS_TYPE` holds it.
+    """A token with its log probability, as the column type STEPS_TYPE holds it.
 
-    One of the two names it: an engine tells its `id`, a hosted model its text in `token`.
+    An engine sets `id`, and `token` is None; a hosted model sets `token`, the text, and `id` is
+    None.
     """
 
     id: int | None
@@ -29,16 +30,21 @@ TokenLogprobs = list[TokenLogprob]  # of one step: the chosen token first
 
 
 def logprobs_type(most: int, answers: int) -> pa.DataType:
-    """Return the column's type: a list of tokens, or a list of such lists for several answers."""
+    """Return the type of the log probabilities column: a list of tokens for each answer.
+
+    With one answer a row (`answers` is 1), the column holds that list itself. `most`: alternatives
+    of each token, in its field `top`; 0: there is no such field.
+    """
     top = [("top", pa.list_(pa.struct(_TOKEN)))] if most else []
     one = pa.list_(pa.struct([*_TOKEN, *top]))
     return pa.list_(one) if answers > 1 else one
 
 
 def steps_of(answers: Sequence[Sequence[Step]]) -> list[list[TokenLogprobs]]:
-    """Return, for each answer, its tokens with their log probabilities, as `STEPS_TYPE` holds them.
+    """Convert the log probabilities of a row's answers to STEPS_TYPE: a list [answer][step].
 
-    The tokens of a step: the chosen one, then all from the most to the least probable.
+    A step stands for one generated token. It lists the chosen token, then all reported tokens from
+    the most to the least probable, with the chosen token again among them.
     """
     return [[_ordered(step) for step in steps] for steps in answers]
 
@@ -51,7 +57,7 @@ def _ordered(step: Step) -> TokenLogprobs:
 
 
 class TokenTexts:
-    """The text of a single token; part of a character shows as the replacement character."""
+    """A cache of the texts of single tokens by id; part of a character shows as U+FFFD."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]):
         self._tokenizer = tokenizer
@@ -68,15 +74,16 @@ class TokenTexts:
         return self._known[token]
 
 
-def logprobs_told(
+def logprobs_column(
     rows: Sequence[Sequence[Sequence[TokenLogprobs]] | None],
     most: int,
     several: bool,
     tokenizer: Callable[[], Tokenizer],
 ) -> list[object]:
-    """Return the column for rows of `STEPS_TYPE`, with None for a row without an answer.
+    """Return the values of the log probabilities column; None for a row without an answer.
 
-    The `tokenizer` is loaded where tokens have no text.
+    `rows` are values of STEPS_TYPE, `most` is the number of alternatives of each token, `several`:
+    rows have several answers. `tokenizer` is called only if there are tokens without a text.
     """
     texts = TokenTexts(tokenizer)
     every = (o for row in rows for steps in row or () for s in steps for o in s)

@@ -1,8 +1,8 @@
-"""The format of a block between stages: one Arrow table, one (part of a) shard.
+"""The format of a block between stages: an Arrow table, mostly of one shard or a part of one.
 
 In addition to the input columns, a row carries its shard, its position in the shard and, once it
-failed, the reason. A unit that did not get through travels on as a `lost` block, because Ray would
-retry or swallow an exception in a task and lose its text.
+failed, the reason. A unit that a stage could not process travels on as a `lost` block, because Ray
+would retry or swallow an exception in a task and lose its text.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
 
 
 def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
-    """Return the block with the seconds that `stage` took for it, since `began`."""
+    """Return the block with a column of the seconds that `stage` took for it until now.
+
+    The stage received it at `began`, in seconds since 1970.
+    """
     spent = np.full(table.num_rows, time.time() - began)
     return SPENT_COLUMNS[stage].add_to(table, spent)
 
 
-def lost(unit: Unit, why: Loss) -> pa.Table:
-    """Return a single-row block that says why `unit` did not get through."""
+def lost_block(unit: Unit, why: Loss) -> pa.Table:
+    """Return a lost block: a single row that stands for all of `unit` and holds the reason."""
     return pa.table(
         {
             SHARD: pa.array([unit.shard], SHARD.type),
@@ -60,18 +63,18 @@ def is_lost(table: pa.Table) -> bool:
 
 
 def losses(table: pa.Table) -> list[Loss]:
-    """Return why the units of a lost block did not get through."""
+    """Return the reason of each unit in a lost block."""
     return [Loss(**why) for why in table[LOST].to_pylist()]
 
 
 def lost_units(table: pa.Table) -> list[tuple[Unit, Loss]]:
-    """Return the units of a lost block, each with why it did not get through."""
+    """Return (unit, reason) for each unit in a lost block."""
     places = (table[name].to_pylist() for name in (SHARD, POSITION, LOST_ROWS))
     return list(zip(starmap(Unit, zip(*places, strict=True)), losses(table), strict=True))
 
 
-def passes_by(table: pa.Table) -> bool:
-    """Return whether stages must skip the block: it is lost, or empty (its shards were done)."""
+def is_passthrough(table: pa.Table) -> bool:
+    """Return whether stages must skip the block: it is lost, or empty (already committed)."""
     return is_lost(table) or table.num_rows == 0
 
 
@@ -82,7 +85,7 @@ def input_columns(table: pa.Table) -> list[str]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a row went to quarantine."""
+    """Why a row failed: the stage, the error class (`kind`) and the message."""
 
     stage: str
     kind: str
@@ -136,7 +139,7 @@ def _row(one: pa.Table) -> Row | Failure:
 
 
 def copied(value: object) -> Any:
-    """Return a copy of what a user function returned, as deep as the containers that Arrow accepts.
+    """Copy what a user function returned, with all dicts, lists, tuples, sets and arrays in it.
 
     A function may return the same object for every row and change it from row to row.
     """
@@ -156,7 +159,7 @@ Messages = list[Message]
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The part of a transformers tokenizer that this package uses."""
 
     chat_template: str | None
     is_fast: bool
@@ -220,7 +223,7 @@ def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
 
 
 def units_of(table: pa.Table) -> list[Unit]:
-    """Return the (parts of) shards in a block, each as a run of ascending positions."""
+    """Return the units in a block: each a range of consecutive positions of one shard."""
     shards = table[SHARD].to_numpy()
     positions = table[POSITION].to_numpy()
     if len(shards) == 0:
@@ -230,6 +233,6 @@ def units_of(table: pa.Table) -> list[Unit]:
     return [Unit(int(shards[a]), int(positions[a]), b - a) for a, b in pairwise(edges)]
 
 
-def lost_all(table: pa.Table, why: Loss) -> pa.Table:
-    """Return a lost block in place of `table`, with a row for each unit in it."""
-    return pa.concat_tables([lost(unit, why) for unit in units_of(table)])
+def lost_block_like(table: pa.Table, why: Loss) -> pa.Table:
+    """Return a lost block with a row for each unit in `table`, all with the reason `why`."""
+    return pa.concat_tables([lost_block(unit, why) for unit in units_of(table)])

@@ -1,7 +1,8 @@
-"""Sends unsure rows to the larger model of a cascade, and takes the first one's other answers.
+"""Prepare and finish stages of a cascade's larger model, which answers the unsure rows.
 
-The first model has answered every row before. In the blocks of the larger model, a row that keeps
-its first answer is marked as failed, so that it skips the engine, and gets that answer in finish.
+The first model has answered all rows before, in a phase of its own. In the blocks of the larger
+model, a row that keeps its first answer is marked as failed, so that it skips the engine, and gets
+the first answer in finish.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ import pyarrow as pa
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.escalate import ANSWERED_BY
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.ledger.stats import AGREED, CHECKED
+from prefect_raybatch.ledger.records import Receipt
+from prefect_raybatch.ledger.stats import (
+    AGREED,
+    CHECKED,
+    LARGER_ANSWERED,
+    LARGER_FAILED,
+    UNANSWERED,
+)
+from prefect_raybatch.sizing.agreement import comparable_rows
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.stages.block import (
     Failure,
     failures_of,
     is_lost,
+    is_passthrough,
     losses,
-    lost_all,
-    passes_by,
+    lost_block_like,
     timed,
     with_failures,
 )
@@ -57,11 +66,15 @@ AT = "__rb_index"
 
 @dataclass(frozen=True)
 class FirstAnswers:
-    """The result of the first model, by row number, and which rows go to the larger one.
+    """The first model's result, looked up by row number, and the choice of rows for the larger one.
 
-    `unsure` rows meet the conditions, and `escalated` of them are chosen: all whose (sureness,
-    number) is at most `last`, if that is set. The larger model is asked about the `checked` rows
-    too (their numbers, in increasing order), which keep the first model's answer.
+    `data` and `failed` are the files of the first model's valid and failed rows. `unsure` is the
+    number of rows that meet the conditions of `cascade`, `escalated` the number of those that get
+    the larger model's answer: rows whose (sureness, row number) is at most `last`, or all unsure
+    rows if `last` is None, and rows in `again`. `again` has the numbers, ascending, of a retry's
+    rows that an earlier run sent to the larger model. `checked` are the numbers of further rows,
+    ascending, that the larger model answers for comparison only: they keep the first model's
+    answer.
     """
 
     data: AnswerFiles
@@ -71,28 +84,36 @@ class FirstAnswers:
     escalated: int = 0
     last: tuple[float, int] | None = None
     checked: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    again: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def choosing(self, unsure: int, escalated: int, last: tuple[float, int] | None) -> FirstAnswers:
         return replace(self, unsure=unsure, escalated=escalated, last=last)
 
     @property
     def asked(self) -> int:
-        """Return how many rows the larger model is asked about."""
+        """Return the number of rows that the larger model answers, checked rows included."""
         return self.escalated + len(self.checked)
 
     def is_checked(self, numbers: np.ndarray) -> np.ndarray:
-        """Return which of these rows (bool) both models answer, to compare them."""
+        """Return bool[rows]: whether both models answer a row only to compare their answers.
+
+        `numbers` are the row numbers.
+        """
         return np.isin(numbers, self.checked)
 
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
-        """Return which of these rows (bool) the larger model answers."""
+        """Return bool[rows]: whether a row gets the larger model's answer, by row `numbers`.
+
+        These are the unsure rows up to `last` or in `again`; rows that are only checked are not
+        among them.
+        """
         sureness = sureness_of(self, numbers)
         chosen = np.asarray(sureness < np.inf)
         if self.last is None:
             return chosen
         value, number = self.last
         least = (sureness < value) | ((sureness == value) & (numbers <= number))
-        return np.asarray(chosen & least)
+        return np.asarray(chosen & (least | np.isin(numbers, self.again)))
 
     def failures(self, numbers: np.ndarray) -> list[Failure | None]:
         """Return why each row failed at the first model; None for an answered row."""
@@ -106,7 +127,10 @@ class FirstAnswers:
         ]
 
     def answers(self, numbers: np.ndarray) -> pa.Table | None:
-        """Return the answers of these rows, which must all have one; None for no rows."""
+        """Return the first model's result columns for the rows `numbers`; None for no rows.
+
+        Raises `CorruptRun` if a row has no answer.
+        """
         there, table = self.data.take(numbers)
         if not there.all():
             raise CorruptRun(f"the first model has no answer to row {numbers[~there][0]}")
@@ -114,9 +138,11 @@ class FirstAnswers:
 
 
 def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
-    """Return how sure the first model was of rows, as far as they are unsure (float64).
+    """Return float64[rows]: how sure the first model was of its answers, by row `numbers`.
 
-    Infinite for a row whose answer is kept, minus infinite for one that `failing_kinds` names.
+    An unsure row has the value of the cascade's measure: a probability or a mean log probability.
+    Infinite for a row that keeps the first model's outcome; minus infinite for a row that failed
+    with an error of `failing_kinds`.
     """
     cascade, sureness = first.cascade, np.full(len(numbers), np.inf)
     if kinds := failing_kinds(cascade):
@@ -134,7 +160,7 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
 
 
 def failing_kinds(cascade: CascadeSpec) -> tuple[str, ...]:
-    """Return the errors of rows that failed at the first model and go to the larger one."""
+    """Return the error classes of failed rows that go from the first model to the larger one."""
     return (FAILS_SCHEMA if cascade.fails_schema else ()) + (
         NOT_EMBEDDED if cascade.classifies else ()
     )
@@ -157,7 +183,10 @@ def mean_logprobs(column: pa.Array) -> np.ndarray:
 
 
 def _reduced(function: np.ufunc, offsets: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return `function` over the values of each list, 0 for an empty one."""
+    """Reduce each list to one number with a NumPy function; 0 for an empty list.
+
+    List i holds values[offsets[i]:offsets[i + 1]].
+    """
     made, filled = np.zeros(len(offsets) - 1), np.diff(offsets) > 0
     if filled.any():
         made[filled] = function.reduceat(values[: offsets[-1]], offsets[:-1][filled])
@@ -171,16 +200,16 @@ MEASURES: dict[str, Callable[[pa.Array], np.ndarray]] = {
 
 
 def numbers_of(table: pa.Table, rows_per_shard: int) -> np.ndarray:
-    """Return the numbers of a block's rows in the input of the run."""
+    """Return the numbers (int64) of a block's rows in the input of the run."""
     shards = table[SHARD].to_numpy().astype(np.int64)
     return np.asarray(shards * rows_per_shard + table[POSITION].to_numpy())
 
 
 @dataclass(frozen=True)
 class EscalatePrepare:
-    """The prepare stage of the larger model, which may be `hosted`.
+    """The prepare stage of a cascade's larger model: only unsure and checked rows become requests.
 
-    Only chosen rows become requests.
+    `prepare` is the job's usual stage; `hosted`: the larger model is behind an HTTP API.
     """
 
     prepare: Callable[[pa.Table], pa.Table]
@@ -189,20 +218,23 @@ class EscalatePrepare:
     hosted: bool
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Prepare the chosen rows of a block, and mark the others."""
-        if passes_by(table):
+        """Prepare the rows for the larger model; mark other rows as failed, with KEEPS_FIRST.
+
+        Returns a lost block if the first model's files cannot be read.
+        """
+        if is_passthrough(table):
             return table
         began = time.time()
         try:
             numbers = numbers_of(table, self.rows_per_shard)
             chosen = self.first.chosen(numbers) | self.first.is_checked(numbers)
         except CorruptRun as error:
-            return lost_all(table, Loss(type(error).__name__, str(error), fatal=True))
-        except Exception as error:  # the store's, and no row's fault
-            return lost_all(table, Loss.of(error))
+            return lost_block_like(table, Loss(type(error).__name__, str(error), fatal=True))
+        except Exception as error:  # from the store, so no row's fault
+            return lost_block_like(table, Loss.of(error))
         asked = self.prepare(table.filter(pa.array(chosen))) if chosen.any() else None
-        if asked is not None and is_lost(asked):  # so are all rows of the block
-            return lost_all(table, losses(asked)[0])
+        if asked is not None and is_lost(asked):  # then the whole block is lost
+            return lost_block_like(table, losses(asked)[0])
         if asked is not None and chosen.all():
             return asked
         kept = table.filter(pa.array(~chosen))
@@ -220,7 +252,11 @@ class EscalatePrepare:
 
 
 def _unasked(table: pa.Table, began: float) -> pa.Table:
-    """Return a block of which no row is asked about as it leaves an engine."""
+    """Return the block with the columns that an engine adds, without an answer in any row.
+
+    For a cascade in which no row goes to the larger model. `began` is when the block came to this
+    stage, in seconds since 1970.
+    """
     for column in (ANSWERS, TEXTS, FINISH, ENDS, PROMPT_TOKENS, CACHED_TOKENS):
         table = column.add_to(table, [None] * table.num_rows)
     table = MERGED.add_to(table, [False] * table.num_rows)
@@ -228,9 +264,18 @@ def _unasked(table: pa.Table, began: float) -> pa.Table:
     return timed(table, "engine", time.time())
 
 
+def failed_at_larger(receipt: Receipt) -> Receipt:
+    """Return the receipt with its failed rows counted in the stats as the larger model's."""
+    counts = {LARGER_FAILED: float(len(receipt.failed))}
+    return replace(receipt, stats=replace(receipt.stats, others=counts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EscalateFinish(Finish):
-    """The finish stage of the larger model: it takes the first model's answers that are kept."""
+    """The finish stage of a cascade's larger model.
+
+    Rows that the larger model was not asked about, and checked rows, get the first model's answer.
+    """
 
     first: FirstAnswers
     rows_per_shard: int
@@ -250,21 +295,28 @@ class EscalateFinish(Finish):
         return outcomes
 
     def _first_columns(self, table: pa.Table, rows: Sequence[int]) -> pa.Table | None:
-        """Return the columns of the result for rows of a block that keep their first answer."""
+        """Return the first model's result columns for `rows` (indexes in the block).
+
+        The answer column is renamed to its name in this run's result. None if `rows` is empty.
+        """
         if not rows:
             return None
         found = self.first.answers(numbers_of(table, self.rows_per_shard)[list(rows)])
         if found is None:
             return None
         found = found.drop_columns(list(self.first.cascade.columns))
-        own = self.first.cascade.column  # the run may have another name for it
+        own = self.first.cascade.column  # this run's answer column may have another name
         names = [self.spec.column if name == own else name for name in found.column_names]
         return found.rename_columns(names)
 
     def _result(
         self, table: pa.Table, rows: Mapping[int, ColumnValues]
     ) -> tuple[list[ResultColumn], dict[int, Failure]]:
-        """Return all columns of the valid rows, those of `_extras` too."""
+        """Return all output columns of the valid rows, extras included, and {row index: failure}.
+
+        `rows` has the answer columns of the valid rows by index in the block. A failure is a row
+        that does not fit the schema.
+        """
         kept = set(self._kept_rows(table))
         asked = {i: columns for i, columns in rows.items() if i not in kept}
         columns, misfits = super()._result(table, asked) if asked else ([], {})
@@ -295,31 +347,52 @@ class EscalateFinish(Finish):
         return []
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        """Return the counts of the answers, and in how many checked rows both models agree.
+        """Return {name: count}: what `Finish._counts` returns, and how the larger model did.
 
-        Thoughts may differ.
+        That is the number of rows which it answered or failed for the result, and the number of
+        checked rows which it answered, for which both models' answers are equal, and which it did
+        not answer. Answers are equal if all columns but the thinking are. Lengths and finish
+        reasons of the first model's answers are not in its result, so these are left out.
         """
-        counts = super()._counts(table, outcomes)
+        kept = set(self._kept_rows(table))
+        decided = [outcome for i, outcome in enumerate(outcomes) if i not in kept]
+        failed = sum(isinstance(outcome, Failure) for outcome in decided)
+        counted = [KEEPS_FIRST if i in kept else row for i, row in enumerate(outcomes)]
+        in_result = self._counts_labels() and self.spec.postprocess is None
+        counts = {
+            **super()._counts(table, outcomes if in_result else counted),
+            LARGER_ANSWERED: float(len(decided) - failed),
+            LARGER_FAILED: float(failed),
+        }
         checked = np.flatnonzero(self._is_checked(table)).tolist()
         if not checked:
             return counts
-        agreed, parsing = 0, self.spec.parsing
+        larger = [
+            row.columns if isinstance(row, OutputRow) else None
+            for row in super()._outcomes(table.take(pa.array(checked)))
+        ]
+        compared = comparable_rows(larger)
+        agreed = sum(
+            self._is_equal(outcomes[i], other)
+            for i, other in zip(checked, larger, strict=True)
+            if other is not None
+        )
+        rows = int(compared.sum())
+        figures = {CHECKED: rows, AGREED: agreed, UNANSWERED: len(checked) - rows}
+        return {**counts, **{name: float(value) for name, value in figures.items()}}
+
+    def _is_equal(self, first: FinishedRow, larger: ColumnValues) -> bool:
+        """Return whether both models' answers to a row are equal in all columns but thinking."""
+        parsing = self.spec.parsing
         thoughts = None if parsing is None else parsing.reasoning_column
-        larger = super()._outcomes(table.take(pa.array(checked)))
-        for i, other in zip(checked, larger, strict=True):
-            first = outcomes[i]
-            if isinstance(first, OutputRow) and isinstance(other, OutputRow):
-                agreed += all(
-                    first.columns.get(name) == own
-                    for name, own in other.columns.items()
-                    if name != thoughts
-                )
-        return {**counts, CHECKED: float(len(checked)), AGREED: float(agreed)}
+        return isinstance(first, OutputRow) and all(
+            first.columns.get(name) == value for name, value in larger.items() if name != thoughts
+        )
 
     def _is_checked(self, table: pa.Table) -> np.ndarray:
         return self.first.is_checked(numbers_of(table, self.rows_per_shard))
 
     def _kept_rows(self, table: pa.Table) -> list[int]:
-        """Return the rows of a block that keep their first answer."""
+        """Return the indexes of the rows in a block that keep the first model's answer."""
         checked = self._is_checked(table)
         return [i for i, why in enumerate(failures_of(table)) if checked[i] or why == KEEPS_FIRST]

@@ -40,9 +40,9 @@ from prefect_raybatch.stages.answer_logprobs import TokenLogprobs, steps_of
 from prefect_raybatch.stages.block import (
     Failure,
     failures_of,
+    is_passthrough,
     load_tokenizer,
-    lost_all,
-    passes_by,
+    lost_block_like,
     timed,
     units_of,
     with_failures,
@@ -66,13 +66,20 @@ from prefect_raybatch.stages.columns import (
     VECTOR,
     HiddenColumn,
 )
-from prefect_raybatch.stages.decided import EarlyStopping, grammar_bytes
+from prefect_raybatch.stages.label_cutoff import LabelCutoff, grammar_bytes
 from prefect_raybatch.stages.label_probabilities import LabelTokens
 from prefect_raybatch.stages.load import Sampler
 from prefect_raybatch.stages.meter import Meter
 from prefect_raybatch.stages.order import adapter_keys, arrange, token_keys
 from prefect_raybatch.stages.row_sampling import has_form
-from prefect_raybatch.stages.vllm import canary, forking, internals, multimodal, note, phases
+from prefect_raybatch.stages.vllm import (
+    canary,
+    forking,
+    internals,
+    multimodal,
+    phases,
+    process_note,
+)
 from prefect_raybatch.stages.vllm.shorter_start import MEASURED_ONCE, memory_settings
 from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, with_whole_prompts
 from prefect_raybatch.words import error_text
@@ -111,15 +118,16 @@ class EngineLaunch:
 
     `arguments` are vLLM's EngineArgs without the model. With `engines_per_gpu` above 1, this engine
     takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes` (0:
-    unknown, so the engine looks itself). `done` returns whether a shard (by id) is committed, and
-    travels to the actor. `sort` puts a block's rows in the order that suits the engine; `merge`
-    asks equal requests of a block once. `hang_seconds` is the time limit of a step, None for any.
-    `labels` are those whose probabilities are written. `early_stop`: how much of an answer out of
-    several choices is generated. By `attempt`, an actor finds what a dead actor of the same driver
-    left on its node. `encodes`: the model is an encoder, which has no KV cache. `tell` receives how
-    far the engine's start has come. `work`: the cost of tokens, None if unknown. `leaving` returns,
-    in the actor, whether its node is being drained. `untaken`: the engine starts before there is a
-    run for it, which takes it over.
+    unknown, so the engine looks itself). `done` (picklable) returns whether a shard, by id, is
+    committed. `sort` puts a block's rows in the order that suits the engine; `merge` sends equal
+    requests of a block once. `hang_seconds` is the time limit of a step, None for no limit.
+    `labels` are the labels whose probabilities are written. `early_stop`: when to stop generating
+    an answer that is one of several labels (see `label_cutoff`). By `attempt`, an actor finds the
+    note (`process_note`) that a dead actor of the same driver left on its node. `encodes`: the
+    model is an encoder, which has no KV cache. `tell` is called with the progress of the engine's
+    start. `work`: the FLOPs and bytes that a token costs, None if unknown. `leaving` returns, in
+    the actor, whether its node is being drained. `untaken`: the engine is prewarmed; its run takes
+    it over later.
     """
 
     model: models.PinnedModel
@@ -138,7 +146,7 @@ class EngineLaunch:
     labels: tuple[str, ...] = ()
     early_stop: EarlyStop = "off"
     encodes: bool = False
-    tell: phases.TellStart | None = None
+    tell: phases.ReportStart | None = None
     work: Work | None = None
     leaving: Callable[[], bool] | None = None
     untaken: bool = False
@@ -151,7 +159,7 @@ def engine_launch(
     done: Callable[[int], bool] | None = None,
     attempt: str = "",
     task: pooling.Pooling | None = None,
-    tell: phases.TellStart | None = None,
+    tell: phases.ReportStart | None = None,
 ) -> EngineLaunch:
     """Return everything that an engine of the pinned `model` is started with.
 
@@ -172,8 +180,8 @@ def engine_launch(
             arguments, given, sampling, rows_may, lambda: size.length or models.own_length(model)
         )
     if size.pool.gpus_a_replica > 1:
-        # Where the run stands in a placement group of Ray, vLLM would take that for the engine's
-        # own and wait there for GPUs which the engine's actor already holds.
+        # If the run is in a Ray placement group, vLLM would take the group for the engine's own and
+        # wait for GPUs in it that the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")
     images = spec.prompt.images is not None
     ours = CPU_ENV if cpu else memory_settings(request, size.pool.gpus_a_replica, images)
@@ -187,7 +195,7 @@ def engine_launch(
         share=size.share,
         done=done,
         sort=spec.engine.sort,
-        # A logits processor of the user's may keep a state, or count.
+        # A user's logits processor may keep state, so that equal requests get other answers.
         merge=spec.engine.merge and not arguments.get("logits_processors"),
         hang_seconds=spec.limits.hang_seconds or None,
         attempt=attempt,
@@ -218,7 +226,7 @@ def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineF
     reasoning = spec.finish.parsing and spec.finish.parsing.reasoning
     asks = has_form(sampling) or sampling.get("thinking_token_budget") or spec.prompt.function
     if reasoning and asks:
-        # The form is of the answer, and thinking comes before it. A function may ask for either.
+        # The form applies to the answer after the thinking. A prompt function may set either.
         arguments.setdefault("reasoning_parser", reasoning)
     return arguments
 
@@ -231,55 +239,55 @@ class EngineStage:
     """
 
     sampler: Sampler | None = None
-    _note = note.Note("")
-    _early = EarlyStopping("off", lambda: None)
+    _note = process_note.ProcessNote("")
+    _early = LabelCutoff("off", lambda: None)
     _labels: LabelTokens | None = None
-    _suspect: str | None = None  # what the latest engine died of, if it had answered no row
+    _suspect: str | None = None  # why the latest engine died, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
-    _numbers: dict[str, int]  # of the adapters that engines of this actor were asked under
+    _numbers: dict[str, int]  # of the adapters that this actor's engines have used, by content hash
     _marks = phases.StartMarks()
-    _teller: phases.StartTeller | None = None
+    _teller: phases.StartReporter | None = None
     _meter = Meter(None)
 
-    def __init__(self, spec: EngineLaunch):
+    def __init__(self, launch: EngineLaunch):
         self._lock = threading.Lock()
         self.engine: SteppedEngine | None = None
         self._numbers = {}
-        self._bind(spec)
-        self._prepare_process(spec)
+        self._bind(launch)
+        self._prepare_process(launch)
         self.sampler = Sampler(self._load).start()
         # Started now and not at the first block: all engines load side by side while rows are
         # still being read.
         self.ready()
 
-    def _prepare_process(self, spec: EngineLaunch) -> None:
-        os.environ.update(spec.env)
-        forking.begin_fork_server(spec.arguments)
+    def _prepare_process(self, launch: EngineLaunch) -> None:
+        os.environ.update(launch.env)
+        forking.begin_fork_server(launch.arguments)
 
-    def _bind(self, spec: EngineLaunch) -> None:
-        """Set everything that belongs to one run."""
-        self.spec, self._id = spec, uuid.uuid4().hex
-        self._meter = Meter(spec.work)
+    def _bind(self, launch: EngineLaunch) -> None:
+        """Set everything that belongs to one run; read and delete a dead actor's `ProcessNote`."""
+        self.launch, self._id = launch, uuid.uuid4().hex
+        self._meter = Meter(launch.work)
         self._refused: Loss | None = None
         self._labels = None
-        self._note = note.Note(spec.attempt)
-        self._left = self._note.left()
-        self._early = EarlyStopping(spec.early_stop, self._token_bytes)
+        self._note = process_note.ProcessNote(launch.attempt)
+        self._left = self._note.read_predecessor()
+        self._early = LabelCutoff(launch.early_stop, self._token_bytes)
 
-    def take_over(self, spec: EngineLaunch) -> None:
+    def take_over(self, launch: EngineLaunch) -> None:
         """Work for another run from now on with the running engine.
 
-        `spec` must equal the earlier one in everything that the engine was started with. No block
-        may be inside.
+        `launch` must equal the earlier one in everything that the engine was started with. No block
+        may be in the engine.
 
         The start of an engine that was prewarmed for this run is reported as the run's own. One
         that could not start is not tried again, and the run is told why.
         """
-        untaken, refused = self.spec.untaken, self._refused
+        untaken, refused = self.launch.untaken, self._refused
         if untaken:
-            self._note.over()
+            self._note.remove_note()
         with self._lock:
-            self._bind(spec)
+            self._bind(launch)
             if untaken and self.engine is None:
                 self._refused = refused
                 return
@@ -291,10 +299,10 @@ class EngineStage:
         if self.ready() is not engine or engine is None:
             return
         self._meter.begin(engine)
-        if self._early.concerns(spec.sampling):
+        if self._early.concerns(launch.sampling):
             self._early.ready()
-        if untaken:  # its start is told already, by the thread that began with it
-            self._note.write(note.ROWS)
+        if untaken:  # a thread already reports its start
+            self._note.write(process_note.ROWS)
             return
         self._marks = phases.StartMarks.of_warm()
         self._tell(lambda: 0.0)
@@ -323,11 +331,14 @@ class EngineStage:
         if self.engine is None:
             teller.end()
 
-    def _tell(self, stepped: Callable[[], float]) -> phases.StartTeller:
-        """Report this start from now on, and no earlier one."""
+    def _tell(self, stepped: Callable[[], float]) -> phases.StartReporter:
+        """Start a thread that reports this engine's start, and end the thread of an earlier one.
+
+        `stepped` returns when the first step was over (seconds since 1970), 0 before.
+        """
         if self._teller is not None:
             self._teller.end()
-        self._teller = phases.StartTeller(self.spec.tell, self._marks, stepped, self._id)
+        self._teller = phases.StartReporter(self.launch.tell, self._marks, stepped, self._id)
         return self._teller.start()
 
     def _stepped_at(self) -> float:
@@ -335,38 +346,38 @@ class EngineStage:
         return 0.0 if engine is None else float(engine.stats().get("stepped_at", 0.0))
 
     def _begin_working(self) -> None:
-        """Start an engine, and check it if one died before without answering a row."""
+        """Start an engine, and prove it (`_prove`) if one died before without answering a row."""
         if not (self._take_labels() and self._take_adapters()):
             return
         left, self._left = self._left, None
         starts = prompts = 1
         if left is not None:  # the note of an actor that died and that this one replaces
-            self._refused = canary.judged(left)
+            self._refused = canary.loss_by_note(left)
             if self._refused is not None:
                 return
             self._suspect = left.cause
-            starts += left.times if left.doing == note.START else 0
-            prompts += left.times if left.doing == note.PROMPT else 0
-        self._note.write(note.START, starts, self._suspect or "")
-        if self._early.concerns(self.spec.sampling):  # before rows wait for it
+            starts += left.times if left.doing == process_note.START else 0
+            prompts += left.times if left.doing == process_note.PROMPT else 0
+        self._note.write(process_note.START, starts, self._suspect or "")
+        if self._early.concerns(self.launch.sampling):  # before rows wait for it
             self._early.ready()
         self.start()
         if self._suspect is not None:
             self._prove(self._suspect, prompts)
         if self.engine is None:
-            self._note.over()
+            self._note.remove_note()
         else:
-            self._note.write(note.ROWS)
+            self._note.write(process_note.ROWS)
 
     def _take_labels(self) -> bool:
-        """Read the tokens of the labels if their probabilities are asked for.
+        """Tokenize the labels if the job asks for their probabilities.
 
         Return False if that fails: `_refused` says why.
         """
-        if self.spec.labels and self._labels is None:
-            place = models.tokenizer_place(self.spec.model)
+        if self.launch.labels and self._labels is None:
+            place = models.tokenizer_place(self.launch.model)
             try:
-                self._labels = LabelTokens.of(load_tokenizer(*place), self.spec.labels)
+                self._labels = LabelTokens.of(load_tokenizer(*place), self.launch.labels)
             except Exception as error:
                 text = (
                     f"the tokenizer {place[0]} cannot encode the labels of sampling.choice: {error}"
@@ -378,33 +389,34 @@ class EngineStage:
     def _take_adapters(self) -> bool:
         """Copy the run's adapters to this node. Return False if that fails: `_refused` says why."""
         try:
-            self._adapters = self.spec.adapted.here(self._numbers)
+            self._adapters = self.launch.adapted.copy_to_node(self._numbers)
         except Exception as error:
             self._refused = Loss(type(error).__name__, str(error), fatal=True)
             return False
         return True
 
     def _prove(self, cause: str, first: int = 1) -> None:
-        """Ask an engine the health-check prompt, after one died of `cause` without an answer.
+        """Send the new engine the health-check prompt, after one died of `cause` without an answer.
 
-        If it dies of the same error, give up: `_refused` says so. After another error, try the next
-        engine; this one is number `first`. Blocks wait meanwhile, so that none is lost and no row
-        is blamed.
+        If it answers, return. If it dies of the same error as the engine before, or in try
+        `PROMPT_TRIES`, give up: `_refused` says so. If it dies otherwise, start another engine and
+        try again; tries are counted from `first`. Blocks wait meanwhile, so that none is lost and
+        no row is blamed.
         """
         from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 
-        fields = canary.fields_for(self.spec.sampling)
+        fields = canary.fields_for(self.launch.sampling)
         for attempt in range(first, canary.PROMPT_TRIES + 1):
             if self.engine is None:  # it did not start, and `_refused` says why
                 return
-            self._note.write(note.PROMPT, attempt, cause)
+            self._note.write(process_note.PROMPT, attempt, cause)
             try:
                 self.engine.run([Request(canary.CANARY_PROMPT, fields)])
             except EngineDied as death:
                 log.error("the engine crashed on the health-check prompt: %s", death)
                 self.engine = None
-                if attempt == canary.PROMPT_TRIES or canary.same(cause, str(death)):
-                    self._refused = canary.refusal(str(death))
+                if attempt == canary.PROMPT_TRIES or canary.is_same_error(cause, str(death)):
+                    self._refused = canary.fatal_loss(str(death))
                     return
                 cause = str(death)
                 self.start()
@@ -417,9 +429,9 @@ class EngineStage:
 
         for attempt in range(canary.ENGINE_STARTS):
             try:
-                with self._marks.heard():
-                    self.engine = SteppedEngine(self.arguments(), self.spec.hang_seconds)
-                # of an earlier try; else a later death would start no other engine
+                with self._marks.capture_phases():
+                    self.engine = SteppedEngine(self.arguments(), self.launch.hang_seconds)
+                # The error of an earlier try: with it, a later death would start no other engine.
                 self._refused = None
                 return
             except Exception as error:
@@ -429,7 +441,7 @@ class EngineStage:
                     said += f"; {unfit}"
                 self._refused = Loss(type(error).__name__, said, fatal=True)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
-                # has not given back yet, and any error may come of memory measured long ago.
+                # has not given back yet, and any error may come from memory measured long ago.
                 measured = os.environ.get(MEASURED_ONCE) == "1"
                 again = isinstance(error, RuntimeError) or measured
                 if not again or attempt + 1 == canary.ENGINE_STARTS:
@@ -439,21 +451,24 @@ class EngineStage:
                 time.sleep(PAUSE)
 
     def arguments(self) -> EngineFields:
-        path = models.local_path(self.spec.model)
-        arguments = self.spec.arguments
-        if self.spec.engines_per_gpu > 1:
+        path = models.local_path(self.launch.model)
+        arguments = self.launch.arguments
+        if self.launch.engines_per_gpu > 1:
             arguments = {**arguments, **self._share()}
-        return {**arguments, "model": path, "revision": self.spec.model.get("revision")}
+        return {**arguments, "model": path, "revision": self.launch.model.get("revision")}
 
     def _share(self) -> EngineFields:
-        """Return the share of this GPU, computed anew if it is smaller than planned or unknown."""
-        there, share = internals.gpu_bytes(), self.spec.share
-        if not share or there < SAME * self.spec.gpu_bytes:
-            config, stored = models.read_config(self.spec.model)
-            model = describe(config, self.spec.arguments, stored)
-            arguments = EngineArguments.of(self.spec.arguments)
-            share = packed(model, arguments, there, self.spec.engines_per_gpu)
-        if self.spec.encodes:
+        """Return the engine arguments for this engine's share of the GPU.
+
+        They are computed anew if the GPU has less memory than planned, or was unknown at planning.
+        """
+        there, share = internals.gpu_bytes(), self.launch.share
+        if not share or there < SAME * self.launch.gpu_bytes:
+            config, stored = models.read_config(self.launch.model)
+            model = describe(config, self.launch.arguments, stored)
+            arguments = EngineArguments.of(self.launch.arguments)
+            share = packed(model, arguments, there, self.launch.engines_per_gpu)
+        if self.launch.encodes:
             return {name: value for name, value in share.items() if name != KV_CACHE_BYTES}
         return share
 
@@ -462,42 +477,47 @@ class EngineStage:
         from prefect_raybatch.stages.vllm.stepper import EngineDied
 
         table = self.pending(table)
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         if MM in table.column_names and (refusal := multimodal.other_version(table[MM])):
-            return lost_all(table, refusal)
+            return lost_block_like(table, refusal)
         began = time.time()
         engine = self.ready()
         if engine is None:
-            return lost_all(table, self._refused or Loss("", "the engine did not start", True))
+            return lost_block_like(
+                table, self._refused or Loss("", "the engine did not start", True)
+            )
         try:
             answers = self._ask(engine, table)
         except EngineDied as death:
             with self._lock:
-                first = self.engine is engine  # of the blocks that this death costs
+                first = self.engine is engine  # the first of the blocks that this death costs
                 if first:
                     self.engine = None
                     self._suspect = None if answered_any(engine) else str(death)
-            return lost_all(table, Loss(ENGINE_DIED, str(death), counted=not first))
+            return lost_block_like(table, Loss(ENGINE_DIED, str(death), counted=not first))
         if any(answer.error is None for _, _, answer in answers):
-            self._note.over()
+            self._note.remove_note()
             if self._teller is not None:
                 self._teller.answered()
         table = answered(table, answers, began, self._labels)
         if self.sampler is not None:
-            table = self.sampler.tell(table, began, self._meter.tell(engine))
+            table = self.sampler.add_stats(table, began, self._meter.take_stats(engine))
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
-        """Return (asked row, rows that get its answer, answer) for the block's valid rows."""
+        """Have the engine answer the valid rows of a block, equal requests only once if possible.
+
+        Return (row whose request was sent, rows that get its answer, answer) for each request.
+        """
         from prefect_raybatch.stages.vllm.stepper import Request
 
-        spec, pools = self.spec, "task" in self.spec.sampling
-        sampling = self._labels.asked(spec.sampling) if self._labels else spec.sampling
+        spec, pools = self.launch, "task" in self.launch.sampling
+        sampling = self._labels.with_logprobs(spec.sampling) if self._labels else spec.sampling
         params = [fields_of(sampling, own) for own in table[PARAMS].to_pylist()]
         well = [i for i, failure in enumerate(failures_of(table)) if failure is None]
-        under, unknown = spec.adapted.of_rows(table, self._adapters)
-        refused = [(i, [i], pooling.refusal_of(unknown[i])) for i in well if i in unknown]
+        under, unknown = spec.adapted.row_adapters(table, self._adapters)
+        refused = [(i, [i], pooling.failed_completion(unknown[i])) for i in well if i in unknown]
         well = [i for i in well if i not in unknown]
         sides = [table[name] for name in (TOKENS, SECOND) if name in table.column_names]
         numbers = [adapter[1] if adapter else 0 for adapter in under]
@@ -505,7 +525,7 @@ class EngineStage:
         keys = [adapter_keys(token_keys(side), numbers) for side in sides]
         seen: list[pa.Buffer | None] = [None] * table.num_rows
         if MM in table.column_names:
-            keys[0], seen = multimodal.seen(keys[0], table[MM])
+            keys[0], seen = multimodal.with_image_features(keys[0], table[MM])
 
         def request(i: int, side: int = 0) -> Request:
             return Request(prompts[side][i], params[i], under[i], seen[i])
@@ -520,7 +540,12 @@ class EngineStage:
         return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
-        """Return the engine's answers, with the probabilities where labels diverge."""
+        """Return the engine's answers to the requests.
+
+        If the job asks for label probabilities, `Completion.later` has the log probabilities of the
+        possible tokens at each later fork of the labels (`label_probabilities.Fork`), each from one
+        further request.
+        """
         labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
             return self._early.run(run, requests)
@@ -535,31 +560,33 @@ class EngineStage:
         return made
 
     def _token_bytes(self) -> Sequence[bytes] | None:
-        return grammar_bytes(load_tokenizer(*models.tokenizer_place(self.spec.model)))
+        return grammar_bytes(load_tokenizer(*models.tokenizer_place(self.launch.model)))
 
     def _load(self) -> dict[str, float]:
         engine = self.engine
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """Return the block, none of its rows if it is committed, or a lost one if the node leaves.
+        """Return the block, or an empty one if its shards are committed.
 
-        Another driver may have committed the shard meanwhile. A node that is being drained would
-        take the block along.
+        Returns a lost block if the node is being drained.
 
-        Reading checks this too, but runs ahead: blocks can wait here for a long time.
+        Another driver may have committed a shard meanwhile. A block that starts on a node that is
+        being drained would be lost with it.
+
+        The read stage checks for commits too, but runs ahead: blocks can wait here for a long time.
         """
-        if passes_by(table):
+        if is_passthrough(table):
             return table
-        if self.spec.leaving is not None and self.spec.leaving():
-            return lost_all(table, GIVEN_BACK)
-        if self.spec.done is None:
+        if self.launch.leaving is not None and self.launch.leaving():
+            return lost_block_like(table, GIVEN_BACK)
+        if self.launch.done is None:
             return table
         try:
-            if all(self.spec.done(unit.shard) for unit in units_of(table)):
+            if all(self.launch.done(unit.shard) for unit in units_of(table)):
                 return table.slice(0, 0)
         except RayBatchError as error:
-            # looking only saves work: whose commit counts is decided when it is written
+            # the check only saves work: put-if-absent decides which commit counts
             log.info("cannot check whether the shard is committed: %s", error)
         return table
 
@@ -574,11 +601,11 @@ ANSWER_COLUMNS = (ANSWERS, TEXTS, FINISH, PROMPT_TOKENS, CACHED_TOKENS, MERGED, 
 
 
 def _further(request: Request, labels: LabelTokens) -> list[Request]:
-    """Return the requests that accompany one, each for a place where labels diverge."""
+    """Return the extra requests of a row's `request`, one for each later fork of the labels."""
     prompt = list(request.prompt_token_ids)
     return [
         replace(request, prompt_token_ids=[*prompt, *tokens], params=fields)
-        for tokens, fields in labels.asked_later(request.params)
+        for tokens, fields in labels.further_requests(request.params)
     ]
 
 
@@ -600,10 +627,11 @@ def answered(
     began: float,
     labels: LabelTokens | None = None,
 ) -> pa.Table:
-    """Return a prepared block with the columns of its answers, and when it reached the engine.
+    """Return a prepared block with columns for its answers in place of the engine's input columns.
 
-    `answers` are (row that was asked, rows that get its answer, answer); with `labels` there is a
-    column of their probabilities.
+    `answers` are (row whose request was sent, rows that get its answer, answer). `began` is when
+    the block reached the engine, in seconds since 1970. With `labels`, a column has the probability
+    of each label.
     """
     failures = failures_of(table)
     columns: dict[HiddenColumn, list[object]] = {c: [None] * table.num_rows for c in ANSWER_COLUMNS}

@@ -45,7 +45,7 @@ from prefect_raybatch.stages.block import (
     is_lost,
     lost_units,
 )
-from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.calls.calling import CALLS_IN_PROCESS, Calls
 from prefect_raybatch.stages.columns import (
     ANSWERS,
     CHANCES,
@@ -72,9 +72,10 @@ RECEIPT = "receipt"
 
 @dataclass(frozen=True)
 class Finish:
-    """The stage as a function of one block; `store` is rooted at the run directory.
+    """The finish stage: a function that takes a block and returns receipts.
 
-    `model` is the plan's pinned model; `calls`: how the user's function is called.
+    `store` is rooted at the run directory, `model` is the plan's pinned model, and `calls` says in
+    which process the user's function is called.
     """
 
     spec: FinishSpec
@@ -82,7 +83,7 @@ class Finish:
     model: PinnedModel
     store: Store
     attempt: str
-    calls: Calls = HERE
+    calls: Calls = CALLS_IN_PROCESS
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return one row for each shard in the block: its receipt, as JSON."""
@@ -159,7 +160,10 @@ class Finish:
         )
 
     def failed(self, unit: Unit, rows: pa.Table, failure: Failure, attempts: int) -> Receipt:
-        """Quarantine a whole unit after `attempts`; raises the store's errors."""
+        """Write all `rows` of a unit to quarantine and return its receipt; raises store errors.
+
+        `attempts` is the number of tries to record for each row.
+        """
         positions = rows[POSITION].to_numpy()
         table = quarantine(rows, [failure] * unit.rows, attempts)
         piece = self.write_piece(unit.shard, "quarantine", table, positions)
@@ -181,16 +185,22 @@ class Finish:
     def _result(
         self, table: pa.Table, rows: Mapping[int, ColumnValues]
     ) -> tuple[list[ResultColumn], dict[int, Failure]]:
-        """Return the output columns of the valid rows, and which of them do not fit the schema."""
+        """Return (output columns of rows that fit the schema, {index of another row: failure}).
+
+        `rows` are the valid rows, by index in the block.
+        """
         return fitting_columns(self._schema(list(rows.values())), rows)
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
-        """Return the columns with details about the answers of the valid rows."""
+        """Return the columns about answers that the job adds, for the rows with indexes `good`.
+
+        They are those of `output.extras`, label probabilities and log probabilities.
+        """
         made = []
         for name in self.spec.extras:
             if name == "finish_reason":
                 values = table[FINISH].to_pylist()
-                if self.sampling.several:  # a row that asked for one has no list
+                if self.sampling.several:  # a row with a single answer has no list
                     several = table[ENDS].to_pylist()
                     values = [s or [v] for s, v in zip(several, values, strict=True)]
             elif name == DIGESTS_COLUMN:
@@ -218,23 +228,26 @@ class Finish:
         self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
     ) -> Piece:
         out = io.BytesIO()
-        # As the result's files are: a piece becomes a row group of one as it is.
+        # Encoded like the result's files: a piece becomes a row group of one unchanged.
         dictionary = dictionary_columns(table)
         pq.write_table(table, out, compression="zstd", use_dictionary=dictionary)
         data = out.getvalue()
         name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
-        # Found bad when it is written, a piece costs a PUT; at the end it would cost the rows.
+        # A piece that was stored wrongly costs one more PUT now, but the rows if found at the end.
         put_proved(self.store, piece_path(name), data)
         return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        """Return the counts of the answers of rows that did not fail."""
+        """Return the number of answers by label, or else by length and finish reason.
+
+        Failed rows are left out. The keys are those of `answer_counts`.
+        """
         well = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
-        if 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None:
+        if self._counts_labels():
             if self.spec.postprocess is None:
                 rows = (o.columns for o in outcomes if isinstance(o, OutputRow))
                 labels = [row[self.spec.column] for row in rows]
-            else:  # labels are short, so that making their texts again costs little
+            else:  # labels are short, so decoding them again costs little
                 texts = self._answers().texts(table)
                 labels = [texts[i] for i in well]
             flat = [text for row in labels for text in (row if self.sampling.several else [row])]
@@ -242,13 +255,17 @@ class Finish:
         answers, reasons = table[ANSWERS].to_pylist(), table[FINISH].to_pylist()
         return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])
 
+    def _counts_labels(self) -> bool:
+        """Return whether answers are counted by label."""
+        return 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None
+
     def _input_counts(self, table: pa.Table) -> dict[str, float]:
-        """Return the counts of the input columns that the prompt uses, of all rows."""
+        """Return the `input_counts` of the columns that the prompt uses, over all rows."""
         return input_counts(table, self.spec.inputs)
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
-    """Return failed rows as the quarantine keeps them: reason, attempts and the input row.
+    """Return failed rows in the format of quarantine: reason, attempts and the input row.
 
     `rows` holds the position column and the input columns, which become one struct column, so that
     their names cannot collide with ours.
@@ -278,9 +295,9 @@ def _receipts(receipts: list[Receipt]) -> pa.Table:
 
 
 class RawFinish(Finish):
-    """Writes raw answers instead of result columns.
+    """The finish stage of a requests phase: writes the engine's answers unprocessed, for reuse.
 
-    A truncated answer is kept too: the rows phase decides whether it fails its row.
+    A truncated answer is kept too: the rows phase, which follows, decides whether its row fails.
     """
 
     def _outcomes(self, table: pa.Table) -> list[FinishedRow]:
@@ -293,10 +310,10 @@ class RawFinish(Finish):
         return [(field, answers[field.name].combine_chunks()) for field in answers.schema], {}
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        return {}  # the answers of rows are counted where rows are finished
+        return {}  # the rows phase counts the answers
 
     def _input_counts(self, table: pa.Table) -> dict[str, float]:
-        return {}  # so are the rows
+        return {}  # the rows phase counts the input
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
         return []

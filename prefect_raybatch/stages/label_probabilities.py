@@ -1,6 +1,4 @@
-"""Computes the probability of each label of `sampling.choice`.
-
-It uses the steps at which labels diverge.
+"""Computes the probability of each label of `sampling.choice`, from the steps where labels diverge.
 
 An answer must be one of the labels, so at each of its tokens the model chooses among those that
 continue some label. With l(token) the log probability of a token after the prompt and the answer so
@@ -11,12 +9,13 @@ far,
 
 a softmax over the tokens that are allowed there; where only one is, it is certain. This is exact.
 Any constant added to all log probabilities of a place cancels out, such as the mass that vLLM's
-mask removed from the other tokens; so do raw logits in place of log probabilities. By vLLM's
-default (`logprobs_mode: raw_logprobs`) they are those before temperature and penalties.
+mask removed from the other tokens; so raw logits in place of log probabilities give the same. By
+default (`logprobs_mode: raw_logprobs`), vLLM reports log probabilities before temperature and
+penalties.
 
-The answer itself provides its first token's. Each later place takes one more request of one token,
-whose prompt ends with what these labels have in common; everything before is in the prefix cache. A
-label that is a prefix of another diverges from it by ending.
+The request for the answer provides the log probabilities of its first token. Each later place takes
+one more request for one token. Its prompt ends with the tokens that the labels have in common, and
+is otherwise in the prefix cache. A label that is a prefix of another diverges from it by ending.
 """
 
 from __future__ import annotations
@@ -33,18 +32,21 @@ from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
 
-ANCHOR = "\n"  # behind it a label is cut into tokens as it is at the start of an answer
+ANCHOR = "\n"  # after it, a label has the same tokens as at the start of an answer
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A place where labels diverge: the tokens before it, and those that continue some label."""
+    """A place where labels diverge: the answer's tokens before it, and the possible next ones."""
 
     before: tuple[int, ...]
     tokens: tuple[int, ...]
 
     def shares(self, told: Mapping[int, float]) -> dict[int, float] | None:
-        """Return each token's probability, 0 if not reported; None if no token has a chance."""
+        """Return {next token: probability}, from `told`, reported log probabilities by token id.
+
+        A next token that is not in `told` has probability 0. None if no next token is in it.
+        """
         found = [told.get(token, -math.inf) for token in self.tokens]
         most = max(found)
         if not math.isfinite(most):
@@ -56,7 +58,10 @@ class Fork:
 
 @dataclass(frozen=True)
 class LabelTokens:
-    """The labels of a job and the tokens of each, up to where no other label continues the same."""
+    """The labels of a job and the tokens of each (`paths`).
+
+    A label that is the beginning of another ends with the end token.
+    """
 
     labels: tuple[str, ...]
     paths: tuple[tuple[int, ...], ...]
@@ -97,16 +102,16 @@ class LabelTokens:
 
     @property
     def later(self) -> tuple[Fork, ...]:
-        """Return the forks after the first token, each of which takes a request of its own."""
+        """Return the forks after the first token, each of which takes one more request."""
         return tuple(fork for fork in self.forks if fork.before)
 
-    def asked(self, sampling: SamplingFields) -> SamplingFields:
-        """Return sampling fields that also request the log probabilities of the first tokens."""
+    def with_logprobs(self, sampling: SamplingFields) -> SamplingFields:
+        """Return `sampling` with a request for log probabilities of the labels' first tokens."""
         first = [fork for fork in self.forks if not fork.before]
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
-    def asked_later(self, sampling: SamplingFields) -> list[tuple[list[int], SamplingFields]]:
-        """Return (tokens after the prompt, sampling fields) of the further requests of a row."""
+    def further_requests(self, sampling: SamplingFields) -> list[tuple[list[int], SamplingFields]]:
+        """Return (tokens to append to the prompt, sampling fields) for each further request."""
         usual = {"temperature": sampling.get("temperature", 0.0), "max_tokens": 1}
         return [
             (list(fork.before), {**usual, "logprob_token_ids": list(fork.tokens)})
@@ -116,9 +121,10 @@ class LabelTokens:
     def probabilities(
         self, first: Mapping[int, float], later: Sequence[Mapping[int, float]] = ()
     ) -> list[tuple[str, float]] | None:
-        """Return the probability of each label; None if a place reported no token.
+        """Return (label, probability) for each label; None if a fork has no reported token.
 
-        `first` is the answer's first step, `later` are those of the later forks.
+        `first` holds the log probabilities of the answer's first step by token id, `later` those of
+        each later fork.
         """
         told = dict(zip(self.later, later, strict=True))
         shares: dict[tuple[int, ...], dict[int, float]] = {}
@@ -133,7 +139,7 @@ class LabelTokens:
         ]
 
 
-def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: PinnedModel) -> None:
+def check_labels(labels: Sequence[str], model_request: ModelRequest, pinned: PinnedModel) -> None:
     """Raise `ConfigError` for indistinguishable labels if the tokenizer is available here.
 
     Otherwise the engine reports them before its first row.
@@ -142,14 +148,14 @@ def check_labels(labels: Sequence[str], asked: ModelRequest, pinned: PinnedModel
         return
     source = str(pinned.get("tokenizer") or pinned["source"])
     if source == DEMO or Path(source).is_dir():
-        place = tokenizer_place(with_tokenizer(pinned, asked))
+        place = tokenizer_place(with_tokenizer(pinned, model_request))
         LabelTokens.of(load_tokenizer(*place), labels)
 
 
 def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:
-    """Return the tokens of an answer that is this label."""
-    # Behind an anchor, since some tokenizers put a blank in front of every text, which an answer
-    # does not begin with and which they leave out again when they decode.
+    """Return the tokens of the answer `label`; raise `ConfigError` for a label without tokens."""
+    # After an anchor, because some tokenizers put a blank in front of every text. An answer does
+    # not begin with that blank, and decoding drops it.
     before, both = _tokens(tokenizer, ANCHOR), _tokens(tokenizer, ANCHOR + label)
     if before and both[: len(before)] == before and len(both) > len(before):
         return tuple(both[len(before) :])

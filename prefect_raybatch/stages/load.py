@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 SAMPLE_EVERY = 2.0  # seconds between samples
 SAMPLES_KEPT = 3600  # samples: two hours
-NOTHING_MORE = ShardStats()
+NO_STATS = ShardStats()
 
 
 class Sampler:
     """Samples an engine and its node every `every` seconds from a thread of its own.
 
-    `load()` returns the engine's state: running, waiting (sequences), sequences (that may run),
-    kv_cache (share in use), steps (since its start); any of them may be missing. `node()` returns
-    cpu and gpu (shares), memory and gpu_memory (GiB).
+    `load()` returns the engine's state: running, waiting (numbers of sequences), sequences (the
+    most that may run), kv_cache (share in use), steps (number since its start); any of them may be
+    missing. `node()` returns cpu and gpu (shares in use), memory and gpu_memory (GiB in use).
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Sampler:
             load["steps_per_s"] = (self._steps[1] - before[1]) / (now - before[0])
         self._samples.append((now, {**load, **self.node()}))
 
-    def over(self, began: float, ended: float) -> ShardStats:
-        """Return figures of the interval (seconds since 1970).
+    def stats_between(self, began: float, ended: float) -> ShardStats:
+        """Return the figures from `began` to `ended` (seconds since 1970).
 
         Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak`, the
-        highest of kv_cache, node_memory and gpu_memory; `samples`, their number. A shard shorter
-        than the sampling interval gets the latest sample; nothing if there is none.
+        highest of kv_cache, node_memory and gpu_memory; `samples`, the number of samples. A shard
+        shorter than the sampling interval gets the latest sample. Empty without a sample.
         """
         samples = list(self._samples)
         found = [sample for at, sample in samples if began <= at <= ended]
@@ -101,12 +101,13 @@ class Sampler:
                 stats[name] = round(max(values), 4)
         return ShardStats.of(stats)
 
-    def tell(self, table: pa.Table, began: float, once: ShardStats = NOTHING_MORE) -> pa.Table:
-        """Return the block with the figures since `began`.
+    def add_stats(self, table: pa.Table, began: float, once: ShardStats = NO_STATS) -> pa.Table:
+        """Return the block with a column of figures (JSON), sampled since `began`.
 
-        Those of `once` go only with its first shard, because they are summed.
+        The figures are in the first row of each shard, other rows are null. The figures `once` are
+        only in the first shard of the block, because they are summed over shards.
         """
-        stats = self.over(began, self.clock()).to_dict()
+        stats = self.stats_between(began, self.clock()).to_dict()
         values: list[str | None] = [None] * table.num_rows
         more = once.to_dict()
         for first in np.unique(table[SHARD].to_numpy(), return_index=True)[1].tolist():
@@ -132,7 +133,7 @@ PEAK_OF = {
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
-    """Return the engine's (stats, places) for a block, or for the rows of one shard in it."""
+    """Return (engine figures of a block, {"engine": "host:pid"}); both are empty if unknown."""
     if FIGURES not in table.column_names:
         return ShardStats(), {}
     texts = table[FIGURES].drop_null()
@@ -141,11 +142,11 @@ def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
 
 
 class Node:
-    """CPU and memory of this node, and the GPUs that this process may use."""
+    """Measures CPU and memory of this node, and the GPUs that this process may use."""
 
     def __init__(self) -> None:
         psutil.cpu_percent(None)  # the first call has nothing to compare with
-        self._gpus = nvml.Use()
+        self._gpus = nvml.GpuSampler()
 
     def __call__(self) -> dict[str, float]:
         return {

@@ -15,7 +15,13 @@ import pyarrow as pa
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import ASKED, MERGED_ROW, NO_REQUEST, REUSED
-from prefect_raybatch.stages.block import Failure, lost_all, passes_by, timed, with_failures
+from prefect_raybatch.stages.block import (
+    Failure,
+    is_passthrough,
+    lost_block_like,
+    timed,
+    with_failures,
+)
 from prefect_raybatch.stages.columns import (
     CACHED_TOKENS,
     DIGESTS,
@@ -44,7 +50,7 @@ from prefect_raybatch.stages.raw_answers import (
 from prefect_raybatch.stages.request_key import NOT_DETERMINISTIC, Keying, otherwise
 
 WHY = ("stage", "error", "message")  # columns of the quarantine
-OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish looks for them where a job has such
+OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish reads them only in jobs that need them
 IMAGE_LATE = Failure(
     "prepare",
     "ImageUnavailable",
@@ -55,13 +61,16 @@ IMAGE_LATE = Failure(
 
 @dataclass(frozen=True)
 class LookUp:
-    """The stage as a function of one block.
+    """The lookup stage: a function that adds existing answers to a block of input rows.
 
-    `prepare` makes requests as it does for the engine. `places` holds (kind, at) for each row of
-    the input, and the digests of its images if it has any. `reused`, `asked` and `failed` are raw
-    answers and failures by number; `by_row` has all answers by row if they are stored in that
-    order. Shards have `rows_per_shard` rows. `optional`: columns that finish looks for; `pools`:
-    answers are vectors.
+    `prepare` makes the rows' requests, as it does for the engine, and `keying` their keys. `places`
+    says for each row of the input where its answer is: `kind` is REUSED (among `reused`, answers of
+    earlier runs), ASKED (among `asked`, answers of the requests phase), MERGED_ROW (there too, but
+    sent for an equal row) or NO_REQUEST (nowhere); `at` is the answer's number there. `places` also
+    holds the digests of the row's images. `failed` are failures of the requests phase, numbered as
+    its answers. If `by_row` is set, it holds the same answers by row number, and is read instead of
+    `reused` and `asked`. Shards have `rows_per_shard` rows. `optional` are the columns of OPTIONAL
+    that the finish stage needs; `pools`: answers are vectors.
     """
 
     prepare: Prepare
@@ -76,16 +85,19 @@ class LookUp:
     pools: bool = False
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Add answers, errors and times to a block of input rows."""
-        if passes_by(table):
+        """Add answers, errors and times to a block of input rows.
+
+        Returns a lost block if the stored answers cannot be read; fatal if they are damaged.
+        """
+        if is_passthrough(table):
             return table
         try:
             return self._looked_up(table)
         except CorruptRun as error:
             told = f"{error}. Run: raybatch repair {self.places.store.uri}"
-            return lost_all(table, Loss(type(error).__name__, told, fatal=True))
+            return lost_block_like(table, Loss(type(error).__name__, told, fatal=True))
         except Exception as error:  # no row's fault: the store, or the function is not on this node
-            return lost_all(table, Loss.of(error))
+            return lost_block_like(table, Loss.of(error))
 
     def _looked_up(self, table: pa.Table) -> pa.Table:
         began = time.time()
@@ -114,10 +126,11 @@ class LookUp:
         for name, (column, kind) in RAW_COLUMNS.items():
             if name == KEY or (name in OPTIONAL and name not in self.optional):
                 continue
-            values = answers[column].combine_chunks().cast(kind)  # of an earlier release
+            # An earlier release may have written them with another type.
+            values = answers[column].combine_chunks().cast(kind)
             nothing = pa.nulls(table.num_rows, kind)
             table = table.append_column(name, _where(well, values, nothing))
-        first = kinds == ASKED  # tokens count where they were computed, once
+        first = kinds == ASKED  # tokens count once, for the row that was sent to the engine
         table = MERGED.add_to(table, ~first)
         table = CACHED_TOKENS.add_to(table, [None] * table.num_rows)
         table = REUSE.add_to(table, kinds)
@@ -133,9 +146,10 @@ class LookUp:
         kinds: np.ndarray,
         digests: list[Digests],
     ) -> list[ChatRequest | Failure]:
-        """Return requests with their images as they were when the run was planned.
+        """Return requests with the planned `digests` of their images, which keys depend on.
 
-        For rows that made no request then, fetch the images again, to find out why.
+        For rows that made no request when the run was planned, fetch the images again to find out
+        why, and return the failure.
         """
         empty = [r.messages if isinstance(r, ChatRequest) else r for r in requests]
         requests = with_images(requests, empty, digests)
@@ -148,12 +162,15 @@ class LookUp:
         return requests
 
     def _rows(self, table: pa.Table) -> np.ndarray:
-        """Return the numbers of the rows in the input of the run."""
+        """Return the numbers (int64) of a block's rows in the input of the run."""
         shards = table[SHARD].to_numpy().astype(np.int64)
         return np.asarray(shards * self.rows_per_shard + table[POSITION].to_numpy())
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
-        """Return where each row's answer is: (kind, number, digests of its images)."""
+        """Return each row's kind of answer, the answer's number, and the digests of its images.
+
+        `rows` are row numbers. Raises `CorruptRun` if the plan lacks a row.
+        """
         there, places = self.places.take(rows)
         if places is None or not there.all():
             raise CorruptRun(f"the plan has no location for the answer to row {rows[~there][0]}")
@@ -163,7 +180,11 @@ class LookUp:
     def _answers(
         self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
     ) -> tuple[pa.Table, dict[int, Failure]]:
-        """Return the raw answer of each row (null if there is none), and the failures by row."""
+        """Return the raw answer of each row (nulls if there is none), and failures by row index.
+
+        `numbers` are row numbers; `kinds` and `at` are as from `_places`. Raises `CorruptRun` if an
+        answer is missing.
+        """
         index = np.full(len(kinds), -1, np.int64)
         tables: list[pa.Table] = []
         held = 0
@@ -205,7 +226,7 @@ def _no_answer(schema: pa.Schema) -> pa.Table:
 def _vectors(answers: pa.Table, errors: list[Failure | None]) -> pa.Array | None:
     """Return the answers' vectors as the engine stage does, null for a failed row.
 
-    None if all rows failed.
+    None if all rows failed. A vector of another length than the first adds an error to `errors`.
     """
     lists = answers[VECTOR_COLUMN].combine_chunks()
     well = [i for i, error in enumerate(errors) if error is None]
@@ -240,7 +261,11 @@ def _failure(
     held: bytes | None,
     failed: Failure | None,
 ) -> Failure | None:
-    """Return why a row has no answer; None if it has one."""
+    """Return why a row has no answer; None if it has one.
+
+    `key` is the key of its request now, `kind` its kind in `LookUp.places`, `held` the key of the
+    stored answer, `failed` the request's failure in the requests phase.
+    """
     if isinstance(request, Failure):
         return request
     if kind == NO_REQUEST:

@@ -11,9 +11,9 @@ from typing import Any
 from prefect_raybatch.job.vllm.structured_outputs import with_schema_text
 from prefect_raybatch.spec.request import PromptSpec, SamplingFields
 from prefect_raybatch.stages.block import Failure, Messages, Row, copied
-from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.isolated import NoChild
 
-Document = Row  # that a chat template is given: texts by name, such as title and text
+Document = Row  # a document for a chat template: texts by name, such as title and text
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ChatRequest:
 
     `raw`: the text of the messages is the whole prompt, without a chat template.
 
-    The parts that are the job's own text, and no row's: the first `job_messages` messages, and in
-    the last message the spans `job_text` (from, to).
+    Text that comes from the job and not from the row: the first `job_messages` messages, and the
+    spans `job_text` (start, end) in characters of the last message.
     """
 
     messages: Messages
@@ -38,7 +38,7 @@ class ChatRequest:
     job_text: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
 
     def under(self, system: str) -> ChatRequest:
-        """Return the request with a system message prepended, unless it brings its own."""
+        """Return the request with a system message prepended, unless it begins with one."""
         if self.messages[0]["role"] == "system":
             return self
         messages = [{"role": "system", "content": system}, *self.messages]
@@ -104,7 +104,10 @@ class Filler:
 def _joined(
     parts: Iterable[tuple[str, str | None, str | None, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """Return (literal text, column after it) of a template; adjacent literals are joined."""
+    """Return (literal text, column after it or None) of a template; adjacent literals are joined.
+
+    `parts` come from `string.Formatter.parse`.
+    """
     joined: list[tuple[str, str | None]] = []
     literal = ""
     for text, name, _, _ in parts:
@@ -122,10 +125,11 @@ def from_function(
     *,
     raw: bool = False,
 ) -> ChatRequest:
-    """Return what a prompt function makes of a row.
+    """Return the request that a prompt function makes of a row; `check` checks its sampling fields.
 
-    Only with `raw` may it return {prompt, sampling}, because nothing protects such a prompt from
-    control tokens in the row.
+    The function returns a text, a list of messages or {messages, sampling}. Only with `raw` may it
+    return {prompt, sampling}, because nothing protects such a prompt from control tokens in the
+    row. Raises TypeError for any other result.
     """
     made = function(row)
     if isinstance(made, str):
@@ -150,7 +154,8 @@ def _sampling(value: object, check: Callable[[SamplingFields], None]) -> Samplin
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
         )
-    # It travels as JSON: what cannot fails its row here, and the function may change it later.
+    # The fields travel as JSON: those that cannot fail their row here. And the function may change
+    # its dict later.
     made: SamplingFields | None = json.loads(json.dumps(value))
     if made:
         check(made)
@@ -180,7 +185,7 @@ def _messages(value: object, what: str) -> Messages:
 
 
 def _kind(value: object) -> str:
-    """Return the type of a value in words; of a dict also its keys."""
+    """Return the type of a value in words, for a dict with its keys."""
     if isinstance(value, dict):
         keys = ", ".join(repr(str(key))[:40] for key in list(value)[:5]) or "none"
         return f"a dict with the keys {keys}"

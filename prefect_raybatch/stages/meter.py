@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts for one engine after another.
+    """Counts FLOPs, bytes, steps and idle time of an actor's engines, one after another.
 
-    `work` is the cost of tokens; without it nothing is counted. Thread-safe: several blocks are in
-    an engine at once.
+    `work` has the FLOPs and bytes of a token; without it nothing is counted. Thread-safe: several
+    blocks are in an engine at once.
     """
 
     def __init__(self, work: Work | None, clock: Callable[[], float] = time.monotonic):
         self.work, self.clock = work, clock
         self._lock = threading.Lock()
         self._flops = self._bytes = 0.0
-        self._since: float | None = None  # when it told last, or its first requests came
+        self._since: float | None = None  # time of the last `tell`, or of the first requests
         self._engine: SteppedEngine | None = None
-        self._steps, self._busy = 0, 0.0  # of that engine, when it told last
+        self._steps, self._busy = 0, 0.0  # of that engine, at the last `tell`
 
     def begin(self, engine: SteppedEngine) -> None:
-        """Start counting; earlier work of the engine for others does not count."""
+        """Count the engine's work from now on; what it did for earlier runs does not count."""
         if self.work is None:
             return
         found = engine.stats()
@@ -38,7 +38,7 @@ class Meter:
             self._engine, self._steps, self._busy = engine, found["steps"], found["busy_s"]
 
     def run(self, engine: SteppedEngine, requests: Sequence[Request]) -> list[Completion]:
-        """Return the engine's answers, and count them. Raises what its `run` raises."""
+        """Return the engine's answers, and count their work. Raises what `engine.run` raises."""
         if self.work is None:
             return engine.run(requests)
         with self._lock:
@@ -56,8 +56,13 @@ class Meter:
             self._bytes += moved
         return answers
 
-    def tell(self, engine: SteppedEngine) -> ShardStats:
-        """Return what was done since the last call; empty if nothing is counted."""
+    def take_stats(self, engine: SteppedEngine) -> ShardStats:
+        """Return what the engine did since the last call; empty without `work`.
+
+        The figures are FLOPs and bytes moved; the FLOPs that its GPUs could have done, and the
+        bytes that they could have moved, in that time; steps; seconds since the last call, and in
+        how many of these seconds the engine had no request.
+        """
         work = self.work
         if work is None:
             return ShardStats()

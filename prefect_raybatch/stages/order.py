@@ -1,9 +1,9 @@
-"""The order in which the rows of a block enter the engine, and which of them need not.
+"""The order in which the rows of a block enter the engine; equal requests enter once.
 
-Rows with a shared prefix are adjacent, so that the first one's blocks are still in the prefix cache
-for the next. Among such groups, and within one, the longest goes first, so that a long row does not
-keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache when it schedules
-them and looks up each waiting request after that (0.29, `KVCacheManager.allocate_slots`),
+Rows with a shared prefix are adjacent, so that the KV blocks of the first row are still in the
+prefix cache for the next. Among such groups, and within one, the longest goes first, so that a long
+row does not keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache when it
+schedules them and looks up each waiting request after that (0.29, `KVCacheManager.allocate_slots`),
 so neighbours share even within one step.
 """
 
@@ -28,7 +28,7 @@ NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineOrder:
     """Rows in the order in which the engine gets them.
 
     `copies` maps a row to the other rows that get its answer.
@@ -54,10 +54,13 @@ def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
 
 
 def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
-    """Return keys that group rows by adapter and distinguish equal prompts of two adapters."""
+    """Return keys that group rows by adapter and distinguish equal prompts of two adapters.
+
+    `keys` are the prompts' keys, `adapters` the number of each row's adapter, 0 for none.
+    """
     if not any(adapters):
         return list(keys)
-    # As long as what keeps rows together: so the first branches are the adapters.
+    # GROUP tokens for each adapter: so the rows first branch by adapter.
     heads = {number: number.to_bytes(4, "big") * GROUP for number in set(adapters)}
     return [heads[number] + key for key, number in zip(keys, adapters, strict=True)]
 
@@ -65,25 +68,27 @@ def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
 def arrange(
     keys: Sequence[bytes],
     params: Sequence[SamplingFields],
-    well: Sequence[int],
+    valid: Sequence[int],
     sort: bool,
     merge: bool,
-) -> Asked:
-    """Return how to ask the rows `well`, by their prompts' `keys` and sampling fields `params`.
+) -> EngineOrder:
+    """Return the order in which the valid rows (`valid`, indexes) enter the engine.
 
-    `sort` by prefix and length, otherwise keep the given order; `merge` equal requests if their
-    answers are certain to be equal.
+    `keys` (see `token_keys`) and sampling fields `params` have an entry for each row of the block.
+    `sort`: order rows by prefix and length, otherwise keep their order. `merge`: send equal
+    requests once if their answers are certain to be equal.
     """
-    asked = _merged(keys, params, well) if merge else Asked(list(well))
-    return Asked(_sorted(keys, params, asked.rows), asked.copies) if sort else asked
+    asked = _merged(keys, params, valid) if merge else EngineOrder(list(valid))
+    return EngineOrder(_sorted(keys, params, asked.rows), asked.copies) if sort else asked
 
 
 def is_exact(params: SamplingFields) -> bool:
-    """Return whether equal prompts under `params` have equal answers by vLLM's definition.
+    """Return whether equal prompts with the sampling fields `params` have equal answers in vLLM.
 
-    That is a vector, or greedy sampling, one answer, and no hook of the user's in between.
+    True for vectors, and for a single greedily sampled answer without a logits processor or extra
+    arguments.
     """
-    if "task" in params:  # of a request that pools: nothing is drawn
+    if "task" in params:  # a pooling request: nothing is sampled
         return True
     return (
         is_greedy(params)
@@ -93,37 +98,42 @@ def is_exact(params: SamplingFields) -> bool:
 
 
 def is_greedy(params: SamplingFields) -> bool:
-    """Return whether `params`, the fields of a request, sample greedily."""
+    """Return whether a request with the sampling fields `params` is sampled greedily."""
     temperature = params.get("temperature", 1.0)
-    # A row's own fields may be anything: what vLLM would refuse is left to it.
+    # A row's own fields may have any type; vLLM refuses those that it cannot use.
     return isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
 
 
-def _merged(keys: Sequence[bytes], params: Sequence[SamplingFields], well: Sequence[int]) -> Asked:
+def _merged(
+    keys: Sequence[bytes], params: Sequence[SamplingFields], valid: Sequence[int]
+) -> EngineOrder:
     first: dict[tuple[bytes, str], int] = {}
     rows: list[int] = []
     copies: dict[int, list[int]] = {}
     known = _by_identity(lambda p: repr(sorted(p.items())) if is_exact(p) else None)
-    for row in well:
+    for row in valid:
         same = known(params[row])
         leader = row if same is None else first.setdefault((keys[row], same), row)
         if leader == row:
             rows.append(row)
         else:
             copies.setdefault(leader, []).append(row)
-    return Asked(rows, copies)
+    return EngineOrder(rows, copies)
 
 
 def _sorted(keys: Sequence[bytes], params: Sequence[SamplingFields], rows: list[int]) -> list[int]:
-    """Return the rows in the order of the prefix tree, the costliest branch first."""
+    """Return the rows in the order of their prompts' prefix tree, the costliest branch first.
+
+    The cost of a branch is that of its costliest row: first its `max_tokens`, then its prompt.
+    """
     rows = sorted(rows, key=keys.__getitem__)
     common = common_tokens([keys[row] for row in rows])
     bound = _by_identity(_bound)
-    # An answer costs a step a token and a prompt a part of one step: bounds count first.
+    # Each token of an answer costs a step, a whole prompt part of one: bounds count first.
     cost = np.array([(bound(params[row]) << 40) + len(keys[row]) for row in rows], np.int64)
     made: list[int] = []
     branches = [(0, len(rows))] if rows else []
-    while branches:  # and no recursion: prompts that each extend the last are a branch a row deep
+    while branches:  # not recursive: if each prompt extends the last, the tree is as deep as rows
         start, end = branches.pop()
         if end - start == 1:
             made.append(rows[start])
@@ -139,7 +149,7 @@ def _sorted(keys: Sequence[bytes], params: Sequence[SamplingFields], rows: list[
 
 
 def _bound(params: SamplingFields) -> int:
-    """Return the most output tokens, as far as they are known."""
+    """Return the request's `max_tokens`, at most 1 << 22; 0 if it has none."""
     given = params.get("max_tokens")
     return min(max(given, 0), 1 << 22) if isinstance(given, int) else 0
 
@@ -161,7 +171,7 @@ def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
 def _by_identity(
     make: Callable[[SamplingFields], Returned],
 ) -> Callable[[SamplingFields], Returned]:
-    """Return `make` cached by the identity of the dict, because the job's own is one object."""
+    """Return `make` with its results cached by `id` of the dict: most rows share the job's dict."""
     made: dict[int, Returned] = {}
 
     def known(params: SamplingFields) -> Returned:

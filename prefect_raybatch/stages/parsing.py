@@ -1,7 +1,7 @@
 """Splits raw answers into thinking, text and tool calls with vLLM's own parsers.
 
-This imports vLLM, which takes twelve seconds and half a GiB in a process that prepares or finishes,
-and only if a job names a parser.
+vLLM is imported only if a job names a parser, because the import takes twelve seconds and half a
+GiB in each process that prepares or finishes rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL_TYPE = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments",
 
 
 def each_text(text: AnswerText) -> list[str | None]:
-    """Return the texts of a row's answers."""
+    """Return `text` as a list: the texts of all answers to a row, or its only one."""
     return [*text] if isinstance(text, list) else [text]
 
 
@@ -43,13 +43,16 @@ def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
 
 
 def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> ReasoningParser:
-    """Return the parser that finds whether the thinking of a prompt has ended."""
+    """Return vLLM's parser that tells whether the thinking in a prompt has ended.
+
+    Raises `ConfigError` if the job names no parser, or if it does not work with the tokenizer.
+    """
     if parsing.reasoning is None:
         raise ConfigError("output.reasoning_parser is not set")
     quick = internals.quick_tokenizer(tokenizer)
     try:
         return internals.reasoning_parser(parsing.reasoning, quick, parsing.arguments)
-    except (RuntimeError, ValueError) as error:  # its marks are no tokens of the model
+    except (RuntimeError, ValueError) as error:  # the model has no tokens for its marks
         raise ConfigError(
             f"output.reasoning_parser: {parsing.reasoning} does not work with the model's "
             f"tokenizer: {error}"
@@ -57,9 +60,9 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> Reasonin
 
 
 class Parsers:
-    """The parsers in a process that finishes answers.
+    """vLLM's parsers of a job, which split answers into thinking, text and tool calls.
 
-    Parsers see special tokens; columns leave them out unless `keep_special`.
+    They see special tokens; result columns contain none unless `keep_special`.
     """
 
     def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
@@ -71,20 +74,20 @@ class Parsers:
         self._words = re.compile(known) if known and not keep_special else None
 
     def visible(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return an answer without the token that ended it, as vLLM passes it to its parsers."""
+        """Return an answer's token ids without the end token, as vLLM's parsers expect them."""
         return ids[:-1] if len(ids) and ids[-1] in self.special else ids
 
-    def take_apart(
+    def split_answers(
         self,
         table: pa.Table,
         texts: list[AnswerText],
         failures: list[Failure | None],
     ) -> tuple[list[AnswerText], list[ColumnValues]]:
-        """Return the texts of an answered block, and the other columns parsed from them.
+        """Return each row's text without thinking and tool calls, and its other parsed columns.
 
-        An unparsable text adds its row to `failures`.
+        If a text cannot be parsed, sets the row's entry in `failures`.
         """
-        _ = self._open, self._closed  # a parser that cannot be imported is no row's fault
+        _ = self._open, self._closed  # raises here, not in a row, if a parser cannot be imported
         ids = table[ANSWERS].to_pylist()
         opened = (
             table[REASONING_OPEN].to_pylist()
@@ -115,10 +118,10 @@ class Parsers:
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> ColumnValues:
-        """Return the columns of an answer, its text under "".
+        """Return the parsed columns of an answer by name, its remaining text under "".
 
-        `opened`: it may begin with thinking. `name` prefixes the ids of its calls if the model
-        gives none.
+        `opened`: the answer may begin with thinking. `name` is part of the ids of its tool calls if
+        the model sets none.
         """
         make = self._open if opened else self._closed
         reasoning: str | None = None
@@ -134,7 +137,7 @@ class Parsers:
         if self.parsing.tool:
             found[self.parsing.tool_calls_column] = [
                 {
-                    # Drawn by lot, an id would be another one each time a shard is finished.
+                    # A random id would differ each time the shard is finished.
                     "id": call.id
                     if call.id and not call.id.startswith(internals.RANDOM_ID)
                     else f"call-{name}-{number}",
@@ -146,7 +149,11 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Return the text without special tokens and blank lines between thinking and answer."""
+        """Return the text without special tokens (with them if `keep_special`), None if it is None.
+
+        `thinks`: the model thinks before it answers, so blanks around the text are removed too; if
+        the text is the `answer`, only blanks before it.
+        """
         if text is None:
             return None
         if self._words is not None:

@@ -1,4 +1,4 @@
-"""A pooling task as the stages see it, and the vectors that the engine returns."""
+"""Pooling tasks (embed, classify, score): requests of a row, and the vectors that answer them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prefect_raybatch.stages.order import arrange
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
-RowAnswer = tuple[int, Sequence[int], "Completion"]  # the row asked about, those served, the answer
+RowAnswer = tuple[int, Sequence[int], "Completion"]  # requested row, rows that get it, the answer
 
 
 class Texts(Enum):
@@ -38,8 +38,9 @@ class Texts(Enum):
 class Pooling:
     """A pooling task, such as embed or score: its request fields and the limits of its model.
 
-    `fields` go to vLLM with each row; an encoder (`encodes`) processes a prompt in one step, which
-    must have room for `longest` tokens; `labels` are the model's, if it classifies.
+    `fields` go to vLLM with each row. `encodes`: the model is an encoder, which processes a prompt
+    in one step, so that a step must have room for `longest` tokens (0: no minimum). `labels` are
+    the model's labels, if it classifies.
     """
 
     task: str
@@ -51,14 +52,14 @@ class Pooling:
 
     @classmethod
     def of(cls, spec: RunSpec, pinned: models.PinnedModel) -> Pooling | None:
-        """Return how the pinned model is asked, by its config.json; None for text generation."""
+        """Return a run's pooling task, by the model's config.json; None for text generation."""
         model = spec.engine.model
         if not model.pools:
             return None
         if model.endpoint is not None:
             return cls(model.task, Texts.ONE, {**spec.sampling.pooling, "task": "embed"})
         config, _ = models.read_config(pinned)
-        asked = tasks.asked(model, config)
+        asked = tasks.vllm_task(model, config)
         texts = Texts.ONE
         if model.task == "score" and spec.prompt.paired:
             texts = Texts.PAIR if asked == "classify" else Texts.TWO
@@ -76,20 +77,20 @@ class Pooling:
         )
 
     def engine_arguments(self, sized: EngineFields, given: Collection[str]) -> dict[str, Any]:
-        """Return vLLM's arguments for the task, made from the `sized` ones.
+        """Return the engine arguments `sized`, changed for vLLM's pooling runner and this model.
 
-        `given` are the names of those that the job sets.
+        `given` are the names of the arguments that the job sets.
         """
         step = max(int(sized.get("max_num_batched_tokens") or 0), self.longest)
         made = {**sized, "runner": "pooling", "max_num_batched_tokens": step}
         if self.encodes and "enable_prefix_caching" not in given:
-            # It has no KV cache. vLLM 0.29 dies of being told to cache prefixes in it (tried).
+            # An encoder has no KV cache: vLLM 0.29 crashes if it is to cache prefixes (tried).
             made.pop("enable_prefix_caching", None)
         return made
 
 
 def _encodes(model: ModelRequest, config: ModelConfig) -> bool:
-    """Return whether a model is an encoder, by the decoders' names.
+    """Return whether a model is an encoder: none of its architectures is a decoder's in vLLM.
 
     An encoder processes a prompt in one step.
     """
@@ -100,7 +101,7 @@ def _encodes(model: ModelRequest, config: ModelConfig) -> bool:
 
 
 def _stem(name: str) -> str:
-    """Return e.g. Qwen3 for Qwen3ForSequenceClassification, Llama for LlamaModel."""
+    """Return an architecture's name without its task: Qwen3 for Qwen3ForSequenceClassification."""
     return name.partition("For")[0].removesuffix("Model").removesuffix("Embedding")
 
 
@@ -109,30 +110,31 @@ def ask_pairs(
     request: Callable[[int, int], Request],
     keys: Sequence[Sequence[bytes]],
     params: Sequence[SamplingFields],
-    well: Sequence[int],
+    valid: Sequence[int],
     sort: bool,
     merge: bool,
 ) -> list[RowAnswer]:
-    """Return the cosine similarity of the two prompts of each row `well`.
+    """Return, for each valid row (`valid`), the cosine similarity of its two prompts as its answer.
 
-    They are `request(row, side)`, with `keys[side]` as from `order.token_keys`. A text that several
-    rows share, such as a query over its documents, is asked once.
+    `run` sends requests to the engine; `request(row, side)` makes them for side 0 and 1, and
+    `keys[side]` are their prompts' keys (`order.token_keys`). With `merge`, a text that several
+    rows share, such as a query, is sent once.
     """
     rows = len(params)
-    both = [*well, *(rows + i for i in well)]
+    both = [*valid, *(rows + i for i in valid)]
     asked = arrange([*keys[0], *keys[1]], [*params, *params], both, sort, merge)
     done = run([request(i % rows, i // rows) for i in asked.rows])
     found: dict[int, Completion] = {}
     for i, completion in zip(asked.rows, done, strict=True):
         for j in asked.served(i):
-            # What was computed for another row counts as what a cache gives does.
+            # Tokens that were computed for another row count as cached.
             cached = completion.cached_tokens if i == j else completion.prompt_tokens
             found[j] = replace(completion, cached_tokens=cached)
-    return [(i, [i], _cosine(found[i], found[rows + i])) for i in well]
+    return [(i, [i], _cosine(found[i], found[rows + i])) for i in valid]
 
 
-def refusal_of(failure: Failure) -> Completion:
-    """Return an answer for a request that was not sent."""
+def failed_completion(failure: Failure) -> Completion:
+    """Return an answer that holds the failure of a request that was not sent."""
     from prefect_raybatch.stages.vllm.stepper import Completion
 
     return Completion([], error=(failure.kind, failure.message))
@@ -151,7 +153,10 @@ def _cosine(one: Completion, other: Completion) -> Completion:
 
 
 def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
-    """Return the answers with an error in place of each invalid vector."""
+    """Return the answers with an error for each invalid vector.
+
+    A vector is invalid if its length differs from the first one's, or if it holds NaN or infinity.
+    """
     made: list[RowAnswer] = []
     size: int | None = None
     for row, served, completion in answers:

@@ -1,6 +1,6 @@
 """From row to request: template or user function, chat template, tokens. CPU, one block at a time.
 
-A row that fails here is marked and skips the engine; it never takes its block with it.
+A row that fails here is marked and skips the engine; the other rows of its block go on.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from prefect_raybatch.stages.block import (
     Row,
     Tokenizer,
     input_columns,
+    is_passthrough,
     load_tokenizer,
-    lost_all,
-    passes_by,
+    lost_block_like,
     rows_of,
     timed,
     with_failures,
 )
-from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.calls.calling import CALLS_IN_PROCESS, Calls
 from prefect_raybatch.stages.cell_text import cell_texts
 from prefect_raybatch.stages.columns import (
     DIGESTS,
@@ -67,38 +67,38 @@ from prefect_raybatch.stages.tokens import (
 )
 from prefect_raybatch.stages.vllm.multimodal import RowFeatures
 
-UNKNOWN_CONTEXT = 1 << 20  # tokens that no model whose length is not known takes
+UNKNOWN_CONTEXT = 1 << 20  # tokens: more than any model of unknown context length takes
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """The stage as a function of one block; made on the driver, run on any worker.
+    """The prepare stage: a function of one block; created on the driver, run on any worker.
 
     `model` is the plan's pinned model, `max_model_len` is in tokens (None: the model's own). A
-    row's own fields are checked against `sampling`; a prompt that is cut leaves room for an answer
-    of its `max_tokens`. `calls`: how the user's function is called. With a reasoning parser in
-    `parsing`, prompts that leave the thinking open are marked. `images`: where a row's images come
-    from; None for text alone. `keying`: computes request keys, which must equal those in the
-    block's column of keys.
+    row's own sampling fields are checked against `sampling`, the job's; a prompt that is cut leaves
+    room for an answer of `max_tokens`. `calls` says in which process the user's function is called.
+    With a reasoning parser in `parsing`, rows whose answers may begin with thinking are marked.
+    `images` fetches a row's images; None for text alone. `keying` computes request keys, which must
+    equal those in the block; None if the block has none.
     """
 
     prompt: PromptSpec
     sampling: SamplingSpec
     model: models.PinnedModel
     max_model_len: int | None
-    calls: Calls = HERE
+    calls: Calls = CALLS_IN_PROCESS
     parsing: ParsingSpec | None = None
     images: RowImages | None = None
     keying: Keying | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Add columns of tokens, parameters, errors and seconds to a block of input rows."""
-        if passes_by(table):
+        """Add columns of tokens, sampling fields, errors and seconds to a block of input rows."""
+        if is_passthrough(table):
             return table
         try:
             return self._prepare(table)
         except Exception as error:  # no row's fault: the model or the function is not on this node
-            return lost_all(table, Loss.of(error))
+            return lost_block_like(table, Loss.of(error))
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
@@ -141,9 +141,9 @@ class Prepare:
         return self._requests(table)
 
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
-        """Like `requests`, with everything that their keys are made of.
+        """Return each row's request with everything its key needs, and the digests of its images.
 
-        Images are fetched for their digests, which are the second value.
+        Images are fetched for their digests. The second list is empty if the job has no images.
         """
         requests = self.requests(table)
         if self.images is None:
@@ -154,10 +154,10 @@ class Prepare:
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return request and prompt tokens of each row of a block, of any length.
+        """Return the request and the prompt tokens of each row of a block, of any length.
 
-        A row that has none gets a `Failure` in their place. A prompt of far more tokens than the
-        model takes is a `LongPrompt`.
+        A row without a request has a `Failure` in both lists, a row without a prompt in the second.
+        A prompt of far more tokens than the model takes is a `LongPrompt`.
         """
         most = self.max_model_len or models.context_length(models.local_path(self.model))
         requests, tokens, *_ = self._rendered(table, most)
@@ -171,7 +171,12 @@ class Prepare:
         Sequence[RowFeatures | None],
         list[Digests],
     ]:
-        """Like `prompts`, plus each row's images for the engine (`MM_TYPE`) and their digests."""
+        """Return each row's request, tokens (as `prompts` does), image features and image digests.
+
+        The features are for the engine (`MM_TYPE`), None for a row of text alone; the last list is
+        empty for a job without images. `most` is the most tokens that the model takes, None if
+        unknown.
+        """
         most = most or UNKNOWN_CONTEXT
         requests = self._requests(table)
         shown: list[Messages | Failure] = []
@@ -192,9 +197,10 @@ class Prepare:
     def _safe(
         self, request: ChatRequest | Failure, messages: Messages | Failure, most: int
     ) -> Messages | Failure:
-        """Return messages with images as vLLM's renderer gets them.
+        """Return a row's messages made safe for vLLM's image renderer, or the row's failure.
 
-        They have no control tokens in row text, and are not far too long.
+        A text of far more than `most` tokens fails the row. Control tokens in row text fail the row
+        or are split by a space, as `prompt.special_tokens_in_rows` says.
         """
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages
@@ -217,7 +223,7 @@ class Prepare:
         tokens: Sequence[TokenIds | Failure],
         form: Sequence[bool | None],
     ) -> list[bool | None]:
-        """Return whether each row's answer may begin with thinking.
+        """Return whether each row's answer may begin with thinking; None for a failed row.
 
         The text that the chat template puts after the last message decides. For a row whose answer
         has a form, the whole prompt decides, as in vLLM when it decides where the form starts to
@@ -244,7 +250,10 @@ class Prepare:
     def _fitted(
         self, request: ChatRequest | Failure, tokens: TokenIds | Failure, limit: int | None
     ) -> TokenIds | Failure:
-        """Return tokens that leave room in `limit`, cut if the job allows it, or a failure."""
+        """Return prompt tokens that leave room for an answer within `limit` tokens, or a failure.
+
+        A prompt that is too long is cut if the job allows it. `limit` is None for no limit.
+        """
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
         if not limit or self.prompt.on_too_long == "quarantine":
@@ -310,7 +319,10 @@ def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str 
 
 
 def with_own_forms(table: pa.Table, requests: Sequence[ChatRequest | Failure]) -> pa.Table:
-    """Return the block with the fields by which each row changes the form of its answer."""
+    """Return the block with a column of each row's own `choice` and `structured_outputs`.
+
+    The column has them as JSON, and null for a row without them or a failed one.
+    """
     own = [own_form(r.sampling) if isinstance(r, ChatRequest) else None for r in requests]
     return OWN_FORM.add_to(table, own)
 
@@ -320,7 +332,11 @@ def with_images(
     shown: Sequence[Messages | Failure],
     digests: Sequence[Digests],
 ) -> list[ChatRequest | Failure]:
-    """Return requests with the `digests` of their images; failed if fetching them failed."""
+    """Return requests with the SHA-256 of their images, from `digests`.
+
+    `shown` has each row's messages with the fetched images, or a failure, which replaces the row's
+    request.
+    """
     made: list[ChatRequest | Failure] = []
     for request, seen, each in zip(requests, shown, digests, strict=True):
         if isinstance(request, ChatRequest) and not isinstance(seen, Failure):
@@ -330,7 +346,10 @@ def with_images(
 
 
 def messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
-    """Return the messages of a request with images, or why it cannot have any."""
+    """Return the messages of a request in a job with images, or the row's failure.
+
+    Raw prompts and documents cannot be combined with images.
+    """
     if isinstance(request, ChatRequest) and (request.documents or request.raw):
         what = "a raw prompt" if request.raw else "prompt.documents"
         reason = f"{what} and prompt.images cannot be combined. Remove one"

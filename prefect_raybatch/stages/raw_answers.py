@@ -1,4 +1,4 @@
-"""Raw answers as files: what the engine returned, before any parser or function of the user's.
+"""Raw answers as files: what the engine returned, before any parser or user function.
 
 Later runs reuse them, so they hold everything that finish needs of an engine's block, and nothing
 of the row except its request's key.
@@ -35,7 +35,7 @@ from prefect_raybatch.stages.columns import (
 from prefect_raybatch.storage import Store, read_ahead
 from prefect_raybatch.storage.checked import BlockSums, block_sums, open_checked
 
-NUMBER = "_row"  # column with the number of the request among all that were asked
+NUMBER = "_row"  # column with the request's number in the requests phase
 KEY_COLUMN, VECTOR_COLUMN, ORIGIN = "key", "vector", "origin"
 # A column of a block, and what it is called in a file of raw answers.
 RAW_COLUMNS = {
@@ -53,17 +53,17 @@ RAW_COLUMNS = {
 }
 POOLED_COLUMNS = {**RAW_COLUMNS, VECTOR: (VECTOR_COLUMN, pa.list_(pa.float32()))}
 RAW = pa.schema(list(RAW_COLUMNS.values()))
-POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a task that pools
-CHECKED_AT_ONCE = 4  # that are checked side by side
-KEPT_BYTES = 128 << 20  # of row groups that a worker keeps: rows far apart share answers
+POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a pooling task
+CHECKED_AT_ONCE = 4  # files that are checked side by side
+KEPT_BYTES = 128 << 20  # of row groups that a worker caches: distant rows may share an answer
 
 
 def _size(table: pa.Table) -> int:
-    return min(int(table.nbytes), KEPT_BYTES)  # so that one is kept, however large
+    return min(int(table.nbytes), KEPT_BYTES)  # so that one fits into the cache, however large
 
 
 _lock = Lock()  # runs of one process look up side by side
-# Row groups by the SHA-256 of their file, so that a path that is written anew is another key.
+# Row groups by the SHA-256 of their file, so that a file replaced at its path has another key.
 _kept: LRUCache[tuple[str, tuple[str, ...], int], pa.Table] = LRUCache(KEPT_BYTES, _size)
 
 
@@ -81,10 +81,10 @@ def raw_columns(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class AnswerFile:
-    """A Parquet file whose rows have the numbers from `first` on.
+    """A Parquet file of answers, whose first row has the number `first`.
 
-    They are consecutive unless `numbered`, otherwise as in its column `_row`. `path` is relative to
-    the store that it is read from; every read is compared with `sums`.
+    Its rows are numbered consecutively, or by its column `_row` if `numbered` is true. `path` is
+    relative to the store that it is read from; every read is compared with the checksums `sums`.
     """
 
     path: str
@@ -95,14 +95,17 @@ class AnswerFile:
 
 @dataclass(frozen=True)
 class AnswerFiles:
-    """Files of one kind, ordered by their numbers."""
+    """Looks up the `columns` of rows by row number in `files`, which are in number order."""
 
     store: Store
     files: tuple[AnswerFile, ...]
     columns: tuple[str, ...]
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, pa.Table | None]:
-        """Return (which of `numbers` exist, their rows in that order; None for no row)."""
+        """Return (bool[len(numbers)]: whether a row with this number exists, table of these rows).
+
+        The rows are in the order of `numbers`; the table is None if no row exists.
+        """
         there = np.zeros(len(numbers), bool)
         order = np.argsort(numbers, kind="stable")
         wanted = numbers[order]
@@ -127,7 +130,7 @@ class AnswerFiles:
 
     def _of_file(self, file: AnswerFile, wanted: np.ndarray) -> tuple[np.ndarray, list[pa.Table]]:
         there, tables = np.zeros(len(wanted), bool), []
-        for group, low, high in _known_of(self.store, file).groups:
+        for group, low, high in _footer_of(self.store, file).groups:
             a, b = np.searchsorted(wanted, [low, high])
             if a == b:
                 continue
@@ -151,7 +154,7 @@ class AnswerFiles:
             kept = _kept.get(key)
         if kept is not None:
             return kept
-        metadata = _known_of(self.store, file).metadata
+        metadata = _footer_of(self.store, file).metadata
         with open_checked(self.store, file.path, file.sums) as stream:
             parquet = pq.ParquetFile(stream, metadata=metadata, pre_buffer=False)
             table = parquet.read_row_group(group, columns=names, use_threads=False)
@@ -161,18 +164,18 @@ class AnswerFiles:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """The contents of a footer; `groups`: (row group, first number, end)."""
+class _AnswerFooter:
+    """A file's footer; `groups`: (row group, number of its first row, number after its last)."""
 
     metadata: pq.FileMetaData
     groups: list[tuple[int, int, int]]
 
 
-_files: LRUCache[tuple[str, int, bool], _Known] = LRUCache(4096)
+_files: LRUCache[tuple[str, int, bool], _AnswerFooter] = LRUCache(4096)
 
 
-def _known_of(store: Store, file: AnswerFile) -> _Known:
-    """Return the footer of a file, read once for each content."""
+def _footer_of(store: Store, file: AnswerFile) -> _AnswerFooter:
+    """Return the footer of a file, cached by the file's SHA-256."""
     key = (file.sums.sha256, file.first, file.numbered)
     with _lock:
         known = _files.get(key)
@@ -180,7 +183,7 @@ def _known_of(store: Store, file: AnswerFile) -> _Known:
         with open_checked(store, file.path, file.sums) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)
         check_types(parquet.schema_arrow, file.path)
-        known = _Known(parquet.metadata, _spans(parquet.metadata, file))
+        known = _AnswerFooter(parquet.metadata, _spans(parquet.metadata, file))
         with _lock:
             _files[key] = known
     return known
@@ -208,7 +211,7 @@ def _spans(metadata: pq.FileMetaData, file: AnswerFile) -> list[tuple[int, int, 
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file of answers as a record names it; `sha256` may be the digits in its name only."""
+    """A file of answers as a record lists it; `sha256` may be only its first hex digits."""
 
     path: str
     rows: int
@@ -216,9 +219,10 @@ class NamedFile:
 
 
 def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]:
-    """Check files whose rows have the consecutive numbers 0, 1, ..., and return them.
+    """Return files of answers whose rows are numbered from 0 on, across `files` in their order.
 
-    Raise `CorruptRun` for a file that is missing or differs from its record.
+    The first number of each follows from the recorded row counts. Raises `CorruptRun` for a file
+    that is missing or whose SHA-256 differs from its record.
     """
     made, first = [], 0
     for file, sums in zip(files, _every_sum(store, files), strict=True):
@@ -228,7 +232,11 @@ def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]
 
 
 def numbered(store: Store, files: Sequence[tuple[int, NamedFile]]) -> tuple[AnswerFile, ...]:
-    """Check files (first number, file) that hold the number of each row, and return them."""
+    """Check files whose rows are numbered by their column `_row`, and return them.
+
+    `files` are (number of the file's first row, file). Raise `CorruptRun` for a file that is
+    missing or differs from its record.
+    """
     every = _every_sum(store, [file for _, file in files])
     return tuple(
         AnswerFile(file.path, first, sums, numbered=True)

@@ -72,7 +72,7 @@ class KeptBlocks(Datasource):
 
 
 class KeepBlocks(Rule):
-    """Makes Ray pass on each block that a shard read yields, instead of one block per task.
+    """Makes Ray pass on each block that a read task yields, instead of one joined block per task.
 
     With `target_max_block_size=None`, Ray 2.60 joins everything that a task yields into one block
     at its end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a
@@ -127,10 +127,10 @@ def _takes_blocks(function: MapTransformFn) -> bool:
 
 
 def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
-    """Run `Dataset.map_batches` for a class in a pool of actors, with blocks as they are.
+    """Return the dataset mapped by a pool of actors of class `stage`, each block passed as it is.
 
-    The public `map_batches` rejects that with `num_gpus`, and with a batch size it would wait until
-    blocks with that many rows have arrived.
+    The public `Dataset.map_batches` rejects whole blocks with `num_gpus`, and with a batch size it
+    would wait until blocks with that many rows have arrived.
     """
     return dataset.map_batches_internal(stage, **options)
 
@@ -139,25 +139,25 @@ def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
 
 
 def limit_in_flight(context: DataContext, blocks: int) -> None:
-    """Let at most `blocks` shards be between an engine's queue and the driver, in `context`.
+    """Set in `context` that at most `blocks` blocks are in the engines and the stages after them.
 
     What an engine has answered and nobody has committed is inferred again after a crash. Ray itself
-    bounds that only in bytes, which does not help with short rows: while the first finish worker
+    limits that only in bytes, which does not help with short rows: while the first finish worker
     starts, engines could answer the whole input (measured: one kill lost 1,000 of 1,200 rows).
     """
     context.set_config(Window.BLOCKS, blocks)
-    # Ray asks no further policy once one of them holds an operator back: those that hold nobody
-    # back, but have work to do, come first.
+    # Once a policy holds an operator back, Ray does not ask the policies after it. So those come
+    # first that hold nothing back but do other work.
     ours = [LeavingNodes, DeadEngines, LateCancel]
     policies = [*ours, *ENABLED_BACKPRESSURE_POLICIES, Window]
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
 
 
 class Window(BackpressurePolicy):
-    """Gives engines no new block while too many are in them or after them.
+    """A policy that gives engines no new block while too many are in them or after them.
 
-    Counts what is there now, never the difference of arrivals and departures: a block lost with its
-    engine would count forever.
+    The limit is set by `limit_in_flight`. Counts the blocks that are there now, not arrivals minus
+    departures: a block that is lost with its engine would then count forever.
     """
 
     BLOCKS: ClassVar = "prefect_raybatch.window"  # setting of the context: the most blocks
@@ -168,8 +168,8 @@ class Window(BackpressurePolicy):
         super().__init__(data_context, topology, resource_manager)
         engines: list[Any] = [op for op in topology if isinstance(op, ActorPoolMapOperator)]
         for op in engines:
-            # Ray starts what it can against all policies where nothing else runs (the stage
-            # behind may wait for its budget): only the operator's own word stops that.
+            # If nothing else runs, Ray starts a task against all policies (the stage after it may
+            # wait for its budget). Only the operator's own method prevents that.
             op.can_add_input = partial(self._takes, op, op.can_add_input)
 
     def can_add_input(self, op: PhysicalOperator) -> bool:
@@ -184,19 +184,19 @@ class Window(BackpressurePolicy):
         return bool(held < self._data_context.get_config(self.BLOCKS, held + 1))
 
     def _held(self, op: PhysicalOperator) -> int:
-        """Return how many blocks are in tasks of a stage after the engine, or in their output.
+        """Return how many blocks are in tasks of `op`, a stage after the engine, or in its output.
 
         The stage's own input queue does not count: Ray starts a task at once for each block that
-        has rows, and keeps blocks without rows there until one with rows follows. Those are the
-        shards that engines skip, because another driver committed them or the run is draining.
-        Counting them would close the window forever.
+        has rows, and keeps blocks without rows there until one with rows follows. Blocks without
+        rows are shards that engines skip, because another driver committed them or the run is
+        draining. Counting them would hold back new blocks forever.
         """
         waiting = self._topology[op].total_enqueued_output_blocks()
         return int(op.num_active_tasks() + waiting)
 
 
 class LeavingNodes(BackpressurePolicy):
-    """Releases engines that have nothing left to do on a node that is being drained.
+    """A policy that releases engines without work on a node that is being drained.
 
     Ray gives such an engine no new block, but keeps it: its place in the pool would stay taken, so
     that no other engine starts elsewhere, and the node would wait for it until its deadline. It is
@@ -217,11 +217,13 @@ class EnginesDied(Exception):
 
     def __init__(self, engines: int) -> None:
         super().__init__(engines)
-        self.engines = engines  # that were started one after the other, each with its restarts
+        self.engines = engines  # number of actors that died for good, each after its restarts
 
 
 class DeadEngines(BackpressurePolicy):
-    """Replaces engines that Ray no longer restarts; raises `EnginesDied` if that does not help.
+    """A policy that replaces engines that Ray no longer restarts.
+
+    Raises `EnginesDied` if the replacements die too (see `limit_deaths`), or if no engine is left.
 
     Ray 2.60 leaves an actor that has used up its `max_restarts` in the pool: it gets no blocks, no
     other takes its place, and once the last one is dead the execution waits forever. Once it is
@@ -273,15 +275,16 @@ def is_dead(actor: ActorHandle[object]) -> bool:
 
 
 def limit_deaths(context: DataContext, engines: int) -> None:
-    """Let a pass end with `EnginesDied` once `engines` engines in a row died for good.
+    """Set in `context` that a pass ends with `EnginesDied` once `engines` engines died for good.
 
-    Each died after all of its restarts, without an answered block.
+    An engine counts if it died after all of its restarts; the count begins anew with each block
+    that an engine answers.
     """
     context.set_config(DeadEngines.MOST, engines)
 
 
 class LateCancel(BackpressurePolicy):
-    """If a pass ends early, cancels tasks that are still running after a while, and none before.
+    """A policy that cancels the tasks of a pass that ends early only after END_GRACE seconds.
 
     See `still_running` for the reason. It is a policy because Ray creates the policies of each
     execution with its operators; it never holds back a task.
@@ -291,7 +294,7 @@ class LateCancel(BackpressurePolicy):
         self, data_context: DataContext, topology: Topology, resource_manager: ResourceManager
     ) -> None:
         super().__init__(data_context, topology, resource_manager)
-        self._until: float | None = None  # one time for all operators
+        self._until: float | None = None  # one deadline for all operators
         stages: list[Any] = [op for op in topology if isinstance(op, TaskPoolMapOperator)]
         for op in stages:
             op._cancel_active_tasks = partial(self._cancel, op, op._cancel_active_tasks)
@@ -305,7 +308,7 @@ class LateCancel(BackpressurePolicy):
 
 
 def _whole(waitable: ObjectRef[object] | ObjectRefGenerator) -> ObjectRef[object]:
-    """Return an object that exists once the task is over, not with its first block."""
+    """Return the reference that is ready when the whole task is over, not at its first block."""
     return waitable.completed() if isinstance(waitable, ObjectRefGenerator) else waitable
 
 
@@ -319,8 +322,8 @@ def still_running(
     Ray 2.60's driver aborts (`Tried to complete task that was not pending`) if a task is cancelled
     at the moment in which it ends: the reply removes it from the running tasks, and only then
     completes it. With tasks of a few milliseconds, cancelled at random moments, a driver survived
-    about 100 rounds of six; with this, 2,645 rounds. A task that still runs after seconds will
-    hardly end just then.
+    about 100 rounds of six tasks; with this function, 2,645 rounds. A task that has not ended
+    within some seconds is unlikely to end just when it is cancelled.
     """
     import ray
 
@@ -352,13 +355,13 @@ def node_is_leaving() -> bool:
     """Return whether the node of this worker is being drained; False in a process outside Ray."""
     import ray
 
-    if not ray.is_initialized():  # to ask would start a cluster
+    if not ray.is_initialized():  # get_runtime_context would start a cluster
         return False
     return ray.get_runtime_context().get_node_id() in get_draining_nodes()
 
 
 def _after(op: PhysicalOperator) -> list[PhysicalOperator]:
-    """Return the operators after `op`, which form a line."""
+    """Return the operators downstream of `op`, the nearest first; they form a chain."""
     operators = []
     while op.output_dependencies:
         op = op.output_dependencies[0]
@@ -369,7 +372,8 @@ def _after(op: PhysicalOperator) -> list[PhysicalOperator]:
 def stop_pass(dataset: Dataset) -> None:
     """End the execution of a dataset from a thread other than the one that iterates over it.
 
-    Until its first block is there, only the iterating thread knows Ray's executor.
+    Finds Ray's executor by its thread's name: until the first block arrives, only the iterating
+    thread has a reference to it.
     """
     name = f"StreamingExecutor-{dataset.get_dataset_id()}"
     for thread in threading.enumerate():
@@ -388,7 +392,7 @@ def dashboard_address() -> str:
 
 
 def raylet_socket() -> str | None:
-    """Return the socket of the raylet to which this driver is connected; None without one."""
+    """Return the path of the socket of this driver's raylet; None if Ray is not connected."""
     from ray._private import worker
 
     node = worker._global_node
@@ -396,7 +400,7 @@ def raylet_socket() -> str | None:
 
 
 def actors_of_this_job(detached: bool = False) -> list[dict[str, Any]]:
-    """Return Ray's table of this driver's actors; its public form needs the dashboard.
+    """Return this driver's actors as rows of Ray's actor table, which needs no dashboard.
 
     `detached` adds the detached actors of other drivers.
     """
@@ -426,7 +430,7 @@ def has_died(actor: Mapping[str, Any]) -> bool:
 
 
 def running_cluster() -> str | None:
-    """Return the address that `auto` means, as Ray finds it; None if there is none."""
+    """Return the address of the cluster that Ray finds for `auto`; None if there is none."""
     from ray._private import services
 
     try:
@@ -439,9 +443,9 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 def use_token(token: str | None) -> dict[str, str | None]:
-    """Make Ray send a token from now on; None leaves that to the environment.
+    """Make Ray send this authentication token from now on; None leaves that to the environment.
 
-    Returns Ray's previous variables for `put_back_auth`.
+    Returns the previous values of the environment variables for it, for `put_back_auth`.
     """
     from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 
@@ -474,16 +478,16 @@ def _read_auth_again() -> None:
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")  # reads the environment again
-    AuthenticationTokenLoader.instance().reset_cache()  # a token that it knows counts in any mode
+    AuthenticationTokenLoader.instance().reset_cache()  # a cached token is used in any mode
 
 
 # --- what Ray prints ------------------------------------------------------------------------------
 
 
 def log_deaths() -> None:
-    """Have Ray log the deaths of workers, which it would print in this process's output.
+    """Log Ray's messages about dead workers, which it would print to this process's output.
 
-    The run reports them itself, and an output may be one JSON object.
+    The run reports such deaths itself, and the output may have to be a single JSON object.
     """
     from ray._private import worker
 
@@ -521,22 +525,25 @@ def title_forked_worker() -> None:
 # --- how far the engines' starts have come --------------------------------------------------------
 
 STARTS = b"prefect_raybatch.starts"  # namespace in the key-value store of Ray's head
-STARTS_KEPT = 86400.0  # seconds after which what a killed driver left there is removed
+STARTS_KEPT = 86400.0  # seconds after which the entries of a killed driver are removed
 
 
 def tell_start(attempt: str, engine: str, marks: Mapping[str, float]) -> None:
-    """Report how far an engine's start has come, from its actor to the driver of an attempt."""
+    """Report an engine's start from its actor to the driver; `marks` are as in `phases.Marks`."""
     from ray.experimental.internal_kv import _internal_kv_put
 
-    known = _told.setdefault(engine, f"{attempt}/{time.time():.0f}/{engine}")
+    known = _reported.setdefault(engine, f"{attempt}/{time.time():.0f}/{engine}")
     _internal_kv_put(known.encode(), json.dumps(dict(marks)).encode(), True, namespace=STARTS)
 
 
-_told: dict[str, str] = {}  # the key of each engine of this process
+_reported: dict[str, str] = {}  # the key of each engine of this process
 
 
-def told_starts(attempt: str) -> list[dict[str, float]]:
-    """Return what the engines of an attempt have reported."""
+def reported_starts(attempt: str) -> list[dict[str, float]]:
+    """Return for each engine of an attempt when the phases of its start began, as it reported.
+
+    That is {phase: seconds since 1970} (`phases.Marks`).
+    """
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     keys = _internal_kv_list(f"{attempt}/".encode(), namespace=STARTS)
@@ -545,7 +552,7 @@ def told_starts(attempt: str) -> list[dict[str, float]]:
 
 
 def forget_starts(attempt: str) -> None:
-    """Remove what the engines of an attempt reported, and old reports of others."""
+    """Remove the starts that engines of an attempt reported, and old ones of other attempts."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
 
     _internal_kv_del(f"{attempt}/".encode(), del_by_prefix=True, namespace=STARTS)

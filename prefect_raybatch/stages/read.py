@@ -39,7 +39,7 @@ from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, 
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
 UNITS_PER_TASK = 8  # neighbouring units, since they share the decoding of a row group
-MIN_TASKS = 64  # fewer units a task before the parallelism sinks below this
+MIN_TASKS = 64  # tasks get fewer units if there would be fewer tasks than this
 CHUNK_BYTES = 64 << 20  # larger column chunks are not fetched whole
 BUFFER_BYTES = 16 << 20  # but in steps of this size
 SMALL_FILE = 4 << 20  # remote files up to this size are fetched whole, several ahead
@@ -59,7 +59,7 @@ class FileRows:
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one read task: units in input order, the parts of each, and their files."""
+    """The work of one read task: units in input order, the file rows of each, and the files."""
 
     units: tuple[Unit, ...]
     parts: tuple[tuple[FileRows, ...], ...]
@@ -67,10 +67,10 @@ class Task:
 
 
 class ShardReader:
-    """Knows where the rows of a run are. Lives on the driver; tasks carry only what they need.
+    """Divides units into read tasks. Lives on the driver; tasks carry only what they need.
 
-    `files` are in the plan's order. `schema` is that of the columns to read: the type each is cast
-    to, in this order. `store` is the run's store if the files are a snapshot (their URIs are then
+    `files` are in the plan's order. `schema` has the columns to read, in this order, and the types
+    to cast them to. `store` is the run's store if the files are a snapshot (their URIs are then
     relative to it, and only their size is checked); else None, and `options` are the input's store
     options. `done` (optional, picklable) returns on the worker whether a shard is committed.
     """
@@ -100,14 +100,15 @@ class ShardReader:
         shuffle_seed: str | None = None,
         work: np.ndarray | None = None,
     ) -> list[Task]:
-        """Group neighbouring units; `units` are pairs of unit and its first row in the input.
+        """Group neighbouring units into tasks; `units` are (unit, its first row in the input).
 
-        At most `max_tasks` groups with up to `units_per_task` units each (more only to keep
-        `max_tasks`), fewer while that would give less than `min_tasks` groups. Groups are in input
-        order, or those of the most `work` (by shard) first if given, or shuffled by `shuffle_seed`
-        (an attempt's uuid): two live drivers that rotated one order would meet and continue in
-        step, whereas shuffled ones seldom work on the same shard. Raises ValueError for rows
-        outside the files.
+        Each task has `units_per_task` units: more if there would otherwise be more than `max_tasks`
+        tasks, fewer if there would otherwise be fewer than `min_tasks`. The tasks are in input
+        order. With `work` (a number for each shard, in any unit of measure), the task with the most
+        work per shard comes first. With `shuffle_seed` (an attempt's uuid), they are shuffled, so
+        that two live drivers seldom work on the same shard: drivers that go through the same order
+        from different places meet sooner or later, and then do. Raises ValueError for rows outside
+        the files.
         """
         ordered = sorted(units, key=lambda pair: pair[1])
         size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
@@ -138,14 +139,14 @@ class ShardReader:
         number = int(np.searchsorted(self._stops, start, side="right"))
         while start < stop:
             end = min(stop, int(self._stops[number]))
-            if end > start:  # files without rows
+            if end > start:  # skips files without rows
                 first = int(self._stops[number]) - self.files[number].rows
                 yield FileRows(number, start - first, end - start)
                 start = end
             number += 1
 
     def read(self, task: Task) -> Iterator[pa.Table]:
-        """Call `read_units` with what this reader knows."""
+        """Yield the tables of a task, one for each unit; see `read_units`."""
         return self.bind(task)()
 
     def bind(self, task: Task) -> Callable[[], Iterator[pa.Table]]:
@@ -160,11 +161,11 @@ def read_units(
     options: StoreOptions | None = None,
     done: Done | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield one table per unit, in order: tagged and cast to `schema`, or `block.lost`.
+    """Yield a block for each unit, in order: rows, tagged and cast to `schema`, or a lost block.
 
-    Units whose shard is done are left out. Each file is compared with what the plan saw before its
-    first use and again before a unit read from it is yielded. Memory: a unit, a decoded batch
-    (`batch_rows`), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
+    Units whose shard is `done` are left out. Each file is compared with the plan's record of it
+    before its first use and again before a unit read from it is yielded. Memory: a unit, a decoded
+    batch (`batch_rows`), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
     """
     files = _Files(task, schema, store, dict(options or {}))
     with files:
@@ -180,7 +181,7 @@ def _is_done(done: Done, shard: int) -> bool:
     try:
         return done(shard)
     except RayBatchError:
-        # looking only saves work: whose commit counts is decided when it is written
+        # the check only saves work: put-if-absent decides which commit counts
         return False
 
 
@@ -191,20 +192,20 @@ def _read_unit(unit: Unit, parts: Sequence[FileRows], files: _Files) -> pa.Table
             tables += files.take(part)
         except Exception as error:
             files.forget(part.file)
-            return blocks.lost(unit, files.explain(part, error))
+            return blocks.lost_block(unit, files.explain(part, error))
     for number in dict.fromkeys(part.file for part in parts):
         try:
             files.check(number)
         except Exception as error:
             files.forget(number)
             part = next(part for part in parts if part.file == number)
-            return blocks.lost(unit, files.explain(part, error))
+            return blocks.lost_block(unit, files.explain(part, error))
     table = pa.concat_tables(tables).combine_chunks()  # a slice would hold its whole batch
     return blocks.tag(table, unit)
 
 
 class _Changed(Exception):
-    """A file differs from what the plan saw; the text says what changed."""
+    """A file differs from the plan's record of it; the text says what changed."""
 
 
 class _Files:
@@ -234,7 +235,7 @@ class _Files:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def take(self, part: FileRows) -> list[pa.Table]:
-        """Return the rows of `part`, cast. Raises what reading raises, and _Changed."""
+        """Return the rows of `part`, cast to the schema. Raises read errors, and _Changed."""
         if self._open is None or self._open[0] != part.file:
             self._close()
             handle = self._handle(part.file)
@@ -265,12 +266,13 @@ class _Files:
             )
         self._check_written(number, planned, found)
 
-    def _check_written(self, number: int, planned: InputFile, found: FileInfo) -> None:
-        """Compare the footer if the file's change time or inode differ from the plan.
+    def _check_written(self, number: int, planned: InputFile, info: FileInfo) -> None:
+        """Compare file `number`'s footer if its change time or inode differ from the plan.
 
-        Size and modification time can be set by anybody. Raises like `check`.
+        Size and modification time, which `check` has compared, can be set by anybody. Raises the
+        errors of `check`.
         """
-        at = (found.ctime_ns, found.inode)
+        at = (info.ctime_ns, info.inode)
         if planned.footer is None or at in (
             (planned.ctime_ns, planned.inode),
             self._same.get(number),
@@ -290,23 +292,26 @@ class _Files:
         self._same[number] = at
 
     def forget(self, number: int) -> None:
-        """Reopen the file for the next unit, after an error."""
+        """Close file `number` after an error, so that the next unit opens it again."""
         if self._open is not None and self._open[0] == number:
             self._close()
         self._ahead.pop(number, None)
 
     def explain(self, part: FileRows, error: Exception) -> Loss:
-        """Return why a part could not be read, and whether that ends the run."""
+        """Return why `part` could not be read, given the `error`.
+
+        The loss is fatal, and so ends the run, if a retry cannot help.
+        """
         uri = self._task.files[part.file].uri
         if self._store is not None:
             uri = f"{self._store.uri}/{uri}"
         if not isinstance(error, (_Changed, FileNotFoundError)):
-            # A file that is replaced while it is read fails in any way: say what is the matter.
+            # A file that is replaced while it is read may raise any error: report the change.
             try:
                 self.check(part.file)
             except (_Changed, FileNotFoundError) as changed:
                 error = changed
-            except Exception:  # the error that is being handled tells more than this one
+            except Exception:  # the original error tells more than this one
                 pass
         if isinstance(error, _Changed):
             return Loss(
@@ -348,7 +353,10 @@ class _Files:
         return store.open(path)
 
     def _fetch_ahead(self, number: int) -> Future[bytes] | None:
-        """Return the content of a small remote file, and start fetching the next ones."""
+        """Start fetching small remote files from `number` on; return the future of file `number`.
+
+        None if that file is large or local.
+        """
         for following in range(number, min(number + FILES_AHEAD, len(self._task.files))):
             file = self._task.files[following]
             place = file.uri if self._store is None else self._store.uri
@@ -371,7 +379,7 @@ class _Files:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Return whether reading again is useless: true for a corrupt file, not for a store error."""
+    """Return whether reading again is useless: True for a corrupt file, False for a store error."""
     if isinstance(error, MemoryError):
         return False
     if isinstance(error, pa.ArrowException):
@@ -384,7 +392,7 @@ def _is_fatal(error: Exception) -> bool:
 class Cursor:
     """Reads forward through a Parquet file and returns row ranges, up to row `stop`.
 
-    `values`: the columns that are not in the file, each with one value, as text.
+    `values`: columns that are not in the file, each with its value for all rows, as text.
     """
 
     def __init__(
@@ -422,7 +430,7 @@ class Cursor:
         """Return rows [start, start + rows), in one or more tables of the schema."""
         stop = start + rows
         group = bisect_right(self._starts, start) - 1
-        # Anew when it lies behind, or when whole row groups can be jumped over.
+        # Start again if the rows are before the current ones, or if row groups can be skipped.
         if start < self._at or stop > self._end or self._starts[group] > self._group_end():
             self._begin(group)
         tables = []
@@ -445,7 +453,7 @@ class Cursor:
         self._handle.close()
 
     def _group_end(self) -> int:
-        """Return the end of the row group of the next row."""
+        """Return the number of the first row after the row group with the next row to read."""
         return self._starts[min(bisect_right(self._starts, self._at), len(self._starts) - 1)]
 
     def _begin(self, group: int) -> None:
@@ -456,7 +464,7 @@ class Cursor:
             self._file,
             self._handle,
             self._names,
-            # Of few rows no more are decoded: a dictionary may hold large values for many rows.
+            # Decode no more rows than needed: a dictionary may hold large values for many rows.
             batch_size=min(self._batch_rows, self._stop - self._at),
             row_groups=list(range(group, last)),
         )
@@ -523,5 +531,5 @@ class ShardDatasource(KeptBlocks):
 
 
 def _metadata() -> BlockMetadata:
-    # No row count: a unit found done gives no block, and Ray would answer count() from this.
+    # No row count: a committed unit gives no block, and Ray would answer count() from this.
     return BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)

@@ -21,7 +21,7 @@ CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
 def answer_columns(column: str, task: TaskName) -> list[str]:
-    """Return the columns that hold the model's answer, for an answer column of that name."""
+    """Return the names of the columns with a pooling task's answer; `column` is the first one."""
     return [column, probabilities(column)] if task == "classify" else [column]
 
 
@@ -60,14 +60,18 @@ def result_columns(
 
 
 def result_types(
-    output: FinishSpec, sampling: SamplingSpec, task: TaskName, given: pa.Schema
+    output: FinishSpec, sampling: SamplingSpec, task: TaskName, input_schema: pa.Schema
 ) -> tuple[pa.Schema, bool]:
-    """Return the result's columns with types known before a run, and whether that is all.
+    """Return the result columns whose types are known before a run.
 
-    `given` is the input's schema.
+    Also returns whether these are all columns of the result. `input_schema` is the input's schema.
     """
     answers, known = sampling.answers, True
-    fields = [given.field(name) for name in output.kept(given.names) if name in given.names]
+    fields = [
+        input_schema.field(name)
+        for name in output.kept(input_schema.names)
+        if name in input_schema.names
+    ]
     text = pa.list_(pa.string()) if answers > 1 else pa.string()
     if output.postprocess is not None:
         fields += list(declared_schema(output.types or {}))
@@ -106,7 +110,7 @@ def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
 
 
 def _typed(form: str) -> list[tuple[str, str]]:
-    """Return the columns of the properties of a JSON Schema."""
+    """Return (name, type in words) of the column for each property of a JSON Schema (as text)."""
     made = []
     for name, shape in columns_of(form).items():
         null = "" if shape.nullable else " not null"
@@ -116,7 +120,10 @@ def _typed(form: str) -> list[tuple[str, str]]:
 
 
 def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, str]]:
-    """Return the columns of a pooling task; sizes and labels are the model's."""
+    """Return (name, type in words) of the answer columns of a pooling task.
+
+    Vector sizes and labels depend on the model and are left out.
+    """
     kinds = {
         "embed": [f"fixed_size_list<item: {vector_type}>"],
         "classify": ["string", "struct with the probability of each label, float32"],
@@ -126,7 +133,7 @@ def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, st
 
 
 def extra_type(name: str, answers: int) -> pa.DataType:
-    """Return the type of a column with details about the answers."""
+    """Return the type of the column `name` of `output.extras`, with `answers` answers a row."""
     if name == DIGESTS_COLUMN:
         return DIGESTS_TYPE
     kind = pa.string() if name == "finish_reason" else pa.int64()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from prefect_raybatch.stages.block import Failure, Row, copied
-from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.isolated import NoChild
 
-ColumnValues = Row  # of a result: as Arrow takes them
+ColumnValues = Row  # values of result columns by name, as Arrow takes them
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ def postprocessed(
     answer: ColumnValues,
     taken: Collection[str],
 ) -> FinishedRow:
-    """Return the outcome of a row: what a user's function makes of it and its answer."""
+    """Call a user's function with a row and its answer, and return the row's outcome.
+
+    The row fails if the function raises, or returns a column name in `taken` (already in the
+    result). Raises `NoChild` if the function's process did not start.
+    """
     if isinstance(row, Failure):
         return row
     try:

@@ -12,7 +12,7 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.request import SamplingSpec
 from prefect_raybatch.spec.result import FinishSpec, ParsingSpec
 from prefect_raybatch.stages.answer_forms import Spelling, form_of, not_of_form
-from prefect_raybatch.stages.answer_logprobs import logprobs_told
+from prefect_raybatch.stages.answer_logprobs import logprobs_column
 from prefect_raybatch.stages.block import (
     Failure,
     Tokenizer,
@@ -80,15 +80,15 @@ class TextAnswers:
     def _answers(
         self, table: pa.Table, failures: list[Failure | None], texts: list[AnswerText]
     ) -> list[ColumnValues]:
-        """Return each row's answer by column.
+        """Return the answer columns of each row: {column: value}.
 
-        A text that does not parse, or does not fit the schema, adds its row to `failures`.
+        A text that does not parse, or does not fit the schema, sets its row's entry in `failures`.
         """
         column = self.spec.column
         beside: list[ColumnValues] = [{} for _ in texts]
         if self.spec.parsing is not None:
             parsers = self._parsers(self.spec.parsing)
-            texts, beside = parsers.take_apart(table, texts, failures)
+            texts, beside = parsers.split_answers(table, texts, failures)
         if (form := self.spec.schema) is None:
             texts = self._compared(table, texts, failures)
             return [{column: text, **more} for text, more in zip(texts, beside, strict=True)]
@@ -115,8 +115,8 @@ class TextAnswers:
     ) -> list[AnswerText]:
         """Return the texts, with labels as written in the choice.
 
-        One without the required form adds its row to `failures`, unless it was truncated and the
-        job keeps such answers.
+        A text without the required form sets its row's entry in `failures`, unless it was truncated
+        and the job keeps truncated answers.
         """
         job = (
             {"choice": self.sampling.choices}
@@ -155,7 +155,7 @@ class TextAnswers:
 
     def logprobs(self, table: pa.Table) -> list[object]:
         """Return the value of the sampling.logprobs column for each row."""
-        return logprobs_told(
+        return logprobs_column(
             STEPS.values(table),
             self.sampling.logprobs or 0,
             self.sampling.several,
@@ -170,7 +170,10 @@ class TextAnswers:
         return load_tokenizer(*models.tokenizer_place(self.model))
 
     def _failures(self, table: pa.Table, texts: list[AnswerText]) -> list[Failure | None]:
-        """Return why each row failed before this stage, or because its answer is incomplete."""
+        """Return why each row failed: before this stage, or because its answer was truncated.
+
+        None for a valid row. Truncated answers fail their rows only if the job says so.
+        """
         failures = failures_of(table)
         if not self.spec.fails_cut_off:
             return failures
@@ -181,7 +184,7 @@ class TextAnswers:
         return failures
 
     def _cut_off(self, text: object, tokens: int) -> Failure:
-        # Equal in the COUNTED_BY characters by which failures are counted, whatever the answer is.
+        # The answer comes after the COUNTED_CHARACTERS characters by which failures are counted.
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
         kept = ", or set output.on_cut_off: keep" if self.spec.schema is None else ""
         return Failure(
@@ -200,7 +203,7 @@ class TextAnswers:
         if todo:
             tokenizer, skip = self._tokenizer(), self.sampling.skip_special_tokens
             flat = [ids for i in todo for ids in answers[i]]
-            if self.spec.parsing is not None:  # their marks may be special tokens
+            if self.spec.parsing is not None:  # parsers look for marks, which may be special tokens
                 flat, skip = list(map(self._parsers(self.spec.parsing).visible, flat)), False
             texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
             for i in todo:

@@ -25,7 +25,7 @@ from prefect_raybatch.stages.block import (
     timed,
     with_failures,
 )
-from prefect_raybatch.stages.calls.apart import NoChild
+from prefect_raybatch.stages.calls.isolated import NoChild
 from prefect_raybatch.stages.columns import (
     KEY,
     PARAMS,
@@ -47,7 +47,7 @@ from prefect_raybatch.stages.tokens import (
     long_tokens,
 )
 
-UNBOUNDED = 1 << 30  # a tokenizer that knows no length says an immense one
+UNBOUNDED = 1 << 30  # a tokenizer without a maximum length returns an immense number
 
 
 RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
@@ -55,9 +55,10 @@ RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 @dataclass(frozen=True)
 class Input:
-    """The texts of a row as a tokenizer gets them.
+    """The texts of a row, and the tokenizer for them: the model's tokenizer, or its copy `plain`.
 
-    The tokenizer is the model's, or its `plain` copy, for which control tokens are marked.
+    For `plain`, control tokens of the job are marked in the texts; control tokens of the row count
+    as plain text.
     """
 
     texts: tuple[str, ...]
@@ -72,7 +73,8 @@ class Input:
 class Encoded:
     """Token ids of a row's one or two prompts; `cut`: they were shortened.
 
-    `types_from` is the index of the second text of a pair, if the tokenizer gives types.
+    `types_from` is the index of the first token of a pair's second text, None if the tokenizer
+    returns no token types.
     """
 
     ids: tuple[TokenIds, ...]
@@ -89,7 +91,7 @@ class Truncation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PrepareTexts(Prepare):
-    """The stage for a pooling task; `texts` says what a row's prompt is made of."""
+    """The prepare stage for a pooling task; `texts`: one prompt a row, a pair, or two prompts."""
 
     texts: Texts = Texts.ONE
 
@@ -116,23 +118,23 @@ class PrepareTexts(Prepare):
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """Return the texts of each row, each as a message."""
+        """Return a request for each row, with one message for each of its texts."""
         return list(map(_as_request, self._given(table)))
 
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return request and prompt tokens of each row, of any length.
+        """Return an empty request and the prompt tokens of each row, of any length.
 
-        Of two texts, the longer one's. For a text that is far too long, these are the tokens of a
-        part, more than the model takes.
+        If a row has two prompts, the tokens are those of the longer one. If a text is far too long,
+        they are the tokens of a part of it, which are still more than the model takes.
         """
         made = self._encoded(self._given(table), None, self._limit())
         requests = [m if isinstance(m, Failure) else ChatRequest([]) for m in made]
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
 
     def _limit(self) -> int | None:
-        """Return the most tokens of a prompt; no answer needs room."""
+        """Return the most tokens of a prompt, None if unknown; no room is kept for an answer."""
         if self.max_model_len:
             return self.max_model_len
         own = models.context_length(models.local_path(self.model))
@@ -141,7 +143,7 @@ class PrepareTexts(Prepare):
         return min(lengths, default=None)
 
     def _given(self, table: pa.Table) -> list[RowRequests | Failure]:
-        """Return the one or two requests whose texts make up each row."""
+        """Return each row's requests: one for each of its texts, or the row's failure."""
         if self.prompt.function:
             count = 1 if self.texts is Texts.ONE else 2
             rows = rows_of(table, input_columns(table))
@@ -157,9 +159,9 @@ class PrepareTexts(Prepare):
     def _encoded(
         self, given: Sequence[RowRequests | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
-        """Return the tokens of each row within `limit` (None: none).
+        """Return the tokens of each row, cut or failed if there are over `limit` (None: no limit).
 
-        Of a text with more than `most` tokens, only a part is tokenized.
+        If a text has far more than `most` tokens, only a part of it is tokenized.
         """
         tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
         rows = self.prompt.special_tokens_in_rows
@@ -178,19 +180,22 @@ class PrepareTexts(Prepare):
         ]
 
     def _input(
-        self, guard: RowText | None, rows: str, asked: RowRequests, limit: int | None, most: int
+        self, guard: RowText | None, rows: str, requests: RowRequests, limit: int | None, most: int
     ) -> Input | Failure:
-        given = _input(None, rows, asked)
+        given = _input(None, rows, requests)
         if guard is None or isinstance(given, Failure):
             return given if isinstance(given, Failure) else self._bounded(given, limit, most)
         bounded = self._bounded(given, limit, most)  # first: it saves looking for control tokens
-        safe = bounded if isinstance(bounded, Failure) else _input(guard, rows, asked)
+        safe = bounded if isinstance(bounded, Failure) else _input(guard, rows, requests)
         if isinstance(safe, Failure) or safe == given:
             return bounded if safe == given else safe
         return self._bounded(safe, limit, most)
 
     def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
-        """Return the tokens of each row; rows for the tokenizer itself go in one call."""
+        """Return the tokens of each row, or its failure.
+
+        Rows for the model's tokenizer go in one call, rows for its `plain` copy one by one.
+        """
         ordinary = [a for a in inputs if isinstance(a, Input) and a.plain is None]
         made: Iterator[Encoded | Failure]
         try:
@@ -203,7 +208,10 @@ class PrepareTexts(Prepare):
         ]
 
     def _bounded(self, given: Input, limit: int | None, most: int) -> Input | Failure:
-        """Return the texts, cut if one alone is far too long, or why the row fails."""
+        """Return the texts, each cut if it has far more than `most` tokens, or the row's failure.
+
+        The row fails instead if there is a `limit` and the job cuts no prompts.
+        """
         tokenizer = self._tokenizer() if given.plain is None else given.plain.tokenizer
         side, texts = self.prompt.on_too_long, list(given.texts)
         for i, text in enumerate(texts):
@@ -233,7 +241,10 @@ class PrepareTexts(Prepare):
         plain: Plain | None = None,
         **cut: Unpack[Truncation],
     ) -> list[Encoded]:
-        """Return the tokens of texts, from the tokenizer itself or from its `plain` copy."""
+        """Return the tokens of each row's `texts`, from the tokenizer `plain` or else the model's.
+
+        `cut` are the arguments that truncate texts, none for whole texts.
+        """
         tokenizer = self._tokenizer() if plain is None else plain.tokenizer
         if not cut:
             return self._tokens(tokenizer, texts, plain)
@@ -280,17 +291,21 @@ class PrepareTexts(Prepare):
         return replace(made, cut=True) if isinstance(made, Encoded) else made
 
 
-def _input(guard: RowText | None, rows: str, asked: RowRequests) -> Input | Failure:
-    """Return what the tokenizer gets of a row; `rows` says how to treat control tokens."""
-    texts = tuple(map(_text, asked))
-    controls = () if guard is None else tuple(filter(None, map(guard.control_in, asked)))
+def _input(guard: RowText | None, rows: str, requests: RowRequests) -> Input | Failure:
+    """Return a row's texts for the tokenizer, with control tokens made harmless, or its failure.
+
+    `rows` is the job's `prompt.special_tokens_in_rows`: "refuse" makes a control token a failure.
+    Without a `guard` the texts are unchanged.
+    """
+    texts = tuple(map(_text, requests))
+    controls = () if guard is None else tuple(filter(None, map(guard.control_in, requests)))
     if guard is None or not controls:
         return Input(texts)
     if rows == "refuse":
         return refused(controls[0])
     if guard.plain is None:
-        return Input(tuple(_text(guard.spaced(one)) for one in asked))
-    hidden = [guard.hidden(one) for one in asked]
+        return Input(tuple(_text(guard.spaced(one)) for one in requests))
+    hidden = [guard.hidden(one) for one in requests]
     return Input(tuple(guard.marked(_text(h.request), h.texts) for h in hidden), guard.plain)
 
 
@@ -308,7 +323,10 @@ def _too_long(count: str, limit: int) -> Failure:
 
 
 def prepare_of(task: Pooling | None, *args: Any, hosted: bool = False, **more: Any) -> Prepare:
-    """Return the prepare stage of a job, by how it asks its model (None: for text)."""
+    """Return the prepare stage for a pooling `task`, or for text generation (None).
+
+    `hosted`: the model is behind an HTTP API. The other arguments are the stage's fields.
+    """
     if hosted:
         return PrepareHosted(*args, **more)
     if task is None:
@@ -317,14 +335,20 @@ def prepare_of(task: Pooling | None, *args: Any, hosted: bool = False, **more: A
 
 
 def _params(made: Encoded) -> str | None:
-    """Return what vLLM is told about one row, as JSON: where the types of its tokens change."""
+    """Return a row's own vLLM fields as JSON; None for a row without any.
+
+    They hold the index at which the token types of a pair change.
+    """
     if made.types_from is None:
         return None
     return json.dumps({"extra_kwargs": {"compressed_token_type_ids": made.types_from}})
 
 
 def _first_one(types: Sequence[int] | None) -> int | None:
-    """Return the index at which a pair's token types become 1; vLLM takes 0s, then 1s."""
+    """Return the index at which a pair's token types change from 0 to 1; None if `types` is None.
+
+    Raises ValueError for types other than 0 and 1, which vLLM does not support.
+    """
     if types is None:
         return None
     at = next((i for i, kind in enumerate(types) if kind), len(types))
@@ -355,7 +379,10 @@ def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> RowReq
 def _guarded(
     function: Callable[[Row], object], count: int, row: Row | Failure
 ) -> RowRequests | Failure:
-    """Return what a user's function made of a row, as `count` requests, or why it failed."""
+    """Return the `count` requests that a user's function makes of a row, or the row's failure.
+
+    Raises `NoChild` if the function's process did not start.
+    """
     if isinstance(row, Failure):
         return row
     try:

@@ -1,6 +1,7 @@
 """Runs sampled rows through a run's stages on one engine and collects the outcomes.
 
-So two ways of asking can be compared. Writes only to a folder that is removed.
+A run compares the outcomes of two trials, for example with two precisions. Files are written only
+to a temporary folder.
 """
 
 from __future__ import annotations
@@ -31,47 +32,47 @@ COSINE = 0.99  # cosine similarity from which on two vectors count as the same
 SCORES_NEAR = 0.1  # standard deviations of all scores within which two count as the same
 
 SampledRow = tuple[int, int]  # shard and position
-# "failed" and the error's class; "good" and the columns, of a task that pools the vector (float32),
-# the label or the score
+# ("failed", "class: message"), or ("good", the columns); of a pooling task ("good", the vector
+# (float32), the label or the score).
 RowOutcome = tuple[str, Any]
 Read = Callable[[], Iterator[pa.Table]]
 
 
 @dataclass(frozen=True)
 class TrialStages:
-    """The stages that a trial runs on sampled rows: read, prepare, engine (`spec`) and finish.
+    """The stages that a trial runs on sampled rows: read, prepare, engine (`launch`) and finish.
 
     `read` has for each sampled shard a function that yields its tables, and the positions of the
-    sampled rows. `ignored` are result columns that are not compared. `pooled` is the task and its
-    answer column of a pooling task, else None.
+    sampled rows. `ignored` are result columns that are left out of the outcomes. `pooled` is (task,
+    answer column) of a pooling task, else None.
     """
 
     read: Sequence[tuple[Read, Sequence[int]]]
     prepare: Callable[[pa.Table], pa.Table]
-    spec: EngineLaunch
+    launch: EngineLaunch
     finish: Finish
     ignored: tuple[str, ...] = ()
     pooled: tuple[str, str] | None = None
 
 
 class TrialEngine:
-    """One engine, on the worker that runs this; `engine` makes the engine stage of a spec.
+    """An engine in this worker process that answers a trial's sampled rows.
 
-    Raises `EngineStartError` if it does not start.
+    `engine` is the class of the engine stage, `stages` are all stages of the trial.
     """
 
     def __init__(self, engine: type, stages: TrialStages):
         self.stages = stages
-        self.engine = engine(stages.spec)
+        self.engine = engine(stages.launch)
 
     def outcomes(self, again: bool = False) -> dict[SampledRow, RowOutcome]:
-        """Return the outcome of each row that was asked, valid or failed.
+        """Return the outcome of each sampled row that was sent to the engine, valid or failed.
 
-        Rows that make no prompt, and those with which their engine died, are left out. `again`: in
-        another order.
+        Rows without a prompt, and rows of blocks with which the engine died twice, are left out.
+        `again`: send the rows in reverse order.
 
         Raises `SourceError` for unreadable rows, `EngineStartError` if the engine does not start,
-        and `EngineFailure` if it died with every row.
+        and `EngineFailure` if it died with every block, or if another stage failed.
         """
         blocks = self._prepared()
         if again:
@@ -104,7 +105,8 @@ class TrialEngine:
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
         """Return the blocks with their answers.
 
-        Rows with which an engine died are asked again, one by one.
+        A block with which the engine died is sent once more, alone; if the engine dies again, the
+        block is left out.
         """
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
@@ -159,7 +161,7 @@ def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
 
 
 def _greedy(table: pa.Table) -> pa.Table:
-    """Return the block with rows of their own temperature or `n` asked greedily, once."""
+    """Return the block with temperature 0 and one answer set in each row's own sampling fields."""
     own = [
         text and json.dumps({**json.loads(text), "temperature": 0.0, "n": 1})
         for text in table[PARAMS].to_pylist()
@@ -169,10 +171,10 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
-    """Yield the answer of each row of a pooling task, as two precisions are compared by it.
+    """Yield each row's answer of a pooling task, in the form in which precisions are compared.
 
-    A vector to embed, the label of a classification, or the score. `table` is a finished block with
-    the answers in `column`, or one with raw vectors.
+    An answer is the vector for task embed, the label for classify, the number for score. `table` is
+    a data piece with the answers in `column`, or with raw vectors.
     """
     raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
     for value in table[VECTOR_COLUMN if raw else column].combine_chunks():
@@ -189,10 +191,11 @@ def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarr
 def compared(
     one: Mapping[SampledRow, RowOutcome], other: Mapping[SampledRow, RowOutcome]
 ) -> tuple[int, int, list[SampledRow]]:
-    """Return (rows that both have, rows that agree, rows that do not).
+    """Return (number of common rows, number of these that agree, the rows that differ).
 
-    Valid rows agree if all columns do, vectors by their cosine and scores by their distance; failed
-    rows agree by the class of the error.
+    Valid rows agree if all columns are equal; vectors, if their cosine similarity is at least
+    COSINE; scores, if they differ by at most SCORES_NEAR standard deviations of the scores in
+    `one`. Failed rows agree if their error classes are equal.
     """
     both = sorted(one.keys() & other.keys())
     scores = [one[row][1] for row in both if isinstance(one[row][1], float)]
@@ -202,7 +205,7 @@ def compared(
 
 
 def _agree(one: RowOutcome, other: RowOutcome, near: float) -> bool:
-    """Return whether two outcomes agree; `near` is the distance of scores that count as equal."""
+    """Return whether two outcomes agree; scores do if they differ by at most `near`."""
     if one[0] != other[0]:
         return False
     if one[0] == "failed":

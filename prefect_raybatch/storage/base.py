@@ -23,7 +23,7 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError, StoreError, Unsaf
 
 PROBE_WRITERS = 8
 PROBE_ROUNDS = 2
-RACE_TRIES = 10  # for what only a delete at the same moment can disturb
+RACE_TRIES = 10  # of operations that only a delete at the same moment can disturb
 
 
 @dataclass(frozen=True, slots=True)  # a listing may have half a million
@@ -34,8 +34,8 @@ class FileInfo:
     `etag` (without quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
     `modified` (seconds since 1970, if a listing gives it) is only for display and ages. A local
     store also sets the file system's identity of the file (`device`, `inode`) and the time of its
-    last change (`ctime_ns`, which cannot be set). Links and modes change `ctime_ns` too, so these
-    three alone do not make two files differ.
+    last change (`ctime_ns`, which cannot be set). Two infos that differ only in `modified`,
+    `device`, `inode` or `ctime_ns` are equal: a new hard link or mode changes `ctime_ns` too.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        """Return the whole file.
+        """Return the content of a file.
 
         Raises FileNotFoundError, and CorruptRun for more than `max_bytes` bytes.
         """
@@ -95,7 +95,7 @@ class Store(ABC):
         """Return size and etag or mtime of a file. Raises FileNotFoundError, for a folder too."""
 
     def holds(self, path: str) -> bool:
-        """Return whether that file exists now; the result for a folder is undefined."""
+        """Return whether the file exists now; the result for a folder is undefined."""
         try:
             self.stat(path)
         except FileNotFoundError:
@@ -133,13 +133,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
-        """Like `put_file`, in place of `seen` (from `stat`).
+    def replace_file(
+        self, path: str, local_path: str | os.PathLike[str], expected: FileInfo
+    ) -> bool:
+        """Store a local file as `put_file` does, in place of the version `expected` (from `stat`).
 
-        Return False if it was replaced meanwhile. On S3 one PUT tied to the etag (above 5 GiB it
-        checks and then writes), on a disk under a lock of the replaced file. Raises
-        FileNotFoundError if nothing is there any more, and `UnsafeStore` if the store supports
-        neither.
+        Return False if that version was replaced meanwhile. S3 does this in one PUT conditional on
+        the etag (above 5 GiB it checks, then writes), a local store under a lock on the replaced
+        file. Raises FileNotFoundError if the file is gone, and `UnsafeStore` if the store supports
+        neither way.
         """
 
     @abstractmethod
@@ -213,7 +215,10 @@ class Store(ABC):
             )
 
     def probe_race(self, name: str) -> None:
-        """Raise UnsafeStore unless exactly one of several writers creates `name`, and for good."""
+        """Raise UnsafeStore unless exactly one of several writers creates `name`.
+
+        A writer after the race must fail, too.
+        """
         bodies = [f"{uuid.uuid4()}".encode() for _ in range(PROBE_WRITERS)]
         start = threading.Barrier(PROBE_WRITERS)
 
@@ -244,7 +249,7 @@ def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
 
 @contextmanager
 def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise StoreError if a local file that is about to be stored cannot be read.
+    """Convert errors of reading a local file, which is about to be stored, to StoreError.
 
     A missing file stays FileNotFoundError.
     """
@@ -258,7 +263,7 @@ def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def local_size(place: str) -> int:
-    """Return the bytes of a local file that is about to be stored."""
+    """Return the size in bytes of a local file that is about to be stored."""
     with reading_local_file(place):
         return os.stat(place).st_size
 
@@ -272,7 +277,7 @@ def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
 
 
 class SeekableReader(io.RawIOBase):
-    """A file whose subclass supplies the bytes in `read_at` and its `size` on demand."""
+    """A raw seekable file; a subclass supplies its bytes by `read_at`, and its `size`."""
 
     def __init__(self) -> None:
         self._position = 0

@@ -31,7 +31,7 @@ DELETED_AT_ONCE = 10_000  # files whose folders are looked at before any of them
 
 
 class LocalStore(Store):
-    """A folder. Files appear by rename or hard link of a temporary file that is already synced.
+    """A store in a local folder. Files appear by rename or hard link of a synced temporary file.
 
     With `links`, listings follow links to folders; use it only for data that is read. Otherwise a
     link could lead out of the output folder, to files that must not be deleted: nothing is listed,
@@ -73,7 +73,8 @@ class LocalStore(Store):
     ) -> Iterator[FileInfo]:
         """Yield the files of `folder` in S3's order.
 
-        A link to a folder is a file or, if links are followed, entered but never in a cycle.
+        A link to a folder is yielded as a file or, if links are followed, entered, unless it leads
+        to a folder in `above`: the (device, inode) of each folder on the way here.
         """
         place = os.path.join(self.uri, folder)
         try:
@@ -155,12 +156,14 @@ class LocalStore(Store):
             return False
         return True
 
-    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+    def replace_file(
+        self, path: str, local_path: str | os.PathLike[str], expected: FileInfo
+    ) -> bool:
         self._refuse_link(os.path.dirname(path))
         with _locked(self._path(path)) as found:
             # Another had the lock first: what it locked is not what is at this path any more.
             now = self.stat(path)
-            if (now, now.inode) != (seen, seen.inode) or now.inode != found:
+            if (now, now.inode) != (expected, expected.inode) or now.inode != found:
                 return False
             self._land_file(path, local_path, os.replace)
             return True
@@ -171,7 +174,10 @@ class LocalStore(Store):
         local_path: str | os.PathLike[str],
         show: Callable[[str, str], None],
     ) -> None:
-        """Call `show(file, target)` with the local file, or with a copy if it cannot be moved."""
+        """Call `show(file, target)` with the local file, or with a copy of it if `show` fails.
+
+        `show` renames or links the file to `target`. It may fail across file systems.
+        """
         source = os.fspath(local_path)
 
         def place(temporary: str, target: str) -> None:
@@ -239,7 +245,7 @@ class LocalStore(Store):
         return os.path.join(self.uri, checked(path))
 
     def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
-        """Write `data` beside the target, sync it, and call `place(temporary, target)` to show it.
+        """Write and sync a temporary file beside `path`, then call `place(temporary, target)`.
 
         `size` is only for the message of a full disk. FileExistsError comes from `place`.
         """
@@ -292,7 +298,10 @@ def _open_without_waiting(place: str, flags: int) -> int:
 
 
 def _raise_unless_absent(error: OSError) -> None:
-    """Error handler for `os.walk`, which would silently leave out a folder that it cannot read."""
+    """Raise an error of `os.walk`, as its `onerror`, unless the folder is gone.
+
+    Without a handler, `os.walk` silently leaves out folders that it cannot read.
+    """
     with suppress(FileNotFoundError), _os_errors(str(error.filename)):
         raise error
 
@@ -328,7 +337,7 @@ def _link(temporary: str, target: str) -> None:
 
 @contextmanager
 def _locked(place: str) -> Iterator[int]:
-    """Lock a file, for the block, against others that replace this very file; yield its inode."""
+    """Hold an exclusive flock on a file during the `with` block; yield the file's inode."""
     with ExitStack() as stack:
         with _os_errors(place):  # NFS locks only what is open to write
             handle = stack.enter_context(open(place, "r+b"))
@@ -358,7 +367,7 @@ def _temporary_in(folder: str) -> tuple[str, BinaryIO]:
 
 
 def _make_folder(folder: str) -> None:
-    """Like makedirs, but sync each new name in its parent."""
+    """Create a folder and missing parents, and sync the parent of each new one."""
     parent = os.path.dirname(folder)
     if os.path.isdir(folder) or parent == folder:
         return
@@ -386,10 +395,10 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
-    """Convert operating system errors about `place` into ours.
+    """Convert operating system errors about `place` into errors of this package.
 
-    `writing` is the number of bytes to write. A missing file stays FileNotFoundError when reading,
-    an existing name stays FileExistsError.
+    `writing` is the number of bytes to write, None when reading. A missing file stays
+    FileNotFoundError when reading, an existing name stays FileExistsError.
     """
     absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     try:

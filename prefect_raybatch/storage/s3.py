@@ -40,7 +40,10 @@ class S3Store(BucketStore):
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         def whole(found: Response) -> None:
-            """Query the store for the size only if the checksum is no MD5."""
+            """Raise ShortBody unless the whole body arrived.
+
+            Its MD5 shows it if the ETag is one; otherwise `stat` is called and sizes are compared.
+            """
             body, etag = found["Body"], found.get("ETag", "").strip('"')
             if body is None or hashlib.md5(body, usedforsecurity=False).hexdigest() == etag:
                 return
@@ -98,21 +101,23 @@ class S3Store(BucketStore):
     def _create_from_file(self, path: str, source: str) -> bool:
         return self._put_at_once(path, source, IfNoneMatch="*")
 
-    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+    def replace_file(
+        self, path: str, local_path: str | os.PathLike[str], expected: FileInfo
+    ) -> bool:
         source = os.fspath(local_path)
         size = local_size(source)
         if size <= self.most_put_bytes:
             # The header wants quotes; radosgw compares it, in a PUT, with what has none.
-            for wanted in (f'"{seen.etag}"', str(seen.etag)):
+            for wanted in (f'"{expected.etag}"', str(expected.etag)):
                 if self._put_at_once(path, source, IfMatch=wanted):
                     return True
-                if self.stat(path).etag != seen.etag:
+                if self.stat(path).etag != expected.etag:
                     return False
             raise UnsafeStore(
                 f"{join(self.uri, path)}: the store does not support conditional replacement "
                 "(If-Match in a PUT). Remove this file, then run the same command again"
             )
-        if self.stat(path).etag != seen.etag:
+        if self.stat(path).etag != expected.etag:
             return False
         self._upload(path, source, size)
         return True
@@ -234,7 +239,7 @@ class S3Store(BucketStore):
                 answer = judge(error, self.connection.scrub)
             tries += 1
             silence.answered = silence.answered or answer.status > 0
-            said = answer.said
+            said = answer.reply
             if answer.status == accept:
                 return None
             if answer.may_be_expired and not renewed:

@@ -36,9 +36,9 @@ CHANGED = ("BadDigest", "XAmzContentSHA256Mismatch", "EntityTooSmall")
 
 
 class Answer(NamedTuple):
-    """The outcome of a call.
+    """The outcome of a failed call: S3's error code and the message, without secrets.
 
-    `status` is the HTTP status, 0 without an answer, -1 for a fault on our side.
+    `status` is the HTTP status, 0 without an answer, -1 if the client could not send the request.
     """
 
     status: int
@@ -61,8 +61,9 @@ class Answer(NamedTuple):
     def worth_retrying(self) -> bool:
         """Return whether the call may succeed if it is repeated.
 
-        That is without an answer, after a conflict, throttling, a server error, or a body changed
-        in transit. NoSuchUpload is a success whose answer was lost.
+        A call is worth retrying without an answer, and after a conflict, throttling, a server
+        error, or a body changed in transit; also after NoSuchUpload, which says that an earlier
+        try completed the upload, but its answer was lost.
         """
         if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
             return True
@@ -71,7 +72,7 @@ class Answer(NamedTuple):
         )
 
     @property
-    def said(self) -> str:
+    def reply(self) -> str:
         status = f"{self.status} " if self.status > 0 else ""
         return f"{status}{self.code}" + (f": {self.text}" if self.text else "")
 
@@ -80,10 +81,10 @@ class Answer(NamedTuple):
     ) -> Exception:
         """Return the error to raise: it names the place, the answer, and what to do.
 
-        `credentials` says where they come from without revealing them; `endpoint` is
+        `credentials` says where the credentials come from, without revealing them; `endpoint` is
         scheme://host:port.
         """
-        place, said = f"s3://{bucket}/{key}", self.said
+        place, said = f"s3://{bucket}/{key}", self.reply
         credentials = f"credentials: {credentials}"
         if self.worth_retrying:
             return StoreUnavailable(
@@ -119,26 +120,29 @@ class Answer(NamedTuple):
     def _credentials_error(
         self, operation: str, place: str, bucket: str, credentials: str
     ) -> Exception | None:
-        """Return the error if the credentials are missing, have expired, or are refused."""
+        """Return the error if credentials are missing, expired or refused; None for other causes.
+
+        If the client could not send the request at all, an error is returned, too.
+        """
         if self.expired:
             return CredentialsUnusable(
                 f"{place}: the credentials have expired. Renew them ({credentials})"
             )
         if self.may_be_expired and operation == "head_object":
             return CredentialsUnusable(
-                f"{place}: refused ({self.said}). S3 gives no reason in an answer to HEAD; most "
+                f"{place}: refused ({self.reply}). S3 gives no reason in an answer to HEAD; most "
                 f"often the credentials have expired: renew them ({credentials})"
             )
         if self.status in (401, 403):
             return AccessDenied(
-                f"{place}: access denied ({self.said}; {credentials}). Check that the credentials "
+                f"{place}: access denied ({self.reply}; {credentials}). Check that the credentials "
                 f"belong to this endpoint and allow {_NEEDED[operation]} on bucket "
                 f"{bucket!r}, and that the clock of this machine is right"
             )
         if self.status == -1:
             kind = CredentialsUnusable if "Credentials" in self.code else StoreError
             return kind(
-                f"{place}: the S3 client cannot send the request ({self.said}; {credentials})"
+                f"{place}: the S3 client cannot send the request ({self.reply}; {credentials})"
             )
         return None
 

@@ -20,16 +20,17 @@ CHECK = (
 
 
 class Silence:
-    """State of one connection: whether its store ever answered, and when it was warned of."""
+    """State of one connection: whether its store ever answered, and when `warn` last logged."""
 
     def __init__(self) -> None:
         self.answered = False
         self._warned = float("-inf")
 
-    def warn(self, place: str, endpoint: str, began: float, deadline: float, said: str) -> None:
-        """Warn of a call that gives no answer, if a warning is due.
+    def warn(self, place: str, endpoint: str, began: float, deadline: float, message: str) -> None:
+        """Log that a call has had no valid answer, at most every WARN_EVERY seconds.
 
-        It began at `began` and gives up at `deadline` (monotonic seconds).
+        The call began at `began` and gives up at `deadline` (monotonic seconds). `message` is the
+        last answer or error.
         """
         now = time.monotonic()
         if now - began < WARN_AFTER or now - self._warned < WARN_EVERY:
@@ -40,7 +41,7 @@ class Silence:
             place,
             endpoint,
             now - began,
-            said,
+            message,
             max(0.0, deadline - now),
             CHECK,
         )
@@ -48,7 +49,7 @@ class Silence:
     def watched(
         self, send: Callable[[Any], Awaitable[Any]], began: float, warn: Callable[[], None]
     ) -> Callable[[Any], Awaitable[Any]]:
-        """Return `send` with a warning while it waits for the very first answer.
+        """Return `send`, extended to call `warn` if the connection's first answer is late.
 
         A host that drops packets blocks a call for half a minute. Later calls may legitimately take
         long.

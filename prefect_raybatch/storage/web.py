@@ -22,7 +22,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
 from prefect_raybatch.job.secrets import recorded
-from prefect_raybatch.storage.base import FileInfo, SeekableReader, Store
+from prefect_raybatch.storage.base import FileInfo, SeekableReader, Store, too_large
 from prefect_raybatch.storage.internet import (
     AGAIN,
     MOVED,
@@ -46,7 +46,8 @@ class WebRules:
     """Limits of what may be fetched: at most `max_bytes` per file.
 
     `allow_private` as for `internet.allowed`. `check_url` raises `ConfigError` for a URL that the
-    job may not read, and is called for each redirect as well.
+    job may not read, and is called for each redirect as well. `setting` and `limit` are the names
+    of the job fields that hold `allow_private` and `max_bytes`, for messages.
     """
 
     max_bytes: int
@@ -57,7 +58,7 @@ class WebRules:
 
 
 class WebStore(Store):
-    """The file at `url`; its one path is the last part of the URL.
+    """A read-only store with one file, that at `url`; its path is the last part of the URL.
 
     `headers` are sent only to the URL's own host.
     """
@@ -76,7 +77,7 @@ class WebStore(Store):
             return self._begun
 
     def stat(self, path: str) -> FileInfo:
-        """Return the state at the first look.
+        """Return size and ETag from the first response.
 
         Without a Content-Length, downloads the whole file.
         """
@@ -87,7 +88,10 @@ class WebStore(Store):
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         with self.open(path) as handle:
-            return handle.read()
+            data = handle.read(-1 if max_bytes is None else max_bytes + 1)
+        if max_bytes is not None and len(data) > max_bytes:
+            raise too_large(self.uri, self.stat(path).size, max_bytes)
+        return data
 
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
         yield self.stat(self.name)
@@ -110,7 +114,9 @@ class WebStore(Store):
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
         self._only_read()
 
-    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+    def replace_file(
+        self, path: str, local_path: str | os.PathLike[str], expected: FileInfo
+    ) -> bool:
         self._only_read()
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -130,7 +136,7 @@ class WebStore(Store):
 
 
 class _Broken(Exception):
-    """A transfer that may be retried."""
+    """Raised when a transfer failed, but a later request may succeed or resume it."""
 
 
 @contextmanager
@@ -146,7 +152,7 @@ def _temporary_disk() -> Iterator[None]:
 
 
 class _Download:
-    """A file as far as it has been downloaded. Thread-safe."""
+    """A download: a temporary file with what was fetched of the URL's file so far. Thread-safe."""
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules, shown: str) -> None:
         self._url, self._headers, self._rules, self._shown = url, headers, rules, shown
@@ -209,7 +215,7 @@ class _Download:
         self._end()
 
     def _ask(self) -> http.client.HTTPResponse:
-        """Return a response whose next byte is the next one to store."""
+        """Send a GET, following redirects; return a response at the first byte not yet stored."""
         url, headers = self._url, self._headers
         for _ in range(MOST_REDIRECTS + 1):
             answer = self._get(url, headers)
@@ -302,7 +308,7 @@ class _Download:
         return answer
 
     def _skip(self, answer: http.client.HTTPResponse) -> None:
-        """Read past what is already stored, which must be the same."""
+        """Read the bytes that are already stored; raise SourceError if they differ."""
         at = 0
         while at < self._have:
             try:
@@ -333,7 +339,7 @@ class _Download:
 
 
 class _Handle(SeekableReader):
-    """Reads what has been downloaded, and downloads more on demand."""
+    """A seekable file over a `_Download`, which downloads on demand."""
 
     def __init__(self, download: _Download) -> None:
         super().__init__()

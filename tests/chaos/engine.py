@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.columns import ERROR, POSITION, SHARD
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.canary import CANARY_PROMPT
@@ -70,15 +70,15 @@ def well_rows(table: pa.Table) -> Rows:
 class FastEngine(EngineStage):
     """The engine stage with a `Fast` in place of vLLM, which answers by position."""
 
-    def __init__(self, spec: EngineLaunch) -> None:
-        super().__init__(replace(spec, sort=False, merge=False))
+    def __init__(self, launch: EngineLaunch) -> None:
+        super().__init__(replace(launch, sort=False, merge=False))
 
     def start(self) -> None:
-        self.engine = Fast(Path(self.spec.env["CHAOS_DIR"]), self.spec.hang_seconds)
+        self.engine = Fast(Path(self.launch.env["CHAOS_DIR"]), self.launch.hang_seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         table = self.pending(table)
-        if not passes_by(table):
+        if not is_passthrough(table):
             engine = self.ready()
             if engine is not None:
                 engine.mine.rows = well_rows(table)
@@ -168,11 +168,11 @@ class RealEngine(EngineStage):
     """vLLM as it is; only writes down the rows it is handed, and its process."""
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        folder = Path(self.spec.env["CHAOS_DIR"])
+        folder = Path(self.launch.env["CHAOS_DIR"])
         (folder / "engines").mkdir(exist_ok=True)
         (folder / "engines" / str(os.getpid())).touch()
         table = self.pending(table)
-        if not passes_by(table):
+        if not is_passthrough(table):
             note_rows(folder, well_rows(table))
         return super().__call__(table)
 
@@ -182,7 +182,7 @@ class RealEngineOutOfMemory(RealEngine):
 
     def start(self) -> None:
         super().start()
-        folder = Path(self.spec.env["CHAOS_DIR"])
+        folder = Path(self.launch.env["CHAOS_DIR"])
         inner = getattr(self.engine, "_engine", None)
         if inner is None:
             return

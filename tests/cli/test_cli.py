@@ -730,7 +730,7 @@ def test_the_cluster_starts_beside_prefect_and_only_for_a_job_that_may_run(
         done.append("the flow")
         raise errors.EngineFailure("as if the flow had run")
 
-    monkeypatch.setattr("prefect_raybatch.cluster.connect.started_early", early)
+    monkeypatch.setattr("prefect_raybatch.cluster.connect.cluster_starting", early)
     monkeypatch.setattr("prefect_raybatch.flow.flows.batch_inference", flow)
     monkeypatch.setattr("prefect_raybatch.doctor.services.check_api", lambda: None)
     code, _, err = call("run", path, "--prefect", "--set", "source.uri=nowhere.parquet")

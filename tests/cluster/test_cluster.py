@@ -37,7 +37,7 @@ from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import passes_by, units_of
+from prefect_raybatch.stages.block import is_passthrough, units_of
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 
 GPUS = 2
@@ -48,11 +48,11 @@ class PlacedEngine(FakeEngine):
     """Notes its GPUs, and waits for `TOGETHER` engines to be there: one after the other would never
     be."""
 
-    def __init__(self, spec: EngineLaunch):
+    def __init__(self, launch: EngineLaunch):
         import ray
 
-        super().__init__(spec)
-        folder, together = Path(spec.env["PLACES"]), int(spec.env["TOGETHER"])
+        super().__init__(launch)
+        folder, together = Path(launch.env["PLACES"]), int(launch.env["TOGETHER"])
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         (folder / f"{os.getpid()}.json").write_text(json.dumps(gpus))
         until = time.monotonic() + 120
@@ -71,7 +71,7 @@ class HeldEngine(FakeEngine):
         import ray
 
         table = EngineStage.pending(self, table)  # type: ignore[arg-type]
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         folder, node = Path(self.spec.env["PLACES"]), ray.get_runtime_context().get_node_id()
         shards = {unit.shard for unit in units_of(table)}

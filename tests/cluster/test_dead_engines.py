@@ -19,7 +19,7 @@ from prefect_raybatch.driver import monitor
 from prefect_raybatch.errors import EngineFailure
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.storage import open_store
 
@@ -36,10 +36,10 @@ class MortalEngine(FineEngine):
     """Lives as the next word in LIVES says: `start` dies as it starts, `work` with its first block,
     a number with the block after so many; `well` never dies."""
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
-        folder = Path(spec.env["NOTES"])
-        words = spec.env[LIVES].split()
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
+        folder = Path(launch.env["NOTES"])
+        words = launch.env[LIVES].split()
         number = len(list(folder.iterdir()))
         (folder / f"{number}-{os.getpid()}").touch()
         word, self.answered = words[min(number, len(words) - 1)], 0
@@ -48,7 +48,7 @@ class MortalEngine(FineEngine):
         self.most = {"work": 0, "well": ROWS}[word] if not word.isdigit() else int(word)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if not passes_by(table) and self.answered >= self.most:
+        if not is_passthrough(table) and self.answered >= self.most:
             die()
         self.answered += 1
         return super().__call__(table)

@@ -31,9 +31,9 @@ def dies() -> None:
 class DyingEngine(FineEngine):
     """Notes its process and dies as it starts."""
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
-        (Path(spec.env["NOTES"]) / str(os.getpid())).touch()
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
+        (Path(launch.env["NOTES"]) / str(os.getpid())).touch()
         dies()
 
 

@@ -22,15 +22,22 @@ from helpers.heard import wait_for
 from helpers.hosts import FakeHosts
 from helpers.ray_head import start_head
 from helpers.small import MODEL, make_job
+from helpers.without_ray import instead_of_ray
 
 from prefect_raybatch import source
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.cluster import early
+from prefect_raybatch.cluster import prewarm
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.cluster.early import EarlyStart, Guess, early_plan, engines_early, why_late
 from prefect_raybatch.cluster.pipeline import warm_kind_of
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.prewarm import (
+    Guess,
+    Prewarming,
+    plan_prewarm,
+    prewarm_allowed,
+    why_no_prewarm,
+)
+from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines
 from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.compile.resolved import resolve
@@ -97,17 +104,19 @@ def csv_job(folder: Path, **groups: Any) -> BatchJob:
     ],
 )
 def test_a_job_tells_by_itself_why_its_engines_start_late(groups: Any, why: str) -> None:
-    told = why_late(compile_job(make_job(**groups)))
+    told = why_no_prewarm(compile_job(make_job(**groups)))
     assert why in told and bool(why) == bool(told)
 
 
-def planned(have: Capacity = CPUS, guess: Guess = GUESS, **engine: Any) -> Any:
-    return early_plan(compile_job(make_job(engine={"model": "demo", **engine})), MODEL, have, guess)
+def planned(capacity: Capacity = CPUS, guess: Guess = GUESS, **engine: Any) -> Any:
+    return plan_prewarm(
+        compile_job(make_job(engine={"model": "demo", **engine})), MODEL, capacity, guess
+    )
 
 
 def test_an_engine_on_a_cpu_is_certain_whatever_the_rows_are() -> None:
-    found = planned(guess=Guess(0, early.ANY_ROW), device="cpu")
-    assert isinstance(found, early.EarlyPlan), found
+    found = planned(guess=Guess(0, prewarm.ANY_ROW), device="cpu")
+    assert isinstance(found, prewarm.PrewarmPlan), found
     assert found.engines == 1 and found.kind.takes == {"CPU": 1.0, "GPU": 0.0}
     assert found.gpus_an_engine == 0.0
 
@@ -126,7 +135,7 @@ def test_a_copy_on_a_cluster_keeps_half_of_it() -> None:
     def planned_on(replicas: int) -> Any:
         engine = {"model": "demo", "device": "cpu", "replicas": replicas}
         job = make_job(engine=engine, cluster={"address": "head:6379"})
-        return early_plan(compile_job(job), MODEL, replace(CPUS, cpus=16.0), GUESS)
+        return plan_prewarm(compile_job(job), MODEL, replace(CPUS, cpus=16.0), GUESS)
 
     assert planned_on(8).engines == 8
     assert "take 9 of 16 CPUs, and the copy needs 8" in planned_on(9)
@@ -146,7 +155,7 @@ def test_sizes_that_follow_from_the_length_of_rows_are_named(
     monkeypatch.setattr(sized, "model_sizes", lambda *_: (describe(LLAMA_8B, {}), ""))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     have = imagined("H200", 1, 16)
-    unknown = Guess(1_000_000, early.ANY_ROW)
+    unknown = Guess(1_000_000, prewarm.ANY_ROW)
     told = planned(have, unknown)
     both = "set engine.engines_per_gpu [1, 2]; engine.max_num_seqs [1024, 256, 512]"
     assert f"depend on the length of rows ({both})" in told
@@ -169,7 +178,7 @@ def test_the_first_block_is_taken_for_the_others_give_or_take_a_half() -> None:
     found = Guess.of(source.Inventory((), None, 100.0, "csv"), images=False)
     assert found.row_bytes[0] == pytest.approx(100 / 1.5)
     assert found.row_bytes[-1] == pytest.approx(150) and 100 in found.row_bytes
-    assert Guess.of(source.Inventory((), None, 9.0, "csv"), True).row_bytes == early.ANY_ROW
+    assert Guess.of(source.Inventory((), None, 9.0, "csv"), True).row_bytes == prewarm.ANY_ROW
 
 
 # --- from the copy to the run, without Ray --------------------------------------------------------
@@ -214,38 +223,40 @@ def ray(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     made = FakeRay(hosts)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    monkeypatch.setattr(cluster, "SHARED", Shared(made, WarmEngines(hosts), sleep=lambda _: None))
+    monkeypatch.setattr(
+        cluster, "CLUSTER_SESSION", ClusterSession(made, WarmEngines(hosts), sleep=lambda _: None)
+    )
     monkeypatch.setattr(cluster, "capacity", lambda: CPUS)
-    monkeypatch.setattr(early, "WORTH_BYTES", 0)
-    monkeypatch.setattr(early, "COPY_LOOK", 0.01)
+    monkeypatch.setattr(prewarm, "WORTH_BYTES", 0)
+    monkeypatch.setattr(prewarm, "COPY_LOOK", 0.01)
     return made
 
 
 @pytest.fixture
-def begun(ray: FakeRay, tmp_path: Path) -> Iterator[tuple[EarlyStart, BatchJob]]:
+def begun(ray: FakeRay, tmp_path: Path) -> Iterator[tuple[Prewarming, BatchJob]]:
     """An early start whose engine is made."""
     job = csv_job(tmp_path / "job")
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.clock = Clock()
         found.begin(compile_job(job), lambda: MODEL)
         wait_for(lambda: found.hosts is not None)
         yield found, job
 
 
-def taken(found: EarlyStart, key: str = "", most: int = 1) -> tuple[Any, list[Any]]:
+def taken(found: Prewarming, key: str = "", most: int = 1) -> tuple[Any, list[Any]]:
     """What a run finds begun, and the engines of its first pass; with a `key`, of another kind."""
     plan = found.plan
     assert plan is not None
     kind = replace(plan.kind, key=key or plan.kind.key)
-    user, needs = User("run"), {"CPU": 2.0}
-    with cluster.SHARED.joined(user, None, 4):
+    user, needs = Tenant("run"), {"CPU": 2.0}
+    with cluster.CLUSTER_SESSION.joined(user, None, 4):
         begun = found.settle(kind, most)
-        with cluster.SHARED.admitted(user, needs, {"CPU": 4.0}, kind, most) as lease:
+        with cluster.CLUSTER_SESSION.admitted(user, needs, {"CPU": 4.0}, kind, most) as lease:
             return begun, lease.engines(1) if lease else []
 
 
 def test_a_run_takes_the_engine_that_was_started_for_it(
-    begun: tuple[EarlyStart, BatchJob], hosts: FakeHosts, ray: FakeRay
+    begun: tuple[Prewarming, BatchJob], hosts: FakeHosts, ray: FakeRay
 ) -> None:
     found, _ = begun
     spec = hosts.specs[0]
@@ -254,18 +265,18 @@ def test_a_run_takes_the_engine_that_was_started_for_it(
     told, engines = taken(found)
     assert told.name == found.name and engines == [0] and hosts.made == [0]
     assert hosts.ended == [(0, False)], "nobody keeps engines: it ends with the run"
-    assert found.settle(None, 1) == early.Begun(), "told once"
+    assert found.settle(None, 1) == prewarm.PrewarmedEngines(), "told once"
     wait_for(lambda: not ray.there)
     assert ray.made == ["start", "end"]
 
 
 def test_engines_are_kept_for_the_next_run_where_somebody_does(
-    begun: tuple[EarlyStart, BatchJob], hosts: FakeHosts, tmp_path: Path
+    begun: tuple[Prewarming, BatchJob], hosts: FakeHosts, tmp_path: Path
 ) -> None:
     found, job = begun
-    with cluster.SHARED.kept_warm():
+    with cluster.CLUSTER_SESSION.kept_warm():
         assert taken(found)[1] == [0] and not hosts.ended
-        with engines_early() as other:  # the next run's would be a second one
+        with prewarm_allowed() as other:  # the next run's would be a second one
             other.begin(compile_job(job), lambda: MODEL)
             assert other.thread is not None
             other.thread.join(60)
@@ -274,14 +285,14 @@ def test_engines_are_kept_for_the_next_run_where_somebody_does(
 
 
 def test_a_run_of_another_kind_ends_them_and_starts_its_own(
-    begun: tuple[EarlyStart, BatchJob], hosts: FakeHosts
+    begun: tuple[Prewarming, BatchJob], hosts: FakeHosts
 ) -> None:
     told, engines = taken(begun[0], "another")
     assert told.name == "" and engines == [] and hosts.ended == [(0, True)]
 
 
 def test_gpu_seconds_until_the_run_has_them_are_counted_once(
-    begun: tuple[EarlyStart, BatchJob],
+    begun: tuple[Prewarming, BatchJob],
 ) -> None:
     found, _ = begun
     assert found.plan is not None
@@ -295,9 +306,9 @@ def test_gpu_seconds_until_the_run_has_them_are_counted_once(
 @pytest.fixture
 def half_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that take a CPU count as such that hold half a GPU."""
-    given = early.early_plan
+    given = prewarm.plan_prewarm
     monkeypatch.setattr(
-        early, "early_plan", lambda *of: replace(cast(Any, given(*of)), gpus_an_engine=0.5)
+        prewarm, "plan_prewarm", lambda *of: replace(cast(Any, given(*of)), gpus_an_engine=0.5)
     )
 
 
@@ -310,7 +321,7 @@ def test_a_limit_on_costs_ends_them_while_the_input_is_copied(
 ) -> None:
     hosts.starting, clock = {0}, Clock()
     cost = {"limits": {"max_cost": 10.0}, "cluster": {"price_per_gpu_hour": 3600.0}}
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.clock = clock
         found.begin(compile_job(csv_job(tmp_path / "job", **cost)), lambda: MODEL)
         wait_for(lambda: found.hosts is not None)
@@ -336,7 +347,7 @@ def test_nothing_starts_early_that_a_limit_on_costs_cannot_count(
 ) -> None:
     monkeypatch.setattr(cluster, "capacity", lambda: replace(CPUS, accelerators=("T4",)))
     cost = {"limits": {"max_cost": 10.0}, "cluster": {"price_by_card": {"L4": 0.6}}}
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.begin(compile_job(csv_job(tmp_path / "job", **cost)), lambda: MODEL)
         assert found.thread is not None
         found.thread.join(60)
@@ -347,7 +358,7 @@ def test_what_is_planned_for_nothing_ends_with_the_block_at_once(
     ray: FakeRay, hosts: FakeHosts, tmp_path: Path
 ) -> None:
     def failing() -> None:
-        with engines_early() as found:
+        with prewarm_allowed() as found:
             found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
             wait_for(lambda: found.hosts is not None)
             hosts.starting = {0}
@@ -360,9 +371,9 @@ def test_what_is_planned_for_nothing_ends_with_the_block_at_once(
 
 
 def test_the_process_that_is_told_to_end_ends_them(
-    begun: tuple[EarlyStart, BatchJob], hosts: FakeHosts, ray: FakeRay
+    begun: tuple[Prewarming, BatchJob], hosts: FakeHosts, ray: FakeRay
 ) -> None:
-    cluster.SHARED.stop_all()
+    cluster.CLUSTER_SESSION.stop_all()
     wait_for(lambda: not ray.there)
     assert hosts.ended == [(0, True)]
 
@@ -371,7 +382,7 @@ def test_an_engine_that_is_up_waits_only_so_long_for_the_copy(
     ray: FakeRay, hosts: FakeHosts, tmp_path: Path
 ) -> None:
     hosts.starting, clock = {0}, Clock()
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.clock = clock
         found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         wait_for(lambda: found.hosts is not None)
@@ -390,13 +401,13 @@ def test_an_engine_that_is_up_waits_only_so_long_for_the_copy(
 
 
 def test_another_run_that_needs_their_room_has_it(
-    begun: tuple[EarlyStart, BatchJob], hosts: FakeHosts
+    begun: tuple[Prewarming, BatchJob], hosts: FakeHosts
 ) -> None:
-    user = User("another")
-    with cluster.SHARED.joined(user, None, 4):
-        with cluster.SHARED.admitted(user, {"CPU": 3.0}, {"CPU": 4.0}):
+    user = Tenant("another")
+    with cluster.CLUSTER_SESSION.joined(user, None, 4):
+        with cluster.CLUSTER_SESSION.admitted(user, {"CPU": 3.0}, {"CPU": 4.0}):
             assert not hosts.ended
-        with cluster.SHARED.admitted(user, {"CPU": 4.0}, {"CPU": 4.0}):
+        with cluster.CLUSTER_SESSION.admitted(user, {"CPU": 4.0}, {"CPU": 4.0}):
             assert hosts.ended == [(0, True)]
 
 
@@ -404,28 +415,28 @@ def test_another_run_that_needs_their_room_has_it(
 def test_nothing_starts_in_the_room_of_other_runs(
     how: str, ray: FakeRay, hosts: FakeHosts, tmp_path: Path
 ) -> None:
-    user, total, told = User("another"), {"CPU": 4.0}, threading.Event()
+    user, total, told = Tenant("another"), {"CPU": 4.0}, threading.Event()
 
     def third() -> None:
-        one = User("a third", lambda text: told.set())
+        one = Tenant("a third", lambda text: told.set())
         with (
-            cluster.SHARED.joined(one, None, 4),
-            cluster.SHARED.admitted(one, total, total),
+            cluster.CLUSTER_SESSION.joined(one, None, 4),
+            cluster.CLUSTER_SESSION.admitted(one, total, total),
         ):
             pass
 
     waits = threading.Thread(target=third, daemon=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(cluster.SHARED.joined(user, None, 4))
+        stack.enter_context(cluster.CLUSTER_SESSION.joined(user, None, 4))
         if how == "held":
             hosts.free["CPU"] = 1.0
         else:
             needs = {"CPU": 3.0 if how == "claimed" else 1.0}
-            stack.enter_context(cluster.SHARED.admitted(user, needs, total))
+            stack.enter_context(cluster.CLUSTER_SESSION.admitted(user, needs, total))
         if how == "waited for":
             waits.start()
             assert told.wait(60)
-        with engines_early() as found:
+        with prewarm_allowed() as found:
             found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
             assert found.thread is not None
             found.thread.join(60)
@@ -440,7 +451,7 @@ def test_the_copy_leaves_engines_their_room_until_they_have_it(
     """On a cluster the copy has more to do than it has CPUs: it would take all of them at once."""
     gate, pinned = held_model()
     job = csv_job(tmp_path / "job", cluster={"address": "head:6379"})
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         assert found.copy_room(4) is None
         found.begin(compile_job(job), pinned)
         assert found.copy_room(4) == 2 and found.copy_room(1) == 1
@@ -449,7 +460,7 @@ def test_the_copy_leaves_engines_their_room_until_they_have_it(
         gate.set()
         wait_for(lambda: found.hosts is not None)
         assert found.copy_room(4) is None and hosts.made == [0]
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.begin(compile_job(csv_job(tmp_path / "other", engine={"replicas": [1, 4]})), pinned)
         assert found.copy_room(4) is None
 
@@ -457,8 +468,8 @@ def test_the_copy_leaves_engines_their_room_until_they_have_it(
 def test_a_small_input_starts_nothing(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, "WORTH_BYTES", 1 << 20)
-    with engines_early() as found:
+    monkeypatch.setattr(prewarm, "WORTH_BYTES", 1 << 20)
+    with prewarm_allowed() as found:
         found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         assert found.thread is not None
         found.thread.join(60)
@@ -466,10 +477,10 @@ def test_a_small_input_starts_nothing(
 
 
 def test_engines_of_a_run_to_come_do_not_wait_as_those_of_an_earlier_one(
-    begun: tuple[EarlyStart, BatchJob], hosts: FakeHosts
+    begun: tuple[Prewarming, BatchJob], hosts: FakeHosts
 ) -> None:
-    warm, now = cluster.SHARED.warm, time.monotonic()
-    with cluster.SHARED.kept_warm(1.0):
+    warm, now = cluster.CLUSTER_SESSION.warm, time.monotonic()
+    with cluster.CLUSTER_SESSION.kept_warm(1.0):
         warm.clock = lambda: now + 1000.0
         warm.tidy()
         assert not hosts.ended
@@ -480,7 +491,7 @@ def test_a_process_that_is_told_to_end_can_end_its_engines(
 ) -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with engines_early() as found:
+        with prewarm_allowed() as found:
             found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         with pytest.raises(SystemExit):
             signal.raise_signal(signal.SIGTERM)
@@ -510,11 +521,11 @@ def test_what_is_started_is_what_the_planned_run_starts(
     job = csv_job(tmp_path / "job", **groups)
     resolved = resolve(job)
     asked = compile_job(resolved.job)
-    found = early_plan(asked, resolved.with_adapters(), CPUS, early.guessed(asked.read, False))
+    found = plan_prewarm(asked, resolved.with_adapters(), CPUS, prewarm.guessed(asked.read, False))
     run = plan_run(job, "key")
     ledger = Ledger(open_store(run.uri))
     plan = ledger.load_plan()
-    assert plan is not None and isinstance(found, early.EarlyPlan), found
+    assert plan is not None and isinstance(found, prewarm.PrewarmPlan), found
     spec = compile_planned(job, plan)
     size = sized.for_attempt(spec.sizes, plan, CPUS)
     assert found.kind == warm_kind_of(spec, plan.model, size)
@@ -525,9 +536,9 @@ def test_a_run_that_is_there_first_starts_its_own(
     ray: FakeRay, hosts: FakeHosts, tmp_path: Path
 ) -> None:
     gate, pinned = held_model()
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.begin(compile_job(csv_job(tmp_path / "job")), pinned)
-        assert found.settle(None, 1) == early.Begun()
+        assert found.settle(None, 1) == prewarm.PrewarmedEngines()
         gate.set()
     assert not hosts.made and not ray.made
 
@@ -539,11 +550,14 @@ def test_a_cluster_that_does_not_answer_is_the_runs_to_tell_of(
         raise InsufficientResources("no room")
 
     monkeypatch.setattr(ray, "start", away)
-    with engines_early() as found:
+    with prewarm_allowed() as found:
         found.begin(compile_job(csv_job(tmp_path / "job")), lambda: MODEL)
         assert found.thread is not None
         found.thread.join(60)
-        with pytest.raises(InsufficientResources), cluster.SHARED.joined(User("a"), None, 2):
+        with (
+            pytest.raises(InsufficientResources),
+            cluster.CLUSTER_SESSION.joined(Tenant("a"), None, 2),
+        ):
             pytest.fail("it was joined")
 
 
@@ -558,7 +572,7 @@ def named(thread: str) -> list[threading.Thread]:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
-    monkeypatch.setattr(early, "WORTH_BYTES", 0)
+    monkeypatch.setattr(prewarm, "WORTH_BYTES", 0)
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
@@ -596,12 +610,14 @@ def test_the_engine_starts_before_the_copy_is_over_and_nothing_else_changes(
     tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = csv_job(tmp_path / "plain")
-    run = plan_run(plain, "key")
-    infer_run(plain, run, engine=FakeEngine)
-    finalize_run(plain, run)
+    with monkeypatch.context() as patch:
+        instead_of_ray(patch)
+        run = plan_run(plain, "key")
+        infer_run(plain, run, engine=FakeEngine)
+        finalize_run(plain, run)
     job = noted(tmp_path / "early")
     over = slow_copy(monkeypatch, tmp_path / "early/notes")
-    with engines_early(NotedEngine):
+    with prewarm_allowed(NotedEngine):
         began = plan_run(job, "key")
         progress = infer_run(job, began, engine=NotedEngine)
     report = finalize_run(job, began)
@@ -619,8 +635,8 @@ from pathlib import Path
 from cluster.test_early import ROWS, noted
 from helpers.engines import NotedEngine
 from prefect_raybatch import source
-from prefect_raybatch.cluster import early, side_by_side
-from prefect_raybatch.cluster.early import engines_early
+from prefect_raybatch.cluster import prewarm, side_by_side
+from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.api import finalize_run
@@ -628,7 +644,7 @@ from prefect_raybatch.api import infer_run
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.source import cuts
 
-early.WORTH_BYTES = side_by_side.WORTH_A_START = side_by_side.WORTH_A_TASK = 0
+prewarm.WORTH_BYTES = side_by_side.WORTH_A_START = side_by_side.WORTH_A_TASK = 0
 cuts.CUT_BYTES = 700_000  # each file is a task
 folder, copy = Path(sys.argv[1]), source.snapshot
 job, many = noted(folder), folder / "many"
@@ -656,7 +672,7 @@ def reached(cluster, size, reachable, real=side_by_side.copying_for):
     return real(cluster, size, True)  # the cluster is on this machine, whose disk it reads
 
 source.snapshot, side_by_side._numbered, side_by_side.copying_for = timed, slowly, reached
-with engines_early(NotedEngine):
+with prewarm_allowed(NotedEngine):
     run = plan_run(job, "key")
     progress = infer_run(job, run, engine=NotedEngine)
 assert finalize_run(job, run).good == progress.tally.rows - 1 == ROWS - 1
@@ -695,7 +711,7 @@ def test_a_copy_that_fails_ends_the_engine_and_says_why(
         raise SourceError("in.csv, line 7: wrong")
 
     monkeypatch.setattr(source, "snapshot", failing)
-    with pytest.raises(SourceError, match="line 7"), engines_early(NotedEngine):
+    with pytest.raises(SourceError, match="line 7"), prewarm_allowed(NotedEngine):
         plan_run(job, "key")
     assert not cluster.is_joined()
     (start,) = notes(tmp_path / "job")
@@ -710,12 +726,12 @@ def test_engines_that_are_not_the_plans_end_and_others_start(
     slow_copy(monkeypatch, tmp_path / "job/notes")
 
     def guessed_wrongly(*given: Any) -> Any:
-        plan = early_plan(*given)
-        assert isinstance(plan, early.EarlyPlan), plan
+        plan = plan_prewarm(*given)
+        assert isinstance(plan, prewarm.PrewarmPlan), plan
         return replace(plan, kind=replace(plan.kind, key="another"))
 
-    monkeypatch.setattr(early, "early_plan", guessed_wrongly)
-    with engines_early(NotedEngine):
+    monkeypatch.setattr(prewarm, "plan_prewarm", guessed_wrongly)
+    with prewarm_allowed(NotedEngine):
         run = plan_run(job, "key")
         progress = infer_run(job, run, engine=NotedEngine)
     assert progress.tally.rows == ROWS
@@ -729,15 +745,15 @@ from pathlib import Path
 from cluster.test_early import noted
 from helpers.engines import NotedEngine
 from prefect_raybatch import source
-from prefect_raybatch.cluster import early
-from prefect_raybatch.cluster.early import engines_early
+from prefect_raybatch.cluster import prewarm
+from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.api import plan_run
 
-early.WORTH_BYTES = 0
+prewarm.WORTH_BYTES = 0
 os.sched_getaffinity = lambda pid: {0, 1}
 folder = Path(sys.argv[1])
 source.snapshot = lambda *given: time.sleep(600)
-with engines_early(NotedEngine):
+with prewarm_allowed(NotedEngine):
     plan_run(noted(folder), "key")
 """
 

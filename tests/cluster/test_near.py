@@ -12,9 +12,9 @@ from helpers.models import LLAMA_8B
 from helpers.small import MODEL, make_job
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.cluster.early import EarlyPlan, Guess, early_plan
-from prefect_raybatch.cluster.near import EngineShape, near_sizes, nearest_up
+from prefect_raybatch.cluster.engine_reuse import EngineShape, closest_running, sizes_for_shape
 from prefect_raybatch.cluster.pipeline import warm_kind_of
+from prefect_raybatch.cluster.prewarm import Guess, PrewarmPlan, plan_prewarm
 from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.compile.job import compile_job, size_spec
 from prefect_raybatch.job.batch_job import BatchJob
@@ -30,12 +30,12 @@ def job_of(sampling: dict[str, Any] | None = None, **engine: Any) -> BatchJob:
     return make_job(engine={"model": "demo", **engine}, sampling=sampling or LONG)
 
 
-def sizes(job: BatchJob, row_bytes: float = 300.0, have: Capacity = H200) -> Sizing:
-    return sizes_asked(size_spec(job), row_bytes, have)
+def sizes(job: BatchJob, row_bytes: float = 300.0, capacity: Capacity = H200) -> Sizing:
+    return sizes_asked(size_spec(job), row_bytes, capacity)
 
 
-def sizes_asked(spec: SizeSpec, row_bytes: float = 300.0, have: Capacity = H200) -> Sizing:
-    return sizes_of(spec, 1_000_000, row_bytes, have, describe(LLAMA_8B, {}))
+def sizes_asked(spec: SizeSpec, row_bytes: float = 300.0, capacity: Capacity = H200) -> Sizing:
+    return sizes_of(spec, 1_000_000, row_bytes, capacity, describe(LLAMA_8B, {}))
 
 
 def kind_of(job: BatchJob, size: Sizing) -> WarmKind | None:
@@ -47,7 +47,7 @@ def taken(job: BatchJob, up: Sizing, row_bytes: float = 300.0) -> Sizing:
     waiting = kind_of(job, up)
     assert waiting is not None
     ask, spec = partial(sizes_asked, row_bytes=row_bytes), size_spec(job)
-    found, kind = nearest_up(spec, ask, ask(spec), partial(kind_of, job), [waiting])
+    found, kind = closest_running(spec, ask, ask(spec), partial(kind_of, job), [waiting])
     assert kind == kind_of(job, found)
     return found
 
@@ -73,7 +73,7 @@ def test_what_the_job_names_is_what_it_gets() -> None:
     short = {"max_tokens": 24}
     named = job_of(short, max_num_seqs=512)
     assert taken(named, sizes(job_of(short))) == sizes(named)
-    near = near_sizes(
+    near = sizes_for_shape(
         size_spec(named), sizes_asked, sizes(named), EngineShape.of(sizes(job_of(short)))
     )
     assert near is None
@@ -93,8 +93,8 @@ def test_where_nothing_is_known_of_the_model_only_the_same_will_do() -> None:
     assert own.rate == 0.0
     up = kind_of(job, sizes(job))
     assert up is not None
-    ask = partial(sizes_of, rows=1000, row_bytes=300.0, have=H200, model=None)
-    assert nearest_up(size_spec(job), ask, own, partial(kind_of, job), [up])[0] == own
+    ask = partial(sizes_of, rows=1000, row_bytes=300.0, capacity=H200, model=None)
+    assert closest_running(size_spec(job), ask, own, partial(kind_of, job), [up])[0] == own
 
 
 @pytest.mark.parametrize("kind", ["H200", "L4"])
@@ -110,13 +110,13 @@ def test_what_starts_beside_the_copy_is_taken_once_the_rows_are_known(
     job, have, begun = job_of(sampling), imagined(kind, 1, 16), 0
     for usual in (40.0 * 1.3**n for n in range(24)):
         guess = Guess(1_000_000, tuple(usual * part for part in (0.67, 0.82, 1.0, 1.22, 1.5)))
-        plan = early_plan(compile_job(job), MODEL, have, guess)
-        if not isinstance(plan, EarlyPlan):
+        plan = plan_prewarm(compile_job(job), MODEL, have, guess)
+        if not isinstance(plan, PrewarmPlan):
             assert "depend on the length of rows" in plan
             continue
         begun += 1
         for row_bytes in guess.row_bytes:
-            ask, spec = partial(sizes_asked, row_bytes=row_bytes, have=have), size_spec(job)
-            _, its = nearest_up(spec, ask, ask(spec), partial(kind_of, job), [plan.kind])
+            ask, spec = partial(sizes_asked, row_bytes=row_bytes, capacity=have), size_spec(job)
+            _, its = closest_running(spec, ask, ask(spec), partial(kind_of, job), [plan.kind])
             assert its == plan.kind, (usual, row_bytes)
     assert begun >= 16, "of 24 lengths"

@@ -26,7 +26,7 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import pipeline as passes
 from prefect_raybatch.cluster import ray_process, reach
-from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.cluster.sharing import Tenant
 from prefect_raybatch.compile.job import cluster_spec, compile_job
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -123,7 +123,7 @@ def test_ray_is_not_asked_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) 
     job = make_job(cluster={"address": closed_address()})
     with (
         pytest.raises(InsufficientResources, match="Connection refused"),
-        cluster.connected(cluster_spec(job), User("nightly")),
+        cluster.connected(cluster_spec(job), Tenant("nightly")),
     ):
         pass
 
@@ -237,7 +237,7 @@ def test_a_head_that_hangs_holds_up_no_pass_and_blames_no_row(
     pipeline.forget()
     assert not went_on.is_set()
     assert told is died and unheard.unit == run.whole(1)
-    assert unheard.lost is not None and not unheard.lost.may_be_of_a_row
+    assert unheard.lost is not None and not unheard.lost.may_be_caused_by_row
     assert "Ray's head does not answer" in unheard.lost.message
     gate.set()
     assert went_on.wait(60)

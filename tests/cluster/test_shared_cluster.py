@@ -25,7 +25,7 @@ from helpers.small import make_job
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.ray_process import START_TRIES
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
@@ -77,18 +77,18 @@ class FakeRay:
 class Runs:
     """Runs in threads, each of which works until it is let go."""
 
-    def __init__(self, shared: Shared, cpus: float = 2.0):
+    def __init__(self, shared: ClusterSession, cpus: float = 2.0):
         self.shared, self.total = shared, {"CPU": cpus}
         self.events: list[str] = []
         self.errors: dict[str, BaseException] = {}
         self.go: dict[str, threading.Event] = {}
-        self.users: dict[str, User] = {}
+        self.users: dict[str, Tenant] = {}
         self.threads: list[threading.Thread] = []
 
     def start(
         self, name: str, cpus: float = 2.0, address: str | None = None, local: int = 2
     ) -> None:
-        user = self.users[name] = User(name, lambda text: self.told(name, text))
+        user = self.users[name] = Tenant(name, lambda text: self.told(name, text))
         self.go[name] = threading.Event()
 
         def work() -> None:
@@ -123,12 +123,12 @@ def ray() -> FakeRay:
 
 
 @pytest.fixture
-def shared(ray: FakeRay) -> Shared:
-    return Shared(ray, WarmEngines(FakeHosts()), sleep=lambda _: None)
+def shared(ray: FakeRay) -> ClusterSession:
+    return ClusterSession(ray, WarmEngines(FakeHosts()), sleep=lambda _: None)
 
 
 def test_runs_that_start_at_once_start_one_cluster_and_the_last_one_ends_it(
-    ray: FakeRay, shared: Shared
+    ray: FakeRay, shared: ClusterSession
 ) -> None:
     ray.gate, found = threading.Event(), Runs(shared)
     for name in "abc":
@@ -146,7 +146,7 @@ def test_runs_that_start_at_once_start_one_cluster_and_the_last_one_ends_it(
 
 
 def test_runs_that_do_not_fit_take_turns_in_order_and_say_so(
-    ray: FakeRay, shared: Shared, caplog: pytest.LogCaptureFixture
+    ray: FakeRay, shared: ClusterSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "prefect_raybatch")
     found = Runs(shared)
@@ -169,7 +169,7 @@ def test_runs_that_do_not_fit_take_turns_in_order_and_say_so(
     assert ray.made == [(None, 2), "end"]
 
 
-def test_a_run_that_takes_more_than_there_is_works_alone(shared: Shared) -> None:
+def test_a_run_that_takes_more_than_there_is_works_alone(shared: ClusterSession) -> None:
     found = Runs(shared)
     found.start("a", 8)
     found.until("a works")
@@ -177,7 +177,7 @@ def test_a_run_that_takes_more_than_there_is_works_alone(shared: Shared) -> None
 
 
 def test_a_run_larger_than_the_local_cluster_gets_a_new_one_after_the_others(
-    ray: FakeRay, shared: Shared
+    ray: FakeRay, shared: ClusterSession
 ) -> None:
     found = Runs(shared)
     found.start("a", 1)
@@ -196,7 +196,7 @@ def test_a_run_larger_than_the_local_cluster_gets_a_new_one_after_the_others(
 
 
 def test_two_addresses_in_one_process_are_an_error_that_names_both(
-    ray: FakeRay, shared: Shared
+    ray: FakeRay, shared: ClusterSession
 ) -> None:
     found = Runs(shared)
     found.start("a", 1, "one:6379")
@@ -210,7 +210,9 @@ def test_two_addresses_in_one_process_are_an_error_that_names_both(
     assert ray.made == [("one:6379", 2), "end"]
 
 
-def test_a_cluster_of_the_callers_own_is_used_and_left_alone(ray: FakeRay, shared: Shared) -> None:
+def test_a_cluster_of_the_callers_own_is_used_and_left_alone(
+    ray: FakeRay, shared: ClusterSession
+) -> None:
     ray.there = True
     found = Runs(shared)
     found.start("a", 1, "one:6379")
@@ -221,18 +223,18 @@ def test_a_cluster_of_the_callers_own_is_used_and_left_alone(ray: FakeRay, share
     assert ray.there and ray.made == [] and not found.errors
 
 
-def test_a_run_within_a_run_is_an_error_not_a_wait_for_ever(shared: Shared) -> None:
+def test_a_run_within_a_run_is_an_error_not_a_wait_for_ever(shared: ClusterSession) -> None:
     with (
-        shared.joined(User("outer"), None, 2),
+        shared.joined(Tenant("outer"), None, 2),
         pytest.raises(ConfigError, match="inner was started within another run"),
-        shared.joined(User("inner"), None, 2),
+        shared.joined(Tenant("inner"), None, 2),
     ):
         pass
-    with shared.joined(User("next"), None, 2):
+    with shared.joined(Tenant("next"), None, 2):
         pass
 
 
-def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -> None:
+def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: ClusterSession) -> None:
     ray.there = True
 
     def start(address: str | None, cpus: int, access: ClusterAccess) -> None:
@@ -240,9 +242,9 @@ def test_a_start_that_fails_leaves_the_door_open(ray: FakeRay, shared: Shared) -
 
     broken = FakeRay()
     broken.start = start  # type: ignore[method-assign]
-    door = Shared(broken, WarmEngines(FakeHosts()))
+    door = ClusterSession(broken, WarmEngines(FakeHosts()))
     for _ in range(2):
-        with pytest.raises(InsufficientResources), door.joined(User("a"), None, 2):
+        with pytest.raises(InsufficientResources), door.joined(Tenant("a"), None, 2):
             pass
     assert broken.made == []
 
@@ -253,19 +255,19 @@ def test_a_cluster_is_joined_with_the_access_of_the_run_that_joins_it(
     """Also if another run asks for the cluster while Ray starts."""
     asked: list[str] = []
 
-    class Door(Shared):
-        def joined(self, user: User, *more: Any) -> AbstractContextManager[None]:
+    class Door(ClusterSession):
+        def joined(self, user: Tenant, *more: Any) -> AbstractContextManager[None]:
             asked.append(user.name)
             return super().joined(user, *more)
 
-    monkeypatch.setattr(cluster, "SHARED", Door(ray, WarmEngines(FakeHosts())))
+    monkeypatch.setattr(cluster, "CLUSTER_SESSION", Door(ray, WarmEngines(FakeHosts())))
     monkeypatch.setattr(cluster, "capacity", lambda: None)
     ray.gate = threading.Event()
 
     def run(name: str) -> None:
         access = ClusterAccess("10.0.0.1:6379", token=f"token of {name}")
         spec = replace(cluster_spec(make_job()), loaded=access)
-        with cluster.connected(spec, User(name)):
+        with cluster.connected(spec, Tenant(name)):
             pass
 
     threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in ("one", "two")]
@@ -279,9 +281,9 @@ def test_a_cluster_is_joined_with_the_access_of_the_run_that_joins_it(
     assert ray.tokens[0] == "token of one"
 
 
-def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: Shared) -> None:
+def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: ClusterSession) -> None:
     ray = FakeRay(lingers=3)
-    found = Runs(Shared(ray, WarmEngines(FakeHosts()), sleep=lambda _: None))
+    found = Runs(ClusterSession(ray, WarmEngines(FakeHosts()), sleep=lambda _: None))
     found.start("a", 1)
     found.until("a works")
     assert ray.lingers == 3  # nobody was there before it
@@ -293,7 +295,7 @@ def test_a_run_waits_until_actors_of_the_one_before_have_let_go(shared: Shared) 
     found.end()
 
 
-def test_a_look_at_the_cluster_keeps_it_for_the_look(ray: FakeRay, shared: Shared) -> None:
+def test_a_look_at_the_cluster_keeps_it_for_the_look(ray: FakeRay, shared: ClusterSession) -> None:
     with shared.visited() as there:
         assert not there
     found = Runs(shared)
@@ -305,7 +307,7 @@ def test_a_look_at_the_cluster_keeps_it_for_the_look(ray: FakeRay, shared: Share
     assert ray.made == [(None, 2), "end"]
 
 
-def test_all_runs_stop_with_the_process(ray: FakeRay, shared: Shared) -> None:
+def test_all_runs_stop_with_the_process(ray: FakeRay, shared: ClusterSession) -> None:
     found = Runs(shared)
     found.start("a")
     found.until("a works")
@@ -328,16 +330,16 @@ import signal, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from prefect_raybatch.cluster.ray_process import START_TRIES
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import WarmEngines
 
 there, at_work, waits = [], threading.Event(), threading.Event()
-shared = Shared(SimpleNamespace(
+shared = ClusterSession(SimpleNamespace(
     joined=lambda: bool(there), start=lambda *_: there.append(1), end=there.clear, free=dict
 ), WarmEngines(SimpleNamespace(found=list)))
 
 def work(name):
-    user = User(name, lambda text: waits.set())
+    user = Tenant(name, lambda text: waits.set())
     with shared.joined(user, None, 2), shared.admitted(user, {{"CPU": 2}}, {{"CPU": 2}}):
         at_work.set()
         user.stopped.wait(600)
@@ -383,7 +385,7 @@ with ExitStack() as stack:
     stack.callback(print, "ended in order", flush=True)
     stack.callback(time.sleep, 4)  # Ray's C++ side ended it by SIGABRT after 3 s
     if sys.argv[1] == "early":
-        stack.enter_context(cluster.started_early(cluster_spec(make_job())))
+        stack.enter_context(cluster.cluster_starting(cluster_spec(make_job())))
     else:
         threading.Thread(target=hold, daemon=True).start()
     until = time.monotonic() + 120
@@ -457,14 +459,14 @@ def test_the_cluster_outlives_the_thread_that_started_it(monkeypatch: pytest.Mon
     started, joined = threading.Event(), threading.Event()
 
     def first() -> None:
-        with cluster.SHARED.joined(User("first"), None, 1):
+        with cluster.CLUSTER_SESSION.joined(Tenant("first"), None, 1):
             started.set()
             joined.wait(60)
 
     thread = threading.Thread(target=first, daemon=True)
     thread.start()
     assert started.wait(120)
-    with cluster.SHARED.joined(User("second"), None, 1):
+    with cluster.CLUSTER_SESSION.joined(Tenant("second"), None, 1):
         joined.set()
         thread.join(60)
         assert not thread.is_alive()
@@ -585,9 +587,11 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
 # --- started before its first run -----------------------------------------------------------------
 
 
-def test_a_cluster_that_was_started_early_is_the_first_runs(ray: FakeRay, shared: Shared) -> None:
+def test_a_cluster_that_was_started_early_is_the_first_runs(
+    ray: FakeRay, shared: ClusterSession
+) -> None:
     ray.gate, found = threading.Event(), Runs(shared)
-    with shared.started_early(None, 2):
+    with shared.starting_cluster(None, 2):
         found.start("a")  # while it starts
         ray.gate.set()
         found.until("a works")
@@ -598,8 +602,10 @@ def test_a_cluster_that_was_started_early_is_the_first_runs(ray: FakeRay, shared
     assert ray.made == [(None, 2), "end"] and not found.errors
 
 
-def test_one_that_nobody_came_to_use_ends_with_the_block(ray: FakeRay, shared: Shared) -> None:
-    with shared.started_early(None, 2):
+def test_one_that_nobody_came_to_use_ends_with_the_block(
+    ray: FakeRay, shared: ClusterSession
+) -> None:
+    with shared.starting_cluster(None, 2):
         wait_for(lambda: ray.there)
         with shared.visited() as there:  # a look is no run
             assert there
@@ -607,9 +613,9 @@ def test_one_that_nobody_came_to_use_ends_with_the_block(ray: FakeRay, shared: S
     assert ray.made == [(None, 2), "end"]
 
 
-def test_a_larger_run_gets_a_cluster_of_its_size(ray: FakeRay, shared: Shared) -> None:
+def test_a_larger_run_gets_a_cluster_of_its_size(ray: FakeRay, shared: ClusterSession) -> None:
     found = Runs(shared, cpus=4.0)
-    with shared.started_early(None, 2):
+    with shared.starting_cluster(None, 2):
         wait_for(lambda: ray.there)
         found.start("a", cpus=4.0, local=4)
         found.until("a works")
@@ -617,18 +623,20 @@ def test_a_larger_run_gets_a_cluster_of_its_size(ray: FakeRay, shared: Shared) -
     assert ray.made == [(None, 2), "end", (None, 4), "end"] and not found.errors
 
 
-def test_an_early_start_that_fails_is_told_by_the_run(ray: FakeRay, shared: Shared) -> None:
+def test_an_early_start_that_fails_is_told_by_the_run(ray: FakeRay, shared: ClusterSession) -> None:
     def away(address: str | None, cpus: int, access: ClusterAccess) -> None:
         raise InsufficientResources("no room")
 
     ray.start = away  # type: ignore[method-assign]
-    early = shared.started_early(None, 2)
-    with early, pytest.raises(InsufficientResources), shared.joined(User("a"), None, 2):
+    early = shared.starting_cluster(None, 2)
+    with early, pytest.raises(InsufficientResources), shared.joined(Tenant("a"), None, 2):
         pytest.fail("it was joined")
 
 
-def test_an_error_of_the_block_ends_what_was_started_for_it(ray: FakeRay, shared: Shared) -> None:
-    with pytest.raises(KeyboardInterrupt), shared.started_early(None, 2):
+def test_an_error_of_the_block_ends_what_was_started_for_it(
+    ray: FakeRay, shared: ClusterSession
+) -> None:
+    with pytest.raises(KeyboardInterrupt), shared.starting_cluster(None, 2):
         wait_for(lambda: ray.there)
         raise KeyboardInterrupt
     assert ray.made == [(None, 2), "end"]
@@ -637,9 +645,9 @@ def test_an_error_of_the_block_ends_what_was_started_for_it(ray: FakeRay, shared
 def test_nothing_starts_here_for_a_cluster_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "SHARED", None)  # any use of it would fail
+    monkeypatch.setattr(cluster, "CLUSTER_SESSION", None)  # any use of it would fail
     job = job_in(tmp_path / "job")
     for place in ({"address": "10.0.0.1:6379"}, {"job_server": "http://head:8265"}):
         given = job.model_copy(update={"cluster": job.cluster.model_copy(update=place)})
-        with cluster.started_early(cluster_spec(given)):
+        with cluster.cluster_starting(cluster_spec(given)):
             pass

@@ -19,7 +19,7 @@ from helpers.specs import reads
 
 from prefect_raybatch.api import finalize_run
 from prefect_raybatch.cluster import side_by_side as module
-from prefect_raybatch.cluster.side_by_side import copying_for, side_by_side, workers_for
+from prefect_raybatch.cluster.side_by_side import copying_for, run_in_parallel, workers_for
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ClusterUnavailable, CorruptRun, SourceError
 from prefect_raybatch.ledger.layout import PART_NOTES
@@ -72,7 +72,7 @@ def test_items_are_taken_as_there_is_room_and_a_lost_worker_s_is_done_again(loca
             os._exit(1)
         return number * number
 
-    found = side_by_side(work, items(), 4)
+    found = run_in_parallel(work, items(), 4)
     first = next(found)
     assert len(taken) == 4
     assert sorted([first, *found]) == [n * n for n in range(9)]
@@ -91,7 +91,7 @@ def test_an_error_of_ours_comes_out_as_it_is_and_ends_the_work(local_ray, tmp_pa
         return number
 
     with pytest.raises(CorruptRun, match=r"^pieces/1 is missing$"):
-        list(side_by_side(work, iter(range(1000)), 2))
+        list(run_in_parallel(work, iter(range(1000)), 2))
     told.touch()
     assert {path.name for path in begun.iterdir()} <= {"0", "1"}
 
@@ -110,7 +110,7 @@ def test_a_result_written_on_a_cluster_is_the_one_written_here(local_ray, tmp_pa
     assert len(result_of(run.root)) == 8 and result_of(run.root) == result_of(here.root)
     for name in ("data-00002.json", "quarantine-00001.json"):  # as if it was killed before them
         (run.root / PART_NOTES / name).unlink()
-    monkeypatch.setattr(finalizing, "one_by_one", None)  # nobody writes here
+    monkeypatch.setattr(finalizing, "write_sequentially", None)  # nobody writes here
     end(run)
     assert verify(run.store).ok and result_of(run.root) == result_of(here.root)
     assert not list((run.root / PART_NOTES).glob("*"))
@@ -119,7 +119,7 @@ def test_a_result_written_on_a_cluster_is_the_one_written_here(local_ray, tmp_pa
 def on_ray(
     write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterable[Part]:
-    return side_by_side(write, tasks, 4)
+    return run_in_parallel(write, tasks, 4)
 
 
 def test_an_input_copied_on_a_cluster_is_the_one_copied_here(local_ray, tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_small_results_and_those_without_a_cluster_are_written_here(monkeypatch)
         yield
 
     monkeypatch.setattr(module, "connected", away)
-    monkeypatch.setattr(module, "SHARED", Outside())
+    monkeypatch.setattr(module, "CLUSTER_SESSION", Outside())
     with workers_for(cluster_spec(make_job()), (1 << 30) - 1) as workers:
         assert workers == 0 and not asked
     served = make_job(cluster={"job_server": "http://10.0.0.1:8265"})

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError
 
 from prefect_raybatch import warm_engines
 from prefect_raybatch.cluster import warm_actors
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
 from prefect_raybatch.cluster.warm_actors import Deaths, EngineHost, Forwarder, warm_kind
 from prefect_raybatch.errors import ConfigError
@@ -193,15 +193,15 @@ def ray(hosts: FakeHosts) -> FakeRay:
 
 
 @pytest.fixture
-def shared(ray: FakeRay, warm: WarmEngines) -> Shared:
-    return Shared(ray, warm, sleep=lambda _: None)
+def shared(ray: FakeRay, warm: WarmEngines) -> ClusterSession:
+    return ClusterSession(ray, warm, sleep=lambda _: None)
 
 
 def run_on(
-    shared: Shared, kind: WarmKind | None = KIND, cpus: int = 4, address: str | None = None
+    shared: ClusterSession, kind: WarmKind | None = KIND, cpus: int = 4, address: str | None = None
 ) -> list[Any]:
     """A run of one pass with an engine that takes a CPU and a GPU; the engine that it had."""
-    user = User("run")
+    user = Tenant("run")
     needs = {"CPU": 2.0, "GPU": 1.0}
     with (
         shared.joined(user, address, cpus),
@@ -211,7 +211,7 @@ def run_on(
 
 
 def test_the_cluster_is_started_once_for_all_runs_of_the_block(
-    shared: Shared, ray: FakeRay, hosts: FakeHosts
+    shared: ClusterSession, ray: FakeRay, hosts: FakeHosts
 ) -> None:
     assert run_on(shared) == [] and ray.made == [(None, 4), "end"]
     with shared.kept_warm():
@@ -224,7 +224,7 @@ def test_the_cluster_is_started_once_for_all_runs_of_the_block(
 
 
 def test_a_run_of_another_kind_gets_the_room_of_engines_that_wait(
-    shared: Shared, hosts: FakeHosts
+    shared: ClusterSession, hosts: FakeHosts
 ) -> None:
     with shared.kept_warm():
         assert run_on(shared) == [0]
@@ -238,7 +238,7 @@ def test_a_run_of_another_kind_gets_the_room_of_engines_that_wait(
 
 @pytest.mark.parametrize(("cpus", "address"), [(6, None), (4, "elsewhere:6379")])
 def test_a_run_that_the_kept_cluster_does_not_suit_gets_another(
-    shared: Shared, ray: FakeRay, hosts: FakeHosts, cpus: int, address: str | None
+    shared: ClusterSession, ray: FakeRay, hosts: FakeHosts, cpus: int, address: str | None
 ) -> None:
     with shared.kept_warm():
         run_on(shared)
@@ -248,7 +248,7 @@ def test_a_run_that_the_kept_cluster_does_not_suit_gets_another(
 
 
 def test_a_cluster_of_the_callers_own_is_kept_by_the_caller(
-    shared: Shared, ray: FakeRay, hosts: FakeHosts
+    shared: ClusterSession, ray: FakeRay, hosts: FakeHosts
 ) -> None:
     ray.there = True
     with shared.kept_warm():
@@ -259,7 +259,7 @@ def test_a_cluster_of_the_callers_own_is_kept_by_the_caller(
 
 
 def test_engines_of_a_cluster_that_its_owner_has_ended_are_forgotten(
-    shared: Shared, ray: FakeRay, hosts: FakeHosts
+    shared: ClusterSession, ray: FakeRay, hosts: FakeHosts
 ) -> None:
     with shared.kept_warm():
         run_on(shared)
@@ -269,13 +269,13 @@ def test_engines_of_a_cluster_that_its_owner_has_ended_are_forgotten(
 
 
 def test_the_block_ends_what_a_run_that_failed_has_left(
-    shared: Shared, ray: FakeRay, hosts: FakeHosts
+    shared: ClusterSession, ray: FakeRay, hosts: FakeHosts
 ) -> None:
     def failing() -> None:
         with (
             shared.kept_warm(),
-            shared.joined(User("run"), None, 4),
-            shared.admitted(User("run"), {}, {}, KIND, 1) as lease,
+            shared.joined(Tenant("run"), None, 4),
+            shared.admitted(Tenant("run"), {}, {}, KIND, 1) as lease,
         ):
             assert lease is not None and lease.engines(1) == [0]
             raise KeyboardInterrupt
@@ -290,9 +290,11 @@ def test_the_block_ends_what_a_run_that_failed_has_left(
 SPEC = EngineLaunch(dict(MODEL), {"temperature": 0.0}, {"max_num_seqs": 8}, env={"A": "1"})
 
 
-def kind_of(spec: EngineLaunch = SPEC, engine: type = EngineStage, **more: Any) -> WarmKind | None:
+def kind_of(
+    launch: EngineLaunch = SPEC, engine: type = EngineStage, **more: Any
+) -> WarmKind | None:
     given = {"resources": {"num_cpus": 1, "num_gpus": 0.5}, "calls": 4, **more}
-    return warm_kind(engine, spec, given["resources"], given["calls"])
+    return warm_kind(engine, launch, given["resources"], given["calls"])
 
 
 def test_runs_that_ask_otherwise_share_an_engine() -> None:
@@ -358,11 +360,11 @@ class Stage:
 
     gate: threading.Event | None = None
 
-    def __init__(self, spec: EngineLaunch):
-        self.specs, self.closed = [spec.attempt], False
+    def __init__(self, launch: EngineLaunch):
+        self.specs, self.closed = [launch.attempt], False
 
-    def take_over(self, spec: EngineLaunch) -> None:
-        self.specs.append(spec.attempt)
+    def take_over(self, launch: EngineLaunch) -> None:
+        self.specs.append(launch.attempt)
 
     def close(self) -> None:
         self.closed = True
@@ -411,8 +413,8 @@ def test_blocks_of_a_run_that_was_stopped_do_not_work_beside_the_next_ones(
 
 def test_a_stage_that_cannot_be_passed_on_is_made_anew() -> None:
     class Plain:
-        def __init__(self, spec: EngineLaunch):
-            self.spec = spec
+        def __init__(self, launch: EngineLaunch):
+            self.spec = launch
 
     host = EngineHost(Plain)
     assert begun(host, "one") is not begun(host, "two")
@@ -444,11 +446,11 @@ class MortalHost(EngineHost):
         super().__init__(Stage)
         self.restarts, self.starting, self.kills = 2, starting, set(kills)
 
-    def begin(self, token: str, spec: EngineLaunch) -> None:
+    def begin(self, token: str, launch: EngineLaunch) -> None:
         if self.starting:
             self.starting -= 1
             self.die()
-        super().begin(token, spec)
+        super().begin(token, launch)
 
     def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
         if "n" in table.column_names and table["n"][0].as_py() in self.kills:

@@ -38,7 +38,7 @@ def prepared(nights: Nights, rows: int = 12, **groups: Any) -> Prepared:
 
 def compared(nights: Nights, made: Prepared) -> Diff:
     run = begin_diff(made)
-    nights.infer(made.asked.job, run)
+    nights.infer(made.sample_job.job, run)
     return finish_diff(made, run)
 
 
@@ -81,7 +81,7 @@ def test_the_time_of_the_whole_is_predicted_by_the_rate_of_the_run(nights, monke
     monkeypatch.setattr("prefect_raybatch.api.diff.load_report", took_80_seconds)
     nights.write(*NAMES, *(f"more {n}" for n in range(60)))
     made = prepared(nights, **OTHER)
-    assert made.whole.rows == 100 and made.before.rows == 40
+    assert made.full_run.rows == 100 and made.before.rows == 40
     expected = 80.0 * 100 / 40  # all rows of a new prompt are asked
     assert made.time.seconds == made.to_dict()["whole"]["seconds"] == pytest.approx(expected)
     (line,) = [line for line in made.lines() if line.startswith("time of that run: ")]

@@ -27,6 +27,7 @@ import pytest
 from helpers import environ
 from helpers.findings import found, one
 from helpers.nvidia import ABSENT, Card, show
+from helpers.openai_server import openai_server
 from helpers.ray_head import Head
 from helpers.small import make_job
 from packaging.specifiers import SpecifierSet
@@ -37,7 +38,7 @@ from s3server import S3Server, proxy
 from prefect_raybatch import doctor, installed
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
-from prefect_raybatch.doctor import CheckContext, Finding, machine, places, services, stores
+from prefect_raybatch.doctor import CheckContext, CheckResult, machine, places, services, stores
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -169,10 +170,10 @@ def test_what_the_cpu_can_do(
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], Finding]:
+def answers(monkeypatch: pytest.MonkeyPatch, no_cards: None) -> Callable[[str], CheckResult]:
     """What is found when this Python is in the place of an engine's process."""
 
-    def ask(code: str, job: BatchJob | None = None) -> Finding:
+    def ask(code: str, job: BatchJob | None = None) -> CheckResult:
         monkeypatch.setattr(machine, "FORWARD", [sys.executable, "-c", code])
         return one(machine.check_engine, job)
 
@@ -186,26 +187,26 @@ def no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.29.0")
 
 
-def test_an_engine_that_answers(answers: Callable[..., Finding]) -> None:
+def test_an_engine_that_answers(answers: Callable[..., CheckResult]) -> None:
     assert answers("pass").mark == "pass"
 
 
 @pytest.mark.parametrize(("number", "said"), [(4, "SIGILL: illegal"), (9, "SIGKILL: killed")])
 def test_an_engine_that_a_signal_ends(
-    number: int, said: str, answers: Callable[..., Finding]
+    number: int, said: str, answers: Callable[..., CheckResult]
 ) -> None:
     got = answers(f"import os; os.kill(os.getpid(), {number})")
     assert got.mark == "fail" and f"exit code -{number} ({said}" in got.found
 
 
-def test_an_engine_that_does_not_start(answers: Callable[..., Finding]) -> None:
+def test_an_engine_that_does_not_start(answers: Callable[..., CheckResult]) -> None:
     got = answers("import sys; print('noise', file=sys.stderr); raise ValueError('no such dtype')")
     assert got.mark == "fail" and "does not run: ValueError: no such dtype" in got.found
 
 
 @pytest.mark.parametrize(("load", "mark"), [(0.5, "fail"), (1000.0, "warn")])
 def test_an_engine_that_hangs(
-    load: float, mark: str, answers: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+    load: float, mark: str, answers: Callable[..., CheckResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine it may only be slow."""
     monkeypatch.setattr(machine, "START_LIMIT_SECONDS", 0.3)
@@ -214,7 +215,7 @@ def test_an_engine_that_hangs(
     assert got.mark == mark and "after 0.3 s (load" in got.found
 
 
-def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., Finding]) -> None:
+def test_the_jobs_dtype_and_environment_are_tried(answers: Callable[..., CheckResult]) -> None:
     code = "import os, sys; sys.exit(os.environ['OMP_NUM_THREADS'] + os.environ['A'] + sys.argv[1])"
     job = make_job(engine={"dtype": "float32", "env": {"A": "b", "OMP_NUM_THREADS": "7"}})
     found = answers(code, job).found
@@ -614,7 +615,19 @@ def test_each_model_of_a_cascade_has_its_own_finding() -> None:
     job = make_job(sampling={"choice": ["a", "b"]}, output={"uri": "out", "escalate": escalate})
     first, larger = places.check_model(CheckContext(job, lambda job: job))
     assert (first.mark, larger.mark) == ("pass", "fail")
-    assert "large" in larger.found and "DNS" in larger.remedy
+    assert "large: output.escalate.to.endpoint.url:" in larger.found and "DNS" in larger.remedy
+
+
+def test_the_finding_of_a_judge_names_its_fields_as_the_job_does(tmp_path: Path) -> None:
+    with openai_server(models=("other",)) as server:
+        hosted = {"endpoint": {"url": server.url, "model": "large"}, "prompt": "Right: {answer}?"}
+        _, judge = places.check_model(
+            CheckContext(make_job(quality={"judge": hosted}), lambda job: job)
+        )
+    assert judge.found.startswith("large: quality.judge.endpoint.model: the server has no model")
+    own = {"model": str(tmp_path / "none"), "prompt": "Right: {answer}?"}
+    with pytest.raises(ConfigError, match=r"^quality\.judge\.model: .*none"):
+        list(places.check_model(CheckContext(make_job(quality={"judge": own}), lambda job: job)))
 
 
 def test_models_by_other_names(
@@ -661,23 +674,23 @@ def test_a_check_that_hangs_or_raises_stops_no_other() -> None:
     gate = threading.Event()
     waited: list[bool] = []
 
-    def hang(context: CheckContext) -> list[Finding]:
+    def hang(context: CheckContext) -> list[CheckResult]:
         gate.wait(300)
         waited.append(True)
         return []
 
-    def fall(context: CheckContext) -> list[Finding]:
+    def fall(context: CheckContext) -> list[CheckResult]:
         raise ZeroDivisionError("planted")
 
-    def fine(context: CheckContext) -> list[Finding]:
-        return [Finding("fine", "pass", "all")]
+    def fine(context: CheckContext) -> list[CheckResult]:
+        return [CheckResult("fine", "pass", "all")]
 
     checks: Any = {"hang": (hang, 0.3, "a"), "fall": (fall, 60, "fix it"), "fine": (fine, 60, "c")}
     got = {finding.check: finding for finding in doctor.examine(checks=checks)}
     assert not waited  # it still hangs
     gate.set()
     assert got["hang"].mark == "fail" and "0.3 s" in got["hang"].found
-    assert got["fall"] == Finding("fall", "fail", "ZeroDivisionError: planted", "fix it")
+    assert got["fall"] == CheckResult("fall", "fail", "ZeroDivisionError: planted", "fix it")
     assert got["fine"].mark == "pass"
 
 
@@ -704,9 +717,9 @@ def test_the_checks_of_a_hosted_model_take_the_fields_of_its_block() -> None:
 
 
 PLANTED = {
-    "a": (lambda context: [Finding("a", "pass", "good [bracket]")], 5, ""),
-    "b": (lambda context: [Finding("b", "fail", "bad", "fix [it]")], 5, ""),
-    "c": (lambda context: [Finding("c", "warn", "hm", "think")], 5, ""),
+    "a": (lambda context: [CheckResult("a", "pass", "good [bracket]")], 5, ""),
+    "b": (lambda context: [CheckResult("b", "fail", "bad", "fix [it]")], 5, ""),
+    "c": (lambda context: [CheckResult("c", "warn", "hm", "think")], 5, ""),
 }
 
 
@@ -736,7 +749,7 @@ def test_the_command_with_a_job_and_overrides(
     (tmp_path / "job.yaml").write_text(json.dumps(make_job().to_dict()))
     seen: list[Any] = []
 
-    def examine(context: CheckContext) -> list[Finding]:
+    def examine(context: CheckContext) -> list[CheckResult]:
         job = context.job
         seen.append(job and (job.name, job.engine.replicas, context.keyed() == job))
         return []

@@ -16,7 +16,7 @@ from helpers.small import make_job
 from s3server import S3Server, proxy
 
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.doctor import Finding, stores
+from prefect_raybatch.doctor import CheckResult, stores
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.permissions import PERMISSIONS
 
@@ -24,7 +24,7 @@ STEPS = ["write", "read", "list", "create", "replace", "delete"]
 BUCKET = "doctor-stores"
 
 
-def checked(uri: str, options: dict[str, Any]) -> dict[str, Finding]:
+def checked(uri: str, options: dict[str, Any]) -> dict[str, CheckResult]:
     return found(stores.check_store, make_job(output={"uri": uri, "options": options}))
 
 

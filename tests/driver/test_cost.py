@@ -15,7 +15,7 @@ from prefect_raybatch.compile.job import cluster_spec, compile_job, prices_of
 from prefect_raybatch.driver import monitor as watching
 from prefect_raybatch.driver.cost import CostMeter, Spent, check_cost, spent_on
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.heartbeat import Heartbeat
 from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError, CostExceeded
 from prefect_raybatch.job.batch_job import BatchJob
@@ -111,9 +111,9 @@ def test_gpus_count_from_when_engines_are_made_until_they_are_gone():
 
 
 def test_what_was_spent_before_the_attempt_counts_as_its_own():
-    meter = CostMeter(3600.0).after(CostMeter(), 20.0)
+    meter = CostMeter(3600.0).continue_from(CostMeter(), 20.0)
     assert (meter.gpu_seconds, meter.cost) == (20.0, 20.0)
-    assert CostMeter(3600.0).after(meter).gpu_seconds == 20.0
+    assert CostMeter(3600.0).continue_from(meter).gpu_seconds == 20.0
 
 
 def test_a_pool_that_waits_for_room_pays_for_what_it_has():
@@ -124,11 +124,11 @@ def test_a_pool_that_waits_for_room_pays_for_what_it_has():
 
 
 def test_what_had_no_price_counts_at_the_present_one():
-    assert Spent(7200.0, 3.0, 3600.0).at(2.0) == 5.0
-    assert Spent(3600.0, 3.0).at(None) == 3.0
-    assert Spent(3600.0, 0.0, 3600.0).at(None) is None and Spent().at(None) is None
-    assert CostMeter(None, 1.0, 1).whole is None
-    assert CostMeter(2.0, 1.0, 1, Spent(3600.0, 3.0)).whole == 3.0
+    assert Spent(7200.0, 3.0, 3600.0).cost_at(2.0) == 5.0
+    assert Spent(3600.0, 3.0).cost_at(None) == 3.0
+    assert Spent(3600.0, 0.0, 3600.0).cost_at(None) is None and Spent().cost_at(None) is None
+    assert CostMeter(None, 1.0, 1).total_cost is None
+    assert CostMeter(2.0, 1.0, 1, Spent(3600.0, 3.0)).total_cost == 3.0
 
 
 def test_small_sums_keep_their_digits():
@@ -149,7 +149,7 @@ def test_a_driver_tells_its_costs_and_notices_the_limit(tmp_path):
     beat = made.beat()
     assert (beat.gpu_seconds, beat.cost, beat.cost_run) == (20.0, 20.0, 25.0)
     assert beat.cost_end is None  # no rate is known
-    assert Beat.from_bytes(beat.to_bytes(), "beat") == beat and made.spent is None
+    assert Heartbeat.from_bytes(beat.to_bytes(), "beat") == beat and made.spent is None
     now[0] = 2 * ASK_ENGINES
     made.look()
     assert "has cost 45.00, and limits.max_cost allows 30.00. 0 of 4 shards" in str(made.spent)
@@ -163,7 +163,10 @@ def test_a_run_that_is_whole_is_never_over_its_limit():
 
 def test_status_counts_killed_attempts_by_their_last_beats(tmp_path):
     run = small_run(tmp_path, cluster={"price_per_gpu_hour": 3.0})
-    beats = {"a": Beat(1.0, gpu_seconds=3600.0, cost=2.0), "b": Beat(1.0, gpu_seconds=1200.0)}
+    beats = {
+        "a": Heartbeat(1.0, gpu_seconds=3600.0, cost=2.0),
+        "b": Heartbeat(1.0, gpu_seconds=1200.0),
+    }
     for name, beat in beats.items():
         run.ledger.note_attempt(name, {"started": name})
         run.store.put(heartbeat_path(name), beat.to_bytes())

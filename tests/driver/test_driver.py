@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.driver import driver as driver_module
-from prefect_raybatch.driver.driver import SPLIT, STRIKES, Driver, Progress, cut
+from prefect_raybatch.driver.driver import SPLIT, STRIKES, Driver, Progress, split_unit
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import (
     CorruptRun,
@@ -217,7 +217,7 @@ def test_rows_that_passed_are_not_sent_again(tmp_path):
     drive(run, passes)
     sent = [units for units, _ in passes.calls]
     assert sent[:2] == [(Unit(0, 0, 64),)] * 2
-    assert sent[2] == tuple(cut(Unit(0, 0, 64)))
+    assert sent[2] == tuple(split_unit(Unit(0, 0, 64)))
     assert sent[3] == (Unit(0, 20, 1), Unit(0, 21, 1), Unit(0, 22, 1), Unit(0, 23, 1))
     assert sent[4] == (Unit(0, 20, 1),)
 
@@ -423,7 +423,7 @@ def test_whatever_rows_kill_and_fail_the_rest_is_kept(
 
 @given(offset=st.integers(0, 100), rows=st.integers(2, 5000))
 def test_a_cut_is_a_partition_that_makes_progress(offset, rows):
-    parts = cut(Unit(3, offset, rows))
+    parts = split_unit(Unit(3, offset, rows))
     assert 2 <= len(parts) <= SPLIT
     at = offset
     for part in parts:

@@ -19,11 +19,11 @@ from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
     STARTING,
-    Beat,
     Counts,
+    Heartbeat,
     Ticker,
     newest,
-    read_beats,
+    read_heartbeats,
 )
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
@@ -36,11 +36,11 @@ from prefect_raybatch.runs.status import status
 
 
 def test_rates_and_time_left_come_from_the_latest_commits_and_fall_without_any():
-    now = Beat.of(counts(), 100.0)
+    now = Heartbeat.of(counts(), 100.0)
     assert (now.rate, now.seconds_left) == (2.0, 30.0)
     assert (now.prompt_tokens_rate, now.output_tokens_rate) == (20.0, 4.0)
-    assert Beat.of(counts(), 115.0).rate == 1.0
-    first = Beat.of(counts(commits=0, window_rows=0), 100.0)
+    assert Heartbeat.of(counts(), 115.0).rate == 1.0
+    first = Heartbeat.of(counts(commits=0, window_rows=0), 100.0)
     assert (first.rate, first.seconds_left, first.last_commit) == (0.0, None, None)
 
 
@@ -61,8 +61,10 @@ def test_counts_are_those_of_the_progress(tmp_path):
 
 
 def test_a_beat_survives_its_record():
-    beat = Beat.of(counts(), 100.0, phase=INFERRING, engines={"ALIVE": 2}, about="x", quiet=1.5)
-    assert Beat.from_bytes(beat.to_bytes(), "x") == beat
+    beat = Heartbeat.of(
+        counts(), 100.0, phase=INFERRING, engines={"ALIVE": 2}, about="x", quiet=1.5
+    )
+    assert Heartbeat.from_bytes(beat.to_bytes(), "x") == beat
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def test_what_is_no_beat_is_left_out_and_stops_no_status(tmp_path, value, caplog
     path = heartbeat_path("a")
     run.store.put(path, dump(value))
     with pytest.raises(CorruptRun, match="heartbeat"):
-        Beat.from_bytes(dump(value), path)
-    assert read_beats(run.store, ["a", "missing"]) == {}
+        Heartbeat.from_bytes(dump(value), path)
+    assert read_heartbeats(run.store, ["a", "missing"]) == {}
     assert path in caplog.text
     run.ledger.note_attempt("a", {"started": "2026"})
     assert status(str(tmp_path)).beats == ()
@@ -96,7 +98,7 @@ def test_a_follower_gets_the_newest_beat(tmp_path):
     store = small_run(tmp_path).store
     assert newest(store) is None
     for name, at in (("a", 5.0), ("b", 9.0), ("c", 7.0)):
-        store.put(heartbeat_path(name), Beat(at).to_bytes())
+        store.put(heartbeat_path(name), Heartbeat(at).to_bytes())
     assert newest(store).at == 9.0
 
 
@@ -165,7 +167,7 @@ def test_work_that_hangs_does_not_hold_up_the_end(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "LOOK", 0.02)
-    monkeypatch.setattr(monitor, "BEAT_EVERY", 0.05)
+    monkeypatch.setattr(monitor, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(monitor, "ASK_ENGINES", 0.0)
 
 
@@ -173,8 +175,8 @@ def watched(run: SmallRun, heard: Heard, **kwargs) -> Monitor:
     return Monitor("me", run.plan, run.store, kwargs.pop("limits", Limits()), heard, **kwargs)
 
 
-def beat_of(run: SmallRun) -> Beat | None:
-    return read_beats(run.store, ["me"]).get("me")
+def beat_of(run: SmallRun) -> Heartbeat | None:
+    return read_heartbeats(run.store, ["me"]).get("me")
 
 
 def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
@@ -215,7 +217,7 @@ def test_a_heartbeat_goes_on_while_nothing_is_committed(tmp_path, quick):
 def test_the_death_of_ray_on_this_host_is_told_once_before_the_process_ends(tmp_path, caplog):
     run, died = small_run(tmp_path), [False]
     watch = watched(run, Heard())
-    watch.joined("", dict, lambda: died[0])
+    watch.set_cluster("", dict, lambda: died[0])
     progress = Progress(20, 4)
     progress.tally.add(run.commit(0))
     watch(progress)
@@ -227,9 +229,9 @@ def test_the_death_of_ray_on_this_host_is_told_once_before_the_process_ends(tmp_
     (line,) = lines
     assert "5 of 20 rows are committed" in line
     caplog.clear()
-    watch.joined("", dict, lambda: False)
+    watch.set_cluster("", dict, lambda: False)
     watch.look()
-    watch.joined("", dict, lambda: True)  # once: as Ray is stopped
+    watch.set_cluster("", dict, lambda: True)  # once: as Ray is stopped
     watch.look()
     assert not caplog.messages
 
@@ -238,7 +240,7 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     run = small_run(tmp_path)
     for name, age in (("old", 3600), ("new", 3)):
         run.ledger.note_attempt(name, {"host": name, "pid": 1, "started": "2026"})
-        beat = Beat(time.time() - age, phase=INFERRING, passes=1, engines={"ALIVE": 2})
+        beat = Heartbeat(time.time() - age, phase=INFERRING, passes=1, engines={"ALIVE": 2})
         run.store.put(heartbeat_path(name), beat.to_bytes())
     with pytest.raises(SystemExit):
         cli.main(["status", str(tmp_path)])

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prefect_raybatch.driver import metrics
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.heartbeat import Heartbeat
 from prefect_raybatch.driver.metrics import COUNTERS, GAUGES, METRIC_LABELS
 from prefect_raybatch.driver.monitor import ASK_ENGINES, Monitor
 from prefect_raybatch.errors import ConfigError
@@ -81,11 +81,11 @@ def test_a_driver_serves_every_metric_while_it_works(tmp_path, port):
 COMPLETE = """
 import sys
 from prefect_raybatch.driver import metrics
-from prefect_raybatch.driver.heartbeat import Beat
-with metrics.serving("j", "k", lambda: Beat(1.0, done=93, rows=100)):
+from prefect_raybatch.driver.heartbeat import Heartbeat
+with metrics.serving("j", "k", lambda: Heartbeat(1.0, done=93, rows=100)):
     print("serving", flush=True)
     sys.stdin.readline()
-with metrics.serving("j", "k2", lambda: Beat(1.0, done=100, rows=100)):
+with metrics.serving("j", "k2", lambda: Heartbeat(1.0, done=100, rows=100)):
     pass
 metrics.completed("j", "k2")
 print("completed", flush=True)
@@ -115,7 +115,7 @@ def test_a_process_that_is_scraped_waits_for_a_scrape_of_its_end(scraped_before:
 
 
 def test_what_is_not_known_yet_is_nan_and_a_stall_is_one(port):
-    with metrics.serving("j", "k", lambda: Beat(1.0, alarms=2)):
+    with metrics.serving("j", "k", lambda: Heartbeat(1.0, alarms=2)):
         found = scrape(port)
     assert math.isnan(found["raybatch_seconds_left"][0])
     assert math.isnan(found["raybatch_last_commit_timestamp_seconds"][0])
@@ -126,7 +126,7 @@ def test_a_taken_port_is_a_warning(port, caplog):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        with metrics.serving("j", "k", lambda: Beat(1.0)):
+        with metrics.serving("j", "k", lambda: Heartbeat(1.0)):
             pass
     assert f"metrics cannot be served at 127.0.0.1:{port}" in caplog.text
 

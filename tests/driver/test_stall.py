@@ -29,8 +29,8 @@ from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.runs.status import status
-from prefect_raybatch.stages.block import passes_by
-from prefect_raybatch.stages.endpoint.limiter import LIMIT_TOLD, Limiter
+from prefect_raybatch.stages.block import is_passthrough
+from prefect_raybatch.stages.endpoint.limiter import LIMIT_LOG_SECONDS, Limiter
 
 
 def watch(**limits) -> StallWatch:
@@ -202,7 +202,7 @@ def test_short_waits_for_a_limit_are_no_stall_however_many_they_are(tmp_path, li
         made.look()
         assert (heard.beats[-1].alarms, made.failure) == (0, None)
     assert clock.now > 100
-    clock.now += LIMIT_TOLD
+    clock.now += LIMIT_LOG_SECONDS
     limiter.settle(0, "answered")
     for _ in range(3):
         made.look()
@@ -261,7 +261,7 @@ def test_a_note_of_the_start_that_hangs_keeps_neither_driver_nor_watch_waiting(
     tmp_path, monkeypatch, hangs
 ):
     monkeypatch.setattr(monitor, "ANSWER", 0.2)
-    monkeypatch.setattr(monitor, "NOTE_AFTER", -1.0)
+    monkeypatch.setattr(monitor, "LATE_PHASE_SECONDS", -1.0)
     made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
     gate, went_on = threading.Event(), threading.Event()
 
@@ -358,7 +358,7 @@ class HangingEngine(FakeEngine):
 
     def __call__(self, table: pa.Table) -> pa.Table:
         gate = Path(self.spec.env["GATE"])
-        while not passes_by(table) and self.AT in table["id"].to_pylist() and gate.exists():
+        while not is_passthrough(table) and self.AT in table["id"].to_pylist() and gate.exists():
             time.sleep(0.1)
         return super().__call__(table)
 
@@ -367,7 +367,7 @@ class HangingEngine(FakeEngine):
 def test_a_real_run_with_an_engine_that_hangs_is_reported_ended_and_resumed(
     tmp_path, local_ray, caplog, monkeypatch
 ):
-    monkeypatch.setattr(monitor, "BEAT_EVERY", 0.5)
+    monkeypatch.setattr(monitor, "HEARTBEAT_SECONDS", 0.5)
     caplog.set_level(logging.WARNING)
     pq.write_table(input_rows(0, 40), tmp_path / "in.parquet")
     gate = tmp_path / "gate"

@@ -10,7 +10,7 @@ from helpers.small import Passes, small_run
 
 from prefect_raybatch.driver import monitor
 from prefect_raybatch.driver.driver import Driver
-from prefect_raybatch.driver.heartbeat import INFERRING, STARTING, Beat
+from prefect_raybatch.driver.heartbeat import INFERRING, STARTING, Heartbeat
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.driver.starting import Starting
 from prefect_raybatch.job.limits import Limits
@@ -115,7 +115,7 @@ def test_clocks_that_differ_give_no_negative_seconds(clock: Clock) -> None:
 def test_a_monitor_tells_the_start_while_it_lasts_and_notes_it_once(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "NOTE_AFTER", 0.0)
+    monkeypatch.setattr(monitor, "LATE_PHASE_SECONDS", 0.0)
     run, told = small_run(tmp_path), []
     watch = Monitor("me", run.plan, run.store, Limits(), lambda progress: None)
     watch.starts = lambda: [{"imports": watch.starting.clock() - 0.5}]
@@ -201,6 +201,6 @@ def test_pages_and_terminals_show_it() -> None:
     from prefect_raybatch.flow.page import live_rows, progress_line
 
     none = counts(commits=0, window_rows=0, done=0, committed=0)
-    beat = Beat.of(none, 100.0, phase=STARTING, about="cluster 3 s, imports 9 s")
+    beat = Heartbeat.of(none, 100.0, phase=STARTING, about="cluster 3 s, imports 9 s")
     assert "starting engines: cluster 3 s, imports 9 s, 2 failed" in progress_line(beat)
     assert live_rows(beat)[0]["now"] == "starting engines: cluster 3 s, imports 9 s"

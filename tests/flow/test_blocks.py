@@ -27,7 +27,7 @@ from s3server import S3Server
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.api import finalize_run
-from prefect_raybatch.api.submission import sendable
+from prefect_raybatch.api.sending import sendable
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.flow import tasks

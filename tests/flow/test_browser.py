@@ -29,7 +29,7 @@ from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.remote.client import JobServer, RayJob
 from prefect_raybatch.report.answers import shifts
-from prefect_raybatch.report.plots import data_uri, of_history
+from prefect_raybatch.report.plots import data_uri, history_plot
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, history_markdown
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -354,7 +354,7 @@ def test_the_morning_page_shows_a_table_and_plots(
         )
     for key, kind, data in (
         ("history", "markdown", history_markdown(history)),
-        ("history-plots", "image", data_uri(of_history(history.runs) or "")),
+        ("history-plots", "image", data_uri(history_plot(history.runs) or "")),
     ):
         name = f"raybatch-{history.job}-{key}"
         prefect_process.ask(

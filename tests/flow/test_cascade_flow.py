@@ -19,7 +19,7 @@ from helpers.prefect_server import ROOT
 from prefect_raybatch.cluster import pipeline
 from prefect_raybatch.demo import LABELS
 from prefect_raybatch.demo.customers import companies
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.columns import CHANCES, ERROR
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 
@@ -31,11 +31,11 @@ TRUTH = dict(companies(ROWS, 11, "heldout"))
 class Local(EngineStage):
     """Knows the industry of a company by its name, and is unsure of other names."""
 
-    def __init__(self, spec: EngineLaunch) -> None:
-        self.spec = spec
+    def __init__(self, launch: EngineLaunch) -> None:
+        self.launch = launch
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         found = [TRUTH.get(name) for name in table["Company"].to_pylist()]
         texts = [label or "Other" for label in found]

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.checked_nights import CheckedNights
 from helpers.heard import caught_events, wait_for
 from helpers.nights import Nights
 from helpers.prefect_server import Prefect, events_of, settings_for
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from prefect_raybatch.api import plan_run
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.flow import completion, run_history
 from prefect_raybatch.flow.completion import CompletionEvents
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.output import Output
+from prefect_raybatch.quality.accuracy import read_accuracy
+from prefect_raybatch.quality.agreement import read_agreement
+from prefect_raybatch.quality.alarm import BASELINE_RUNS
 from prefect_raybatch.report.drift import LEAST_RUNS
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.runs.run import Run
+from prefect_raybatch.storage import open_store
 
 RECORD = "_raybatch/events-sent.json"
 
@@ -151,9 +160,47 @@ def test_a_slow_run_is_no_run_of_few_rows(
     assert len(sent) == 1
 
 
+Attempts = Callable[..., list[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def attempts(prefect_process: Prefect) -> Iterator[Attempts]:
+    """Runs the flow of a job with the key `last`, killed as `helpers.completion_driver` says;
+    returns the events that it sent."""
+    command = [sys.executable, "-m", "helpers.completion_driver"]
+    with subprocess.Popen(
+        command,
+        env=prefect_process.env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as driver:
+        assert driver.stdin is not None and driver.stdout is not None
+        lines, asked = driver.stdout, driver.stdin
+
+        def attempt(job: Path, *kill: str) -> list[tuple[str, str]]:
+            print(json.dumps([str(job), "last", *kill]), file=asked, flush=True)
+            said = list[str]()
+            for line in lines:
+                said.append(line)
+                if line.startswith("exit "):
+                    break
+            expected = -signal.SIGKILL if kill else 0
+            assert said[-1:] == [f"exit {expected:d}\n"], "".join(said)
+            words = [line.split() for line in said if line.startswith("sent ")]
+            return [(event, id_) for _, event, id_ in words]
+
+        yield attempt
+        asked.close()
+
+
 @pytest.mark.whole
 def test_each_event_of_a_completed_run_survives_kills_before_and_after_it_is_sent(
-    prefect_process: Prefect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_process: Prefect,
+    attempts: Attempts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A night of few rows with other answers, whose flow is killed at each of its events."""
     nights = Nights(tmp_path)
@@ -169,18 +216,7 @@ def test_each_event_of_a_completed_run_survives_kills_before_and_after_it_is_sen
     nights.night("last", job)  # its flow is killed right after _SUCCESS
     written = tmp_path / "job.yaml"
     written.write_text(yaml.safe_dump(edited(job, {}, "the job").to_dict()))
-
-    def attempt(*kill: str) -> list[tuple[str, str]]:
-        """The events that an attempt sent until it was killed."""
-        command = [sys.executable, "-m", "helpers.completion_driver", str(written), "last", *kill]
-        done = subprocess.run(
-            command, env=prefect_process.env, capture_output=True, text=True, timeout=300
-        )
-        expected = -signal.SIGKILL if kill else 0
-        assert done.returncode == expected, done.stdout + done.stderr
-        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("sent ")]
-        return [(event, id_) for _, event, id_ in lines]
-
+    attempt = partial(attempts, written)
     events = ["raybatch.rows.low", "raybatch.answers.drifted", "raybatch.run.completed"]
     for event, later in zip(events, [*events[1:], ""], strict=True):
         assert attempt("before", event) == []  # those before it are recorded
@@ -194,3 +230,37 @@ def test_each_event_of_a_completed_run_survives_kills_before_and_after_it_is_sen
         wait_for(lambda: {e["event"] for e in events_of("raybatch.run.last")} >= set(events))
         found = [e["event"] for e in events_of("raybatch.run.last")]
     assert sorted(name for name in found if name in events) == sorted(events)
+
+
+@pytest.mark.whole
+def test_both_alarms_survive_kills_and_no_night_is_lost_or_counted_twice(
+    attempts: Attempts, tmp_path: Path
+) -> None:
+    """A night whose accuracy and agreement fell; its flow is killed at each record and event."""
+    nights = CheckedNights(tmp_path)
+    job, keys = nights.measured(), [f"n{number}" for number in range(BASELINE_RUNS)]
+    for key in keys:
+        nights.night(key, job)
+    nights.label = "boat"
+    run = plan_run(job, "last")
+    nights.infer(job, run)  # its flow is killed before the result is written
+    written = tmp_path / "job.yaml"
+    written.write_text(yaml.safe_dump(edited(job, {}, "the job").to_dict()))
+    store, attempt = open_store(run.uri), partial(attempts, written)
+    assert attempt("before", "agreement.json") == [] and read_agreement(store) is None
+    assert attempt("after", "agreement.json") == []
+    assert read_agreement(store) is not None and read_accuracy(store) is None
+    assert attempt("after", "quality.json") == []
+    records = (read_agreement(store), read_accuracy(store))
+    for record in records:
+        assert record is not None and record.series is not None and record.series.rings
+        assert record.series.runs == (*keys, "last") and record.series.later == 1
+    events = [f"raybatch.{name}.fell" for name in ("accuracy", "agreement")]
+    accuracy_fell = attempt("after", events[0])
+    both = attempt("after", events[1])
+    assert both[:1] == accuracy_fell and [name for name, _ in both] == events
+    sent = attempt()
+    assert sent[0] == both[1] and events[0] not in [name for name, _ in sent]
+    assert (read_agreement(store), read_accuracy(store)) == records
+    later = nights.night("later", job)
+    assert [series.runs for series in later.series.values()] == [(*keys, "last", "later")] * 2

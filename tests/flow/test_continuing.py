@@ -106,17 +106,21 @@ def test_a_run_whose_key_is_not_known_goes_on_as_the_same_night(
     assert again["name"] == f"unknown-{start:%Y%m%dT%H%M%SZ}"
 
 
-def started(**more: Any) -> continuing.Started:
+def started(**more: Any) -> continuing.FlowStart:
     values = {
         "run": "00000000-0000-0000-0000-000000000007",
         "flow": "batch_inference",
         "deployment": "batch_inference/nightly",
-        "given": {"run_key": "k", "overrides": {"sampling.max_tokens": 9}, "accept": None},
+        "flow_parameters": {
+            "run_key": "k",
+            "overrides": {"sampling.max_tokens": 9},
+            "accept": None,
+        },
         "takes": continuing.RUN_PARAMETERS | {"limit", "accept"},
         "start": datetime(2026, 11, 25, 2, tzinfo=UTC),
         "job": job_dict(),
     }
-    return continuing.Started(**{**values, **more})
+    return continuing.FlowStart(**{**values, **more})
 
 
 @pytest.fixture
@@ -156,8 +160,12 @@ def test_texts_that_look_like_json_and_secrets_in_fields(
     job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"engine.hf_token": "hf_secret", "output.options": {"secret": "s3cret"}}
-    made = {"given": {"overrides": changes, "job": job_dict(engine={"hf_token": "hf_other"})}}
-    monkeypatch.setattr(continuing, "started", lambda: started(**made, job=made["given"]["job"]))
+    made = {
+        "flow_parameters": {"overrides": changes, "job": job_dict(engine={"hf_token": "hf_other"})}
+    }
+    monkeypatch.setattr(
+        continuing, "started", lambda: started(**made, job=made["flow_parameters"]["job"])
+    )
     command = command_for(ConfigError("x"), job.limits, "20261125", None)
     assert given_by(command)["run_key"] == "20261125"
     assert "hf_secret" not in command and "s3cret" not in command and "hf_other" not in command
@@ -167,7 +175,9 @@ def test_texts_that_look_like_json_and_secrets_in_fields(
 def test_a_flow_of_ones_own_is_tried_again_as_it_is(
     job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = started(takes=frozenset({"day"}), given={"day": "monday"}, deployment="mine/prod")
+    own = started(
+        takes=frozenset({"day"}), flow_parameters={"day": "monday"}, deployment="mine/prod"
+    )
     monkeypatch.setattr(continuing, "started", lambda: own)
     for error in (ConfigError("x"), ErrorBudgetExceeded("x"), ValueError("x")):
         command = command_for(error, job.limits, "k", None)

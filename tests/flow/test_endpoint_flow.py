@@ -79,6 +79,13 @@ def test_a_flow_takes_key_and_limits_from_a_block(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    # An engine in this process sets up vLLM's logging when it is first started. That holds the lock
+    # of all loggers while Prefect's handler sends its lines, for which one of Prefect's threads may
+    # need the same lock: before a flow runs, there is no such handler.
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
     with vllm_server(tmp_path_factory.mktemp("vllm")) as url:
         yield url
 

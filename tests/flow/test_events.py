@@ -38,7 +38,7 @@ from prefect_raybatch.driver.heartbeat import (
     STARTING,
     UNHEARD,
     WAITING,
-    Beat,
+    Heartbeat,
 )
 from prefect_raybatch.errors import (
     CostExceeded,
@@ -88,9 +88,9 @@ def names(found: list[dict[str, Any]]) -> Counter[str]:
 def test_a_run_of_100_000_shards_makes_few_events(emitted, hours):
     live = LiveEvents(RunEvents("k", "j"), "/run", 10**9)
     shards = 100_000
-    live.started(Beat(0.0, shards=shards))
+    live.started(Heartbeat(0.0, shards=shards))
     for number in range(1, shards + 1):
-        live.see(Beat(0.0, shards=shards, committed=number), number * hours * 3600 / shards)
+        live.see(Heartbeat(0.0, shards=shards, committed=number), number * hours * 3600 / shards)
     found = names(emitted)
     assert found["raybatch.shard.committed"] <= 401 and len(emitted) <= 1000
     assert found["raybatch.shard.committed"] >= min(60, hours * 3600 / 5)
@@ -100,9 +100,9 @@ def test_a_run_of_100_000_shards_makes_few_events(emitted, hours):
 
 def test_small_runs_tell_each_commit_but_not_more_often_than_every_few_seconds(emitted):
     live = LiveEvents(RunEvents("k", "j"), "/run", 10**9)
-    live.started(Beat(0.0, shards=10, committed=2))
+    live.started(Heartbeat(0.0, shards=10, committed=2))
     for number, at in [(3, 0.0), (4, 1.0), (5, 2.0), (6, 7.0), (9, 8.0), (10, 8.5)]:
-        live.see(Beat(0.0, shards=10, committed=number), at)
+        live.see(Heartbeat(0.0, shards=10, committed=number), at)
     told = [e["payload"] for e in emitted if e["event"] == "raybatch.shard.committed"]
     assert [(p["committed"], p["new"]) for p in told] == [(3, 1), (6, 3), (10, 4)]
 
@@ -110,7 +110,9 @@ def test_small_runs_tell_each_commit_but_not_more_often_than_every_few_seconds(e
 def test_stalls_and_a_high_quarantine_are_told_once_each(emitted, caplog):
     live = LiveEvents(RunEvents("k", "j"), "/run", 5)
     for failed, alarms in [(5, 0), (5, 1), (6, 1), (7, 2), (8, 0), (9, 1)]:
-        live.see(Beat(0.0, failed=failed, alarms=alarms, about="engines: none", quiet=61.0), 0.0)
+        live.see(
+            Heartbeat(0.0, failed=failed, alarms=alarms, about="engines: none", quiet=61.0), 0.0
+        )
     assert names(emitted) == {"raybatch.run.stalled": 3, "raybatch.quarantine.high": 1}
     assert emitted[0]["payload"]["about"] == "engines: none"
     assert emitted[0]["resource"]["prefect.resource.id"] == "raybatch.run.k"
@@ -121,9 +123,9 @@ def test_a_deadline_at_risk_is_told_once(emitted):
     def told(beats, worked=0.0):
         emitted.clear()
         live = LiveEvents(RunEvents("k", "j"), "/run", 9, deadline=100.0)
-        live.started(Beat(0.0, shards=20, committed=2), worked)
+        live.started(Heartbeat(0.0, shards=20, committed=2), worked)
         for at, committed, left in beats:
-            live.see(Beat(0.0, shards=20, committed=committed, seconds_left=left), at)
+            live.see(Heartbeat(0.0, shards=20, committed=committed, seconds_left=left), at)
         return [e["payload"]["about"] for e in emitted if e["event"].endswith("deadline.risk")]
 
     assert told([(0.0, 2, None), (20.0, 3, 500.0), (40.0, 9, 50.0), (90.0, 20, 0.0)]) == []
@@ -139,9 +141,9 @@ def test_a_cost_near_its_limit_is_told_once(emitted):
     def told(*beats: tuple[int, float | None, float | None]) -> list[str]:
         emitted.clear()
         live = LiveEvents(RunEvents("k", "j"), "/run", 9, max_cost=40.0)
-        live.started(Beat(0.0, shards=20, committed=2))
+        live.started(Heartbeat(0.0, shards=20, committed=2))
         for committed, so_far, end in beats:
-            beat = Beat(0.0, shards=20, committed=committed, cost_run=so_far, cost_end=end)
+            beat = Heartbeat(0.0, shards=20, committed=committed, cost_run=so_far, cost_end=end)
             live.see(beat, 0.0)
         return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.cost.high"]
 
@@ -158,9 +160,9 @@ def test_twice_the_usual_time_is_told_once(emitted):
         emitted.clear()
         live = LiveEvents(RunEvents("k", "j"), "/run", 9)
         live.usual = usual
-        live.started(Beat(0.0, shards=20))
+        live.started(Heartbeat(0.0, shards=20))
         for at in seconds:
-            live.see(Beat(0.0, shards=20, committed=3, engines={"ALIVE": 1}), at)
+            live.see(Heartbeat(0.0, shards=20, committed=3, engines={"ALIVE": 1}), at)
         return [e["payload"]["about"] for e in emitted if e["event"] == "raybatch.time.high"]
 
     assert told(None, 0.0, 1e6) == told(20.0, 0.0, 79.0) == told(100.0, 0.0, 199.0) == []
@@ -190,11 +192,11 @@ def test_the_usual_time_is_that_of_the_runs_of_the_job(tmp_path):
 @pytest.mark.parametrize("phase", [MAKING, UNHEARD])
 def test_a_deadline_counts_from_where_an_attempt_begins(emitted, phase):
     live = LiveEvents(RunEvents("k", "j"), "/run", 9, deadline=100.0)
-    live.started(Beat(0.0, shards=20))
+    live.started(Heartbeat(0.0, shards=20))
     for at, what in [(0.0, phase), (500.0, phase), (501.0, WAITING), (600.0, WAITING)]:
-        live.see(Beat(0.0, shards=20, phase=what), at)
+        live.see(Heartbeat(0.0, shards=20, phase=what), at)
     assert names(emitted).get("raybatch.deadline.risk") is None
-    live.see(Beat(0.0, shards=20, phase=WAITING), 602.0)
+    live.see(Heartbeat(0.0, shards=20, phase=WAITING), 602.0)
     assert names(emitted)["raybatch.deadline.risk"] == 1
 
 
@@ -233,7 +235,7 @@ def test_the_closing_line_is_said_once_whatever_the_driver_does_after_it(
     ):
         now[0] += 20.0
         shown.counts = counts(rows=20, shards=4, done=done, committed=done // 5)
-        shown.hear(Beat(0.0, phase=phase))
+        shown.on_heartbeat(Heartbeat(0.0, phase=phase))
         shown.tick()
     assert [line.partition(" (")[0] for line in lines] == [
         "0 of 20 rows",
@@ -259,7 +261,7 @@ def test_a_steady_run_asks_the_api_less_than_once_a_second(tmp_path, emitted, mo
         done = round(1_000_000 * second / (8 * 3600))
         shown.counts = counts(rows=1_000_000, shards=100_000, done=done, committed=done // 10)
         shown.progress = progress
-        shown.hear(Beat(0.0, phase=INFERRING))
+        shown.on_heartbeat(Heartbeat(0.0, phase=INFERRING))
         shown.tick()
     assert calls["progress"] <= 8 * 720 and calls["live"] <= 8 * 360 and calls["line"] <= 8 * 240
     assert 8 * 100 < calls["plots"] <= 8 * 120
@@ -282,7 +284,7 @@ def test_what_the_api_refuses_is_tried_again_and_keeps_nothing_else_away(
 
     monkeypatch.setattr(Page, "show", show)
     shown.counts = counts()  # the same for ever: what is shown once is not shown again
-    shown.hear(Beat(0.0, phase=INFERRING))
+    shown.on_heartbeat(Heartbeat(0.0, phase=INFERRING))
     with pytest.raises(ValueError, match="locked"):
         shown.tick()
     assert "live" in seen and "progress" not in seen
@@ -308,12 +310,12 @@ def test_a_follower_shows_what_the_driver_elsewhere_says(tmp_path, emitted, foll
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     shown = page_of(followed, run, clock=lambda: now[0])
     shown.counts = counts()
-    beat = Beat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
+    beat = Heartbeat(time.time(), phase=WAITING, alarms=1, about="an engine hangs", passes=3)
     store.put(heartbeat_path("elsewhere"), beat.to_bytes())
     assert shown.state(1.0).phase != WAITING
     seen = shown.state(20.0)
     assert (seen.phase, seen.about, seen.passes, seen.done) == (WAITING, "an engine hangs", 3, 40)
-    old = Beat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
+    old = Heartbeat(time.time() - 3600, phase=WAITING)  # of an attempt that is gone
     store.put(heartbeat_path("elsewhere"), old.to_bytes())
     assert shown.state(40.0).phase == UNHEARD
 
@@ -325,7 +327,7 @@ def test_a_driver_elsewhere_that_has_ended_is_one_of_before_unless_all_is_done(
     store = small_run(tmp_path).store
     shown = page_of(followed, Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
     shown.counts = counts(done=done)
-    store.put(heartbeat_path("elsewhere"), Beat(time.time(), phase=ENDED).to_bytes())
+    store.put(heartbeat_path("elsewhere"), Heartbeat(time.time(), phase=ENDED).to_bytes())
     assert shown.state(20.0).phase == phase
 
 
@@ -345,7 +347,7 @@ def test_what_a_driver_here_said_last_holds_until_it_says_something_else(tmp_pat
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     shown = page_of(make_job(), run, clock=lambda: 0.0)
     shown.counts = counts()
-    shown.hear(Beat(0.0, phase=WAITING, alarms=1, about="an engine hangs"))
+    shown.on_heartbeat(Heartbeat(0.0, phase=WAITING, alarms=1, about="an engine hangs"))
     assert shown.state(page.REMOTE_AFTER + 1).about == "an engine hangs"
 
 
@@ -378,7 +380,7 @@ def test_a_driver_elsewhere_that_has_committed_since_its_last_word_starts_no_eng
         progress = Progress(100, 10)
         progress.add(replace(COMMIT, stats=ShardStats(rows=10, started=1.0, ended=2.0)), 1.0)
         shown(progress)
-        beat = Beat(time.time(), phase=STARTING, about="imports 3 s", done=knew)
+        beat = Heartbeat(time.time(), phase=STARTING, about="imports 3 s", done=knew)
         store.put(heartbeat_path("elsewhere"), beat.to_bytes())
         seen = shown.state(20.0)
         assert (seen.phase, seen.about == "") == (phase, phase == INFERRING), knew
@@ -455,7 +457,9 @@ def steady(seconds: float, shards: int, failed: int = 0) -> Any:
             commit = Commit(shard, "a", "t", "h", good, bad, none, (), stats, {}, {}, 0.0)
             progress.add(commit, time.time())
             observe(progress)
-        observe.hear(Beat(time.time(), phase=WAITING, alarms=1, about="hangs", quiet=99.0))
+        observe.on_heartbeat(
+            Heartbeat(time.time(), phase=WAITING, alarms=1, about="hangs", quiet=99.0)
+        )
         return progress
 
     return infer_run
@@ -677,38 +681,38 @@ def test_the_terminal_hears_what_the_page_hears(tmp_path, capsys):
     show = TerminalProgress(quiet=False)
     run, observers = Run(str(tmp_path), "k", "h", 100, 10, False), [show, lambda progress: None]
     shown = page_of(make_job(), run, observers=observers)
-    shown.hear(Beat(0.0, phase=INFERRING))
+    shown.on_heartbeat(Heartbeat(0.0, phase=INFERRING))
     shown(Progress(100, 10))
     assert capsys.readouterr().err == "inferring\n"
-    shown.hear(Beat(0.0, phase=INFERRING))
+    shown.on_heartbeat(Heartbeat(0.0, phase=INFERRING))
     assert capsys.readouterr().err == ""
-    shown.hear(Beat(0.0, phase=WAITING))  # said though nothing was committed
+    shown.on_heartbeat(Heartbeat(0.0, phase=WAITING))  # said though nothing was committed
     assert capsys.readouterr().err == "waiting\n"
 
 
 def test_requests_that_this_attempt_answered_are_not_told_as_done_before(capsys):
     """When the rows begin to look answers up, the last beat is that of the ended requests."""
     show = TerminalProgress(quiet=False)
-    show.hear(Beat(0.0, phase=ENDED))
+    show.on_heartbeat(Heartbeat(0.0, phase=ENDED))
     show(Progress(40, 1, before=PhaseProgress(40)))
     assert capsys.readouterr().err == "40 of 80 steps done\n"
 
 
 def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):
-    beat = Beat(0.0, phase=INFERRING, rows=100, done=40, failed=1, held_back=7)
+    beat = Heartbeat(0.0, phase=INFERRING, rows=100, done=40, failed=1, held_back=7)
     assert page.progress_line(beat).endswith("8 (7 not committed yet) failed")
     assert {"": "failed", "now": "8 (7 not committed yet)"} in page.live_rows(beat)
     # Also of a driver elsewhere, whose commits are all that is seen from here.
     shown = page_of(make_job(), Run(str(tmp_path), "k", "h", 100, 10, False), clock=lambda: 0.0)
     shown.counts = counts()
-    shown.hear(beat)
+    shown.on_heartbeat(beat)
     assert shown.state(1.0).held_back == 7
 
 
 def test_plots_say_what_is_in_work_and_wait_for_the_first_commit(tmp_path):
     run = Run(str(tmp_path), "k", "h", 100, 10, False)
     shown = page_of(make_job(), run)
-    beat = Beat(0.0, phase=INFERRING, engines={"ALIVE": 1})
+    beat = Heartbeat(0.0, phase=INFERRING, engines={"ALIVE": 1})
     assert shown.image(beat) is None
     progress = Progress(100, 10)
     shown.progress = progress
@@ -801,7 +805,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"created"}
         assert {what for _, what in script.deploy("custom-webhook/on-call", 10)} == {"updated"}
         known = [a for a in client.read_automations() if a.name.startswith("raybatch: ")]
-        assert len(known) == 16
+        assert len(known) == 17
         try:
             gone = in_state("gone-night", Running())
             by_hand = in_state("by-hand", Running())  # without a deployment that promises more
@@ -821,15 +825,20 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
                 if number < 4:
                     beats_of(by_hand, "nightly")
                     beats_of(gone, "nightly", script.HEARTBEAT_TAG)
-                beat = Beat(0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive")
+                beat = Heartbeat(
+                    0.0, failed=4, rows=9, shards=5, alarms=number + 1, about="1 alive"
+                )
                 beat = replace(beat, cost_run=8.0)
                 live.see(beat, 61.0 * number)
                 live.told_high = live.told_late = live.told_dear = live.told_slow = False
                 live.events.emit("answers.drifted", about="the labels differ", run="s3://b/k")
                 live.outage(171.0)
                 live.events.emit("accuracy.fell", about="judge: e-value 120", run="s3://b/k")
+                live.events.emit(
+                    "agreement.fell", about="larger model: e-value 130", run="s3://b/k"
+                )
                 live.events.emit("rows.low", about="60 instead of 600", run="s3://b/k")
-                if len({p["subject"] for p in pages}) >= 15:
+                if len({p["subject"] for p in pages}) >= 16:
                     break
                 time.sleep(1)
             state = client.read_flow_run(gone).state
@@ -847,6 +856,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
         "industries-1 will be late",
         "industries-1: answers have drifted",
         "industries-1: the accuracy fell",
+        "industries-1: the agreement fell",
         "industries-1: far fewer rows than usual",
         "industries-1: cost near the limit",
         "industries-1: Prefect was unreachable",
@@ -862,6 +872,7 @@ def test_each_automation_is_created_once_and_pages_someone(prefect_api):
     assert "4 of 9 rows have failed" in said["industries-1: many rows fail"].replace("\n", " ")
     assert "the labels differ" in said["industries-1: answers have drifted"]
     assert "e-value 120" in said["industries-1: the accuracy fell"]
+    assert "e-value 130" in said["industries-1: the agreement fell"]
     assert "What to do: look" in said["failed-night failed"]
     assert "8.00 spent; limits.max_cost is 9.00" in said["industries-1: cost near the limit"]
     assert "unreachable for 2 min 51 s" in said["industries-1: Prefect was unreachable"]

@@ -52,7 +52,7 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.flow import away, continuing, failure, page
-from prefect_raybatch.flow.away import ApiWatch, said_once, watched
+from prefect_raybatch.flow.away import ApiWatch, outages_logged_once, watched
 from prefect_raybatch.flow.cancelling import CancelWatch
 from prefect_raybatch.flow.job_flow import job_flow
 from prefect_raybatch.flow.tasks import OUR_LOGGER, logs_in_page, tune_engine
@@ -63,10 +63,10 @@ from prefect_raybatch.storage import open_store
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
-def made_by_a_deployment() -> continuing.Started:
+def made_by_a_deployment() -> continuing.FlowStart:
     run = UUID("00000000-0000-0000-0000-000000000007")
     takes = continuing.RUN_PARAMETERS
-    return continuing.Started(run, "batch_inference", "batch_inference/nightly", {}, takes, None)
+    return continuing.FlowStart(run, "batch_inference", "batch_inference/nightly", {}, takes, None)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, run: Run, error: Exception) -> None:
@@ -496,8 +496,8 @@ def test_the_api_away_and_back_is_a_line_each(caplog: pytest.LogCaptureFixture) 
     # Only this line reaches the page: what was logged before is lost.
     assert back.startswith("Prefect was unreachable for 2 min 05 s. The run continued.")
     assert "lease may have expired" in back
-    assert watch.take_outage() == pytest.approx(125.0) and watch.take_outage() is None
-    with said_once():
+    assert watch.pop_outage() == pytest.approx(125.0) and watch.pop_outage() is None
+    with outages_logged_once():
         logging.getLogger("prefect.events.clients").warning("Unable to connect to %r.", "ws://x")
         logging.getLogger("prefect._internal.concurrency").error("x failed to process item %s", 1)
     assert len(messages()) == 2

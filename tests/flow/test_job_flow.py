@@ -21,7 +21,7 @@ from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.blocks import BatchInferenceJob
 from prefect_raybatch.flow.flows import backfill_job, batch_inference, retry_failed, tune_job
 from prefect_raybatch.flow.job_flow import JobFlow
-from prefect_raybatch.policy.in_force import under
+from prefect_raybatch.policy.in_force import policy_applied
 from prefect_raybatch.policy.policy import STRICT_POLICY
 from prefect_raybatch.runs.run_history import history_of
 
@@ -145,7 +145,7 @@ def test_no_record_goes_where_the_policy_does_not_allow_it(tmp_path: Path) -> No
         output={"uri": "s3://b/o", "options": {"endpoint_url": "http://10.0.0.1"}},
         sampling={"max_tokens": -1},
     )
-    with under(STRICT_POLICY):
+    with policy_applied(STRICT_POLICY):
         for job in (bad_job(tmp_path), elsewhere):
             with pytest.raises(ParameterTypeError):
                 batch_inference.validate_parameters({"job": job, "run_key": "k"})

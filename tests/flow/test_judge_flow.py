@@ -90,7 +90,7 @@ def drained(run: Path) -> None:
 
 def committed(run: Path) -> int:
     (place,) = (run / "_raybatch/judge").iterdir()
-    return len(list((place / "runs/verdicts/_raybatch/commits").iterdir()))
+    return len(list((place / "runs/night-judge/_raybatch/commits").iterdir()))
 
 
 def ended(job: BatchJob, key: str) -> State:

@@ -30,7 +30,7 @@ from prefect.states import State
 from pydantic import SecretStr
 
 from prefect_raybatch import BatchJob, batch_inference, infer_shards, plan_shards, retry_failed
-from prefect_raybatch.cluster.early import EarlyStart, current_early
+from prefect_raybatch.cluster.prewarm import Prewarming, current_prewarming
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError, EngineStartError, StoreUnavailable
 from prefect_raybatch.flow import artifacts, completion, tasks
@@ -68,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
             observe(progress)
         return progress
 
-    def finalize_run(job: BatchJob, run: Run, progress: Any, written: str | None) -> RunReport:
+    def finalize_run(job: BatchJob, run: Run, progress: Any, *_: Any) -> RunReport:
         made["finalize"].append(run)
         return report()
 
@@ -114,14 +114,14 @@ def test_engines_may_start_early_from_the_plan_to_the_end_of_inference(
     calls: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tasks are in the flow's context, however Prefect calls them."""
-    seen: list[EarlyStart | None] = []
+    seen: list[Prewarming | None] = []
     names = ("flow.tasks.plan_run", "api.submission.infer_run", "flow.tasks.finalize")
     for name in names:
         place, _, last = f"prefect_raybatch.{name}".rpartition(".")
         plain = getattr(importlib.import_module(place), last)
 
         def noted(*given: Any, plain: Any = plain) -> Any:
-            seen.append(current_early())
+            seen.append(current_prewarming())
             return plain(*given)
 
         monkeypatch.setattr(f"{place}.{last}", noted)
@@ -201,7 +201,7 @@ def test_artifacts_and_logs_are_in_the_page(
 ) -> None:
     key = "Night_1.a"
 
-    def finalize_run(job: BatchJob, run: Run, progress: Any, written: str | None) -> RunReport:
+    def finalize_run(job: BatchJob, run: Run, progress: Any, *_: Any) -> RunReport:
         return report(key)
 
     def plan_run(job: BatchJob, run_key: str, dataset: Any = None, accept: Any = ()) -> Run:

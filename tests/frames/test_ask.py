@@ -23,7 +23,7 @@ from prefect_raybatch import (
     open_run,
     warm_engines,
 )
-from prefect_raybatch.cluster.connect import SHARED
+from prefect_raybatch.cluster.connect import CLUSTER_SESSION
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.columns import ERROR, TOKENS
@@ -132,12 +132,12 @@ def test_an_engine_ends_with_the_block_of_warm_engines(options: dict[str, Any]) 
     end_engines()
     with warm_engines():
         ask(["a"], "{text}", **options)
-        assert SHARED.warm.kept
-    assert not SHARED.warm.kept
+        assert CLUSTER_SESSION.warm.is_keeping
+    assert not CLUSTER_SESSION.warm.is_keeping
     ask(["b"], "{text}", **options)
-    assert SHARED.warm.kept
+    assert CLUSTER_SESSION.warm.is_keeping
     end_engines()
-    assert not SHARED.warm.kept
+    assert not CLUSTER_SESSION.warm.is_keeping
 
 
 def test_texts_in_an_event_loop(options: dict[str, Any]) -> None:

@@ -14,10 +14,10 @@ from helpers.pages import ROOT, blocks
 pytestmark = pytest.mark.whole
 
 SECOND = """
-from prefect_raybatch.cluster.connect import SHARED
+from prefect_raybatch.cluster.connect import CLUSTER_SESSION
 
 def host():
-    (kept,) = SHARED.warm._idle
+    (kept,) = CLUSTER_SESSION.warm._idle
     return kept.host._actor_id.hex()
 
 before = host()

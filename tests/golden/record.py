@@ -29,7 +29,7 @@ from prefect_raybatch.api import plan_run
 from prefect_raybatch.cluster import connect, lookups
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.pipeline import Pipeline, resources_of, warm_kind_of
-from prefect_raybatch.cluster.sharing import Shared
+from prefect_raybatch.cluster.sharing import ClusterSession
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.cluster.warm_actors import warm_kind
 from prefect_raybatch.compile.job import compile_job, compile_planned, finish_spec
@@ -38,12 +38,12 @@ from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.prompt import Prompt
-from prefect_raybatch.ledger.increments import OF_ROWS, begin_asks, increment_of
+from prefect_raybatch.ledger.increments import OF_ROWS, begin_requests_phase, increment_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan, load
 from prefect_raybatch.plan.row_keys import RowKeys, keying_of
-from prefect_raybatch.runs.increment import asks_of
+from prefect_raybatch.runs.increment import requests_spec
 from prefect_raybatch.sizing.sizes import Capacity, expected_engines
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.read import ReadSpec
@@ -139,8 +139,8 @@ def _outside(golden: GoldenJob) -> Iterator[Any]:
     """Stand-ins for what lies outside of the process: disk, Ray, this machine, remote inputs."""
     yield mock.patch.object(os, "fsync", lambda handle: None)
     yield mock.patch.object(LocalStore, "probe", lambda store: None)
-    shared = Shared(_NoRay(), WarmEngines(FakeHosts()))  # type: ignore[arg-type]
-    yield mock.patch.object(connect, "SHARED", shared)
+    shared = ClusterSession(_NoRay(), WarmEngines(FakeHosts()))  # type: ignore[arg-type]
+    yield mock.patch.object(connect, "CLUSTER_SESSION", shared)
     yield mock.patch.object(connect, "this_machine", lambda cluster: CLUSTERS["cpu"])
     if golden.remote:
         yield mock.patch.object(source, "needs_snapshot", lambda given: True)
@@ -204,7 +204,7 @@ def _keys(given: RunSpec, plan: Plan, ledger: Ledger) -> dict[str, Any]:
         "columns": rows.reader.schema.names,
         "chunk": rows.chunk,
         "keys": [raw[at : at + size].hex("-", 4) for at in range(0, len(raw), size)],
-        "well": keyed.well.tolist(),
+        "well": keyed.row_is_valid.tolist(),
         "exact": keyed.exact.tolist(),
     }
     return made
@@ -213,38 +213,38 @@ def _keys(given: RunSpec, plan: Plan, ledger: Ledger) -> dict[str, Any]:
 # --- a cluster ----------------------------------------------------------------------------------
 
 
-def _on_cluster(spec: RunSpec, plan: Plan, ledger: Ledger, have: Capacity) -> dict[str, Any]:
+def _on_cluster(spec: RunSpec, plan: Plan, ledger: Ledger, capacity: Capacity) -> dict[str, Any]:
     """What each phase of the run is on that cluster."""
     increment = increment_of(plan)
     if increment is None:
-        made = {"rows": _phase(spec.decide(precision={}), plan, ledger, have)}
+        made = {"rows": _phase(spec.decide(precision={}), plan, ledger, capacity)}
         for tried in spec.engine.tries:
             name = ", ".join(f"{field} {value}" for field, value in tried.items())
-            made[name] = _phase(spec.decide(precision=tried), plan, ledger, have)
+            made[name] = _phase(spec.decide(precision=tried), plan, ledger, capacity)
         return made
     made = {}
-    begun = begin_asks(ledger.store, increment)
+    begun = begin_requests_phase(ledger.store, increment)
     if begun is not None:
         asks, asks_plan = begun
-        made["asks"] = _phase(asks_of(spec), asks_plan, asks, have)
+        made["asks"] = _phase(requests_spec(spec), asks_plan, asks, capacity)
     if increment.ledger == OF_ROWS:
-        made["rows"] = _phase(spec, plan, ledger, have, spec.sizes.without_engine())
+        made["rows"] = _phase(spec, plan, ledger, capacity, spec.sizes.without_engine())
     return made
 
 
 def _phase(
-    spec: RunSpec, plan: Plan, ledger: Ledger, have: Capacity, sizes: SizeSpec | None = None
+    spec: RunSpec, plan: Plan, ledger: Ledger, capacity: Capacity, sizes: SizeSpec | None = None
 ) -> dict[str, Any]:
     """Sizes, engines and stages of one ledger; the sizes are for `sizes` where it is given."""
     sizes = sizes or spec.sizes
     try:
-        size = sized.for_attempt(sizes, plan, have)
+        size = sized.for_attempt(sizes, plan, capacity)
     except RayBatchError as error:
         return {"refused": _refusal(error)}
     made: dict[str, Any] = {"sizing": size.to_dict(), "rate": size.rate}
     made["needs"] = connect.needs(sizes, size.pool)
     try:
-        connect.check_fit(sizes, have, size.pool)
+        connect.check_fit(sizes, capacity, size.pool)
     except RayBatchError as error:
         made["does_not_fit"] = _refusal(error)
     pipeline = Pipeline(spec, plan, ledger.shards(plan), ledger.store, "attempt", size)
@@ -270,8 +270,8 @@ def _phase(
 def _no_answers(store: Store) -> Iterator[None]:
     """Asks that are finished, and of which nothing came: where answers lie is no wiring."""
     none = AnswerFiles(store, (), ())
-    known = lookups.Known(none, none, none)
-    with mock.patch.object(lookups, "known_answers", lambda *args: known):
+    known = lookups.LookUpFiles(none, none, none)
+    with mock.patch.object(lookups, "look_up_files", lambda *args: known):
         yield
 
 

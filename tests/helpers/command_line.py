@@ -21,7 +21,7 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     except SystemExit as stop:
         code = int(stop.code or 0)
     out, err = capsys.readouterr()
-    assert "Traceback" not in out + err
+    assert "Traceback" not in out + err, (out + err)[-3000:]
     return code, out, err
 
 

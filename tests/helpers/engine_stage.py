@@ -17,7 +17,7 @@ from prefect_raybatch.stages.columns import ERROR, ERROR_TYPE, PARAMS, POSITION,
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm import stepper
 
-SPEC = EngineLaunch(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
+LAUNCH = EngineLaunch(dict(MODEL), {"temperature": 0.0, "max_tokens": 4}, {"max_num_seqs": 8})
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def started(
     """The stage over engines that do, one after the other, what is given; closed in the end."""
     made: list[EngineStage] = []
 
-    def make(*plan: Any, spec: EngineLaunch = SPEC) -> tuple[EngineStage, Factory]:
+    def make(*plan: Any, launch: EngineLaunch = LAUNCH) -> tuple[EngineStage, Factory]:
         factory = Factory(*plan)
         monkeypatch.setattr(stepper, "SteppedEngine", factory)
         monkeypatch.setattr(stage, "PAUSE", 0)
-        made.append(EngineStage(spec))
+        made.append(EngineStage(launch))
         return made[-1], factory
 
     yield make

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.stages.block import Failure, lost_all, passes_by
+from prefect_raybatch.stages.block import Failure, is_passthrough, lost_block_like
 from prefect_raybatch.stages.columns import (
     ERROR,
     ERROR_TYPE,
@@ -36,11 +36,11 @@ class FakeEngine:
 
     FAILS = FAILS
 
-    def __init__(self, spec: EngineLaunch):
-        self.spec = spec
+    def __init__(self, launch: EngineLaunch):
+        self.spec = self.launch = launch
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         errors = table[ERROR].to_pylist()
         numbers = self.numbers(table)
@@ -67,12 +67,12 @@ class FakeEngine:
 class NotedEngine(FakeEngine):
     """Notes in the file $ENGINE_NOTES when it is started, and when another run takes it over."""
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
         self.note("started")
 
-    def take_over(self, spec: EngineLaunch) -> None:
-        self.spec = spec
+    def take_over(self, launch: EngineLaunch) -> None:
+        self.spec = self.launch = launch
         self.note("taken over")
 
     def note(self, what: str) -> None:
@@ -100,7 +100,7 @@ def with_answers(
 
 class _Answering(EngineStage):
     def __init__(self, engine: Stepped, sampling: dict[str, Any] | None = None):
-        self.spec, self.engine = EngineLaunch({}, sampling or {}, {}), engine
+        self.launch, self.engine = EngineLaunch({}, sampling or {}, {}), engine
 
     def ready(self) -> Stepped:
         return self.engine
@@ -160,8 +160,8 @@ class VectorEngine(EngineStage):
     """The engine stage of a task that pools: a prompt's vector is its length and its adapter's
     number."""
 
-    def __init__(self, spec: EngineLaunch):
-        self.spec, self._adapters = spec, spec.adapted.here()
+    def __init__(self, launch: EngineLaunch):
+        self.launch, self._adapters = launch, launch.adapted.copy_to_node()
 
     def ready(self) -> Any:
         return Stepped(lambda requests: [vector_of(request) for request in requests])
@@ -197,7 +197,7 @@ class FineEngine(FakeEngine):
 class NoEngine:
     """Nobody may start it."""
 
-    def __init__(self, spec: EngineLaunch) -> None:
+    def __init__(self, launch: EngineLaunch) -> None:
         raise AssertionError("an engine was started")
 
 
@@ -208,7 +208,7 @@ class CrashingEngine(FakeEngine):
     FAILS = -1
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if not passes_by(table) and self.AT in table["id"].to_pylist():
+        if not is_passthrough(table) and self.AT in table["id"].to_pylist():
             os._exit(1)
         return super().__call__(table)
 
@@ -217,8 +217,8 @@ class PassedOnEngine(CrashingEngine):
     """Goes from one run to the next; notes each start and each run in the folder `PLACES` of its
     environment, and answers nothing before `ENGINES` of them have started."""
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
         self._note("start")
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -228,8 +228,8 @@ class PassedOnEngine(CrashingEngine):
             time.sleep(0.05)
         return super().__call__(table)
 
-    def take_over(self, spec: EngineLaunch) -> None:
-        self.spec = spec
+    def take_over(self, launch: EngineLaunch) -> None:
+        self.spec = self.launch = launch
         self._note("next")
 
     def _note(self, what: str) -> None:
@@ -244,19 +244,19 @@ class Fp8Engine(FakeEngine):
     FAILS = -1
     NOTES, EVERY, REFUSES = "FP8_NOTES", "FP8_EVERY", "FP8_REFUSES"
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
-        self.fp8 = spec.arguments.get("quantization") == "fp8"
-        self.kv = spec.arguments.get("kv_cache_dtype") == "fp8"
-        with open(spec.env[self.NOTES], "a") as notes:
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
+        self.fp8 = launch.arguments.get("quantization") == "fp8"
+        self.kv = launch.arguments.get("kv_cache_dtype") == "fp8"
+        with open(launch.env[self.NOTES], "a") as notes:
             notes.write(f"{'fp8' if self.fp8 else '-'} {'fp8' if self.kv else '-'}\n")
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         env = self.spec.env
         if self.fp8 and env.get(self.REFUSES):
-            return lost_all(table, Loss("RuntimeError", "no kernel for fp8", fatal=True))
+            return lost_block_like(table, Loss("RuntimeError", "no kernel for fp8", fatal=True))
         every = int(env.get(self.EVERY) or 0) if self.fp8 else 0
         texts = [
             f"other {i}" if every and i % every == 0 else f"answer {i}"
@@ -271,7 +271,7 @@ class Fp8Vectors(Fp8Engine):
     TURNED = 0.3  # by how much; the others too little to tell
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         stage = _Answering(Stepped(self.vectors), dict(self.spec.sampling))
         return stage(table)

@@ -6,11 +6,25 @@ import os
 import shutil
 from pathlib import Path
 
+from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE
+
 # Machines that run tests are busy. Ray puts its workers behind everything else, where beside other
 # work an engine takes minutes to start.
 BUSY = {"RAY_worker_niceness": "0"}
 # What jobs of the tests may do that come through Prefect's API or a job server.
 POLICY = str(Path(__file__).parents[1] / "data" / "policy.yaml")
+
+
+def keep_place_for_titles() -> None:
+    """Put a variable that nobody changes first in the environment of this process.
+
+    A process gives itself a title over its first variables, and cannot once the first is changed.
+    vLLM's import changes some, each test may leave another order behind, and tests find the
+    processes of an engine by their titles.
+    """
+    before = {name: value for name, value in os.environ.items() if name != FIRST_VARIABLE}
+    os.environ.clear()
+    os.environ.update({FIRST_VARIABLE: "1", **before})
 
 
 def clean() -> dict[str, str]:

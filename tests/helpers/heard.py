@@ -10,8 +10,8 @@ import pytest
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import (
-    Beat,
     Counts,
+    Heartbeat,
     Listener,
 )
 from prefect_raybatch.flow import completion, events
@@ -36,13 +36,13 @@ def counts(**changed: float) -> Counts:
 
 class Heard(Listener):
     def __init__(self) -> None:
-        self.beats: list[Beat] = []
+        self.beats: list[Heartbeat] = []
         self.progress: list[int] = []
 
     def __call__(self, progress: Progress) -> None:
         self.progress.append(progress.done)
 
-    def hear(self, beat: Beat) -> None:
+    def on_heartbeat(self, beat: Heartbeat) -> None:
         self.beats.append(beat)
 
 

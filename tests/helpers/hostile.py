@@ -4,7 +4,7 @@ node, a stage, an error, a run directory."""
 from __future__ import annotations
 
 from helpers.reports import full
-from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.heartbeat import Heartbeat
 from prefect_raybatch.driver.stops import Sample
 from prefect_raybatch.flow.failure import Cause
 from prefect_raybatch.ledger.records import Part
@@ -51,6 +51,6 @@ def hostile_cause(*texts: str) -> Cause:
     return Cause(first, first, first, first, first, first, first, first, rows)
 
 
-def hostile_beat(text: str) -> Beat:
+def hostile_beat(text: str) -> Heartbeat:
     """Return the state of a driver that says this of itself."""
-    return Beat(1.0, phase="working", rows=5, about=text, dashboard=text)
+    return Heartbeat(1.0, phase="working", rows=5, about=text, dashboard=text)

@@ -47,7 +47,7 @@ class FakeHosts:
     def leaving(self, hosts: Sequence[Any]) -> list[bool]:
         return [host in self.going for host in hosts]
 
-    def found(self) -> list[tuple[WarmKind, int]]:
+    def leftover_hosts(self) -> list[tuple[WarmKind, int]]:
         return list(self.left)
 
     def end(self, hosts: Sequence[Any], kindly: bool) -> None:

@@ -59,8 +59,8 @@ class Industries(Nights):
 class Shown:
     """Takes the engine stage's place in a preview."""
 
-    def __init__(self, spec: EngineLaunch) -> None:
-        self.tokenizer = load_tokenizer(*tokenizer_place(spec.model))
+    def __init__(self, launch: EngineLaunch) -> None:
+        self.tokenizer = load_tokenizer(*tokenizer_place(launch.model))
 
     def __call__(self, table: pa.Table) -> pa.Table:
         prompts = self.tokenizer.batch_decode(table[TOKENS].to_pylist(), skip_special_tokens=True)

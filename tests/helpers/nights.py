@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect, pipeline
-from prefect_raybatch.cluster.sharing import Shared
+from prefect_raybatch.cluster.sharing import ClusterSession
 from prefect_raybatch.cluster.warm import WarmEngines
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.job.batch_job import BatchJob
@@ -27,7 +27,7 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import Failure, Messages, load_tokenizer, passes_by
+from prefect_raybatch.stages.block import Failure, Messages, is_passthrough, load_tokenizer
 from prefect_raybatch.stages.columns import ERROR, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
@@ -79,10 +79,10 @@ class Nights:
 
     def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
         """`infer_run` with Ray taken out: the door to the cluster is the real one."""
-        shared = Shared(_NoRay(), WarmEngines(FakeHosts()))
+        shared = ClusterSession(_NoRay(), WarmEngines(FakeHosts()))
         told = observe or (lambda progress: None)
         with (
-            mock.patch.object(connect, "SHARED", shared),
+            mock.patch.object(connect, "CLUSTER_SESSION", shared),
             mock.patch.object(connect, "capacity", lambda: CPU),
             mock.patch.object(connect, "dashboard_url", lambda: ""),
             mock.patch.object(pipeline, "Pipeline", partial(InThisProcess, nights=self)),
@@ -148,7 +148,7 @@ class InThisProcess(pipeline.Pipeline):
         return {"ALIVE": self.nights.alive} if self.nights.alive else {}
 
     def asked(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         tokenizer = load_tokenizer(*models.tokenizer_place(self.plan.model))
         errors = table[ERROR].to_pylist()
@@ -179,7 +179,7 @@ class InThisProcess(pipeline.Pipeline):
 
 class _Pooling(EngineStage):
     def __init__(self, engine: Stepped, fields: dict[str, Any]) -> None:
-        self.spec, self.engine = EngineLaunch({}, fields, {}), engine
+        self.launch, self.engine = EngineLaunch({}, fields, {}), engine
 
     def ready(self) -> Any:
         return self.engine

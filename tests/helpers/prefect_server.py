@@ -63,7 +63,7 @@ class Prefect:
     def serve(self) -> subprocess.Popen[bytes]:
         """Starts the server, and waits for it."""
         server = self.start("server", "start", "--host", "127.0.0.1", "--port", str(self.port))
-        self.until(lambda: self.ask("health"), 120, "the server")
+        self.until(lambda: self.ask("health"), 300, "the server")  # of a busy machine
         return server
 
     def call(self, *arguments: str) -> str:

@@ -13,19 +13,19 @@ import pyarrow as pa
 
 from helpers.engines import FakeEngine
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
-from prefect_raybatch.stages.block import lost_all
+from prefect_raybatch.stages.block import lost_block_like
 from prefect_raybatch.stages.engine import EngineLaunch
 
 
 class SpanningEngine(FakeEngine):
     """Starts a worker in each bundle and notes their nodes. The first block it gets is lost."""
 
-    def __init__(self, spec: EngineLaunch):
+    def __init__(self, launch: EngineLaunch):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        super().__init__(spec)
-        self.folder = Path(spec.env["PLACES"])
+        super().__init__(launch)
+        self.folder = Path(launch.env["PLACES"])
         group = ray.util.get_current_placement_group()
         self.workers = [
             ray.remote(Worker)
@@ -42,7 +42,7 @@ class SpanningEngine(FakeEngine):
         noted = {
             "own": ray.get_runtime_context().get_accelerator_ids()["GPU"],
             "workers": ray.get([worker.place.remote() for worker in self.workers]),
-            "backend": spec.arguments["distributed_executor_backend"],
+            "backend": launch.arguments["distributed_executor_backend"],
         }
         number = len(list(self.folder.glob("*.json")))
         (self.folder / f"{number}.json").write_text(json.dumps(noted))
@@ -50,7 +50,7 @@ class SpanningEngine(FakeEngine):
     def __call__(self, table: pa.Table) -> pa.Table:
         if not (self.folder / "lost").exists():
             (self.folder / "lost").touch()
-            return lost_all(table, Loss(ENGINE_DIED, "a worker of another node is gone"))
+            return lost_block_like(table, Loss(ENGINE_DIED, "a worker of another node is gone"))
         return super().__call__(table)
 
 

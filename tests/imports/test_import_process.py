@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,7 @@ import sys
 from prefect_raybatch.imports import server
 from prefect_raybatch.stages.vllm import forking
 {more}
-forking.PRELOAD = "{preload}"
+forking.PRELOAD, forking.PRELOAD_CORE = "{preload}", "colorsys"
 server.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 OPENED = "opened = open({path!r})"  # what an import leaves open
@@ -42,7 +43,7 @@ import atexit, json, os, resource, signal, sys
 from multiprocessing import forkserver
 told = {
     "pid": os.getpid(), "group": os.getpgid(0), "words": sys.argv, "folder": os.getcwd(),
-    "name": __name__, "csv": "csv" in sys.modules,
+    "name": __name__, "csv": "csv" in sys.modules, "core": "colorsys" in sys.modules,
     "variable": os.environ.get("OF_WORKER"), "gone": os.environ.get("OF_SERVER"),
     "children": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
     "opened": [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
@@ -70,7 +71,7 @@ def core(place):
     spawned = multiprocessing.get_context("spawn").Process(target=leaf, args=(place,))
     spawned.start()
     spawned.join()
-    print("csv" in sys.modules, spawned.exitcode, flush=True)
+    print("csv" in sys.modules, "colorsys" in sys.modules, spawned.exitcode, flush=True)
 
 if __name__ == "__main__":
     made = forking.ForkedContext().Process(target=core, args=(sys.argv[1],))
@@ -114,7 +115,9 @@ class Server:
 
 
 @contextmanager
-def served(folder: Path, preload: str = "csv", more: str = "") -> Iterator[Server]:
+def served(
+    folder: Path, preload: str = "csv", more: str = "", stdout: int | None = None
+) -> Iterator[Server]:
     script = folder / "server.py"
     script.write_text(SERVER.format(preload=preload, more=more))
     place = str(folder / "socket")
@@ -125,6 +128,7 @@ def served(folder: Path, preload: str = "csv", more: str = "") -> Iterator[Serve
         process = subprocess.Popen(
             [sys.executable, str(script), str(listener.fileno()), str(read)],
             pass_fds=[listener.fileno(), read],
+            stdout=stdout,
             # An engine in this process, of another test, keeps its core there.
             env={"RAYBATCH_ENGINE": "1", **os.environ, forking.CORE_APART: "1", "OF_SERVER": "1"},
         )
@@ -159,7 +163,7 @@ def test_a_worker_is_forked_with_the_imports_and_is_otherwise_like_one_started_a
         asked = server.worker(program, "a", "b c")
         found = told(asked)
         assert found["pid"] != asked.pid  # another process, which has the imports
-        assert found["csv"]
+        assert found["csv"] and not found["core"]  # what only the core needs would delay it
         assert found["words"] == [str(program), "a", "b c"] and found["name"] == "__main__"
         assert found["folder"] == str(tmp_path)
         assert (found["variable"], found["gone"]) == ("1", None)
@@ -198,7 +202,7 @@ def test_a_core_of_a_forked_worker_has_the_imports_and_may_spawn_workers(tmp_pat
     program.write_text(CORE)
     with served(tmp_path) as server:
         said, _ = server.worker(program, str(place)).communicate(timeout=60)
-    assert said == "True 0\n"  # in the output of the worker
+    assert said == "True True 0\n"  # in the output of the worker
     assert place.exists()
 
 
@@ -323,14 +327,52 @@ def test_the_core_gets_no_fork_server_where_it_is_in_the_actor(
         assert told(server.worker(program, "end"))["server"] is None
 
 
+ASKS = """
+from importlib import metadata
+from importlib.metadata import packages_distributions
+found = packages_distributions()
+print(sorted(found)[0], found == packages_distributions() == metadata.packages_distributions())
+"""
+FOUND = "print('{\"!found\": []}')"
+
+
+@pytest.mark.parametrize(
+    ("lister", "first"),
+    [
+        (FOUND, "!found"),
+        (f"{FOUND}; import sys; sys.exit(1)", None),
+        ("import os; os.kill(os.getpid(), 9)", None),
+    ],
+    ids=["listed", "failed", "killed"],
+)
+def test_packages_are_listed_beside_the_imports(
+    tmp_path: Path, lister: str, first: str | None
+) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    more = f"sys.path.append({str(tmp_path)!r}); server.LIST_PACKAGES = {lister!r}"
+    own = sorted(metadata.packages_distributions())[0]
+    with served(tmp_path, "asks", more, stdout=subprocess.PIPE) as server, server.process as asks:
+        assert asks.stdout is not None
+        assert asks.stdout.readline().decode() == f"{first or own} True\n"
+        asks.kill()
+
+
+def test_what_lists_packages_finds_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", import_server.LIST_PACKAGES], capture_output=True, check=True
+    )
+    found, own = json.loads(done.stdout), metadata.packages_distributions()
+    assert found["pytest"] == own["pytest"] and found["yaml"] == own["yaml"]
+
+
 def test_a_call_that_is_cut_off_harms_no_other(tmp_path: Path, program: Path) -> None:
     with served(tmp_path) as server:
         with socket.socket(socket.AF_UNIX) as cut:
             cut.connect(server.socket)
-            assert cut.recv(1) == launcher.MAY_ASK
+            assert cut.recv(1) == launcher.FORK_REQUEST
         with socket.socket(socket.AF_UNIX) as odd:
             odd.connect(server.socket)
-            assert odd.recv(1) == launcher.MAY_ASK
+            assert odd.recv(1) == launcher.FORK_REQUEST
             odd.sendall(launcher.SIZE.pack(2) + b"[]")
         asked = server.worker(program, "end")
         assert told(asked)["pid"] != asked.pid

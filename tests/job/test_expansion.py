@@ -8,7 +8,7 @@ import pytest
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.policy.in_force import under
+from prefect_raybatch.policy.in_force import policy_applied
 from prefect_raybatch.policy.policy import STRICT_POLICY
 
 JOB = """\
@@ -87,7 +87,7 @@ def test_jobs_from_elsewhere_are_not_expanded(file: Path) -> None:
     }
     assert BatchJob.from_dict(value).source.uri == "$DATA/a.csv"
     file.write_text(JOB.replace("  adapters: {a: ~/adapter}\n", ""))
-    with under(STRICT_POLICY):
+    with policy_applied(STRICT_POLICY):
         job = BatchJob.from_yaml(file)
     assert job.source.uris[1] == "$DATA/b.csv"
     assert job.engine.model == "$DATA/model"

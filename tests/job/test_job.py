@@ -351,7 +351,7 @@ def test_allowed_failures(limits, rows, allowed):
     ],
 )
 def test_the_limit_is_said_by_the_fields_that_set_it(limits, said):
-    assert Limits(**limits).said(20) == said
+    assert Limits(**limits).sentence_start(20) == said
 
 
 # --- files --------------------------------------------------------------------------------------

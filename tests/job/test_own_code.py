@@ -19,11 +19,11 @@ from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.functions import load_function, source_digest
-from prefect_raybatch.job.own_code.loading import own_digest
+from prefect_raybatch.job.own_code.loading import function_digest
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.policy.in_force import operator_policy, under
+from prefect_raybatch.policy.in_force import operator_policy, policy_applied
 from prefect_raybatch.policy.policy import STRICT_POLICY, JobPolicy
-from prefect_raybatch.stages.calls.apart import Apart
+from prefect_raybatch.stages.calls.isolated import IsolatedFunction
 
 PROMPTS = """\
 from pydantic import BaseModel
@@ -89,7 +89,7 @@ def test_a_function_by_value_is_called_apart_and_another_text_of_it_too(file: Pa
     for word in ("industry", "country"):
         file.write_text(PROMPTS.replace("industry", word))
         received = pickle.loads(pickle.dumps(prompt_spec(job_of(file)).function))
-        assert Apart(received, "f", None)(ROW) == f"{word} of ACME?"
+        assert IsolatedFunction(received, "f", None)(ROW) == f"{word} of ACME?"
 
 
 def test_the_files_text_counts_in_the_fingerprint_and_its_folder_does_not(
@@ -162,7 +162,7 @@ def test_a_job_from_elsewhere_may_not_name_a_file_or_a_script(
     group, last = field.split(".")
     value = job_dict(**{group: {**({"uri": "out"} if group == "output" else {}), last: name}})
     file.write_text("raise SystemExit('executed')\n")
-    with under(policy):
+    with policy_applied(policy):
         job = BatchJob.from_dict(value)
         with pytest.raises(ConfigError, match=f"{field}: under .*may not come from"):
             check_trust(job)
@@ -226,7 +226,7 @@ def test_a_function_of_a_notebook_is_given_as_it_is(notebook: dict[str, Any]) ->
     function = prompt_spec(job).function
     assert function is not None
     assert load_function(function, "f")(ROW) == "industry of ACME[1, 2]?"
-    assert Apart(function, "f", None)(ROW) == "industry of ACME[1, 2]?"
+    assert IsolatedFunction(function, "f", None)(ROW) == "industry of ACME[1, 2]?"
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_a_function_of_a_notebook_is_given_as_it_is(notebook: dict[str, Any]) ->
 def test_what_a_function_of_a_notebook_uses_counts_in_the_fingerprint(
     notebook: dict[str, Any], cell: str, changes: bool
 ) -> None:
-    before = own_digest("__main__:ask", "f")
+    before = function_digest("__main__:ask", "f")
     exec(CELLS, notebook)
-    assert own_digest("__main__:ask", "f") == before
+    assert function_digest("__main__:ask", "f") == before
     exec(cell, notebook)
-    assert (own_digest("__main__:ask", "f") != before) is changes
+    assert (function_digest("__main__:ask", "f") != before) is changes
 
 
 def test_a_function_that_no_name_leads_to_is_refused(notebook: dict[str, Any]) -> None:
@@ -273,12 +273,12 @@ def test_a_script_runs_with_its_own_function(tmp_path: Path) -> None:
         "from prefect_raybatch.compile.job import prompt_spec\n"
         "from prefect_raybatch.compile.resolved import fingerprint\n"
         "from prefect_raybatch.job.batch_job import BatchJob\n"
-        "from prefect_raybatch.stages.calls.apart import Apart\n"
+        "from prefect_raybatch.stages.calls.isolated import IsolatedFunction\n"
         f"{CELLS}\n"
         "if __name__ == '__main__':\n"
         "    job = BatchJob.from_dict({'name': 'j', 'source': {'uri': 'a.csv'},\n"
         "        'prompt': {'function': ask}, 'output': {'uri': 'o'}})\n"
-        f"    print(Apart(prompt_spec(job).function, 'f', None)({ROW!r}))\n"
+        f"    print(IsolatedFunction(prompt_spec(job).function, 'f', None)({ROW!r}))\n"
         "    print(fingerprint(job).fingerprint)\n"
     )
     outputs = []

@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from prefect_raybatch.api import plan_run
-from prefect_raybatch.api.submission import sendable
+from prefect_raybatch.api.sending import sendable
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError

@@ -23,10 +23,10 @@ from prefect_raybatch.job.vllm.structured_outputs import (
     FORM_OPTIONS,
     check_form_parses,
     check_form_shape,
-    check_labels_held,
+    check_labels_enforced,
     label_form,
 )
-from prefect_raybatch.plan.plan import check_taken_by_vllm
+from prefect_raybatch.plan.plan import check_accepted_by_vllm
 from prefect_raybatch.stages.answer_forms import by_llguidance, by_xgrammar
 from prefect_raybatch.stages.row_sampling import check_own
 from prefect_raybatch.stages.vllm.stepper import plain_fields
@@ -144,7 +144,7 @@ def test_other_parsers_are_not_asked() -> None:
 def test_a_backend_that_vllm_cannot_load_is_refused_before_an_engine_starts() -> None:
     config = {"structured_outputs_config": {"backend": "lm-format-enforcer"}}
     with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config: .*remove backend"):
-        check_taken_by_vllm(compile_job(make_job(engine=config)))
+        check_accepted_by_vllm(compile_job(make_job(engine=config)))
     with pytest.raises(ImportError):  # else the refusal can go
         importlib.import_module("lmformatenforcer.integrations.vllm")
 
@@ -200,13 +200,13 @@ def test_plain_labels_stay_a_choice() -> None:
 def test_outlines_cannot_hold_a_label_that_another_one_begins_with() -> None:
     labels = ["Retail trade", "Law", "Retail"]
     for backend in ("auto", "xgrammar", "guidance"):
-        check_labels_held(labels, "choice", {"backend": backend})
+        check_labels_enforced(labels, "choice", {"backend": backend})
     with pytest.raises(ValueError, match="'Retail trade' begins with label 'Retail'"):
-        check_labels_held(labels, "choice", {"backend": "outlines"})
+        check_labels_enforced(labels, "choice", {"backend": "outlines"})
     sampling = {"structured_outputs": {"choice": labels}}
     job = job_dict(sampling=sampling, engine={"structured_outputs_config": {"backend": "outlines"}})
     with pytest.raises(ConfigError, match=r"sampling.structured_outputs.choice: label"):
-        check_taken_by_vllm(compile_job(BatchJob.from_dict(job)))
+        check_accepted_by_vllm(compile_job(BatchJob.from_dict(job)))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.trust import check_trust, check_types
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
-from prefect_raybatch.policy.in_force import operator_policy, under
+from prefect_raybatch.policy.in_force import operator_policy, policy_applied
 from prefect_raybatch.result.finalize import finalize, first_rows
 from prefect_raybatch.runs.run import Run, run_store
 
@@ -44,13 +44,13 @@ def test_an_operator_can_say_where_functions_of_jobs_from_elsewhere_come_from(
     read = {"read": ["*"], "write": ["*"]}
     set_policy(monkeypatch, tmp_path, function_modules=["acme", "other.module"], **read)
     for name in ("acme.prompts:ask", "acme:ask", "other.module.deep:ask"):
-        with under(operator_policy()):
+        with policy_applied(operator_policy()):
             check_trust(make_job(prompt={"function": name}))
     for name in ("acmeology:ask", "elsewhere:ask", "other:ask"):
         job = make_job(prompt={"function": name})
         check_trust(job)  # of its owner
         with (
-            under(operator_policy()),
+            policy_applied(operator_policy()),
             pytest.raises(ConfigError, match=r"functions may come from acme, other\.module, not"),
         ):
             check_trust(job)

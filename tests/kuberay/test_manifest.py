@@ -14,7 +14,8 @@ from helpers.small import make_job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_raybatch.api.submission import sendable
+from prefect_raybatch.api import dry_run, plan_run, precheck
+from prefect_raybatch.api.sending import sendable
 from prefect_raybatch.compile.job import cluster_spec, size_spec
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError
@@ -27,6 +28,7 @@ from prefect_raybatch.kuberay.manifest import (
     ray_cluster,
     spec_hash,
 )
+from prefect_raybatch.storage import open_store
 
 ROOT = Path(__file__).parents[2]
 LABEL = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")
@@ -367,3 +369,26 @@ def test_a_number_of_cpus_that_is_none_is_named(number: str) -> None:
     given_["spec"]["workerGroupSpecs"][0]["rayStartParams"] = {"num-cpus": number}
     told = refused(manifest=given_)
     assert "spec.workerGroupSpecs[0].rayStartParams.num-cpus: " in told and "write" in told
+
+
+@pytest.mark.parametrize("wrong", ["engine", "output.escalate.to"])
+def test_both_engines_of_a_cascade_must_fit(tmp_path: Path, wrong: str) -> None:
+    engines = {"engine": {"model": "demo"}, "output.escalate.to": {"model": "demo"}}
+    engines[wrong] |= {"tensor_parallel_size": 2}
+    rule = {"to": engines["output.escalate.to"], "when": {"probability_below": 0.9}}
+    job = make_job(
+        engine=engines["engine"],
+        sampling={"choice": ["a", "b"]},
+        cluster={"kubernetes": {"image": "registry/raybatch:1", "workers": 2}},
+        output={"uri": str(tmp_path / "out"), "escalate": rule},
+    )
+    store = open_store(str(tmp_path / "out/night"))
+    for check in (
+        lambda: dry_run(job),
+        lambda: plan_run(job, "night"),
+        lambda: precheck(job, store),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        text = str(caught.value)
+        assert "needs 2 GPUs" in text and f"({wrong}.tensor_parallel_size 2" in text

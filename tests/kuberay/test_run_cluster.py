@@ -55,14 +55,14 @@ class Sleeper:
 
 
 def cluster(
-    made: Kubernetes | None = None,
-    whose: RunIdentity = RUN,
+    kubernetes: Kubernetes | None = None,
+    owner: RunIdentity = RUN,
     told: list[str] | None = None,
     sleep: Sleeper | None = None,
 ) -> RunCluster:
-    made, sleep = made or asked(), sleep or Sleeper()
+    kubernetes, sleep = kubernetes or asked(), sleep or Sleeper()
     tell = (lambda text: None) if told is None else told.append
-    return RunCluster(made, whose, KubeApi(made, 60, sleep), tell, sleep)
+    return RunCluster(kubernetes, owner, KubeApi(kubernetes, 60, sleep), tell, sleep)
 
 
 def past(kube: KubeServer) -> None:
@@ -231,7 +231,7 @@ def test_a_cluster_of_another_job_is_refused(
 ) -> None:
     cluster().attach()
     before = notes_of(kube[NAME])
-    second = cluster(whose=whose)
+    second = cluster(owner=whose)
     with pytest.raises(ConfigError, match=why):
         second.attach()
     second.end()
@@ -428,7 +428,7 @@ def test_in_a_pod_its_service_account_is_used(
 def test_a_cluster_past_its_lease_is_deleted_and_no_other(kube: KubeServer) -> None:
     other = RunIdentity("other", "nightly", "s3://b/out/other", "f" * 64)
     for whose in (RUN, other):
-        cluster(whose=whose).attach()
+        cluster(owner=whose).attach()
     kube.put("rayclusters", {"metadata": {"name": "theirs", "labels": {}}, "spec": {}})
     past(kube)
     assert [action.what for action in reconcile_jobs("kubernetes/ray", dry_run=True)].count(

@@ -50,9 +50,9 @@ def test_an_error_that_a_retry_cannot_mend_is_fatal():
 
 def test_which_losses_may_be_of_a_row():
     died, hung, store = (Loss(kind, "") for kind in ("EngineDied", "BlockHung", "StoreError"))
-    assert died.is_death and died.may_be_of_a_row
-    assert not hung.is_death and hung.may_be_of_a_row
-    assert not store.is_death and not store.may_be_of_a_row
+    assert died.is_death and died.may_be_caused_by_row
+    assert not hung.is_death and hung.may_be_caused_by_row
+    assert not store.is_death and not store.may_be_caused_by_row
     assert not Loss("EngineDiedNever", "").is_death
 
 

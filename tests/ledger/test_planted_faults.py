@@ -93,8 +93,8 @@ class Spoils(LocalStore):
         self._spoil(path)
         return made
 
-    def replace_file(self, path: str, local_path: Any, seen: FileInfo) -> bool:
-        made = super().replace_file(path, local_path, seen)
+    def replace_file(self, path: str, local_path: Any, expected: FileInfo) -> bool:
+        made = super().replace_file(path, local_path, expected)
         self._spoil(path)
         return made
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import pickle
 import tracemalloc
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -224,7 +224,14 @@ def test_a_plan_of_another_format_is_refused_whatever_its_fields_are(other):
 
 
 def test_a_plan_says_all_of_its_fields():
-    assert json.loads(PLAN.to_bytes()).keys() == {field.name for field in fields(Plan)}
+    kept = replace(PLAN, classifier_table="classifier-0123456789abcdef.parquet")
+    assert json.loads(kept.to_bytes()).keys() == {field.name for field in fields(Plan)}
+    assert Plan.from_bytes(kept.to_bytes()) == kept
+
+
+def test_a_plan_from_before_classifiers_keeps_its_hash():
+    value = json.loads(PLAN.to_bytes())
+    assert "classifier_table" not in value and Plan.from_bytes(dump(value)).hash == PLAN.hash
 
 
 def test_a_commit_of_another_format_is_refused():

@@ -68,12 +68,14 @@ def test_a_score_by_two_vectors_needs_two_texts():
 
 
 def test_what_is_asked_of_a_model_follows_from_task_and_classes():
-    assert tasks.asked(model_request(engine("embed")), BERT) == "embed"
-    assert tasks.asked(model_request(engine("classify")), CLASSIFIER) == "classify"
-    assert tasks.asked(model_request(engine("score")), BERT) == "embed"
-    assert tasks.asked(model_request(engine("score")), CROSS) == "classify"
+    assert tasks.vllm_task(model_request(engine("embed")), BERT) == "embed"
+    assert tasks.vllm_task(model_request(engine("classify")), CLASSIFIER) == "classify"
+    assert tasks.vllm_task(model_request(engine("score")), BERT) == "embed"
+    assert tasks.vllm_task(model_request(engine("score")), CROSS) == "classify"
     overrides = {"architectures": ["Qwen3ForSequenceClassification"]}
-    assert tasks.asked(model_request(engine("score", hf_overrides=overrides)), LLAMA) == "classify"
+    assert (
+        tasks.vllm_task(model_request(engine("score", hf_overrides=overrides)), LLAMA) == "classify"
+    )
 
 
 def test_labels_are_in_the_order_of_their_numbers():

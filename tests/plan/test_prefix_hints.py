@@ -11,7 +11,7 @@ import pytest
 from helpers.small import make_job
 
 from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.plan.prefix_hints import TemplateCells, distinct_of, prefix_hints
+from prefect_raybatch.plan.prefix_hints import TemplateCells, estimate_distinct, prefix_hints
 
 
 def job_of(template: str, **groups: Any) -> Any:
@@ -33,13 +33,13 @@ def reviews(rows: int, products: int, seed: int = 3) -> list[dict[str, Any]]:
 def test_distinct_values_of_more_rows_are_told_from_a_sample(values: int, rows: int) -> None:
     draw = random.Random(values)
     every = [draw.randrange(values) for _ in range(40_000)]
-    told = distinct_of(Counter(every[:2000]), rows)
+    told = estimate_distinct(Counter(every[:2000]), rows)
     assert told == pytest.approx(len(set(every[:rows])), rel=0.15)
 
 
 def test_values_that_never_repeat_are_taken_for_distinct_ones() -> None:
-    assert distinct_of(Counter(range(500)), 10**6) == 10**6
-    assert distinct_of(Counter([1] * 500), 10**6) == 1
+    assert estimate_distinct(Counter(range(500)), 10**6) == 10**6
+    assert estimate_distinct(Counter([1] * 500), 10**6) == 1
 
 
 def shared_plainly(rows: list[dict[str, Any]], template: str) -> float:

@@ -29,7 +29,7 @@ from prefect_raybatch.doctor.places import check_policy
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import reconcile, tasks
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.policy.in_force import STRICT_POLICY, owner_policy, under
+from prefect_raybatch.policy.in_force import STRICT_POLICY, owner_policy, policy_applied
 from prefect_raybatch.remote.__main__ import work
 from prefect_raybatch.runs import attempts
 from prefect_raybatch.runs.open_run import open_run
@@ -84,7 +84,7 @@ def test_an_entry_refuses_what_the_policy_does_not_allow(tmp_path: Path, entry: 
     run = run_of(made.store, made.plan, made.ledger)
     call, words = ENTRIES[entry]
     before = sorted(tmp_path.rglob("*"))
-    with under(STRICT_POLICY), pytest.raises(ConfigError, match=words):
+    with policy_applied(STRICT_POLICY), pytest.raises(ConfigError, match=words):
         call(made.job, run, str(tmp_path))
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -100,7 +100,7 @@ def test_a_failure_is_recorded_nowhere_that_the_policy_does_not_allow(
     job = with_output(small_run(tmp_path / "run").job, uri=f"{tmp_path}/out")
     wanted = with_output(job, **fields)
     monkeypatch.setattr(attempts, "open_store", lambda *given: pytest.fail(f"asked: {given}"))
-    with under(STRICT_POLICY):
+    with policy_applied(STRICT_POLICY):
         assert record_unplanned(wanted, "k", ConfigError("refused")) is None
     monkeypatch.undo()
     assert list((tmp_path / "out").iterdir()) == []
@@ -120,7 +120,7 @@ def test_nothing_is_shown_of_the_output_of_a_job_that_is_refused(
     job = small_run(tmp_path).job
     for policy, times in ((STRICT_POLICY, 0), (owner_policy(), 1)):
         with (
-            under(policy),
+            policy_applied(policy),
             pytest.raises(ConfigError),
             tasks.failed_run_shown(job, "k"),
         ):

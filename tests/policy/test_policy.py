@@ -10,10 +10,10 @@ from helpers.policies import set_policy
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.policy.in_force import (
     STRICT_POLICY,
-    ask_for_origin,
     operator_policy,
+    policy_applied,
     policy_in_force,
-    under,
+    register_origin_check,
 )
 from prefect_raybatch.policy.policy import JobPolicy, KubernetesLimits
 from prefect_raybatch.policy.policy_file import FIELDS, read_policy
@@ -118,11 +118,11 @@ def test_an_address_is_the_same_in_each_notation(host: str) -> None:
 
 def test_the_origin_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     origin = [False]
-    ask_for_origin(lambda: origin[0])
+    register_origin_check(lambda: origin[0])
     assert not policy_in_force().limited
     origin[0] = True
     assert policy_in_force() == operator_policy() and policy_in_force().limited
-    with under(STRICT_POLICY):
+    with policy_applied(STRICT_POLICY):
         assert policy_in_force() is STRICT_POLICY
     origin[0] = False
     assert not policy_in_force().limited

@@ -26,13 +26,16 @@ from prefect_raybatch.api import (
 from prefect_raybatch.errors import ConfigError, QualityTooLow
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
-from prefect_raybatch.quality.accuracy import interval
-from prefect_raybatch.quality.golden import accuracy_on, read_golden
+from prefect_raybatch.job.job_file import with_line
+from prefect_raybatch.quality.accuracy import accuracy_of, interval
+from prefect_raybatch.quality.golden import accuracy_on, check_golden_columns, read_golden
+from prefect_raybatch.quality.judgement import JudgedRow, judgement_of
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import history_markdown
 from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import Failure, with_failures
 
 ROWS = 60
@@ -135,6 +138,31 @@ def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None
     assert (wrong.row, wrong.expected, wrong.answer) == ("2", "b", "x")
     with pytest.raises(ConfigError, match=r"no column 'id'.*output\.columns"):
         accuracy_on(golden, ds.dataset(table.drop_columns(["id"])), None, "plan")
+
+
+@pytest.mark.parametrize(
+    ("right", "rows", "least", "remedy"),
+    [
+        (48, 50, 0.9, "Add golden rows: 50 are too few"),
+        (40, 50, 0.9, "More golden rows cannot help: 80.0% of the answers are right"),
+        (45, 50, 0.9, "More golden rows cannot help: 90.0%"),  # the lower end is always below
+        (0, 0, 0.9, "Name golden rows of the input"),
+    ],
+)
+def test_a_remedy_asks_for_more_rows_only_where_these_can_help(
+    right: int, rows: int, least: float, remedy: str
+) -> None:
+    assert accuracy_of("plan", right, rows, 0).remedy(least).startswith(remedy)
+    rows_judged = [JudgedRow(True, number < right) for number in range(rows)]
+    judgement = judgement_of(plan="plan", judge="j", key="k", judged=rows_judged)
+    judged = {
+        "Add golden rows": "Raise quality.judge.sample",
+        "More golden rows": "A larger sample cannot help",
+        "Name golden rows": "All its requests failed",
+    }
+    assert judgement.remedy(least).startswith(
+        next(text for begin, text in judged.items() if remedy.startswith(begin))
+    )
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -258,9 +286,29 @@ def test_a_golden_file_that_vanishes_leaves_the_run_to_be_measured_later(tmp_pat
     aside = golden.rename(tmp_path / "aside.jsonl")
     with pytest.raises(ConfigError, match=r"quality\.golden: no file .*Correct the path"):
         finalize_run(job, run, progress)
+    assert status(run.uri).unmeasured.startswith("accuracy not measured: ConfigError: quality.gol")
     aside.rename(golden)
     report = finalize_run(job, run)
+    assert not status(run.uri).unmeasured
     assert report.accuracy is not None and report.accuracy.right == first.good
+
+
+@pytest.mark.parametrize(
+    ("there", "fault"),
+    [
+        (["id", "label"], "no column 'answer' to compare .*Set quality.answer"),
+        (["answer", "label"], "no column 'id' to find its rows by .*output.columns, or set qu"),
+    ],
+)
+def test_golden_columns_that_the_result_lacks_are_told_with_the_line(
+    tmp_path: Path, there: list[str], fault: str
+) -> None:
+    golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n"), {}, [], "answer")
+    job = tmp_path / "job.yaml"
+    job.write_text("name: x\nquality:\n  golden: golden.csv\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=fault) as error:
+        check_golden_columns(golden, there)
+    assert with_line(str(error.value), str(job)).startswith(f"{job}: line 3: quality.golden: ")
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -290,8 +338,26 @@ def test_a_wrong_golden_file_stops_the_run_before_an_engine_starts(tmp_path: Pat
             },
             r"add it to output\.columns",
         ),
+        (
+            {
+                "quality": {"golden": "g.csv", "key": ["answer"]},
+                "output": {"uri": "out", "column": "answer", "columns": ["Company"]},
+            },
+            r"quality\.key: 'answer' is the column of the answer",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together(groups: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         make_job(**groups)
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_a_night_of_which_no_row_is_golden_joins_no_series_and_is_withheld(tmp_path: Path) -> None:
+    golden = golden_file(tmp_path, "id,answer\n700,a\n701,b\n")
+    job = job_of(tmp_path, golden=golden, key=["id"], at_least=0.5)
+    report = completed(job, "new")
+    assert report.accuracy is not None and report.accuracy.series is None
+    assert report.accuracy.text() == "unknown: none of 2 golden rows has an answer"
+    with pytest.raises(QualityTooLow, match="Name golden rows of the input, or lower at_least"):
+        publish_run(job, report.run)

@@ -9,11 +9,12 @@ import pytest
 from scipy import stats
 
 from prefect_raybatch.quality.alarm import (
+    AGREEMENT,
     ALARM,
     BASELINE_RUNS,
     BETS,
     MOST_LATER,
-    AccuracySeries,
+    ShareSeries,
     continued,
     e_value,
 )
@@ -21,10 +22,10 @@ from prefect_raybatch.quality.alarm import (
 Counts = list[tuple[int, int]]
 
 
-def series_of(counts: Counts, key: str = "k") -> list[AccuracySeries]:
-    made: list[AccuracySeries] = []
+def series_of(counts: Counts, key: str = "k") -> list[ShareSeries]:
+    made: list[ShareSeries] = []
     for right, rows in counts:
-        made.append(continued(made[-1] if made else None, key, right, rows))
+        made.append(continued(made[-1] if made else None, key, right, rows, run=f"n{len(made)}"))
     return made
 
 
@@ -82,6 +83,29 @@ def test_at_most_one_false_alarm_in_a_hundred_series(share: float, rows: int) ->
     assert alarms <= many / 100
 
 
+@pytest.mark.whole
+def test_nightly_agreements_raise_few_false_alarms_and_a_fall_is_found() -> None:
+    """Of 200 checked rows a night, the larger model fails some. The night before may be any."""
+    rng, many, false, found = np.random.default_rng(11), 150, 0, 0
+    for _ in range(many):
+        rows = rng.integers(120, 201, BASELINE_RUNS + 40)
+        agreed = [(int(right), int(n)) for n in rows for right in [rng.binomial(n, 0.97)]]
+        base = tuple(sum(night[at] for night in agreed[:BASELINE_RUNS]) for at in (0, 1))
+        after = tuple(agreed[BASELINE_RUNS:])
+        false += any(e_value(*base, n, after[:n]) >= ALARM for n in (1, 3, 10, 40))
+        fallen = (*after, *nights(rng, 0.9, 200, 6))
+        found += e_value(*base, len(fallen), fallen) >= ALARM
+    assert false <= many / 100 and found >= 0.95 * many
+
+
+def test_the_series_of_an_agreement_says_so() -> None:
+    made: ShareSeries | None = None
+    for night, agreed in enumerate([97] * BASELINE_RUNS + [60] * 2):
+        made = continued(made, "models", agreed, 100, run=f"n{night}", measure=AGREEMENT)
+    assert made is not None and made.rings
+    assert made.text().startswith("the agreement fell (e-value ")
+
+
 def test_a_lower_accuracy_rings_even_after_many_good_runs() -> None:
     rng = np.random.default_rng(1)
     for good in (1, 60):
@@ -103,7 +127,7 @@ def test_the_baseline_is_frozen_and_another_measure_begins_anew() -> None:
     assert [one.later for one in made[-4:]] == [0, 1, 2, 3]
     assert {(one.right, one.rows) for one in made[-4:]} == {(126, 140)}
     assert all(one.e_value == 1.0 for one in made[:BASELINE_RUNS])
-    anew = continued(made[-1], "another", 5, 10)
+    anew = continued(made[-1], "another", 5, 10, run="last")
     assert (anew.baseline, anew.right, anew.later) == (1, 5, 0)
 
 
@@ -115,6 +139,6 @@ def test_a_baseline_without_a_right_or_a_wrong_row(right: int) -> None:
 
 
 def test_a_record_stays_small() -> None:
-    long = AccuracySeries("k", BASELINE_RUNS, 126, 140, MOST_LATER, ((9, 10),) * MOST_LATER)
-    made = continued(long, "k", 9, 10)
+    long = ShareSeries("k", BASELINE_RUNS, 126, 140, MOST_LATER, ((9, 10),) * MOST_LATER)
+    made = continued(long, "k", 9, 10, run="last")
     assert made.later == MOST_LATER + 1 and len(made.after) == MOST_LATER

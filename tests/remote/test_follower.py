@@ -24,16 +24,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_raybatch.api import plan_run
-from prefect_raybatch.api.submission import (
-    OUTPUT_ENV,
-    environment,
-    infer_in_place,
-    sendable,
-    submission_of,
-)
+from prefect_raybatch.api.sending import OUTPUT_ENV, environment, sendable, submission_of
+from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, UNHEARD, Beat, Listener
+from prefect_raybatch.driver.heartbeat import (
+    ENDED,
+    INFERRING,
+    STARTING,
+    UNHEARD,
+    Heartbeat,
+    Listener,
+)
 from prefect_raybatch.errors import (
     ConfigError,
     CorruptRun,
@@ -200,7 +202,7 @@ class Heard(Listener):
     def __call__(self, progress: Any) -> None:
         self.shown.append((progress.tally.shards, self.phase))
 
-    def hear(self, beat: Beat) -> None:
+    def on_heartbeat(self, beat: Heartbeat) -> None:
         self.phase = beat.phase
 
 
@@ -221,7 +223,7 @@ def test_who_attaches_says_what_the_driver_does(
     world.small.commit(0)
     world.submitted()
     if age is not None:
-        beat = Beat(time.time() - age, phase=phase, done=known, engines={"ALIVE": 1})
+        beat = Heartbeat(time.time() - age, phase=phase, done=known, engines={"ALIVE": 1})
         world.small.store.put(heartbeat_path("theirs"), beat.to_bytes())
     follower, heard = world.follower(), Heard()
     follower.watch.observe = heard
@@ -233,7 +235,7 @@ def test_a_store_that_does_not_tell_the_phase_is_no_failure(world: World, monkey
     def away(*_: Any) -> None:
         raise StoreUnavailable("slow down")
 
-    monkeypatch.setattr(jobs, "told_elsewhere", away)
+    monkeypatch.setattr(jobs, "heartbeat_elsewhere", away)
     follower, heard = world.follower(), Heard()
     follower.watch.observe = heard
     assert follower.run_to_end().done == 20

@@ -11,11 +11,12 @@ from helpers.kube_server import KubeServer
 from helpers.small import make_job, small_run
 
 from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api.sending import infer_on_cluster
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.cluster.connect import connected, glance
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import MAKING, Beat, Listener
+from prefect_raybatch.driver.heartbeat import MAKING, Heartbeat, Listener
 from prefect_raybatch.errors import (
     ConfigError,
     EngineStartError,
@@ -23,7 +24,9 @@ from prefect_raybatch.errors import (
     RayBatchError,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.kuberay.manifest import RunIdentity
+from prefect_raybatch.job.edits import judging_job
+from prefect_raybatch.kuberay.manifest import HOLDER, RunIdentity
+from prefect_raybatch.kuberay.run_cluster import NOBODY, is_past, notes_of
 from prefect_raybatch.remote import places
 from prefect_raybatch.remote.follower import Owner, Submission
 from prefect_raybatch.runs.run import Run
@@ -61,10 +64,13 @@ class World:
         if what == "made" and self.come_up:
             self.kube.come_up(found["metadata"]["name"], 1)
 
-    def job(self, on_crash: str = "reattach", **fields: object) -> BatchJob:
+    def job(
+        self, on_crash: str = "reattach", quality: dict[str, object] | None = None, **fields: object
+    ) -> BatchJob:
         made = {"image": "raybatch:1", **fields}
         cluster = {"kubernetes": made, "on_crash": on_crash}
-        return make_job(cluster=cluster, output={"uri": str(self.small.root)})
+        output = {"uri": str(self.small.root)}
+        return make_job(cluster=cluster, output=output, quality=quality or {})
 
     def infer(
         self,
@@ -102,9 +108,9 @@ def test_the_job_goes_to_the_head_of_the_cluster_that_was_made(world: World) -> 
 
 def test_what_is_waited_for_shows_among_the_phases_of_a_start(world: World) -> None:
     class Heard(Listener):
-        beats: list[Beat] = []
+        beats: list[Heartbeat] = []
 
-        def hear(self, beat: Beat) -> None:
+        def on_heartbeat(self, beat: Heartbeat) -> None:
             self.beats.append(beat)
 
     heard = Heard()
@@ -203,3 +209,34 @@ def test_what_needs_a_cluster_that_is_there_says_so(
         connected(cluster_spec(job)),
     ):
         pass
+
+
+JUDGED = {"judge": {"model": "demo", "prompt": "Is {response} right?"}}
+
+
+def test_the_cluster_stays_for_the_judge_and_ends_with_it(world: World) -> None:
+    job = world.job(quality=JUDGED)
+    world.infer(job=job)
+    (name,) = world.clusters
+    assert notes_of(world.kube[name])[HOLDER] == NOBODY and not is_past(world.kube[name])
+    world.small.commit_all()
+    world.infer(job=job)  # the same command again, e.g. after a kill before the judge
+    assert world.clusters == [name]
+
+    judging = judging_job(job, str(world.small.root / "rows.parquet"), "runs")
+    small = small_run(world.small.root.parent / "judge", 4, 2)
+    run = Run(str(small.root), small.plan.run_key, small.plan.hash, 4, 2, False)
+    infer_on_cluster(judging, judging, run, cluster_of=world.run)
+    assert [verb for verb, *_ in world.kube.asked].count("create") == 1
+    assert world.clusters == []
+
+
+def test_a_judge_whose_job_cannot_be_sent_is_found_before_any_row_is_answered(
+    world: World,
+) -> None:
+    judge = {**JUDGED["judge"], "engine": {"env": {"HF_TOKEN": "hf-secret-0123"}}}
+    with pytest.raises(
+        ConfigError, match=r"^quality\.judge\.engine\.env\.HF_TOKEN may be a secret"
+    ):
+        world.infer(job=world.job(quality={"judge": judge}))
+    assert world.clusters == []

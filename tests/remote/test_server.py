@@ -15,7 +15,7 @@ import pytest
 from helpers.ray_head import Head
 from helpers.small import SmallRun, make_job, small_run
 
-from prefect_raybatch.api.submission import submission_of
+from prefect_raybatch.api.sending import submission_of
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
 from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.remote.client import JobServer

@@ -65,7 +65,7 @@ def lines(text: str, name: str) -> list[list[tuple[float, float]]]:
 def drawn(
     charts: Charts, workers: tuple[WorkerStats, ...] = (), working: int = 0
 ) -> tuple[str, ...]:
-    return tuple(plots.of_charts(charts, workers, working).values())
+    return tuple(plots.chart_plots(charts, workers, working).values())
 
 
 def rates(*points: tuple[float, ...]) -> str:
@@ -290,7 +290,7 @@ before = matplotlib.rcParams.copy()  # looking at them one by one would load a b
 from prefect_raybatch.report.records import Charts
 from prefect_raybatch.report import plots
 charts = Charts(((10.0, 5.0, 50.0, 5.0),), {"engine": (1.0,) * 6}, ((1,) * 4,))
-print("".join(plots.of_charts(charts).values()))
+print("".join(plots.chart_plots(charts).values()))
 assert "matplotlib.pyplot" not in sys.modules
 assert dict(matplotlib.rcParams.copy()) == dict(before)
 """
@@ -335,7 +335,7 @@ def test_a_quarter_of_a_million_shards_stay_small():
     page = reports.markdown(report, plots.image_lines(report))
     assert page.count("data:image/svg+xml;base64,") == 4
     assert len(page) < 200_000  # what a Prefect artifact may have at most
-    assert len(plots.whole(report) or "") < 200_000
+    assert len(plots.combined_plot(report) or "") < 200_000
     assert len(plots.live(report.charts, 64) or "") < 200_000
     assert len(report.to_bytes()) < 4 << 20
 
@@ -349,12 +349,12 @@ def test_pictures_are_stacked_into_one():
     heights = [float(picture.attrib["height"]) for picture in (one, two)]
     assert float(parsed(text).attrib["height"]) == sum(heights) + 14
     assert plots.live(Charts(cells=((1, 0, 0, 0),))) is None  # nothing committed yet
-    assert plots.whole(REPORT) is None and plots.image_lines(REPORT) == []
+    assert plots.combined_plot(REPORT) is None and plots.image_lines(REPORT) == []
 
 
 def test_only_what_is_known_is_drawn():
-    assert plots.of_charts(Charts()) == {}
-    some = plots.of_charts(Charts(cells=((1, 0, 0, 0),)))
+    assert plots.chart_plots(Charts()) == {}
+    some = plots.chart_plots(Charts(cells=((1, 0, 0, 0),)))
     assert list(some) == ["shards"]
     assert set(some) <= set(plots.NAMES)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.job.run_words import dated_parts
+from prefect_raybatch.job.placeholders import dated_parts
 from prefect_raybatch.ledger.layout import REPORT
 from prefect_raybatch.report.advice import DEADLINE_MISSED
 from prefect_raybatch.report.answers import (
@@ -35,18 +35,21 @@ from prefect_raybatch.report.answers import (
 )
 from prefect_raybatch.report.drift import LEAST_RUNS
 from prefect_raybatch.report.html import history_html, html
-from prefect_raybatch.report.plots import of_history
+from prefect_raybatch.report.plots import history_plot
 from prefect_raybatch.report.records import Advice
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import (
     HistoryLine,
     HistoryPage,
+    answers_table,
     headlines,
     history_markdown,
     history_rows,
+    replaced_keys,
+    unusual_figures,
 )
 from prefect_raybatch.report.verdict import LATE_REMARK, outcome_text, verdict_of
-from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.run_history import history_of, usual_time
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.stages.answer_counts import label_counts, length_counts
 
@@ -218,7 +221,7 @@ def test_the_page_says_the_worst_first_and_shows_plots(week):
     page = history_html([page_of(week)], "now")
     for words in ("n4 failed: ", "28.0% of labels differ", "<svg", "Answers by label", "now"):
         assert words in page
-    picture = of_history(page_of(week).runs) or ""
+    picture = history_plot(page_of(week).runs) or ""
     assert picture.count('id="part-0-run-') == 6  # three runs, twice
 
 
@@ -260,6 +263,8 @@ def test_names_of_runs_and_labels_are_harmless_and_the_page_is_bounded(tmp_path)
     assert "<img" not in text and "<img" not in html
     assert len(text) < 100_000 and len(html) < 150_000
     assert history_rows(page)[0]["cost"] == "1.50"
+    last = answers_table(page)[-1]
+    assert (last[""], last["n0"]) == ("and 192 more labels", "96.0%")
     assert LEAST_MOVED < 1 and LEAST_ANSWERS > 1
 
 
@@ -293,7 +298,7 @@ def test_an_output_without_runs_has_no_nights(tmp_path):
     small_run(tmp_path / "elsewhere")
     (tmp_path / "empty").mkdir()
     assert history_of(str(tmp_path / "empty")) == []
-    assert of_history(()) is None
+    assert history_plot(()) is None
 
 
 def test_nights_whose_folders_bear_their_dates_are_on_one_page(week, tmp_path):
@@ -383,3 +388,14 @@ def test_the_first_line_is_the_verdict():
     )
     (row,) = history_rows(HistoryPage("job", (run("c", 60, seconds=82.0),)))
     assert (row["time"], row["work"]) == ("4 min 35 s", "1 min 22 s")
+
+
+def test_a_run_and_its_repair_are_one_observation():
+    def line(key, elapsed, rows=100):
+        return HistoryLine(key, "", "completed", rows=rows, good=rows, elapsed=elapsed)
+
+    runs = (line("n4", 100.0), line("n2.m1", 900.0, 10), line("n3", 30.0), line("n2", 900.0, 10))
+    page = HistoryPage("job", (*runs, line("n1", 30.0)))
+    assert replaced_keys(page.runs) == {"n2"}
+    assert usual_time(page, "n4") == 30.0, "not between 30 and 900 seconds"
+    assert unusual_figures(page, page.runs[0])[1], "100 is over twice the median of three runs"

@@ -66,10 +66,7 @@ def test_a_night_that_fails_while_planning_is_listed_with_the_reason(nights, cap
     (headline,) = headlines(page)
     assert headline.startswith("n2 failed: planning: SourceError: ")
     text = history_markdown(page)
-    assert (
-        "| failed | - |" in text
-        and "## Runs that did not complete\n\n- n2: planning: SourceError" in text
-    )
+    assert "| failed | - |" in text and "## Runs to continue\n\n- n2: planning: SourceError" in text
     assert "planning: SourceError" in history_html([page])
     for command in ("runs", "history"):
         with pytest.raises(SystemExit):

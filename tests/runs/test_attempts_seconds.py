@@ -10,7 +10,7 @@ from helpers.small import small_run
 
 from prefect_raybatch.api import finalize_run
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import Beat
+from prefect_raybatch.driver.heartbeat import Heartbeat
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -29,7 +29,7 @@ def test_the_time_of_attempts_is_from_their_begin_to_their_last_heartbeat(tmp_pa
         note = {key: value.isoformat(timespec="seconds") for key, value in started.items()}
         run.ledger.note_attempt(name, note)
         if beat is not None:
-            run.store.put(heartbeat_path(name), Beat(beat).to_bytes())
+            run.store.put(heartbeat_path(name), Heartbeat(beat).to_bytes())
 
     assert attempts_seconds(run.ledger, run.plan) == 0.0
     attempt("first", 1000.0, 1060.0)
@@ -59,7 +59,7 @@ def test_a_report_counts_the_engine_deaths_of_all_attempts(tmp_path: Path) -> No
     run = small_run(tmp_path)
     for name, deaths in (("a" * 32, 2), ("b" * 32, 0), ("c" * 32, 1)):
         run.ledger.note_attempt(name, {"started": "2026-03-01T02:00:00+00:00"})
-        beat = Beat(1000.0, engine_deaths=deaths)
+        beat = Heartbeat(1000.0, engine_deaths=deaths)
         run.store.put(heartbeat_path(name), beat.to_bytes())
     assert report_of(str(tmp_path)).engine_deaths == 3
     run.commit_all()

@@ -22,7 +22,7 @@ from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.api import backfill, infer_run, planned_runs, submission
-from prefect_raybatch.cluster.connect import SHARED
+from prefect_raybatch.cluster.connect import CLUSTER_SESSION
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.flow.flows import backfill_job
@@ -179,9 +179,9 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
 
     def works(night: DatedRun) -> Any:
         from prefect_raybatch.cluster.connect import connected
-        from prefect_raybatch.cluster.sharing import User
+        from prefect_raybatch.cluster.sharing import Tenant
 
-        user = User("a run")
+        user = Tenant("a run")
         with connected(cluster_spec(job), user):
             ended.set()
             assert user.stopped.wait(60)
@@ -190,14 +190,14 @@ def test_one_cluster_is_held_and_its_runs_are_stopped_with_it(tmp_path, monkeypa
             raise error
 
     seen: list[Any] = []
-    real = SHARED.stop_all
+    real = CLUSTER_SESSION.stop_all
 
     def stop_all(but: Any = None) -> None:
         seen.append(but)
         real(but=but)
 
     planned = planned_runs(job, day(1), day(2))
-    monkeypatch.setattr(SHARED, "stop_all", stop_all)
+    monkeypatch.setattr(CLUSTER_SESSION, "stop_all", stop_all)
 
     def interrupted(work: Any) -> Any:
         assert ended.wait(60)

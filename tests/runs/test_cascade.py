@@ -16,26 +16,43 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from helpers.batch_server import batch_server
+from helpers.command_line import called
 from helpers.engines import with_answers
 from helpers.nights import Nights
 from helpers.openai_server import OpenAIServer, completion, openai_server
+from helpers.ports import free_ports
 
 from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.api.tune import tune_cascade
 from prefect_raybatch.cli import commands as cli
+from prefect_raybatch.cli.show import describe_progress
 from prefect_raybatch.cluster import pipeline
 from prefect_raybatch.compile.resolved import resolve
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Counts, Heartbeat
+from prefect_raybatch.errors import ConfigError, EndpointRefused
+from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.ledger.increments import OF_LARGER, increment_of
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import cascade_table, cascade_text, markdown
+from prefect_raybatch.report.run_history import answers_table
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.plan_run import precheck_resolved
 from prefect_raybatch.runs.repair import repair_run
+from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.spec.cascade import most_rows
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
+from prefect_raybatch.stages.endpoint import client
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.hosted_batches import shard
@@ -57,23 +74,23 @@ class Small(EngineStage):
     asked: list[int] = []
     rows = ROWS
 
-    def __init__(self, spec: EngineLaunch) -> None:
-        self.spec = spec
+    def __init__(self, launch: EngineLaunch) -> None:
+        self.launch = launch
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         numbers = table["number"].to_pylist()
         type(self).asked += numbers
         made = with_answers(table, table[ERROR].to_pylist(), list(map(self.text, numbers)))
         chances = [number % self.rows / self.rows + 0.02 for number in numbers]
-        if "logprobs" in self.spec.sampling:
+        if "logprobs" in self.launch.sampling:
             return STEPS.add_to(made, [[[[{"id": 5, "logprob": p - 1}]]] for p in chances])
         rows = [[("car", max(p, 1 - p)), ("bank", min(p, 1 - p))] for p in chances]
-        return CHANCES.add_to(made, rows) if self.spec.labels else made
+        return CHANCES.add_to(made, rows) if self.launch.labels else made
 
     def text(self, number: int) -> str:
-        if not self.spec.labels and "logprobs" not in self.spec.sampling:
+        if not self.launch.labels and "logprobs" not in self.launch.sampling:
             return '{"label": "car"}' if number % 4 else '{"label": "ca'
         return "car"
 
@@ -170,7 +187,20 @@ def test_unsure_rows_go_to_the_larger_model_and_all_rows_are_in_one_result(serve
     assert large.cost["total"] == pytest.approx(number * (11 + 14) / 1e6)
     assert report.tokens["output_tokens"] == ROWS + 7 * number
     assert report.good == ROWS and not report.failed
+    for page in (markdown(report), html(report)):
+        assert "Stages of large" in page and "Engines of large" in page
     assert verify(open_store(str(folder))).faults == []
+
+
+def test_finish_reasons_in_the_history_are_those_of_the_larger_model_alone(server, tmp_path):
+    unsure = {"when": {"logprob_below": -0.5}}
+    job = job_of(server, tmp_path, sampling={"max_tokens": 20}, escalate=unsure)
+    report, _ = run_of(job)
+    assert 0 < report.cascade[1].answered < ROWS
+    assert report.answers["ends"] == {"stop": float(report.cascade[1].answered)}
+    (page,) = history_of(job.output.uri)
+    titles = [row[""] for row in answers_table(page)]
+    assert titles[-1] == "finish reason stop, larger model"
 
 
 def test_at_most_sends_the_least_sure_rows_and_the_report_says_what_was_cut(server, tmp_path):
@@ -212,6 +242,46 @@ def test_answers_that_fail_the_schema_go_to_the_larger_model(server, tmp_path):
         assert (row["label"], row["answered_by"]) == expected
     assert report.good == ROWS and len(server.bodies) == 5
     assert verify(open_store(str(folder))).faults == []
+
+
+def test_rows_that_go_on_to_the_larger_model_are_not_counted_as_failed(server, tmp_path, capsys):
+    """Five of 20 answers do not match the schema, and a row without a company fails for good."""
+    with_nulls(tmp_path, 3)
+    job = job_of(
+        server,
+        tmp_path,
+        sampling={"max_tokens": 20},
+        output={"schema_model": FORM},
+        escalate={"when": {"fails_schema": True}},
+        limits={"max_failed_rows": 1},
+    )
+    run, told, pages = plan_run(job, "night"), [], []
+
+    class Stopped(Exception):
+        """Ends the run after the first model."""
+
+    def observe(progress: Progress) -> None:
+        if progress.later.rows and progress.done == ROWS:
+            told.append(describe_progress(progress, "inferring", ""))
+            beat = Heartbeat.of(Counts.whole(progress), 1.0)
+            pages.append((progress_line(beat), {row[""]: row["now"] for row in live_rows(beat)}))
+            assert Heartbeat.from_bytes(beat.to_bytes(), "beat") == beat
+        elif progress.before.rows:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        infer_run(job, run, observe)
+    assert told[-1].endswith("left, 1 failed, 5 to the larger model")
+    line, table = pages[-1]
+    assert line.endswith("1 failed, 5 to the larger model")
+    assert (table["failed"], table["to the larger model"]) == ("1", "5")
+    asks = status(run.uri).asks
+    assert asks is not None and (asks.quarantined, asks.to_larger) == (1, 5)
+    assert [key.split("|")[1] for key in asks.failures] == ["ValueError"]
+    report = finalize_run(job, run, infer_run(job, run))
+    assert (report.good, report.failed) == (ROWS - 1, 1)
+    assert status(run.uri).asked_larger == 5
+    assert "20 of 20 (100%), 5 asked of the larger model" in called(capsys, "status", run.uri)[1]
 
 
 def test_rows_of_low_mean_logprob_go_to_the_larger_model(server, tmp_path):
@@ -350,6 +420,94 @@ def test_failed_rows_are_retried_by_both_models(server, tmp_path):
     assert rows == {0: "demo", 9: "large"} and report.good == 2
 
 
+def retried(run: Path | str, **more: Any) -> tuple[RunReport, dict[int, str]]:
+    """Retry the failed rows of a run; return the report, and who answered each good row."""
+    found = plan_retry(str(run), **more)
+    assert isinstance(found, Retry)
+    report = finalize_run(found.job, found.run, infer_run(found.job, found.run))
+    store = open_store(found.run.uri)
+    assert verify(store).faults == []
+    data = rows_of(Path(found.run.uri)) if report.good else []
+    return report, {row["_row"]: row["answered_by"] for row in data}
+
+
+def refused_by_larger(server: OpenAIServer, *numbers: int) -> None:
+    """Have the larger model answer these rows with a text that is no label, and others `bank`."""
+
+    def answer(_: int, body: dict[str, Any]) -> Any:
+        name = body["messages"][-1]["content"].split("\n")[0]
+        is_refused = name in [f"Company {number}" for number in numbers]
+        return 200, {}, completion("neither" if is_refused else json.dumps({"label": "bank"}))
+
+    server.fault = answer
+
+
+def with_nulls(folder: Path, *numbers: int) -> None:
+    names = [None if n in numbers else f"Company {n}" for n in range(ROWS)]
+    pq.write_table(pa.table({"Company": names, "number": range(ROWS)}), folder / "in.parquet")
+
+
+def test_a_row_that_failed_at_the_larger_model_goes_there_again_in_a_retry(server, tmp_path):
+    """Rows 8 to 11 are the least sure, and `at_most` of two rows would be none."""
+    refused_by_larger(server, 8, 10)
+    limits = {"max_failed_rows": 5}
+    job = job_of(server, tmp_path, escalate={"at_most": 0.2}, limits=limits)
+    report, folder = run_of(job)
+    assert report.failed == 2
+    refused_by_larger(server, 8)
+    report, rows = retried(folder)
+    assert rows == {10: "large"} and report.failed == 1
+    refused_by_larger(server)
+    report, rows = retried(report.run)
+    assert rows == {8: "large"}, "also in the retry of a retry"
+
+
+def test_at_most_counts_over_a_run_and_its_retries(server, tmp_path):
+    """Rows 9, 10 and 11 are unsure and failed before a model was asked. Two rows may go."""
+    with_nulls(tmp_path, 9, 10, 11)
+    limits = {"max_failed_rows": 5}
+    rule = {"at_most": 0.1, "when": {"probability_below": 0.6}}  # unsure: 8 to 11
+    job = job_of(server, tmp_path, escalate=rule, limits=limits)
+    report, folder = run_of(job)
+    assert report.cascade[1].asked == 1, "row 8"
+    report, rows = retried(folder, overrides={"prompt.on_null": "empty"})
+    assert rows == {9: "demo", 10: "large", 11: "demo"}
+    assert "output.escalate.at_most (0.1 of the first run's 20 rows" in report.notes[0]
+    assert "left 2 to demo" in report.notes[0]
+
+
+def test_an_unfinished_retry_keeps_its_share_from_the_next_one(server, tmp_path):
+    with_nulls(tmp_path, 9, 10)
+    refused_by_larger(server, 8)
+    rule = {"at_most": 0.15, "when": {"probability_below": 0.6}}
+    report, folder = run_of(job_of(server, tmp_path, escalate=rule, limits={"max_failed_rows": 5}))
+    assert report.cascade[1].asked == 2, "rows 8 and 11, so one is left"
+    nulls = {"errors": ["ValueError"], "overrides": {"prompt.on_null": "empty"}}
+    first = plan_retry(str(folder), **nulls)
+    assert isinstance(first, Retry) and share_of(first.run.uri) == (ROWS, 0, 1)
+    refused_by_larger(server)
+    report, rows = retried(folder, errors=["AnswerNotValid"])
+    assert share_of(report.run) == (ROWS, 1, 0) and rows == {8: "large"}
+    _, rows = retried(folder, **nulls)
+    assert rows == {9: "demo", 10: "large"}
+
+
+def share_of(run: str) -> tuple[int, int, int]:
+    """Return (rows of the first run, rows sent before, rows that may be sent more) of a retry."""
+    increment = increment_of(need_plan(Ledger(open_store(run))))
+    assert increment is not None and increment.share is not None
+    return increment.share.rows, increment.share.sent, increment.share.more
+
+
+def test_a_retry_may_raise_at_most(server, tmp_path):
+    with_nulls(tmp_path, 9, 10)
+    rule = {"at_most": 0.05, "when": {"probability_below": 0.6}}
+    _, folder = run_of(job_of(server, tmp_path, escalate=rule, limits={"max_failed_rows": 5}))
+    changes = {"prompt.on_null": "empty", "output.escalate.at_most": 0.1}
+    _, rows = retried(folder, overrides=changes)
+    assert rows == {9: "demo", 10: "large"}
+
+
 def test_tune_finds_the_threshold_on_a_sample_and_writes_the_job_file(
     server, tmp_path, monkeypatch, capsys
 ):
@@ -381,6 +539,24 @@ def test_tune_finds_the_threshold_on_a_sample_and_writes_the_job_file(
     assert "output.escalate.when.probability_below" in said and "95% confidence" in said
     assert not list((tmp_path / "out").rglob("*.parquet")), "the sample's runs are removed"
     assert len(server.bodies) < 1000
+
+
+def test_rows_that_the_larger_model_failed_are_not_compared_when_tuning(server, tmp_path):
+    names = [f"Company {n}" for n in range(100)]
+    pq.write_table(pa.table({"Company": names, "number": range(100)}), tmp_path / "in.parquet")
+
+    def answer(_: int, body: dict[str, Any]) -> Any:
+        number = int(body["messages"][-1]["content"].split("\n")[0].split()[-1])
+        text = "neither" if number % 4 == 0 else json.dumps({"label": "car"})
+        return 200, {}, completion(text)
+
+    server.fault = answer
+    found = tune_cascade(job_of(server, tmp_path), 0.95)
+    assert (found.rows, found.same, found.unanswered) == (75, 75, 25)
+    assert found.found is not None and found.sampled == 100
+    assert found.lines()[1].startswith("25 sampled rows got no answer of the larger model")
+    with pytest.raises(ConfigError, match=r"75 rows cannot show .*, and 25 sampled rows got no"):
+        tune_cascade(job_of(server, tmp_path), 0.97)
 
 
 @pytest.mark.parametrize(
@@ -433,13 +609,69 @@ def test_an_input_column_of_that_name_is_refused_before_anything_is_asked(server
     assert not Small.asked and not server.bodies
 
 
-def test_a_row_that_fails_at_the_larger_model_is_in_quarantine(server, tmp_path):
-    server.fault = lambda number, body: (200, {}, completion("neither"))
-    number = sum(map(unsure, range(ROWS)))
+def test_failed_rows_count_for_the_model_at_which_they_failed(server, tmp_path):
+    """Row 3 makes no request; rows 8 and 10 fail at the larger model, which answers ten others."""
+    with_nulls(tmp_path, 3)
+    refused_by_larger(server, 8, 10)
     report, folder = run_of(job_of(server, tmp_path, limits={"max_failed_rows": ROWS}))
-    assert (report.good, report.failed) == (ROWS - number, number)
-    assert {row["answered_by"] for row in rows_of(folder)} == {"demo"}
+    assert (report.good, report.failed) == (ROWS - 3, 3)
+    small, large = report.cascade
+    assert (small.asked, small.answered, small.failed) == (ROWS, 7, 1)
+    assert (large.asked, large.answered, large.failed) == (12, 10, 2)
+    by = Counter(row["answered_by"] for row in rows_of(folder))
+    assert by == {"demo": 7, "large": 10}
     assert verify(open_store(str(folder))).faults == []
+    value = report.to_dict()["cascade"]
+    assert [(one["answered"], one["failed"]) for one in value] == [(7, 1), (10, 2)]
+    assert cascade_text(report) == "7 by demo (1 failed), 10 by large (2 failed)"
+    shown = cascade_table(report)
+    assert [(row["answered"], row["failed"], row["share"]) for row in shown] == [
+        ("7", "1", "35.0%"),
+        ("10", "2", "50.0%"),
+    ]
+    for text in (markdown(report), html(report)):
+        assert "rows asked" in text and "failed" in text and "50.0%" in text
+    assert report_of(str(folder)).cascade == report.cascade
+
+
+def test_a_row_of_which_the_larger_engine_dies_failed_there(server, tmp_path, monkeypatch):
+    usual = pipeline.Pipeline.__call__
+
+    def without_row_8(self: Any, units: Any, isolated: bool) -> Iterator[Any]:
+        if self.increment.ledger != OF_LARGER:
+            yield from usual(self, units, isolated)
+            return
+        yield self.quarantine(Unit(1, 2, 1), Loss("EngineDied", "of this row"))
+        yield from usual(self, [u for u in units if u.shard != 1], isolated)
+        yield from usual(self, [Unit(1, 0, 2), Unit(1, 3, 3)], isolated)
+
+    monkeypatch.setattr(pipeline.Pipeline, "__call__", without_row_8)
+    report, _ = run_of(job_of(server, tmp_path, limits={"max_failed_rows": 1}))
+    assert [(share.answered, share.failed) for share in report.cascade] == [(8, 0), (11, 1)]
+
+
+def test_a_larger_model_that_is_missing_is_named_as_the_job_names_it(server, tmp_path):
+    to = {"model": str(tmp_path / "none")}
+    with pytest.raises(ConfigError, match=r"^output\.escalate\.to\.model: .*none"):
+        dry_run(job_of(server, tmp_path, escalate={"to": to}))
+
+
+def test_a_larger_model_that_its_server_lacks_is_found_before_any_row_is_answered(tmp_path):
+    field = r"^output\.escalate\.to\.endpoint\.model: the server has no model 'large'; use .*other"
+    with openai_server(models=("other",)) as server, pytest.raises(EndpointRefused, match=field):
+        plan_run(job_of(server, tmp_path), "night")
+    assert not list((tmp_path / "out").rglob("plan.json"))
+
+
+def test_a_larger_model_whose_server_is_away_may_be_back_when_it_is_needed(
+    server, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(client, "FIRST_BACKOFF", 0.001)
+    to = {"endpoint": {"url": f"http://127.0.0.1:{free_ports()[0]}/v1", "model": "large"}}
+    run = plan_run(job_of(server, tmp_path, escalate={"to": to}), "night")
+    assert (Path(run.uri) / "_raybatch/plan.json").exists()
+    assert "output.escalate.to.endpoint.url: http://127.0.0.1:" in caplog.text
+    assert "The run needs this server later" in caplog.text
 
 
 def test_plan_and_preview_show_both_models(server, tmp_path):
@@ -450,6 +682,33 @@ def test_plan_and_preview_show_both_models(server, tmp_path):
     assert ("answered_by", "string") in found.result and not found.problems
     shown = preview_rows(job, 3, answers=False)
     assert shown.larger is not None and len(shown.prompts) == len(shown.larger.prompts) == 3
+
+
+@pytest.mark.parametrize(("at_most", "asked"), [(0.25, 5), (1.0, 12)])
+def test_a_run_costs_at_most_what_the_plan_says_under_its_assumptions(
+    server, tmp_path, at_most, asked
+):
+    """The server bills 11 and 7 tokens a row; the plan assumes answers of full length, which for
+    labels as JSON is what the requests allow, not sampling.max_tokens."""
+    rule = {"at_most": at_most, "check": 2}
+    job = job_of(server, tmp_path, escalate=rule)
+    found = dry_run(job)
+    assert found.cost is not None and found.cost.cost is not None and found.hosted is not None
+    most = min(ROWS, round(at_most * ROWS) + 2)
+    assert found.cost.rows == most
+    told = (
+        f"for {most} rows, if each answer is as long as it may be ({found.hosted.longest_answer} "
+        "tokens) and the larger model is asked about as many rows as output.escalate.at_most "
+        f"({at_most:g}) allows and 2 to check; by sampled rows"
+    )
+    assert found.cost.line().endswith(told)
+    report, _ = run_of(job)
+    assert {body["max_tokens"] for body in server.bodies} == {found.hosted.longest_answer}
+    large = report.cascade[1]
+    assert large.asked == asked + 2
+    assert large.cost["total"] == pytest.approx(large.asked * (11 * 1.0 + 7 * 2.0) / 1e6)
+    answers = found.hosted.longest_answer * 2.0 * most / 1e6
+    assert answers <= found.cost.cost and large.cost["total"] < found.cost.cost
 
 
 def test_the_larger_model_may_answer_by_the_batch_api(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
+from helpers.command_line import called
 from helpers.environ import clean
 from helpers.openai_server import completion, openai_server
 
@@ -24,11 +25,14 @@ pytestmark = pytest.mark.whole
 ROWS, MOST = 60, 15
 
 
-def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(tmp_path: Path) -> None:
-    begun = [sys.executable, "-m", "prefect_raybatch.cli"]
-    subprocess.run(
-        [*begun, "init", "--example"], env=clean(), cwd=tmp_path, check=True, timeout=600
-    )
+def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
+    local_ray: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert called(capsys, "init", "--example")[0] == 0
     with openai_server() as server:
         reached, go = threading.Event(), threading.Event()
 
@@ -47,12 +51,15 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(tmp_p
             }
         )
         command = [
-            *(*begun, "run", "companies.yaml", "--run-key", "n1", "--no-prefect"),
+            *("run", "companies.yaml", "--run-key", "n1", "--no-prefect"),
             *("--set", f"source.limit={ROWS}", "--set", "source.rows_per_shard=20"),
             *("--set", f"output.escalate={escalate}"),
         ]
         with subprocess.Popen(
-            command, env=clean(), cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "prefect_raybatch.cli", *command],
+            env=clean(),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
         ) as driver:
             try:
                 assert reached.wait(300), "the larger model is asked once the first one is done"
@@ -61,10 +68,8 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(tmp_p
                     os.killpg(driver.pid, signal.SIGKILL)
         go.set()
         before = len(list((tmp_path / "out/n1/_raybatch/asks/_raybatch/attempts").iterdir()))
-        done = subprocess.run(
-            command, env=clean(), cwd=tmp_path, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        code, out, err = called(capsys, *command)
+        assert code == 0, err[-3000:]
         asked = {body["messages"][-1]["content"] for body in server.bodies}
     folder = tmp_path / "out" / "n1"
     assert len(list((folder / "_raybatch/asks/_raybatch/attempts").iterdir())) == before == 1
@@ -73,4 +78,4 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(tmp_p
     assert [row["_row"] for row in rows] == list(range(ROWS))
     assert len(by_larger) == MOST == len(asked)
     assert verify(open_store(str(folder))).faults == []
-    assert f"{ROWS - MOST} by demo, {MOST} by large" in done.stdout
+    assert f"{ROWS - MOST} by demo, {MOST} by large" in out

@@ -256,7 +256,7 @@ def test_what_rots_while_a_run_reads_it_is_not_taken(
 def test_answers_in_the_order_of_the_rows_are_only_a_copy(
     nights: Nights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("KEPT_ANYWAY", "FEW_READS"):
+    for name in ("UNSORTED_BYTES", "FEW_READS"):
         monkeypatch.setattr(answers_by_row, name, 0)
     nights.write(*FIRST)
     nights.night("n1")

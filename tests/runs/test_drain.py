@@ -25,14 +25,14 @@ from prefect_raybatch.api import finalize_run, infer_run, plan_run, submission
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Driver, Progress
 from prefect_raybatch.errors import ConfigError, RunDrained
-from prefect_raybatch.flow.flows import called as called_flow
+from prefect_raybatch.flow.flows import call_flow as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.drains import Draining, put_drain
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
 from prefect_raybatch.runs.status import status
-from prefect_raybatch.stages.block import passes_by, units_of
+from prefect_raybatch.stages.block import is_passthrough, units_of
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.storage import open_store
 
@@ -127,21 +127,21 @@ def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
 class HeldEngine(FakeEngine):
     """Answers three blocks, and the others once it has seen that the run is to be drained."""
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
-        self.free, self.lock = FREE, threading.Lock()
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
+        self.launch, self.free, self.lock = launch, FREE, threading.Lock()
 
     def __call__(self, table: pa.Table) -> pa.Table:
         table = EngineStage.pending(self, table)  # type: ignore[arg-type]
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         with self.lock:
             self.free -= 1
             held = self.free < 0
         if held:
             (unit,) = units_of(table)
-            assert self.spec.done is not None
-            until(partial(self.spec.done, unit.shard), 240, "the word to end")
+            assert self.launch.done is not None
+            until(partial(self.launch.done, unit.shard), 240, "the word to end")
         return super().__call__(table)
 
 

@@ -27,12 +27,13 @@ from prefect_raybatch.cluster.sizes import for_attempt
 from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
 from prefect_raybatch.driver import monitor
-from prefect_raybatch.driver.heartbeat import Beat, Listener, read_beats
+from prefect_raybatch.driver.heartbeat import Heartbeat, Listener, read_heartbeats
 from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
 from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.report.report import result_rows
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.runs.starts import seconds_of_others
 from prefect_raybatch.sizing.sizes import assumed
@@ -41,7 +42,7 @@ from prefect_raybatch.stages.endpoint import client, limiter
 from prefect_raybatch.stages.endpoint.body import LABEL_JSON_TOKENS
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
-from prefect_raybatch.stages.vllm import note
+from prefect_raybatch.stages.vllm import process_note
 from prefect_raybatch.storage import open_store
 
 ROWS = 20
@@ -129,8 +130,8 @@ def test_a_refusal_ends_the_other_blocks_of_the_engine_with_the_same_error(serve
 
 
 def test_the_actor_in_place_of_one_that_died_asks_no_vllm(server, tmp_path, monkeypatch):
-    died = note.Left(note.ROWS, cause=note.SILENT)
-    monkeypatch.setattr(note.Note, "left", lambda self: died)
+    died = process_note.PredecessorNote(process_note.ROWS, cause=process_note.SILENT)
+    monkeypatch.setattr(process_note.ProcessNote, "read_predecessor", lambda self: died)
     _, folder = finished_run(job_of(server, tmp_path))
     assert len(answers(folder)) == len(server.bodies) == ROWS
 
@@ -165,6 +166,7 @@ def test_a_row_that_the_server_refuses_is_quarantined_with_its_words(server, tmp
     (row,) = quarantined(folder)
     assert row["error"] == "RequestRefused" and "maximum context length" in row["message"]
     assert report.good == ROWS - 1 and len(server.bodies) == ROWS
+    assert ("Model", f"large@{server.url}") in result_rows(report)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_a_limit_that_holds_the_run_up_is_told(server, tmp_path, monkeypatch):
     lines = []
 
     class Reader(Listener):
-        def hear(self, beat: Beat) -> None:
+        def on_heartbeat(self, beat: Heartbeat) -> None:
             if "429" in beat.about:
                 lines.extend((progress_line(beat), live_rows(beat)[0]["now"]))
                 told.set()
@@ -317,13 +319,13 @@ def test_an_outage_is_no_stall(server, tmp_path, monkeypatch):
     """The server is away until somebody is told so; a stall would end the run."""
     monkeypatch.setattr(monitor, "LOOK", 0.02)
     monkeypatch.setattr(monitor, "ASK_ENGINES", 0.02)
-    monkeypatch.setattr(limiter, "OUTAGE_TOLD", 0.0)
+    monkeypatch.setattr(limiter, "OUTAGE_LOG_SECONDS", 0.0)
     monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)  # no row is blamed
     told = threading.Event()
     lines: list[str] = []
 
     class Reader(Listener):
-        def hear(self, beat: Beat) -> None:
+        def on_heartbeat(self, beat: Heartbeat) -> None:
             if "no answer from the server" in beat.about:
                 lines.extend((progress_line(beat), live_rows(beat)[0]["now"]))
                 told.set()
@@ -343,10 +345,10 @@ def test_a_new_attempt_waits_until_requests_of_others_count_no_longer(server, tm
     with pytest.raises(EndpointRefused):
         finished_run(job)
     ledger = Ledger(open_store(str(tmp_path / "out" / "night")))
-    (beat,) = read_beats(ledger.store, ledger.attempts()).values()
+    (beat,) = read_heartbeats(ledger.store, ledger.attempts()).values()
     assert seconds_of_others(ledger, "ours", beat.at) >= LIMIT_WINDOW + TRAVEL
     assert seconds_of_others(ledger, "ours", beat.at + 3600) == 0
-    alone = next(iter(read_beats(ledger.store, ledger.attempts())))
+    alone = next(iter(read_heartbeats(ledger.store, ledger.attempts())))
     assert seconds_of_others(ledger, alone, beat.at) == 0  # its own requests are known
 
 

@@ -19,7 +19,7 @@ from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import side_by_side
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import Beat, Counts
+from prefect_raybatch.driver.heartbeat import Counts, Heartbeat
 from prefect_raybatch.errors import ConfigError, ErrorBudgetExceeded
 from prefect_raybatch.ledger.increments import read_answers
 from prefect_raybatch.ledger.ledger import Ledger
@@ -27,6 +27,7 @@ from prefect_raybatch.plan import prefix_order, row_keys
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs import answers_by_row
+from prefect_raybatch.runs.reusable_runs import ReusableRuns
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.storage import open_store
 
@@ -136,7 +137,9 @@ def test_progress_is_one_count_of_requests_and_rows(nights: Nights) -> None:
     assert counts == sorted(counts) and counts[0] == (0, 0, 0) and counts[-1] == (15, 5, 3)
     assert (4, 1, 3) in counts  # the request that failed is in the first shard of the asks
     left = [
-        Beat.of(replace(c, window_start=c.at - 1), c.at).seconds_left for c in seen if c.commits
+        Heartbeat.of(replace(c, window_start=c.at - 1), c.at).seconds_left
+        for c in seen
+        if c.commits
     ]
     assert left[1] == 0.0 == left[-1]  # of the requests, while these are asked
     again: list[int] = []
@@ -335,6 +338,23 @@ def test_all_reuses_the_answers_of_each_complete_run(nights: Nights) -> None:
     assert report.reuse["reused"] == 3 and answers(nights, "n4") == right(*"abcde")
 
 
+def test_all_prefers_the_newest_answer_and_its_figures(nights: Nights) -> None:
+    nights.write("a", "b")
+    output = {"uri": str(nights.folder / "out"), "columns": ["text"], "keep_answers": 60}
+    for key in ("n1", "n2"):
+        nights.answer = lambda prompt, key=key: f"{key} to {words(prompt)}"  # type: ignore[misc]
+        nights.night(key, nights.job(output=output, reuse=None))
+    nights.write("b")
+    nights.night("n3", nights.job(reuse="all"))
+    assert answers(nights, "n3") == [("b", "n2 to b")]
+    store = open_store(run_dir(nights, "n2"))
+    found = read_answers(store)
+    assert found is not None
+    held = tuple((store, replace(found, seconds=seconds)) for seconds in (1.0, 2.0))
+    assert ReusableRuns(held=held, every_run=True).seconds == 1.0, "the newest run is first"
+    assert ReusableRuns(held=held).seconds == 2.0, "a run's retry follows it"
+
+
 def test_a_sampled_answer_that_was_copied_is_reused_once(nights: Nights) -> None:
     hot = nights.job(reuse="all", sampling={"temperature": 0.9, "max_tokens": 4})
     nights.write("a")
@@ -472,7 +492,7 @@ def test_keys_are_made_side_by_side_where_there_are_many_rows(
         yield from map(pickle.loads(pickle.dumps(work)), reversed(list(items)))
 
     monkeypatch.setattr(side_by_side, "workers_for", workers)
-    monkeypatch.setattr(side_by_side, "side_by_side", backwards)
+    monkeypatch.setattr(side_by_side, "run_in_parallel", backwards)
     texts = ["a", "b", None, "d", "b", "f", "g", "a"]
     nights.write(*texts)
     report = nights.night("n1")
@@ -544,9 +564,9 @@ def test_answers_that_lie_far_apart_are_put_in_the_order_of_the_rows(
     nights.refuses = lambda prompt: "item 7" in prompt
     nights.write(*reversed(texts), "new", None)
     nights.night("plain")
-    for name in ("KEPT_ANYWAY", "FEW_READS"):
+    for name in ("UNSORTED_BYTES", "FEW_READS"):
         monkeypatch.setattr(answers_by_row, name, 0)
-    for name in ("NEAR", "FOUND_AT_ONCE", "ROWS_TOGETHER", "FILE_ROWS"):
+    for name in ("ROW_STEP", "LOOKUP_ROWS", "ROWS_TOGETHER", "FILE_ROWS"):
         monkeypatch.setattr(answers_by_row, name, 3)
     monkeypatch.setattr(prefix_order, "BUCKET_BYTES", 200)
     placed, read = nights.folder / "out" / "n2" / "_raybatch" / "by_row", []
@@ -575,7 +595,7 @@ def test_answers_that_lie_far_apart_are_put_in_the_order_of_the_rows(
 def test_answers_stay_where_they_are_without_room_for_another_order(
     nights: Nights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("KEPT_ANYWAY", "FEW_READS"):
+    for name in ("UNSORTED_BYTES", "FEW_READS"):
         monkeypatch.setattr(answers_by_row, name, 0)
     monkeypatch.setattr(answers_by_row, "DISK_TIMES", 1 << 60)
     nights.write(*"bacd")

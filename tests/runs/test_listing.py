@@ -26,7 +26,7 @@ from prefect_raybatch.errors import (
     StoreUnavailable,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.ledger.family import place
+from prefect_raybatch.ledger.family import locate_run
 from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
@@ -290,7 +290,7 @@ def test_commands_on_a_link_work_on_the_run_that_it_leads_to(out, tmp_path):
     assert (out / "two.m1" / PLAN).exists() and not (tmp_path / "far/two.m1").exists()
     (out / "last").symlink_to("open")
     assert finalize_whole(str(out / "last")).run == str(out / "open")
-    assert verify_chain(*place(str(out / "last"))).ok
+    assert verify_chain(*locate_run(str(out / "last"))).ok
 
 
 @pytest.mark.parametrize("how", [shutil.copytree, shutil.move])

@@ -19,7 +19,7 @@ from s3server import S3Server
 from prefect_raybatch import finalize_partial, open_run
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, NoSuchRun
-from prefect_raybatch.ledger.partials import RANGES_TOLD, MissingRows, PartialResult
+from prefect_raybatch.ledger.partials import MAX_RANGES_LISTED, MissingRows, PartialResult
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.result import survey
@@ -232,7 +232,7 @@ def test_ranges_of_missing_rows_are_bounded():
     shards = Shards(np.arange(0, 5001))
     done = np.arange(5000) % 2 == 0
     found = MissingRows.of(done, shards, RowNumbers(5000))
-    assert len(found.ranges) == RANGES_TOLD and found.more == 2500 - RANGES_TOLD
+    assert len(found.ranges) == MAX_RANGES_LISTED and found.more == 2500 - MAX_RANGES_LISTED
     assert found.rows == found.shards == 2500 and found.ranges[0] == (1, 1)
     assert found.text(2) == "2,500 rows (1 to 1, 3 to 3, and 2,498 more ranges)"
 

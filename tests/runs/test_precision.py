@@ -18,7 +18,7 @@ from helpers.small import input_rows, job_dict, make_job
 from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import connect, trial_actor
-from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.cluster.sharing import Tenant
 from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.driver.cost import CostMeter
@@ -27,12 +27,12 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.layout import PRECISION
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
-from prefect_raybatch.ledger.precision import note_precision, read_precision
+from prefect_raybatch.ledger.precision import read_precision, record_precision
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
-from prefect_raybatch.runs.precision import decided_precision, drawn_rows, said
+from prefect_raybatch.runs.precision import decided_precision, decision_text, drawn_rows
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.stages.trial import TrialEngine, compared, pooled_answers
@@ -61,7 +61,7 @@ class Small:
         """The engine arguments that are decided on."""
         engine = self.job.engine.model_copy(update={"env": {**self.job.engine.env, **env}})
         job = self.job.model_copy(update={"engine": engine})
-        user = User("trial", self.said.append)
+        user = Tenant("trial", self.said.append)
         found = decided_precision(
             compile_planned(job, self.plan),
             self.plan,
@@ -126,7 +126,7 @@ def test_answers_that_agree_are_asked_in_fp8(planned):
     (one,) = note.tries
     assert (one.rows, one.agreed, one.agreement, note.itself) == (ROWS, ROWS, 1.0, 1.0)
     assert 0.99 < one.bound < 0.993 and one.disagreeing == ()
-    assert "quantization: fp8; quantization: fp8 agreed in 400 of 400 rows" in said(note)
+    assert "quantization: fp8; quantization: fp8 agreed in 400 of 400 rows" in decision_text(note)
 
 
 def test_answers_that_differ_are_asked_as_the_model_is_stored(planned):
@@ -154,7 +154,7 @@ def test_what_does_not_start_is_not_taken_and_told(planned):
     assert run.decide(**{Fp8Engine.REFUSES: "1"}) == {}
     note = read_precision(run.store)
     assert note is not None and "no kernel for fp8" in note.tries[0].error
-    assert "did not work: EngineStartError: no kernel for fp8" in said(note)
+    assert "did not work: EngineStartError: no kernel for fp8" in decision_text(note)
 
 
 def test_what_fails_together_is_tried_apart(planned):
@@ -178,7 +178,7 @@ def test_a_decision_is_made_once_and_taken_by_all_who_come_later(planned):
     assert run.engines == made
     first = read_precision(run.store)
     assert first is not None
-    assert note_precision(run.store, replace(first, decided={}, by="late")) == first
+    assert record_precision(run.store, replace(first, decided={}, by="late")) == first
 
 
 def test_commits_without_a_decision_are_a_fault(planned):
@@ -201,7 +201,7 @@ def test_a_retry_takes_its_parents_decision(planned):
     assert retry.decide(**{Fp8Engine.EVERY: "2"}) == {"quantization": "fp8"}
     note = read_precision(child.store)
     assert run.engines == made and note is not None and note.by == "k"
-    assert said(note) == "quantization: fp8, as decided in run k"
+    assert decision_text(note) == "quantization: fp8, as decided in run k"
 
 
 def test_a_run_is_not_resumed_in_another_precision(planned):
@@ -237,7 +237,7 @@ def test_rows_that_set_their_own_sampling_are_asked_greedily(planned):
             asked.append(spec.sampling)
 
     spec = compile_planned(run.job, run.plan)
-    decided_precision(spec, run.plan, run.shards, run.ledger, CPUS, User("t"), "a", Noting)
+    decided_precision(spec, run.plan, run.shards, run.ledger, CPUS, Tenant("t"), "a", Noting)
     assert asked[0] == {"temperature": 0.0, "max_tokens": 8} == asked[1]
     assert run.job.sampling.temperature == 0.8  # and the run draws as it says
 
@@ -370,7 +370,7 @@ def test_a_trial_counts_as_cost_while_its_engines_hold_gpus(planned, monkeypatch
     job = run.job.model_copy(update={"engine": run.job.engine.model_copy(update={"device": "gpu"})})
     monkeypatch.setattr(connect, "check_fit", lambda *_: None)
     meter = Meter(3600.0)
-    user = User("trial", run.said.append)
+    user = Tenant("trial", run.said.append)
     known = (run.plan, run.shards, run.ledger, gpus, user, "attempt", Fp8Engine)
     assert decided_precision(compile_planned(job, run.plan), *known, meter) == {
         "quantization": "fp8"
@@ -378,8 +378,8 @@ def test_a_trial_counts_as_cost_while_its_engines_hold_gpus(planned, monkeypatch
     assert held == [1.0, 1.0] and meter.gpu_seconds >= 20.0
     meter.see(99.0, {})
     assert meter.gpus == 0.0
-    later = CostMeter(3600.0, 1.0, 1).after(meter)
-    assert later.whole == meter.cost and later.whole >= 20.0
+    later = CostMeter(3600.0, 1.0, 1).continue_from(meter)
+    assert later.total_cost == meter.cost and later.total_cost >= 20.0
 
 
 def test_nights_that_take_answers_over_stay_in_one_precision(tmp_path, monkeypatch):

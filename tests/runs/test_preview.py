@@ -20,7 +20,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.ledger.failures import Loss
-from prefect_raybatch.stages.block import lost_all
+from prefect_raybatch.stages.block import lost_block_like
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_an_engine_that_is_lost_says_why(job, fatal, error):
 
     class Lost(FakeEngine):
         def __call__(self, table: pa.Table) -> pa.Table:
-            return lost_all(table, Loss("RuntimeError", "no memory left", fatal))
+            return lost_block_like(table, Loss("RuntimeError", "no memory left", fatal))
 
         def close(self) -> None:
             ended.append(self)

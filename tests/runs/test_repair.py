@@ -33,7 +33,7 @@ from prefect_raybatch.ledger.layout import (
     row_sums_path,
 )
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.precision import PrecisionNote, note_precision, read_precision
+from prefect_raybatch.ledger.precision import PrecisionNote, read_precision, record_precision
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy
 from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.finalize import finalize
@@ -238,7 +238,7 @@ RECORDS = [PRECISION, REPORT, row_sums_path("data/part-00000.parquet")]
 def with_decision(run: SmallRun) -> SmallRun:
     """Note in which precision the rows of a run were asked."""
     note = PrecisionNote({"quantization": "fp8"}, 0.9, (), "a")
-    note_precision(run.store, note)
+    record_precision(run.store, note)
     if run.ledger.finished(run.plan) is not None:
         put_report(run.store, replace(read_report(run.store), precision=note))
     return run

@@ -34,7 +34,7 @@ from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
-from prefect_raybatch.ledger.family import load_family, place
+from prefect_raybatch.ledger.family import load_family, locate_run
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
@@ -42,7 +42,7 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.retry import Nothing
+from prefect_raybatch.runs.retry import NothingToRetry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
@@ -66,7 +66,7 @@ def taken(uri: str | Path) -> list[int]:
 
 
 def chain(uri: str | Path) -> ChainVerdict:
-    return verify_chain(*place(str(uri)))
+    return verify_chain(*locate_run(str(uri)))
 
 
 # --- the plan -----------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_an_unknown_class_is_no_success_when_all_rows_are_retried_already(tmp_pa
     with pytest.raises(ConfigError, match=r"failed with Timeout\. .* ValueError \(2\)"):
         plan_retry(run.store.uri, ["Timeout"])
     nothing = plan_retry(run.store.uri, ["ValueError"])
-    assert isinstance(nothing, Nothing) and "none failed again" in nothing.message
+    assert isinstance(nothing, NothingToRetry) and "none failed again" in nothing.message
 
 
 def test_a_class_is_known_also_where_the_report_is_too_short_for_it(tmp_path):
@@ -212,13 +212,13 @@ def test_failed_again_are_retried_by_a_child_of_the_child(tmp_path):
     three = retried(two)
     assert numbers(three) == [18] and chain(one).data == 20
     nothing = plan_retry(run.store.uri)
-    assert isinstance(nothing, Nothing) and "none failed again" in nothing.message
+    assert isinstance(nothing, NothingToRetry) and "none failed again" in nothing.message
 
 
 def test_a_run_without_failed_rows_has_nothing_to_retry(tmp_path):
     run = first_run(tmp_path, failed={})
     made = plan_retry(run.store.uri)
-    assert isinstance(made, Nothing) and "no row of key failed" in made.message
+    assert isinstance(made, NothingToRetry) and "no row of key failed" in made.message
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
 
 
@@ -294,6 +294,15 @@ def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):
     run = first_run(tmp_path, limits={"max_failed_rows": 1})
     assert planned(run.store.uri).job.limits.allowed(4) == 4
     assert planned(run.store.uri, None, {"limits.max_failed_rows": 2}).job.limits.allowed(4) == 2
+
+
+@pytest.mark.parametrize(("limit", "allowed"), [(1, 4), (2, 2)])
+def test_of_a_job_file_the_changed_limit_on_failed_rows_applies(tmp_path, limit, allowed):
+    """The run's own counts its failed rows already; another one is meant for the retry."""
+    run = first_run(tmp_path, limits={"max_failed_rows": 1})
+    job = make_job(limits={"max_failed_rows": limit, "hang_seconds": 9.0})
+    limits = planned(run.store.uri, None, None, job).job.limits
+    assert limits.allowed(4) == allowed and limits.hang_seconds == 9.0
 
 
 @pytest.mark.parametrize(
@@ -573,7 +582,7 @@ def test_folders_that_only_look_like_children_do_not_count(tmp_path):
     value = read_json(lone / "_raybatch/plan.json") | {"run_key": "key.r2"}
     (lone / "_raybatch/plan.json").write_text(json.dumps(value))
     adopt(lone)
-    family = load_family(*place(run.store.uri))
+    family = load_family(*locate_run(run.store.uri))
     assert list(family.members) == ["key"] and family.next_key == "key.r3" and not family.strays
     assert planned(run.store.uri).run.run_key == "key.r3"
 
@@ -755,7 +764,7 @@ def test_on_s3_with_keys_from_the_command_alone(s3, tmp_path, monkeypatch):
     two = planned(one.run.uri, None, None, job)
     work(two, two.job)
     finalize_run(two.job, two.run)
-    found = verify_chain(*place(store.uri, s3.options))
+    found = verify_chain(*locate_run(store.uri, s3.options))
     assert found.ok and (found.data, found.quarantined) == (18, 2)
     assert [link.run_key for link in found.runs] == ["key", "key.r1", "key.r2"]
 
@@ -829,7 +838,7 @@ def test_a_retry_that_was_killed_before_it_was_published_is_published(tmp_path: 
         plan_retry(run.store.uri, job=other)
     publish_run(again.job, again.run.uri)
     for asked in (job, other, None):
-        assert isinstance(plan_retry(run.store.uri, job=asked), Nothing)
+        assert isinstance(plan_retry(run.store.uri, job=asked), NothingToRetry)
 
 
 def test_a_retry_that_was_begun_without_targets_is_not_missed(tmp_path: Path) -> None:
@@ -838,7 +847,7 @@ def test_a_retry_that_was_begun_without_targets_is_not_missed(tmp_path: Path) ->
     made = planned(run.store.uri, None, {"output.publish": []})
     work(made, made.job)
     finalize_run(made.job, made.run)
-    assert isinstance(plan_retry(run.store.uri), Nothing)
+    assert isinstance(plan_retry(run.store.uri), NothingToRetry)
 
 
 def with_tokens(job: BatchJob, most: int) -> dict[str, Any]:

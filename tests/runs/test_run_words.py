@@ -17,8 +17,8 @@ from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import run_words, with_run_words
-from prefect_raybatch.job.run_words import date_of, date_of_key
+from prefect_raybatch.job.edits import job_placeholders, render_placeholders
+from prefect_raybatch.job.placeholders import date_of, date_of_key
 
 NIGHT = date(2026, 7, 1)
 
@@ -44,14 +44,14 @@ def test_words_are_filled_in_everywhere_they_may_stand():
         },
         output={"uri": "s3://b/{run_date:%Y/%m/%d}/{other}"},
     )
-    assert run_words(job) == {"run_date", "run_key"}
-    made = with_run_words(job, "k-1", NIGHT)
+    assert job_placeholders(job) == {"run_date", "run_key"}
+    made = render_placeholders(job, "k-1", NIGHT)
     assert made.source.uri == "postgresql://host/k-1" and made.source.filter == "key = 'k-1'"
     assert made.source.query == "SELECT '{a}' FROM t WHERE day = '2026-07-01'"
     assert made.output.uri == "s3://b/2026/07/01/{other}"
-    assert run_words(made) == set() and with_run_words(made, "other") is made
+    assert job_placeholders(made) == set() and render_placeholders(made, "other") is made
     several = make_job(source={"uri": ["in/{run_date}", "in/x"]})
-    assert with_run_words(several, "k", NIGHT).source.uris == ["in/2026-07-01", "in/x"]
+    assert render_placeholders(several, "k", NIGHT).source.uris == ["in/2026-07-01", "in/x"]
 
 
 def to_publish(*targets: dict[str, Any]) -> BatchJob:
@@ -63,18 +63,18 @@ def test_targets_take_the_date_where_the_run_begins_and_the_key_where_it_is_publ
         {"format": "jsonl", "uri": "s3://lake/day={run_date}/{run_key}"},
         {"format": "sql", "uri": "sqlite:///a.db", "table": "t_{run_date:%y%m%d}_{run_key}"},
     )
-    assert run_words(job) == {"run_date"}
-    made = with_run_words(job, "night", NIGHT)
+    assert job_placeholders(job) == {"run_date"}
+    made = render_placeholders(job, "night", NIGHT)
     files, table = made.output.publish
     assert (files.uri, table.table) == ("s3://lake/day=2026-07-01/{run_key}", "t_260701_{run_key}")
     assert files.place("k.r1") == "s3://lake/day=2026-07-01/k.r1"
     assert table.place("k.r1") == "sqlite:///a.db#t_260701_k.r1"
     assert table.filled("k.r1").table == "t_260701_k.r1"
-    assert run_words(made) == set() and with_run_words(made, "other") is made
-    retry = with_run_words(job, "job-20260702T013000Z.r1").output.publish[0]
+    assert job_placeholders(made) == set() and render_placeholders(made, "other") is made
+    retry = render_placeholders(job, "job-20260702T013000Z.r1").output.publish[0]
     assert retry.uri == "s3://lake/day=2026-07-02/{run_key}"
     with pytest.raises(ConfigError, match="contains no date; set --run-date"):
-        with_run_words(job, "night")
+        render_placeholders(job, "night")
     with pytest.raises(ConfigError, match="run_dat"):
         to_publish({"format": "jsonl", "uri": "out/{run_dat}"})
 
@@ -140,7 +140,7 @@ def test_a_flow_takes_its_scheduled_date(tmp_path, monkeypatch):
 
     def plan_shards(job: BatchJob, key: str) -> None:
         # The task fills in what the run key tells; else the flow has.
-        seen.append((str(with_run_words(job, key).source.uri), key))
+        seen.append((str(render_placeholders(job, key).source.uri), key))
         raise Planned
 
     monkeypatch.setattr(flows, "plan_shards", plan_shards)
@@ -163,8 +163,8 @@ def test_a_scheduled_date_is_that_of_the_schedules_own_time_zone(tmp_path, monke
         pass
 
     def plan_shards(job: BatchJob, key: str) -> None:
-        dates.append(Path(with_run_words(job, key).source.uri).parent.name)
-        assert written_uri(with_run_words(job, key).output.uri) == written.output.uri
+        dates.append(Path(render_placeholders(job, key).source.uri).parent.name)
+        assert written_uri(render_placeholders(job, key).output.uri) == written.output.uri
         raise Planned
 
     berlin = ZoneInfo("Europe/Berlin")

@@ -44,7 +44,7 @@ from prefect_raybatch.runs.tune import (
 )
 from prefect_raybatch.sizing.agreement import lower_bound
 from prefect_raybatch.sizing.sizes import Capacity
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import is_passthrough
 
 Axes = dict[str, Callable[[Any], list[Any]]]
 AXES: Axes = {
@@ -190,7 +190,7 @@ def test_what_may_change_answers_is_tried_on_top_of_the_best():
         {"engine.max_num_seqs": 512, **OPTIONS[0]},
         {"engine.max_num_seqs": 512, **OPTIONS[1]},
     ]
-    left = tune.said_of_altered([*trials, *made], OPTIONS, 0.99)[-1]
+    left = tune.alteration_sentences([*trials, *made], OPTIONS, 0.99)[-1]
     assert left == "there was no time for engine.tensor_parallel_size: 2"
     assert tune.altered([Trial({}, error="no")], OPTIONS, bench, 1e9, seen.append) == []
 
@@ -200,7 +200,7 @@ def test_each_change_says_what_it_brought_and_what_it_changes():
     fp8 = Trial(OPTIONS[0], 140.0, may_alter=True, agreement=agreed(380))
     guessed = Trial(OPTIONS[1], 160.0, may_alter=True, agreement=agreed(400))
     slower = Trial(OPTIONS[2], 90.0, may_alter=True)
-    said = tune.said_of_altered([plain, fp8, guessed, slower], OPTIONS, 0.99)
+    said = tune.alteration_sentences([plain, fp8, guessed, slower], OPTIONS, 0.99)
     assert said[0].startswith("engine.quantization: fp8 brought 1.40 times; 380 of 400 sampled ")
     assert said[0].endswith("at least 92.82% of all; limits.min_agreement 0.99: not taken")
     assert "brought 1.60 times; 400 of 400" in said[1] and said[1].endswith("may be taken")
@@ -218,7 +218,7 @@ def test_each_change_says_what_it_brought_and_what_it_changes():
             "compared: died",
         ),
     ):
-        assert told in tune.said_of_altered([plain, wrong], OPTIONS[:1], 0.99)[0]
+        assert told in tune.alteration_sentences([plain, wrong], OPTIONS[:1], 0.99)[0]
     found = Tuned((plain, fp8, guessed), guessed, 100, 10.0)
     assert [row["same answers"] for row in tune.table(found)] == [
         "",
@@ -227,7 +227,7 @@ def test_each_change_says_what_it_brought_and_what_it_changes():
     ]
     died = Trial(OPTIONS[0], error="EngineStartError: no fp8\non this card", may_alter=True)
     more = Trial({"engine.max_num_seqs": 9}, error="InsufficientResources: no room")
-    notes = tuple(tune.said_of_altered([plain, died], OPTIONS[:1], 0.99))
+    notes = tuple(tune.alteration_sentences([plain, died], OPTIONS[:1], 0.99))
     failed = Tuned((plain, more, died), plain, 100, 10.0, notes=notes)
     assert [row[""] for row in tune.table(failed)] == ["best", "did not work", "did not work"]
     assert "engine.max_num_seqs: 9 did not work: InsufficientResources: no room" in (
@@ -242,8 +242,8 @@ def test_which_changes_are_tried_follows_from_job_and_cluster(monkeypatch):
     gpus = Capacity(8, 4, 1, "here", gpus_by_node=(4,))
     cpus = Capacity(8, 0, 1, "here")
 
-    def names(have: Capacity, experts: int = 0, **groups: Any) -> list[Any]:
-        found = alterations.alterations(compile_job(make_job(**groups)), have, experts)
+    def names(capacity: Capacity, experts: int = 0, **groups: Any) -> list[Any]:
+        found = alterations.alterations(compile_job(make_job(**groups)), capacity, experts)
         return [change for one in found for change in one.items()]
 
     long = {"sampling": {"max_tokens": 64}}
@@ -281,7 +281,7 @@ class Slow(FakeEngine):
     def __call__(self, table: pa.Table) -> pa.Table:
         seqs = self.spec.arguments["max_num_seqs"]
         fp8 = self.spec.arguments.get("quantization") == "fp8"
-        if not passes_by(table):
+        if not is_passthrough(table):
             time.sleep((2 if fp8 else 20) / seqs)
         return super().__call__(table)
 
@@ -333,9 +333,9 @@ def test_trials_on_the_real_path_leave_nothing_behind(job, tmp_path, local_ray, 
 def test_nothing_that_works_is_an_error(job, tmp_path, local_ray, monkeypatch):
     class Broken(FakeEngine):
         def __call__(self, table: pa.Table) -> pa.Table:
-            from prefect_raybatch.stages.block import lost_all
+            from prefect_raybatch.stages.block import lost_block_like
 
-            return lost_all(table, Loss("ValueError", "no such thing", fatal=True))
+            return lost_block_like(table, Loss("ValueError", "no such thing", fatal=True))
 
     with pytest.raises(ConfigError, match=r"no setting worked.*no such thing"):
         api_tune.tune(job, 0.1, 1.0, engine=Broken)

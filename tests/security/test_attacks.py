@@ -30,7 +30,7 @@ from helpers.small import make_job, small_run
 from helpers.specs import check_template_of, reads
 from urllib3.util import parse_url
 
-from prefect_raybatch.api.submission import sendable
+from prefect_raybatch.api.sending import sendable
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
@@ -40,7 +40,7 @@ from prefect_raybatch.job.secrets import hide_users, recorded
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.model import chat_template
-from prefect_raybatch.policy.in_force import operator_policy, owner_policy, under
+from prefect_raybatch.policy.in_force import operator_policy, owner_policy, policy_applied
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.source import peek
 from prefect_raybatch.storage.internet import allowed, shown_url
@@ -79,7 +79,7 @@ def test_the_attack_is_refused(
         set_policy(monkeypatch, tmp_path, **filled(attack.policy, tmp_path))
         policy = operator_policy()
     job = make_job(**filled(groups, tmp_path))
-    with under(policy), pytest.raises(ConfigError) as caught:
+    with policy_applied(policy), pytest.raises(ConfigError) as caught:
         check_trust(job)
     assert re.search(attack.words, str(caught.value)), str(caught.value)
 
@@ -120,7 +120,7 @@ def test_a_plain_job_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         job = make_job(
             source={"uri": f"{tmp_path}/{uri}"}, output={"uri": f"file://{tmp_path}/out/b"}
         )
-        with under(operator_policy()):
+        with policy_applied(operator_policy()):
             check_trust(job)
 
 

@@ -17,7 +17,7 @@ from prefect_raybatch.compile.job import read_spec
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.records import InputFile
-from prefect_raybatch.policy.in_force import operator_policy, under
+from prefect_raybatch.policy.in_force import operator_policy, policy_applied
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.find import check_planned
 from prefect_raybatch.source.tables.copying import head_of
@@ -106,10 +106,10 @@ def test_a_table_brings_in_no_file_of_another_folder(
     kind, make = TABLES[name]
     source = Source.model_validate({"uri": make(tmp_path), "format": kind})
     set_policy(monkeypatch, tmp_path, read=["in"])
-    with under(operator_policy()), pytest.raises(ConfigError, match=r"may not read"):
+    with policy_applied(operator_policy()), pytest.raises(ConfigError, match=r"may not read"):
         read(read_spec(source))
     set_policy(monkeypatch, tmp_path, read=["in", "secret"])
-    with under(operator_policy()):
+    with policy_applied(operator_policy()):
         assert read(read_spec(source)) == ["secret"]
 
 
@@ -127,7 +127,7 @@ def test_a_forged_plan_reads_through_no_link(
     source = reads(uri=f"{tmp_path}/in")
     file = InputFile(uri=f"{tmp_path}/in/link/passwd", size=1, etag=None, mtime_ns=1, rows=1)
     set_policy(monkeypatch, tmp_path, read=["in"])
-    with under(operator_policy()), pytest.raises(ConfigError, match="may not read"):
+    with policy_applied(operator_policy()), pytest.raises(ConfigError, match="may not read"):
         check_planned([file], source, snapshot=False)
     with pytest.raises(CorruptRun):
         check_planned([file], source, snapshot=True)

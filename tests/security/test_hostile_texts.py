@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 import prefect_raybatch
-from prefect_raybatch.api.first_job import SeenColumn, SeenTable, job_text
+from prefect_raybatch.api.first_job import ColumnProfile, TableProfile, job_text
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli import ending, show, terminal
 from prefect_raybatch.flow import artifacts
@@ -208,7 +208,7 @@ def test_log_lines_are_visible_whoever_prints_them() -> None:
 def test_a_first_job_file_reads_as_it_is(text: str) -> None:
     """Hidden characters of columns, files and options are escapes that YAML reads back."""
     text = text.encode("utf-8", "replace").decode().replace("\0", "")  # no table or file has these
-    seen = SeenTable([SeenColumn(text, f"struct<{text}: string>")], {})
+    seen = TableProfile([ColumnProfile(text, f"struct<{text}: string>")], {})
     template = f"Zürich {text} {{a}}"
     made = job_text(
         seen,
@@ -233,7 +233,7 @@ def test_a_tuned_job_file_reads_as_it_is(text: str) -> None:
 
 def test_a_columns_name_adds_nothing_to_a_first_job_file() -> None:
     name = "a\nlimits: {max_failed_fraction: 1.0}\n# \x1b[31m\u202e"
-    seen = SeenTable([SeenColumn(name, "string"), SeenColumn("b", "string")], {})
+    seen = TableProfile([ColumnProfile(name, "string"), ColumnProfile("b", "string")], {})
     text = job_text(
         seen,
         name="x",

@@ -14,13 +14,13 @@ from helpers.small import small_run
 from typer.testing import CliRunner
 
 from prefect_raybatch.api import finalize_run, recorded_attempt
-from prefect_raybatch.api.submission import sendable
+from prefect_raybatch.api.sending import sendable
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import INFERENCE
 from prefect_raybatch.runs.run import run_of
-from prefect_raybatch.stages.vllm import note
+from prefect_raybatch.stages.vllm import process_note
 from prefect_raybatch.storage.private import write_private
 
 PLANTED = "PLANTEDvalue0008"
@@ -69,12 +69,12 @@ def test_notes_of_an_engine_lie_in_a_folder_of_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine = note.Note("mine")
-    mine.write(note.ROWS)
+    mine = process_note.ProcessNote("mine")
+    mine.write(process_note.ROWS)
     (folder,) = tmp_path.iterdir()
     (path,) = folder.iterdir()
     assert mode(folder) == 0o700 and not mode(path) & 0o022
-    mine.over()
+    mine.remove_note()
 
 
 def test_records_of_a_run_hold_no_key(tmp_path: Path) -> None:

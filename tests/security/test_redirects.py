@@ -20,7 +20,7 @@ from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreError
 from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.job.cluster import ClusterAccess
-from prefect_raybatch.policy.in_force import operator_policy, under
+from prefect_raybatch.policy.in_force import operator_policy, policy_applied
 from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.tables.iceberg import open_catalog
@@ -154,7 +154,7 @@ def test_a_source_is_not_redirected_to_a_host_that_the_policy_does_not_list(
         set_policy(monkeypatch, tmp_path, hosts=hosts, allow_private=True)
         source = reads(uri=f"{server.url}/a.csv?sig={KEY}", web={"allow_private": True})
         words = rf"redirects to {server.place}.*may not name the host localhost"
-        with under(operator_policy()), pytest.raises(ConfigError, match=words) as caught:
+        with policy_applied(operator_policy()), pytest.raises(ConfigError, match=words) as caught:
             peek(source)
         assert server.arrived == [] and KEY not in str(caught.value)
 
@@ -165,7 +165,7 @@ def test_a_source_is_redirected_to_a_host_that_the_policy_lists(
     with redirecting(302, final=404) as server:
         set_policy(monkeypatch, tmp_path, hosts=["127.0.0.1", "localhost"], allow_private=True)
         source = reads(uri=f"{server.url}/a.csv", web={"allow_private": True})
-        with under(operator_policy()), pytest.raises(SourceError, match="HTTP 404"):
+        with policy_applied(operator_policy()), pytest.raises(SourceError, match="HTTP 404"):
             peek(source)
         assert len(server.arrived) == 1
 

@@ -40,7 +40,7 @@ import prefect_raybatch
 from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, publish_run
 from prefect_raybatch.cluster import connect, side_by_side, trial_actor
 from prefect_raybatch.cluster.pipeline import Pipeline, warm_kind_of
-from prefect_raybatch.cluster.sharing import User
+from prefect_raybatch.cluster.sharing import Tenant
 from prefect_raybatch.cluster.warm import WarmKind
 from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.errors import ConfigError
@@ -106,9 +106,9 @@ MAY_HOLD = {
 SENDS = {
     "cluster/pipeline.py: Pipeline._dataset": "read, prepare, look up, finish",
     "stages/ray_internals.py: map_actors": "engine, which `Pipeline._dataset` sends by it",
-    "cluster/side_by_side.py: side_by_side": "copy, keys, result",
+    "cluster/side_by_side.py: run_in_parallel": "copy, keys, result",
     "cluster/trial_actor.py: trial_on_worker": "trial",
-    "cluster/warm_actors.py: Forwarder._found": "a token and an id of the pass, both random",
+    "cluster/warm_actors.py: Forwarder._claim_host": "a token and an id of the pass, both random",
     "cluster/warm_actors.py: Forwarder._begin": "engine: the launch of a pass",
     "cluster/warm_actors.py: Forwarder.__call__": "blocks",
     "cluster/warm_hosts.py: RayHosts.make": "engine: its class",
@@ -278,7 +278,7 @@ def test_a_note_about_engines_that_differ_hides_their_secrets():
     def kind(**arguments: Any) -> WarmKind:
         return WarmKind("", FineEngine, {}, 1, {}, arguments, "base")
 
-    note = kind(hf_token=KEY, max_num_seqs=4).beside(kind(max_num_seqs=8))
+    note = kind(hf_token=KEY, max_num_seqs=4).differing_arguments(kind(max_num_seqs=8))
     assert KEY not in note and "hf_token" in note and "max_num_seqs 4, not 8" in note
     assert KEY not in repr(kind(hf_token=KEY))
 
@@ -361,7 +361,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
     monkeypatch.setattr(Pipeline, "__call__", one_pass)
     monkeypatch.setattr(side_by_side, "workers_for", two_workers)
-    monkeypatch.setattr(side_by_side, "side_by_side", one_by_one)
+    monkeypatch.setattr(side_by_side, "run_in_parallel", one_by_one)
     monkeypatch.setattr(side_by_side, "address_of", lambda cluster: "head:6379")
     return made
 
@@ -635,7 +635,7 @@ def trial(job: BatchJob, tmp_path: Path, sent: Sent, patch: pytest.MonkeyPatch) 
     run = plan_run(job, "k")
     ledger = Ledger(open_store(run.uri, job.output.options))
     plan, shards = load_run(ledger, run)
-    spec, user = compile_planned(job, plan), User("trial")
+    spec, user = compile_planned(job, plan), Tenant("trial")
     decided_precision(spec, plan, shards, ledger, CLUSTER, user, "attempt", Fp8Engine)
     search = [(file.path, ledger.store.read(file.path)) for file in ledger.store.list()]
     assert [name for name, data in search if found_in(content(name, data))] == []

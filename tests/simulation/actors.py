@@ -30,7 +30,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.runs.repair import repair_run
-from prefect_raybatch.runs.retry import Nothing
+from prefect_raybatch.runs.retry import NothingToRetry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.columns import POSITION
@@ -149,7 +149,7 @@ def retry(world: World, key: str = KEY, calm: bool = False) -> None:
             return  # others have taken these rows, or the run is not finished
         except PlanMismatch:
             return  # another one began at the same moment
-        if isinstance(made, Nothing):
+        if isinstance(made, NothingToRetry):
             return
         store = world.open(made.run.uri)
         ledger = Ledger(store)

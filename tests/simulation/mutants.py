@@ -284,9 +284,9 @@ MUTANTS = (
             Edit(
                 "result.survey:layout_of",
                 "    if (there := read_layout(ledger, plan)) is not None:\n"
-                "        return _checked(there, found, row_number)\n"
-                "    made, spans = chosen_layout(ledger, plan, found, row_number, file_bytes)\n",
-                "    return chosen_layout(ledger, plan, found, row_number, file_bytes)\n",
+                "        return _checked(there, survey, row_number)\n"
+                "    made, spans = chosen_layout(ledger, plan, survey, row_number, file_bytes)\n",
+                "    return chosen_layout(ledger, plan, survey, row_number, file_bytes)\n",
             ),
         ),
         quick=True,
@@ -354,7 +354,7 @@ MUTANTS = (
         "finalize does not wait for the last writers on the cluster",
         (
             Edit(
-                "cluster.side_by_side:side_by_side",
+                "cluster.side_by_side:run_in_parallel",
                 "while under_way:\n            yield _next(under_way)",
                 "pass",
             ),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.sizing.agreement import (
-    confidence_of_each,
+    bonferroni_confidence,
     least_sample,
     lower_bound,
     sample_size,
@@ -65,8 +65,8 @@ def test_the_sample_can_show_what_is_asked_for(least):
 
 
 def test_what_is_tried_more_often_must_show_more():
-    assert confidence_of_each(1) == pytest.approx(0.95)
-    assert confidence_of_each(3) == pytest.approx(1 - 0.05 / 3)
+    assert bonferroni_confidence(1) == pytest.approx(0.95)
+    assert bonferroni_confidence(3) == pytest.approx(1 - 0.05 / 3)
 
 
 def test_too_few_rows_are_told_with_what_they_could_show():

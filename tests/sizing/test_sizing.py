@@ -62,7 +62,7 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def sized(
     config: dict[str, Any] | None = LLAMA_8B,
-    have: Capacity = ONE,
+    capacity: Capacity = ONE,
     sampling: dict[str, Any] = SHORT,
     rows: int = 100_000,
     row_bytes: float = ROW,
@@ -75,7 +75,7 @@ def sized(
         prompt=prompt or {"template": "What is {Company}?", "system": "Be short. " * 30},
     )
     model = describe(config, job.engine.model_extra or {}) if config else None
-    return sizes_of(size_spec(job), rows, row_bytes, have, model)
+    return sizes_of(size_spec(job), rows, row_bytes, capacity, model)
 
 
 # --- rows a shard -------------------------------------------------------------------------------
@@ -238,31 +238,31 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
     [
         (LLAMA_8B, {}, 2, "2 engines keep the GPU busy"),
         (LLAMA_05B, {}, 5, "16 CPUs per GPU allow 5"),
-        (LLAMA_05B, {"have": imagined("H200", 1, 64)}, 6, "at most 6"),
-        (LLAMA_05B, {"have": imagined("H200", 1, 8)}, 2, "8 CPUs per GPU allow 2"),
-        (LLAMA_05B, {"have": imagined("H200", 1, 4)}, 1, "4 CPUs per GPU allow 1"),
-        (LLAMA_05B, {"have": imagined("H200", 8, 128)}, 5, "16 CPUs per GPU allow 5"),
+        (LLAMA_05B, {"capacity": imagined("H200", 1, 64)}, 6, "at most 6"),
+        (LLAMA_05B, {"capacity": imagined("H200", 1, 8)}, 2, "8 CPUs per GPU allow 2"),
+        (LLAMA_05B, {"capacity": imagined("H200", 1, 4)}, 1, "4 CPUs per GPU allow 1"),
+        (LLAMA_05B, {"capacity": imagined("H200", 8, 128)}, 5, "16 CPUs per GPU allow 5"),
         (
             LLAMA_05B,
-            {"have": imagined("L4", 1, 16), "early_stop": "off"},
+            {"capacity": imagined("L4", 1, 16), "early_stop": "off"},
             4,
             "4 engines keep the GPU busy",
         ),
         (
             LLAMA_05B,
-            {"have": imagined("L4", 1, 16)},
+            {"capacity": imagined("L4", 1, 16)},
             4,
             "4 engines keep the GPU busy",
         ),  # one token decides
         (LLAMA_05B, {"num_cpus": 8}, 2, "16 CPUs per GPU allow 2"),
-        (LLAMA_8B, {"have": imagined("H100", 1, 16)}, 2, "2 engines keep the GPU busy"),
+        (LLAMA_8B, {"capacity": imagined("H100", 1, 16)}, 2, "2 engines keep the GPU busy"),
         (
             LLAMA_8B,
-            {"have": imagined("H100", 1, 16), "max_model_len": 262144, "early_stop": "off"},
+            {"capacity": imagined("H100", 1, 16), "max_model_len": 262144, "early_stop": "off"},
             1,
             "1 fit in 74.5",
         ),
-        (LLAMA_8B, {"have": imagined("L4", 1, 16)}, 1, "one engine keeps the GPU busy"),
+        (LLAMA_8B, {"capacity": imagined("L4", 1, 16)}, 1, "one engine keeps the GPU busy"),
         (LLAMA_70B, {"quantization": "fp8"}, 1, "one engine keeps the GPU busy"),
         (LLAMA_8B, {"early_stop": "off"}, 2, "2 engines keep the GPU busy"),
         (
@@ -329,8 +329,8 @@ def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
             1,
             "1 fit in 131.3 GiB",
         ),
-        (LLAMA_8B, {"have": imagined("RTX-PRO-6000", 1, 16)}, 1, "are unknown"),
-        (LLAMA_8B, {"have": Capacity(16, 1, 1, "x", (1,), ("L4", "H200"), 16)}, 1, "unknown"),
+        (LLAMA_8B, {"capacity": imagined("RTX-PRO-6000", 1, 16)}, 1, "are unknown"),
+        (LLAMA_8B, {"capacity": Capacity(16, 1, 1, "x", (1,), ("L4", "H200"), 16)}, 1, "unknown"),
         (None, {}, 1, "the size of the model is unknown"),
     ],
 )
@@ -492,7 +492,7 @@ def test_a_cluster_that_is_too_small_is_named_with_what_is_short(engine, have, s
 
 
 def test_what_needs_a_range_of_replicas_needs_its_fewest():
-    pool = sized(have=imagined("H200", 8, 128), replicas=[2, 50]).pool
+    pool = sized(capacity=imagined("H200", 8, 128), replicas=[2, 50]).pool
     assert check_fit(size_spec(make_job()), imagined("H200", 2, 9), pool).gpus == 2
     with pytest.raises(InsufficientResources, match=r"2 GPUs .*, but has 1"):
         check_fit(size_spec(make_job()), ONE, pool)
@@ -697,12 +697,12 @@ def test_engines_that_the_job_asks_for_and_that_do_not_fit_are_refused_before_th
 
 
 def shown(
-    job: BatchJob, have: Capacity, model: Model | None, rows: int = 100_000
+    job: BatchJob, capacity: Capacity, model: Model | None, rows: int = 100_000
 ) -> dict[str, tuple[str, str]]:
     spec = compile_job(job)
-    size = sizes_of(spec.sizes, rows, ROW, have, model)
+    size = sizes_of(spec.sizes, rows, ROW, capacity, model)
     least = spec.limits.min_agreement
-    found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
+    found = figures(spec.sizes, spec.engine, spec.cluster, capacity, size, model, least)
     return {figure.name: (figure.value, figure.why) for figure in found}
 
 

@@ -32,6 +32,7 @@ from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.source import detect_format, heads, needs_snapshot, peek
+from prefect_raybatch.source.tables.copying import GUESS_ROWS
 from prefect_raybatch.storage import open_store
 
 
@@ -72,6 +73,17 @@ def test_rows_that_a_deletion_vector_hides_are_not_read(tmp_path):
     assert ids(copied(tmp_path, uri)[1]) == [0, 1, 4, 6, 7, 8, 9]
     assert ids(copied(tmp_path, uri, filter="id >= 3")[1]) == [4, 6, 7, 8, 9]
     assert ids(copied(tmp_path, uri, version="0")[1]) == list(range(10))
+
+
+def test_the_rows_of_a_table_with_deletion_vectors_are_an_estimate(tmp_path):
+    rows = GUESS_ROWS + 10
+    table = pa.table({"id": range(rows)})
+    options = {"delta.enableDeletionVectors": "true"}
+    uri = table_of(tmp_path / "t", table, configuration=options)
+    delete_by_vector(tmp_path / "t", [2, 3, 5])
+    found = peek(reads(uri=uri))
+    assert (found.rows, found.guessed) == (rows, True)
+    assert len(ids(copied(tmp_path, uri)[1])) == rows - 3
 
 
 def test_columns_that_the_log_renames_have_its_names(tmp_path):

@@ -36,10 +36,10 @@ def text(path: Path, content: str) -> None:
     path.write_text(content)
 
 
-def rows(found: Inventory) -> pa.Table:
+def rows(inventory: Inventory) -> pa.Table:
     """All rows as a run reads them, by way of what its directory keeps."""
-    files = read_files(files_table(found.files))
-    reader = ShardReader(files, found.schema)
+    files = read_files(files_table(inventory.files))
+    reader = ShardReader(files, inventory.schema)
     units = [
         (Unit(i, 0, min(2, reader.rows - at)), at) for i, at in enumerate(range(0, reader.rows, 2))
     ]
@@ -47,9 +47,9 @@ def rows(found: Inventory) -> pa.Table:
     for task in reader.tasks(units, min_tasks=1):
         for table in pickle.loads(pickle.dumps(reader.bind(task)))():
             assert not blocks.is_lost(table), table.to_pylist()
-            tables.append(table.select(found.schema.names))
+            tables.append(table.select(inventory.schema.names))
     table = pa.concat_tables(tables)
-    assert table.schema.equals(found.schema)
+    assert table.schema.equals(inventory.schema)
     return table
 
 

@@ -517,7 +517,7 @@ def test_a_quote_that_is_never_closed_swallows_no_rows(tmp_path, columns):
 def test_a_file_of_another_kind_than_its_name_says(tmp_path, name, content, words):
     path = text(tmp_path / name, content)
     refused(tmp_path, path, name, *words)
-    for look in (peek, snapshots.seen_csv):
+    for look in (peek, snapshots.detect_csv):
         if look is peek or ".csv" in name:
             with pytest.raises(SourceError) as caught:
                 look(reads(uri=path))

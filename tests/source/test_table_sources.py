@@ -15,7 +15,7 @@ from prefect_raybatch.job.source import SourceFormat
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.source import peek
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import TablePin, TableSource, translate_errors
 from prefect_raybatch.source.tables.copying import OPENERS
 
 
@@ -117,7 +117,7 @@ def test_a_column_of_a_reserved_name_or_an_unknown_one_is_refused(given):
     ],
 )
 def test_what_a_library_raises_is_said_in_a_line_and_without_keys(text, kind, words):
-    with pytest.raises(kind) as caught, said_plainly("t", lambda t: t.replace("SECRET", "***")):
+    with pytest.raises(kind) as caught, translate_errors("t", lambda t: t.replace("SECRET", "***")):
         raise ValueError(text)
     assert words in str(caught.value) and "SECRET" not in str(caught.value)
     assert caught.value.transient == (kind is StoreUnavailable)

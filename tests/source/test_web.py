@@ -17,7 +17,13 @@ from helpers.specs import reads
 from helpers.web_server import served
 
 from prefect_raybatch.compile.resolved import fingerprint
-from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    SourceError,
+    StoreError,
+    StoreUnavailable,
+)
 from prefect_raybatch.source import needs_snapshot, peek, snapshot
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import Identity
@@ -219,3 +225,11 @@ def test_a_full_disk_for_temporary_files_is_named(server, tmp_path, monkeypatch,
     monkeypatch.setattr(os, call, failing)
     with pytest.raises(StoreError, match=r"cannot be stored \(No space left.*set TMPDIR"):
         store.read("in.csv")
+
+
+@pytest.mark.parametrize("kind", ["tagged", "endless"])
+def test_no_more_is_read_than_a_reader_takes(server, kind):
+    store = web.WebStore(f"{server}/{kind}/in.csv", {}, web.WebRules(1 << 20, allow_private=True))
+    assert store.read("in.csv", len(CSV)) == CSV
+    with pytest.raises(CorruptRun, match=f"{len(CSV)} bytes, and at most 99 are read"):
+        store.read("in.csv", 99)

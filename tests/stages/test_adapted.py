@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from helpers import tiny_models
-from helpers.engine_stage import SPEC, block
+from helpers.engine_stage import LAUNCH, block
 from helpers.engines import Stepped, completion
 from helpers.needs import needs_vllm
 
@@ -29,7 +29,7 @@ HERE = {"a": ("a-1", 1, "/a"), "b": ("b-2", 2, "/b")}
 
 class _Stage(EngineStage):
     def __init__(self, spec: Any, planned: Stepped):
-        self.spec, self.planned, self._adapters = spec, planned, HERE
+        self.launch, self.planned, self._adapters = spec, planned, HERE
 
     def ready(self) -> Any:
         return self.planned
@@ -52,7 +52,7 @@ def asked(
     )
     engine = Stepped(answers)
     adapted = Adapted("which", {name: {} for name in HERE}, null, alone)
-    return _Stage(replace(SPEC, adapted=adapted), engine)(table), engine.seen[0]
+    return _Stage(replace(LAUNCH, adapted=adapted), engine)(table), engine.seen[0]
 
 
 def test_equal_prompts_under_different_adapters_are_asked_apart():
@@ -64,7 +64,7 @@ def test_equal_prompts_under_different_adapters_are_asked_apart():
 def test_rows_of_an_adapter_stand_together():
     table = block(Unit(0, 0, 40)).append_column("which", pa.array(["a", "b"] * 20))
     engine = Stepped(lambda requests: [completion("x") for _ in requests])
-    spec = replace(SPEC, adapted=Adapted("which", {name: {} for name in HERE}))
+    spec = replace(LAUNCH, adapted=Adapted("which", {name: {} for name in HERE}))
     _Stage(spec, engine)(table)
     order = [r.adapter[1] for r in engine.seen[0] if r.adapter]
     assert sum(x != y for x, y in pairwise(order)) == 1

@@ -70,6 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def engine(model: str) -> Iterator[SteppedEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as on any CPU: one import of vLLM
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -158,11 +159,11 @@ def test_probabilities_of_labels_are_those_of_the_model(
     assert len(labels.forks) == places
     prompts = [tokens(words, prompt) for prompt in PROMPTS]
     sampling = {"temperature": temperature, "max_tokens": 12, "choice": list(names)}
-    done = engine.run([Request(prompt, labels.asked(sampling)) for prompt in prompts])
+    done = engine.run([Request(prompt, labels.with_logprobs(sampling)) for prompt in prompts])
     expected = from_transformers(model, labels, prompts)
     for prompt, one, right in zip(prompts, done, expected, strict=True):
         assert one.error is None and text_of(words, one) in names
-        more = [Request([*prompt, *t], fields) for t, fields in labels.asked_later(sampling)]
+        more = [Request([*prompt, *t], fields) for t, fields in labels.further_requests(sampling)]
         later = [told.logprobs or {} for told in engine.run(more)]
         found = labels.probabilities(one.logprobs or {}, later)
         assert dict(found or ()) == pytest.approx(right, abs=1e-4)
@@ -201,7 +202,7 @@ class _OverIt(EngineStage):
     """The stage of a job over the engine that is there."""
 
     def __init__(self, spec: Any, engine: SteppedEngine):
-        self.spec, self.shared = spec, engine
+        self.launch, self.shared = spec, engine
 
     def ready(self) -> SteppedEngine:
         return self.shared

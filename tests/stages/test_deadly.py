@@ -31,13 +31,19 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.stages.block import losses, tag
-from prefect_raybatch.stages.calls.apart import Apart, Child, FunctionDied, FunctionHung, NoChild
-from prefect_raybatch.stages.calls.calling import HERE, Calls
+from prefect_raybatch.stages.calls.calling import CALLS_IN_PROCESS, Calls
+from prefect_raybatch.stages.calls.isolated import (
+    FunctionDied,
+    FunctionHung,
+    IsolatedFunction,
+    NoChild,
+    WorkerProcess,
+)
 from prefect_raybatch.stages.columns import ERROR
 from prefect_raybatch.storage import open_store
 
 DEADLY = "helpers.functions:deadly"
-APART = Calls(seconds=1.0, apart=True)
+APART = Calls(seconds=1.0, in_child=True)
 
 
 def block(whats: list[str]) -> pa.Table:
@@ -74,21 +80,21 @@ def finished(folder: Path, whats: list[str], calls: Calls) -> tuple[list[Any], l
 def test_what_is_raised_and_no_exception_fails_its_row(tmp_path: Path) -> None:
     whats = ["fine", "sys.exit", "generator", "panic", "fine"]
     kinds = ["SystemExit", "GeneratorExit", "Panic"]
-    assert prepared(whats, HERE) == [None, *kinds, None]
-    good, bad = finished(tmp_path, whats, HERE)
+    assert prepared(whats, CALLS_IN_PROCESS) == [None, *kinds, None]
+    good, bad = finished(tmp_path, whats, CALLS_IN_PROCESS)
     assert good == ["FINE"] * 2 and [kind for _, kind, _ in bad] == kinds
     assert bad[0][2] == "no good"
 
 
 def test_ctrl_c_is_nobodys_row() -> None:
     with pytest.raises(KeyboardInterrupt):
-        prepared(["interrupt"], HERE)
+        prepared(["interrupt"], CALLS_IN_PROCESS)
 
 
 def test_a_node_that_stops_its_workers_fails_no_row() -> None:
     """Ray raises SystemExit at a SIGTERM, wherever the worker is."""
     with pytest.raises(SystemExit):
-        prepared(["node stops"], HERE)
+        prepared(["node stops"], CALLS_IN_PROCESS)
 
 
 @pytest.mark.parametrize("what", ["loop", "hold"])
@@ -143,7 +149,7 @@ def test_no_alarm_is_left_behind(monkeypatch: pytest.MonkeyPatch, what: str) -> 
 )
 def test_a_row_ends_its_child_and_the_next_has_another(what: str, kind: Any, said: str) -> None:
     # Nobody waits for what ends by itself; a busy machine may take its time with it.
-    function = Apart(DEADLY, "output.postprocess", 1.0 if kind is FunctionHung else 60.0)
+    function = IsolatedFunction(DEADLY, "output.postprocess", 1.0 if kind is FunctionHung else 60.0)
     with pytest.raises(kind) as caught:
         function({"what": what})
     assert str(caught.value).startswith(f"output.postprocess {DEADLY}") and said in str(
@@ -154,7 +160,7 @@ def test_a_row_ends_its_child_and_the_next_has_another(what: str, kind: Any, sai
 
 def test_what_a_function_has_started_ends_with_its_child(tmp_path: Path) -> None:
     """Else it stays on a GPU node for ever; and it holds the child's connection open."""
-    function = Apart(DEADLY, "f", 60.0)
+    function = IsolatedFunction(DEADLY, "f", 60.0)
     with pytest.raises(FunctionDied, match="exit code 4"):
         function({"what": "child", "file": str(tmp_path / "copy")})
     assert gone(int((tmp_path / "copy").read_text()), 60)
@@ -195,7 +201,7 @@ def test_a_process_that_may_open_a_thousand_million_files_closes_those_it_has() 
 
 
 def test_what_is_raised_comes_back_by_name_from_the_same_child() -> None:
-    function = Apart(DEADLY, "f", 60.0)
+    function = IsolatedFunction(DEADLY, "f", 60.0)
     child = function.child()
     for what, kind, text in (
         ("error", "LookupError", "not there"),
@@ -214,7 +220,7 @@ def test_what_is_raised_comes_back_by_name_from_the_same_child() -> None:
 
 
 def test_an_end_between_two_rows_is_no_rows_fault() -> None:
-    function = Apart(DEADLY, "f", 60.0, deaths=1)
+    function = IsolatedFunction(DEADLY, "f", 60.0, deaths=1)
     pid = function.child().process.pid
     assert function({"what": "later"}) == {"said": "LATER"}
     assert gone(pid, 60)
@@ -223,27 +229,27 @@ def test_an_end_between_two_rows_is_no_rows_fault() -> None:
 
 def test_a_row_has_as_many_tries_as_the_limit_says(tmp_path: Path) -> None:
     row = {"what": "once", "file": str(tmp_path / "tried")}
-    assert Apart(DEADLY, "f", 60.0, deaths=2)(row) == {"said": "ONCE"}
+    assert IsolatedFunction(DEADLY, "f", 60.0, deaths=2)(row) == {"said": "ONCE"}
     with pytest.raises(FunctionDied, match=r"exit code 3\), in each of 2 tries"):
-        Apart(DEADLY, "f", 60.0, deaths=2)({"what": "exit"})
+        IsolatedFunction(DEADLY, "f", 60.0, deaths=2)({"what": "exit"})
 
 
 @pytest.fixture
 def loops_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that loops is late at once, and no other row is late on a machine of any speed."""
-    say, hear = Child.say, Child.hear
-    rows: dict[Child, Any] = {}
+    say, hear = WorkerProcess.say, WorkerProcess.hear
+    rows: dict[WorkerProcess, Any] = {}
 
-    def noted(child: Child, data: bytes) -> None:
+    def noted(child: WorkerProcess, data: bytes) -> None:
         rows[child] = pickle.loads(data)
         say(child, data)
 
-    def heard(child: Child, seconds: float | None) -> Any:
+    def heard(child: WorkerProcess, seconds: float | None) -> Any:
         is_late = seconds == LATE and rows[child]["what"] == "loop"
         return hear(child, 0.0 if is_late else None)
 
-    monkeypatch.setattr(Child, "say", noted)
-    monkeypatch.setattr(Child, "hear", heard)
+    monkeypatch.setattr(WorkerProcess, "say", noted)
+    monkeypatch.setattr(WorkerProcess, "hear", heard)
 
 
 LATE = 0.2
@@ -252,7 +258,7 @@ LATE = 0.2
 @pytest.mark.usefixtures("loops_are_late")
 def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> None:
     """What a function waits for may be away: at ten minutes a row a shard would take weeks."""
-    calls = Calls(seconds=LATE, apart=True)
+    calls = Calls(seconds=LATE, in_child=True)
     assert prepared(["loop", "loop", "fine", "loop", "loop"], calls)[2] is None
     stage = prepare_stage(
         Prompt(function="helpers.functions:deadly_ask"), dict(MODEL), None, calls=calls
@@ -264,9 +270,9 @@ def test_rows_that_hang_one_after_the_other_hang_the_block_and_not_the_run() -> 
 
 def test_a_function_that_cannot_be_had_is_told_as_ever() -> None:
     with pytest.raises(ConfigError, match=r"f: helpers\.functions has no function 'nowhere'"):
-        Apart("helpers.functions:nowhere", "f", None)
+        IsolatedFunction("helpers.functions:nowhere", "f", None)
     with pytest.raises(NoChild, match=r"imported the function's module \(exit code 7\)"):
-        Apart("helpers.ends_when_imported:function", "f", None)
+        IsolatedFunction("helpers.ends_when_imported:function", "f", None)
 
 
 def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
@@ -274,8 +280,8 @@ def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
     row = {"what": "busy child", "file": str(copy)}
     code = (
         "import os, pathlib, signal, threading, time\n"
-        "from prefect_raybatch.stages.calls.apart import Apart\n"
-        f"function = Apart({DEADLY!r}, 'f', None)\n"
+        "from prefect_raybatch.stages.calls.isolated import IsolatedFunction\n"
+        f"function = IsolatedFunction({DEADLY!r}, 'f', None)\n"
         "print(function.child().process.pid, flush=True)\n"
         "def kill():\n"
         f"    copy = pathlib.Path({str(copy)!r})\n"
@@ -291,7 +297,7 @@ def test_a_child_ends_with_its_parent_also_in_a_row(tmp_path: Path) -> None:
 
 
 def test_a_child_ends_when_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = Child(DEADLY, "f", None)
+    child = WorkerProcess(DEADLY, "f", None)
     pid = child.process.pid
     assert psutil.pid_exists(pid)
     del child

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.demo import LABELS
 from prefect_raybatch.job.early_stop import label_cap, may_stop_early
-from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, Labels
+from prefect_raybatch.stages.label_cutoff import EarlyStop, LabelCutoff, Labels
 from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
 END = 0
@@ -67,8 +67,8 @@ class Grammar:
         ]
 
 
-def stopping(way: EarlyStop, engine: Grammar) -> EarlyStopping:
-    return EarlyStopping(way, lambda: engine.token_bytes)
+def stopping(way: EarlyStop, engine: Grammar) -> LabelCutoff:
+    return LabelCutoff(way, lambda: engine.token_bytes)
 
 
 def vocabulary(labels: Sequence[str], pieces: Sequence[tuple[int, int, int]]) -> list[bytes]:
@@ -172,7 +172,7 @@ def test_what_looks_at_later_tokens_is_asked_whole(more):
         seen.extend(requests)
         return [Completion([[5]], None, "length") for _ in requests]
 
-    (made,) = EarlyStopping("decided", lambda: [b""] * 9).run(ask, [request])
+    (made,) = LabelCutoff("decided", lambda: [b""] * 9).run(ask, [request])
     assert seen == [request] and made.finish_reason == "length"
 
 
@@ -233,7 +233,7 @@ def test_errors_and_other_requests_pass_by():
 
     fields = {"choice": ["ab", "b"]}
     requests = [Request([1], fields), Request([2], {"max_tokens": 1}), Request([3], fields)]
-    made = EarlyStopping("decided", lambda: [b"", b"a"]).run(ask, requests)
+    made = LabelCutoff("decided", lambda: [b"", b"a"]).run(ask, requests)
     assert made[0].error and made[0].texts is None
     assert (made[1].texts, made[1].finish_reason) == (None, "length")
     assert (made[2].texts, made[2].finish_reason) == (None, "abort")
@@ -241,7 +241,7 @@ def test_errors_and_other_requests_pass_by():
 
 def test_answers_are_asked_whole_where_tokens_cannot_be_read():
     engine = Grammar([b"", b"a", b"b"])
-    early = EarlyStopping("decided", lambda: None)
+    early = LabelCutoff("decided", lambda: None)
     requests = [Request([1], {"choice": ["a", "b"], "max_tokens": 9})]
     assert early.run(engine.run, requests)[0].texts is None
     assert engine.asked == requests and not early.ready()
@@ -283,4 +283,4 @@ def test_another_grammar_than_xgrammars_is_asked_whole(arguments, may):
     ],
 )
 def test_the_bytes_of_tokens_are_made_for_a_choice_alone(way, fields, concerned):
-    assert EarlyStopping(way, lambda: None).concerns(fields) is concerned
+    assert LabelCutoff(way, lambda: None).concerns(fields) is concerned

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_raybatch.stages.endpoint.limiter import LIMIT_TOLD, LIMIT_WINDOW, TRAVEL, Limiter
+from prefect_raybatch.stages.endpoint.limiter import (
+    LIMIT_LOG_SECONDS,
+    LIMIT_WINDOW,
+    TRAVEL,
+    Limiter,
+)
 
 
 class Clock:
@@ -122,7 +127,7 @@ def test_answers_of_429_are_a_wait_until_another_comes_however_short_their_pause
         clock.now += pause
         assert "429" in limiter.usage().waits
     limiter.settle(limiter.ask(1)[1], "answered")
-    clock.now += LIMIT_TOLD
+    clock.now += LIMIT_LOG_SECONDS
     assert limiter.usage().waits == ""
 
 
@@ -150,7 +155,7 @@ def test_a_request_that_our_own_limit_holds_back_is_a_wait_and_one_in_the_queue_
     number = limiter.ask(10)[1]
     assert limiter.ask(10)[0] > 0 and limiter.usage().waits == f"slowed: limit {told}"
     limiter.settle(number, "answered", (5, 5))
-    clock.now += LIMIT_TOLD
+    clock.now += LIMIT_LOG_SECONDS
     assert limiter.usage().waits == ""
     assert limiter.ask(10)[1]
     clock.now += 2  # the next one could leave, but for the one in flight

@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from helpers.engine_stage import SPEC, block, lost_rows, started
+from helpers.engine_stage import LAUNCH, block, lost_rows, started
 from helpers.engines import Factory, completion
 from helpers.heard import wait_for
 from helpers.small import MODEL, make_job
@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import adapters
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
 from prefect_raybatch.stages.adapted import Adapted
-from prefect_raybatch.stages.block import is_lost, lost
+from prefect_raybatch.stages.block import is_lost, lost_block
 from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
@@ -50,7 +50,7 @@ from prefect_raybatch.stages.columns import (
     TOKENS,
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
-from prefect_raybatch.stages.vllm import canary, note, phases, stepper
+from prefect_raybatch.stages.vllm import canary, phases, process_note, stepper
 from prefect_raybatch.stages.vllm.shorter_start import MEASURED_ONCE
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
@@ -127,7 +127,7 @@ def test_a_block_of_only_failed_rows_keeps_its_shape(started):
 
 def test_a_lost_block_passes_without_an_engine(started):
     made, _ = started(TypeError("no engine"))
-    table = lost(Unit(0, 0, 3), Loss("SourceError", "gone", fatal=True))
+    table = lost_block(Unit(0, 0, 3), Loss("SourceError", "gone", fatal=True))
     assert made(table).equals(table)
 
 
@@ -291,7 +291,7 @@ def test_a_fixed_prompt_that_is_refused_says_nothing_of_the_engine(started):
 
 def test_the_fixed_prompt_is_asked_with_the_jobs_sampling_and_is_short(started):
     sampling = {"temperature": 0.5, "max_tokens": 300, "min_tokens": 9, "choice": ["a"]}
-    made, factory = started(dies, echo, spec=replace(SPEC, sampling=sampling))
+    made, factory = started(dies, echo, launch=replace(LAUNCH, sampling=sampling))
     for _ in range(2):
         made(block(Unit(0, 0, 1)))
     asked = factory.made[1].seen[0][0].params
@@ -329,7 +329,7 @@ class Processes:
                 return super().__call__(*arguments)
 
         self.patch.setattr(stepper, "SteppedEngine", Starts(*plan))
-        table = EngineStage(replace(SPEC, attempt="20260101-ab"))(block(Unit(0, 0, 1)))
+        table = EngineStage(replace(LAUNCH, attempt="20260101-ab"))(block(Unit(0, 0, 1)))
         found = lost_rows(table)[0][2:] if is_lost(table) else table[ANSWERS].to_pylist()
         told.write_text(json.dumps(found))
         os._exit(0)  # what other tests left in the process that was forked does not end with it
@@ -387,7 +387,7 @@ def test_an_actor_killed_on_the_fixed_prompt_gets_a_second_chance(processes):
     for _ in range(3):
         assert processes.run(ends(signal.SIGKILL)) == (-signal.SIGKILL, [])
     _, (reason, fatal) = processes.run()
-    assert fatal and reason.startswith(f"EngineDied: {note.SILENT}. ")
+    assert fatal and reason.startswith(f"EngineDied: {process_note.SILENT}. ")
 
 
 def notes_in(folder: Path) -> list[Path]:
@@ -404,8 +404,8 @@ def test_notes_lie_where_nobody_else_can_enter(tmp_path, monkeypatch):
     (tmp_path / f"{name}open").mkdir(mode=0o755)
     os.mkfifo(tmp_path / f"{name}pipe")
     for number in range(2):
-        mine = note.Note(f"mine{number}")
-        mine.write(note.ROWS)
+        mine = process_note.ProcessNote(f"mine{number}")
+        mine.write(process_note.ROWS)
     first, second = notes_in(tmp_path)
     assert first.parent == second.parent and stat.S_IMODE(first.parent.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (first, second)} == {0o600}
@@ -417,8 +417,8 @@ def test_notes_lie_where_nobody_else_can_enter(tmp_path, monkeypatch):
 def test_what_is_planted_among_the_notes_stops_no_engine(tmp_path, monkeypatch, kind, attempt):
     """A pipe would be waited for until somebody writes to it, for ever as a rule."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    mine = note.Note("mine")
-    mine.write(note.ROWS)
+    mine = process_note.ProcessNote("mine")
+    mine.write(process_note.ROWS)
     (own,) = notes_in(tmp_path)
     for folder in (tmp_path, own.parent):
         path = folder / f"{attempt}-planted.note"
@@ -432,7 +432,7 @@ def test_what_is_planted_among_the_notes_stops_no_engine(tmp_path, monkeypatch, 
             path.symlink_to("/dev/zero")
         elif kind == "link":
             secret = folder / "secret"
-            secret.write_text(json.dumps(asdict(note.Left("prompt", 9))))
+            secret.write_text(json.dumps(asdict(process_note.PredecessorNote("prompt", 9))))
             path.symlink_to(secret)
         else:
             pipe = path if kind == "pipe" else folder / "pipe"
@@ -441,30 +441,40 @@ def test_what_is_planted_among_the_notes_stops_no_engine(tmp_path, monkeypatch, 
                 path.symlink_to(pipe)
         if not path.is_symlink():
             os.utime(path, (0, 0))
-    assert note.Note("mine").left() is None
+    assert process_note.ProcessNote("mine").read_predecessor() is None
 
 
 def test_only_what_a_dead_actor_of_the_attempt_left_is_taken_and_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    alive, other = note.Note("mine"), note.Note("other")
-    alive.write(note.ROWS)
-    other.write(note.ROWS)
-    for mine in (note.Note("mine"), note.Note("min"), note.Note("mine-too"), note.Note("")):
-        assert mine.left() is None
+    alive, other = process_note.ProcessNote("mine"), process_note.ProcessNote("other")
+    alive.write(process_note.ROWS)
+    other.write(process_note.ROWS)
+    for mine in (
+        process_note.ProcessNote("mine"),
+        process_note.ProcessNote("min"),
+        process_note.ProcessNote("mine-too"),
+        process_note.ProcessNote(""),
+    ):
+        assert mine.read_predecessor() is None
     dead = multiprocessing.get_context("fork").Process(
-        target=lambda: note.Note("mine").write(note.PROMPT, 2, "before")
+        target=lambda: process_note.ProcessNote("mine").write(process_note.PROMPT, 2, "before")
     )
     dead.start()
     dead.join()
-    found = [note.Note("mine").left() for _ in range(2)]
-    assert found == [note.Left(note.PROMPT, 2, "before", note.SILENT), None]
-    alive.over()
+    found = [process_note.ProcessNote("mine").read_predecessor() for _ in range(2)]
+    assert found == [
+        process_note.PredecessorNote(process_note.PROMPT, 2, "before", process_note.SILENT),
+        None,
+    ]
+    alive.remove_note()
     (path,) = notes_in(tmp_path)
     os.utime(path, (0, 0))
-    assert note.Note("mine").left() is None and path.exists()  # old, and its process is alive
+    assert (
+        process_note.ProcessNote("mine").read_predecessor() is None and path.exists()
+    )  # old, and its process is alive
     os.utime(path, (0, 0))
     other.file.close()
-    assert note.Note("mine").left() is None and not path.exists()
+    assert process_note.ProcessNote("mine").read_predecessor() is None and not path.exists()
 
 
 def test_without_an_attempt_nothing_is_noted(started, monkeypatch, tmp_path):
@@ -538,7 +548,7 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
     assert seen == ["set"]
 
 
-def spec_of(job: BatchJob, gpus: int = 0) -> EngineLaunch:
+def launch_for(job: BatchJob, gpus: int = 0) -> EngineLaunch:
     size = sizes_of(size_spec(job), 1000, 50, Capacity(16, gpus, 1, "here"))
     return engine_launch(compile_job(job), dict(MODEL), size)
 
@@ -574,7 +584,7 @@ def spec_of(job: BatchJob, gpus: int = 0) -> EngineLaunch:
 )
 def test_an_engine_knows_of_thinking_where_the_answer_has_a_form(groups, given):
     """Else the form would be forced upon the thinking, or a budget of it refused."""
-    spec = spec_of(make_job(**groups))
+    spec = launch_for(make_job(**groups))
     assert spec.arguments.get("reasoning_parser") == given
     parsed = "reasoning_parser" in groups.get("output", {})
     assert spec.sampling.get("skip_special_tokens") is (False if parsed else None)
@@ -616,12 +626,12 @@ def test_a_packed_engine_keeps_to_its_share_of_the_gpu_that_is_there(
 def test_a_shard_that_another_driver_committed_meanwhile_is_not_inferred(started):
     done = {3}
     asked = EngineLaunch(dict(MODEL), {}, {}, done=lambda shard: shard in done)
-    engine, factory = started(lambda requests: [completion("a") for _ in requests], spec=asked)
+    engine, factory = started(lambda requests: [completion("a") for _ in requests], launch=asked)
     assert engine(block(Unit(3, 0, 4))).num_rows == 0
     assert engine(block(Unit(4, 0, 4))).num_rows == 4
-    assert factory.plan == [] and list(lost(Unit(3, 0, 2), Loss("", "why")).to_pylist()) == list(
-        engine(lost(Unit(3, 0, 2), Loss("", "why"))).to_pylist()
-    )
+    assert factory.plan == [] and list(
+        lost_block(Unit(3, 0, 2), Loss("", "why")).to_pylist()
+    ) == list(engine(lost_block(Unit(3, 0, 2), Loss("", "why"))).to_pylist())
 
 
 def test_a_store_that_does_not_say_whether_a_shard_is_committed_costs_no_rows(started):
@@ -629,7 +639,7 @@ def test_a_store_that_does_not_say_whether_a_shard_is_committed_costs_no_rows(st
         raise StoreUnavailable("503")
 
     asked = EngineLaunch(dict(MODEL), {}, {}, done=done)
-    engine, _ = started(lambda requests: [completion("a") for _ in requests], spec=asked)
+    engine, _ = started(lambda requests: [completion("a") for _ in requests], launch=asked)
     assert engine(block(Unit(0, 0, 4))).num_rows == 4
 
 
@@ -649,7 +659,7 @@ def test_rows_go_to_the_engine_in_its_order_and_answers_come_back_in_theirs(star
     assert [len(r.prompt_token_ids) for r in made.engine.seen[0]] == [4, 3, 2, 1]
     assert table[ANSWERS].to_pylist() == [[[4, 2]], [[1, 2]], [[2, 2]], [[3, 2]]]
     assert table[PROMPT_TOKENS].to_pylist() == [1, 3, 2, 4]
-    plain, _ = started(echo, spec=replace(SPEC, sort=False))
+    plain, _ = started(echo, launch=replace(LAUNCH, sort=False))
     assert plain(prepared(prompts))[ANSWERS].equals(table[ANSWERS])
     assert [r.prompt_token_ids for r in plain.engine.seen[0]] == prompts
 
@@ -665,7 +675,7 @@ def test_equal_requests_are_asked_once_and_counted_once(started):
     assert table[PROMPT_TOKENS].to_pylist() == [1, 1, 1, 1, 1]  # finish counts those not merged
     assert table[CACHED_TOKENS].to_pylist() == [1, 1, None, 1, None]
     assert table[FINISH].to_pylist() == ["stop"] * 5
-    each, _ = started(echo, spec=replace(SPEC, merge=False))
+    each, _ = started(echo, launch=replace(LAUNCH, merge=False))
     assert each(prepared(prompts, own))[ANSWERS].equals(table[ANSWERS])
     assert len(each.engine.seen[0]) == 5
 
@@ -682,7 +692,7 @@ def test_a_request_that_is_refused_fails_all_its_rows(started):
 
 def test_nothing_is_asked_once_beside_a_logits_processor_of_the_users():
     """It may keep a state, or count."""
-    spec = spec_of(make_job(engine={"logits_processors": ["mine:Processor"]}))
+    spec = launch_for(make_job(engine={"logits_processors": ["mine:Processor"]}))
     assert spec.merge is False
 
 
@@ -700,12 +710,12 @@ def test_the_next_run_takes_the_engine_over(started: Any) -> None:
     stage, factory = started(echo)
     stage(block(Unit(0, 0, 2)))
     asked = replace(
-        SPEC, sampling={"max_tokens": 9}, tell=lambda engine, marks: told.append(dict(marks))
+        LAUNCH, sampling={"max_tokens": 9}, tell=lambda engine, marks: told.append(dict(marks))
     )
     stage.take_over(asked)
     stage(block(Unit(0, 0, 2)))
     assert len(factory.made) == 1, "no other engine is started"
-    assert [call[0].params for call in factory.made[0].seen] == [SPEC.sampling, asked.sampling]
+    assert [call[0].params for call in factory.made[0].seen] == [LAUNCH.sampling, asked.sampling]
     wait_for(lambda: bool(told))
     assert set(told[0]) == {phases.FIRST_STEP, phases.STEPPED}, "nothing is left to start"
     stage.close()
@@ -715,7 +725,7 @@ def test_the_next_run_takes_the_engine_over(started: Any) -> None:
 def test_what_was_refused_to_one_run_is_tried_again_for_the_next(started: Any) -> None:
     stage, factory = started(ValueError("no such model"), echo)
     assert stage.ready() is None
-    stage.take_over(SPEC)
+    stage.take_over(LAUNCH)
     assert stage.ready() is factory.made[0]
 
 
@@ -723,35 +733,37 @@ def test_an_engine_that_was_started_for_a_run_to_come_tells_its_start_as_that_ru
     started: Any,
 ) -> None:
     told: list[Any] = []
-    ahead = replace(SPEC, untaken=True, tell=lambda engine, marks: told.append(engine))
-    stage, factory = started(echo, spec=ahead)
+    ahead = replace(LAUNCH, untaken=True, tell=lambda engine, marks: told.append(engine))
+    stage, factory = started(echo, launch=ahead)
     wait_for(lambda: bool(told))
     own: list[Any] = []
-    stage.take_over(replace(SPEC, tell=lambda engine, marks: own.append(engine)))
+    stage.take_over(replace(LAUNCH, tell=lambda engine, marks: own.append(engine)))
     stage(block(Unit(0, 0, 2)))
     assert len(factory.made) == 1 and not own, "who told of the start goes on with it"
 
 
 def test_a_start_ahead_of_its_run_that_failed_is_told_and_not_tried_again(started: Any) -> None:
-    stage, factory = started(ValueError("no such model"), echo, spec=replace(SPEC, untaken=True))
-    stage.take_over(SPEC)
+    stage, factory = started(
+        ValueError("no such model"), echo, launch=replace(LAUNCH, untaken=True)
+    )
+    stage.take_over(LAUNCH)
     ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
     assert fatal and "no such model" in why and not factory.made
-    stage.take_over(SPEC)
+    stage.take_over(LAUNCH)
     assert stage.ready() is factory.made[0], "the next pass tries it, as ever"
 
 
 def test_an_engine_that_died_between_two_runs_is_started_anew(started: Any) -> None:
     stage, factory = started(echo, echo)
     factory.made[0].died = "killed"
-    stage.take_over(SPEC)
+    stage.take_over(LAUNCH)
     assert stage.ready() is factory.made[1] and factory.made[0].closed
 
 
 def test_a_run_whose_labels_cannot_be_read_is_refused_and_holds_no_engine(started: Any) -> None:
     stage, factory = started(echo)
     nowhere = {**MODEL, "tokenizer": "/nowhere"}
-    stage.take_over(replace(SPEC, model=nowhere, labels=("a", "b")))
+    stage.take_over(replace(LAUNCH, model=nowhere, labels=("a", "b")))
     assert stage.ready() is None and factory.made[0].closed
     ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
     assert fatal and "/nowhere" in why
@@ -778,7 +790,7 @@ def test_adapters_of_the_next_run_have_numbers_of_their_own_in_the_engine(
     stage, factory = started(echo)
     known: dict[str, set[int]] = {}
     for contents in ({"a": "one", "b": "two"}, {"a": "two", "c": "three"}, {"a": "one"}):
-        stage.take_over(replace(SPEC, adapted=adapted(tmp_path, **contents)))
+        stage.take_over(replace(LAUNCH, adapted=adapted(tmp_path, **contents)))
         table = block(Unit(0, 0, len(contents)))
         stage(table.append_column("which", pa.array(list(contents))))
         for request in factory.made[0].seen[-1]:
@@ -798,9 +810,9 @@ def test_a_run_whose_adapters_changed_is_refused_and_holds_no_engine(
     stage, factory = started(echo, echo)
     changed = adapted(tmp_path, a="one")
     (tmp_path / "a-one" / adapters.ADAPTER_WEIGHTS).write_text("other")
-    stage.take_over(replace(SPEC, adapted=changed))
+    stage.take_over(replace(LAUNCH, adapted=changed))
     assert stage.ready() is None and factory.made[0].closed
     ((_, _, why, fatal),) = lost_rows(stage(block(Unit(0, 0, 1))))
     assert fatal and "changed after the run was planned" in why
-    stage.take_over(SPEC)
+    stage.take_over(LAUNCH)
     assert stage.ready() is factory.made[1]

@@ -21,7 +21,7 @@ from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.records import QUARANTINE, Receipt, Unit, digest
 from prefect_raybatch.ledger.stats import values_by_column
 from prefect_raybatch.report.inputs import null_counts
-from prefect_raybatch.stages.block import Failure, lost, tag, timed
+from prefect_raybatch.stages.block import Failure, lost_block, tag, timed
 from prefect_raybatch.stages.columns import (
     ANSWERS,
     CACHED_TOKENS,
@@ -428,7 +428,7 @@ def test_a_cell_that_is_not_utf8_fails_its_row_in_postprocess(tmp_path):
 def test_a_lost_block_becomes_receipts_that_hold_nothing(tmp_path, fatal):
     units = [Unit(3, 0, 5), Unit(4, 2, 2)]
     why = Loss("EngineDied", "why", fatal)
-    table = pa.concat_tables([lost(unit, why) for unit in units])
+    table = pa.concat_tables([lost_block(unit, why) for unit in units])
     made = receipts(stage(tmp_path)(table))
     assert made == [Receipt.of_lost(unit, "attempt", why) for unit in units]
     assert [receipt.unit for receipt in made] == units

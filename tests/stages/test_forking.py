@@ -20,12 +20,13 @@ def tell(path):
     import psutil
     worker = [sys.executable, "-c", "print(open('/proc/self/environ').read().split('=')[0])"]
     first = subprocess.run(worker, capture_output=True, text=True).stdout.strip()
-    told = [psutil.Process().parent().cmdline(), dict(os.environ), "csv" in sys.modules, first]
+    preloaded = {"csv", "colorsys"} <= set(sys.modules)
+    told = [psutil.Process().parent().cmdline(), dict(os.environ), preloaded, first]
     with open(path, "w") as file:
         json.dump(told, file)
 
 if __name__ == "__main__":
-    forking.PRELOAD = "csv"  # quicker than vLLM
+    forking.PRELOAD, forking.PRELOAD_CORE = "csv", "colorsys"  # quicker than vLLM
     os.environ["GONE"] = "1"
     forking.begin_fork_server({})
     del os.environ["GONE"]
@@ -40,7 +41,7 @@ import json, os, sys
 from multiprocessing import forkserver
 from prefect_raybatch.stages.vllm import forking
 
-forking.PRELOAD = "csv"
+forking.PRELOAD, forking.PRELOAD_CORE = "csv", "colorsys"
 forking.begin_fork_server(json.loads(sys.argv[1]))
 print(forkserver._forkserver._forkserver_pid is not None, os.environ.get(forking.METHOD))
 """
@@ -94,8 +95,10 @@ def test_the_server_is_begun_where_a_core_is_spawned(
 @pytest.mark.whole
 def test_all_that_a_core_needs_can_be_imported_without_cuda() -> None:
     code = (
-        f"import sys, torch; import {forking.PRELOAD} as preload; "
-        "print([n for n in preload.NEEDED if n not in sys.modules], torch.cuda.is_initialized());"
+        f"import sys, threading, torch; import {forking.PRELOAD} as preload; "
+        f"import {forking.PRELOAD_CORE} as core; needed = (*preload.NEEDED, *core.CORE_NEEDED); "
+        "print([n for n in needed if n not in sys.modules], torch.cuda.is_initialized(),"
+        " threading.active_count());"
         "import setproctitle; setproctitle.setproctitle('VLLM::EngineCore');"
         "print(open('/proc/self/cmdline').read().split('\\0')[0])"
     )
@@ -110,5 +113,5 @@ def test_all_that_a_core_needs_can_be_imported_without_cuda() -> None:
         timeout=300,
     )
     needed, title = done.stdout.splitlines()[-2:]
-    assert needed == "[] False", done.stderr
+    assert needed == "[] False 1", done.stderr
     assert title.startswith("VLLM::EngineCore"), "the core bears the name of what started it"

@@ -30,9 +30,9 @@ from prefect_raybatch.errors import EngineStartError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
-from prefect_raybatch.stages.block import passes_by
+from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.engine import EngineStage, engine_launch
-from prefect_raybatch.stages.vllm import last_words
+from prefect_raybatch.stages.vllm import engine_errors
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, STATUS, HangWatch
 from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
@@ -181,7 +181,7 @@ def test_a_death_names_its_signal_or_the_error_in_the_engines_log(
     with pytest.raises(EngineDied, match=told) as death:
         engine.run([Request([token])])
     assert "prompt_token_ids" not in str(death.value)
-    assert last_words.PLACE not in os.environ
+    assert engine_errors.PLACE not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ class HangsInProcess(EngineStage):
         return {}
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if not passes_by(table) and self.AT in table["id"].to_pylist():
+        if not is_passthrough(table) and self.AT in table["id"].to_pylist():
             fake_vllm.compute = lambda tokens: time.sleep(3600)  # type: ignore[assignment]
         return super().__call__(table)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.engine_stage import SPEC, block, started
+from helpers.engine_stage import LAUNCH, block, started
 from helpers.small import MODEL, make_job, receipts
 from helpers.specs import finish_stage
 
@@ -55,9 +55,9 @@ def test_labels_part_where_their_tokens_do_or_one_ends():
     labels = LabelTokens.of(Letters(), ["ab", "abc", "ad", "x"])  # type: ignore[arg-type]
     a, b, c, d, x = map(ord, "abcdx")
     assert labels.forks == (Fork((), (a, x)), Fork((a,), (b, d)), Fork((a, b), (0, c)))
-    assert labels.asked({"temperature": 0.5, "n": 1})["logprob_token_ids"] == [a, x]
+    assert labels.with_logprobs({"temperature": 0.5, "n": 1})["logprob_token_ids"] == [a, x]
     usual = {"temperature": 0.5, "max_tokens": 1}
-    assert labels.asked_later({"temperature": 0.5, "choice": ["ab"]}) == [
+    assert labels.further_requests({"temperature": 0.5, "choice": ["ab"]}) == [
         ([a], {**usual, "logprob_token_ids": [b, d]}),
         ([a, b], {**usual, "logprob_token_ids": [0, c]}),
     ]
@@ -69,8 +69,8 @@ def test_labels_part_where_their_tokens_do_or_one_ends():
 
 def test_labels_that_all_begin_alike_ask_nothing_of_the_first_step():
     labels = LabelTokens.of(Letters(), ["ab", "ac"])  # type: ignore[arg-type]
-    assert labels.asked({"n": 1}) == {"n": 1}
-    assert [tokens for tokens, _ in labels.asked_later({})] == [[ord("a")]]
+    assert labels.with_logprobs({"n": 1}) == {"n": 1}
+    assert [tokens for tokens, _ in labels.further_requests({})] == [[ord("a")]]
     assert LabelTokens.of(Letters(), ["ab"]).probabilities({}) == [("ab", 1.0)]  # type: ignore[arg-type]
 
 
@@ -115,8 +115,8 @@ def test_each_row_has_a_map_of_its_labels(started, tmp_path):
             for t, _ in zip(told, requests, strict=True)
         ]
 
-    spec = EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, merge=False, labels=LABELS)
-    stage, _ = started(answer, spec=spec)
+    spec = EngineLaunch(LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, merge=False, labels=LABELS)
+    stage, _ = started(answer, launch=spec)
     table = stage(timed(block(Unit(0, 0, 2)), "prepare", 0.0))
     assert all(r.params["logprob_token_ids"] == list(first) for r in seen)
     errors = [e and e["kind"] for e in table[ERROR].to_pylist()]
@@ -146,8 +146,8 @@ def test_labels_that_begin_alike_take_a_request_more_a_row(started):
             made.append(Completion([[5]], ["Retail"], "stop", 2, 0, error, **more))
         return made
 
-    spec = EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, merge=False, labels=labels)
-    stage, _ = started(answer, spec=spec)
+    spec = EngineLaunch(LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, merge=False, labels=labels)
+    stage, _ = started(answer, launch=spec)
     table = stage(timed(block(Unit(0, 0, 3)), "prepare", 0.0))
     (fork,) = LabelTokens.of(load_tokenizer(str(demo_model_path()), None), labels).later
     for one, more in pairs(seen):
@@ -169,9 +169,9 @@ def test_a_tokenizer_that_cannot_tell_them_apart_ends_the_run_before_an_engine_s
 
     monkeypatch.setattr(engine, "load_tokenizer", lambda *_: Letters(end=None))
     spec = EngineLaunch(
-        SPEC.model, SPEC.sampling, SPEC.arguments, labels=("Retail", "Retail trade")
+        LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, labels=("Retail", "Retail trade")
     )
-    stage, factory = started(spec=spec)
+    stage, factory = started(launch=spec)
     table = stage(block(Unit(0, 0, 2)))
     (why,) = table["__rb_lost"].to_pylist()
     assert why["fatal"] and "is the beginning of another" in why["message"]

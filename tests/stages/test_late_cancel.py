@@ -13,7 +13,7 @@ import ray
 from helpers.processes import until
 from ray.data import DataContext
 
-from prefect_raybatch.cluster.side_by_side import side_by_side
+from prefect_raybatch.cluster.side_by_side import run_in_parallel
 from prefect_raybatch.stages import ray_internals
 from prefect_raybatch.stages.ray_internals import limit_in_flight, still_running, stop_pass
 
@@ -84,7 +84,7 @@ def test_of_work_side_by_side_only_what_goes_on_is_cancelled(
         work(tmp_path, name, ends=name == "short")
         return name
 
-    made = side_by_side(item, iter(["first", "short", "long"]), 3)
+    made = run_in_parallel(item, iter(["first", "short", "long"]), 3)
     assert next(made) == "first"
     until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 120, "both at work")
     (tmp_path / "end").touch()

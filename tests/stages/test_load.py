@@ -26,7 +26,7 @@ from prefect_raybatch.report.report import build, engine_table, node_table, stag
 from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.stages import engine as stage
 from prefect_raybatch.stages import load as figures
-from prefect_raybatch.stages.block import passes_by, tag
+from prefect_raybatch.stages.block import is_passthrough, tag
 from prefect_raybatch.stages.columns import ERROR, FIGURES, PARAMS, TOKENS
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
 from prefect_raybatch.stages.load import Node, Sampler, figures_of
@@ -58,7 +58,7 @@ def test_a_shard_gets_the_means_and_peaks_of_its_own_time():
     world.at(1002, running=2, waiting=4, kv_cache=0.2, steps=20)
     world.at(1004, running=4, waiting=0, kv_cache=0.4, steps=60)
     world.at(1006, running=99, waiting=99, kv_cache=0.99, steps=60)
-    assert world.sampler.over(1001, 1005).to_dict() == {
+    assert world.sampler.stats_between(1001, 1005).to_dict() == {
         "samples": 2,
         "running": 3,
         "waiting": 2,
@@ -72,17 +72,17 @@ def test_a_shard_gets_the_means_and_peaks_of_its_own_time():
 
 def test_a_short_shard_gets_the_latest_sample_and_an_old_one_says_nothing():
     world = World()
-    assert world.sampler.over(900, 1000) == ShardStats()
+    assert world.sampler.stats_between(900, 1000) == ShardStats()
     world.at(1000, running=8)
-    assert world.sampler.over(1000.5, 1001) == ShardStats(samples=1, running=8)
-    assert world.sampler.over(1100, 1101) == ShardStats()
+    assert world.sampler.stats_between(1000.5, 1001) == ShardStats(samples=1, running=8)
+    assert world.sampler.stats_between(1100, 1101) == ShardStats()
 
 
 def test_what_is_not_known_is_left_out_and_not_zero():
     world = World()
     world.at(1000, running=8, waiting=0)
     world.at(1002)  # no engine: it is being started again
-    found = world.sampler.over(999, 1003)
+    found = world.sampler.stats_between(999, 1003)
     assert found == ShardStats(samples=2, running=8, waiting=0)
 
 
@@ -90,7 +90,7 @@ def test_an_engine_that_began_anew_has_no_negative_steps():
     world = World()
     world.at(1000, steps=500)
     world.at(1002, steps=4)
-    assert world.sampler.over(999, 1003).steps_per_s is None
+    assert world.sampler.stats_between(999, 1003).steps_per_s is None
 
 
 def test_samples_are_taken_beside_the_work_and_one_that_fails_ends_nothing():
@@ -106,14 +106,14 @@ def test_samples_are_taken_beside_the_work_and_one_that_fails_ends_nothing():
 
     sampler = Sampler(load, dict, every=0.01).start()
     assert enough.wait(60)
-    assert sampler.over(0, 1e12).running == 1
+    assert sampler.stats_between(0, 1e12).running == 1
 
 
 def test_samples_are_bounded():
     world = World()
     for second in range(figures.SAMPLES_KEPT + 100):
         world.at(1000 + second, running=1)
-    assert world.sampler.over(0, 1e12).samples == figures.SAMPLES_KEPT
+    assert world.sampler.stats_between(0, 1e12).samples == figures.SAMPLES_KEPT
 
 
 # --- the node -----------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def sampled(**load: float) -> Sampler:
 
 def test_the_engine_stage_tells_and_finish_puts_it_into_the_receipt(tmp_path):
     run = small_run(tmp_path)
-    told_block = sampled(running=6, waiting=2).tell(run.block(run.whole(1)), 999.0)
+    told_block = sampled(running=6, waiting=2).add_stats(run.block(run.whole(1)), 999.0)
     (receipt,) = receipts(run.finish()(told_block))
     assert receipt.where["engine"] == "host-a:77" and "node" in receipt.where
     assert (receipt.stats.running, receipt.stats.waiting) == (6, 2)
@@ -158,10 +158,10 @@ def test_the_engine_stage_tells_and_finish_puts_it_into_the_receipt(tmp_path):
 def test_each_shard_of_a_bundle_has_the_figures_once(tmp_path):
     run = small_run(tmp_path)
     both = pa.concat_tables([run.block(run.whole(0)), run.block(run.whole(1))])
-    block = sampled(running=6).tell(both, 999.0)
+    block = sampled(running=6).add_stats(both, 999.0)
     assert block[FIGURES].null_count == block.num_rows - 2
     shuffled = block.take([3, 9, 0, 7, 1, 5, 2, 8, 4, 6])
-    made = receipts(run.finish()(sampled(running=6).tell(both.take([1, 5, 0]), 999.0)))
+    made = receipts(run.finish()(sampled(running=6).add_stats(both.take([1, 5, 0]), 999.0)))
     assert [r.stats.running for r in made] == [6, 6]
     assert figures_of(shuffled)[0].running == 6
 
@@ -203,7 +203,7 @@ def reported(run: SmallRun) -> RunReport:
 def commit_of(run: SmallRun, shard: int, engine: str, **load: float) -> None:
     sampler = sampled(**load)
     sampler.where = {"engine": engine}
-    block = sampler.tell(run.block(run.whole(shard)), 999.0)
+    block = sampler.add_stats(run.block(run.whole(shard)), 999.0)
     (receipt,) = receipts(run.finish()(block))
     run.ledger.commit(run.plan, run.shards[shard].rows, [receipt])
 
@@ -378,22 +378,22 @@ def test_the_stage_samples_its_engine(monkeypatch):
 class FigureEngine(FakeEngine):
     """The fake engine with figures; the first block waits for a sample."""
 
-    def __init__(self, spec: EngineLaunch):
-        super().__init__(spec)
+    def __init__(self, launch: EngineLaunch):
+        super().__init__(launch)
         load = {"running": 7.0, "waiting": 3.0, "kv_cache": 0.25}
         self.sampler = Sampler(lambda: load, every=0.05).start()
 
     def __call__(self, table: pa.Table) -> pa.Table:
         import time
 
-        if passes_by(table):
+        if is_passthrough(table):
             return table
         began = time.time()
-        while not self.sampler.over(began, time.time()).samples:
+        while not self.sampler.stats_between(began, time.time()).samples:
             time.sleep(0.05)
         errors = table[ERROR].to_pylist()
         texts = [f"answer {i}" for i in table["id"].to_pylist()]
-        return self.sampler.tell(with_answers(table, errors, texts), began)
+        return self.sampler.add_stats(with_answers(table, errors, texts), began)
 
 
 def test_figures_arrive_from_ray_and_survive_in_the_commits(local_ray, tmp_path):

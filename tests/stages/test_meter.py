@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from helpers.engine_stage import SPEC, block, started
+from helpers.engine_stage import LAUNCH, block, started
 from helpers.engines import Stepped, completion
 from helpers.reports import timed_commit
 
@@ -56,14 +56,14 @@ def test_what_an_engine_did_for_an_earlier_run_is_not_told_by_the_next():
     world = World(now=7.0, steps=50, busy_s=5.0)
     world.meter.begin(world.engine)
     world.work(until=9.0, steps=4, busy=1.5)
-    told = world.meter.tell(world.engine)
+    told = world.meter.take_stats(world.engine)
     assert (told.steps, told.up_s, told.idle_s) == (4, 2.0, 0.5)
 
 
 def test_each_shard_tells_what_was_done_since_the_one_before():
     world = World(now=7.0)
     world.work(until=9.0, steps=4, busy=1.5, rows=2)
-    first = world.meter.tell(world.engine)
+    first = world.meter.take_stats(world.engine)
     assert first.to_dict() == {
         "flops": 2 * (2 * 10.0 + 1.0),  # 2 of 3 tokens not cached, and 1 sampled
         "moved_bytes": 400.0,
@@ -74,7 +74,7 @@ def test_each_shard_tells_what_was_done_since_the_one_before():
         "idle_s": 0.5,
     }
     world.work(until=10.0, steps=1, busy=1.0)
-    second = world.meter.tell(world.engine)
+    second = world.meter.take_stats(world.engine)
     assert (second.flops, second.steps, second.up_s, second.idle_s) == (21.0, 1, 1.0, 0.0)
     assert fold_stats([first, second]).up_s == 3.0
 
@@ -82,11 +82,11 @@ def test_each_shard_tells_what_was_done_since_the_one_before():
 def test_another_engine_counts_from_its_start():
     world = World()
     world.work(until=2.0, steps=50, busy=2.0)
-    world.meter.tell(world.engine)
+    world.meter.take_stats(world.engine)
     world.engine, world.steps, world.busy_s = World().engine, 0, 0.0
     world.engine.stats = lambda: {"steps": world.steps, "busy_s": world.busy_s}
     world.work(until=3.0, steps=3, busy=0.5)
-    told = world.meter.tell(world.engine)
+    told = world.meter.take_stats(world.engine)
     assert (told.steps, told.idle_s) == (3, 0.5)
 
 
@@ -94,13 +94,13 @@ def test_without_a_known_card_nothing_is_told():
     meter = Meter(None)
     engine: Any = Stepped(lambda requests: [completion("x")])
     assert len(meter.run(engine, [None])) == 1  # type: ignore[list-item]
-    assert meter.tell(engine) == ShardStats()
+    assert meter.take_stats(engine) == ShardStats()
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_block_tells_it_once_however_many_shards_it_holds(started, shards):
     stage, factory = started(
-        lambda requests: [completion("x") for _ in requests], spec=replace(SPEC, work=WORK)
+        lambda requests: [completion("x") for _ in requests], launch=replace(LAUNCH, work=WORK)
     )
     factory.made[0].stats = lambda: {"rows": 1, "refused": 0, "steps": 3, "busy_s": 0.0}
     table = stage(pa.concat_tables([block(Unit(n, 0, 2)) for n in range(shards)]))

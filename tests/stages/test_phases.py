@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.engine_stage import SPEC, block
+from helpers.engine_stage import LAUNCH, block
 from helpers.engines import Factory, Stepped, completion
 from helpers.heard import wait_for
 
@@ -51,7 +51,7 @@ def says(*lines: str, configures: bool = False) -> None:
 
 def test_phases_of_this_process_and_of_one_below_it_are_heard(vllm_log: logging.Logger) -> None:
     marks, began = StartMarks(), time.time()
-    with marks.heard():
+    with marks.capture_phases():
         says("Initializing a V1 LLM engine %s", LOADS)
         assert set(marks.read()) == {"imports", "weights"}
         below = multiprocessing.get_context("fork").Process(
@@ -130,11 +130,11 @@ def test_an_engine_stage_tells_how_far_it_has_come(
     vllm_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Told()
-    monkeypatch.setattr(phases, "TELL_EVERY", 0.01)
+    monkeypatch.setattr(phases, "REPORT_SECONDS", 0.01)
     monkeypatch.setattr(
         stepper, "SteppedEngine", Starts(lambda asked: [completion("x") for _ in asked])
     )
-    spec = EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told)
+    spec = EngineLaunch(LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, tell=told)
     made = EngineStage(spec)
     wait_for(lambda: told.all and "first step" in told.all[-1][1])
     assert "stepped" not in told.all[-1][1]
@@ -154,7 +154,7 @@ def test_a_start_that_is_over_without_a_step_is_told_no_more(
     never = [lambda asked: [completion("x") for _ in asked]] * 2
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(*never))
     wait_for(lambda: tellers() == 0)
-    made = EngineStage(EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=Told()))
+    made = EngineStage(EngineLaunch(LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, tell=Told()))
     assert tellers() == 1
     made.engine = None  # it died before its first step
     assert made.ready() is not None
@@ -169,7 +169,7 @@ def test_an_engine_that_does_not_start_ends_the_telling(
     told = Told()
     monkeypatch.setattr(stage, "PAUSE", 0)
     monkeypatch.setattr(stepper, "SteppedEngine", Factory(ValueError("wrong")))
-    EngineStage(EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=told))
+    EngineStage(EngineLaunch(LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, tell=told))
     wait_for(lambda: tellers() == 0)
     assert all(set(marks) == {"imports"} for _, marks in told.all)
 
@@ -183,5 +183,5 @@ def test_who_cannot_be_told_costs_nothing(
     monkeypatch.setattr(
         stepper, "SteppedEngine", Starts(lambda asked: [completion("x") for _ in asked])
     )
-    made = EngineStage(EngineLaunch(SPEC.model, SPEC.sampling, SPEC.arguments, tell=away))
+    made = EngineStage(EngineLaunch(LAUNCH.model, LAUNCH.sampling, LAUNCH.arguments, tell=away))
     assert made(block(Unit(0, 0, 2))).num_rows == 2

@@ -90,8 +90,8 @@ class Stages:
 
 
 class _Stage(EngineStage):
-    def __init__(self, engine: Stepped, spec: EngineLaunch):
-        self.spec, self.planned = spec, engine
+    def __init__(self, engine: Stepped, launch: EngineLaunch):
+        self.launch, self.planned = launch, engine
 
     def ready(self) -> Any:
         return self.planned

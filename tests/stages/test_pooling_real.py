@@ -53,7 +53,7 @@ class Real:
         spec = engine_launch(compile_job(job), model, size, task=task)
         if self.stage is None:
             self.stage = EngineStage(spec)
-        self.stage.spec = spec
+        self.stage.launch = spec
         table = tag(pa.table({"a": FIRST, "b": SECOND}), Unit(0, 0, len(FIRST)))
         spec = compile_job(job)
         stage = prepare_of(task, spec.prompt, spec.sampling, model, spec.engine.model.context)
@@ -179,7 +179,7 @@ def test_a_pair_is_asked_with_its_token_types(made, monkeypatch):
     """A cross-encoder's way, on a model whose labels show more than one score would."""
     from prefect_raybatch.model import tasks
 
-    monkeypatch.setattr(tasks, "asked", lambda engine, config: "classify")
+    monkeypatch.setattr(tasks, "vllm_task", lambda engine, config: "classify")
     real, weights = made(classifier)
     expected = reference(real.folder, weights, list(zip(FIRST, SECOND, strict=True)))
     found = real.vectors(prompt={"template": "{a}", "second": "{b}"}, engine={"task": "score"})

@@ -15,7 +15,7 @@ from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.stages import prepare as stage
-from prefect_raybatch.stages.block import is_lost, load_tokenizer, losses, lost, tag
+from prefect_raybatch.stages.block import is_lost, load_tokenizer, losses, lost_block, tag
 from prefect_raybatch.stages.columns import (
     ERROR,
     FORMED,
@@ -390,7 +390,7 @@ def test_all_rows_failed_is_a_block_too():
 
 
 def test_a_lost_block_passes_as_it_is():
-    block = lost(Unit(3, 2, 5), Loss("SourceError", "gone", fatal=True))
+    block = lost_block(Unit(3, 2, 5), Loss("SourceError", "gone", fatal=True))
     made = prepare_stage(Prompt(template="{A}"), dict(MODEL), None)(block)
     assert is_lost(made) and made.equals(block)
 

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import pytest
 from helpers.needs import needs_vllm
 from helpers.nvidia import ABSENT, show
 
-from prefect_raybatch.doctor import CheckContext, Finding, machine
-from prefect_raybatch.stages.decided import EarlyStop, EarlyStopping, grammar_bytes
+from prefect_raybatch.doctor import CheckContext, machine
+from prefect_raybatch.stages.label_cutoff import EarlyStop, LabelCutoff, grammar_bytes
 from prefect_raybatch.stages.vllm import reaper
 from prefect_raybatch.stages.vllm.stepper import (
     Completion,
@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-START_S = 240
+START_S = 600
 """Seconds an engine may take to start on a busy machine; about 15 on a quiet one."""
 
 
@@ -139,8 +139,8 @@ def plugin_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def victim(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
-    """A process with an engine that waits to be killed; starts beside the shared engine. A list of
-    vLLM plugins that lacks ours must not keep it out."""
+    """A process with an engine that waits to be killed. A list of vLLM plugins that lacks ours must
+    not keep it out."""
     log = str(plugin_logs / "victim")
     process = start_script(model, "time.sleep(600)", PLUGIN_LOG=log, VLLM_PLUGINS="another")
     yield process
@@ -182,19 +182,7 @@ def in_process(model: str, plugin_logs: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture(scope="module")
-def examined() -> Iterator[Future[list[Finding]]]:
-    """What `raybatch doctor` finds of the engine; looks beside the other starts."""
-    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
-        show(patch, error=ABSENT)
-        patch.setattr(machine, "START_LIMIT_SECONDS", START_S)
-        patient = CheckContext(None, lambda job: job)
-        yield pool.submit(lambda: list(machine.check_engine(patient)))
-
-
-@pytest.fixture(scope="module")
-def live_engine(
-    model: str, victim: object, in_process: object, examined: object
-) -> Iterator[Callable[[], SteppedEngine]]:
+def live_engine(model: str) -> Iterator[Callable[[], SteppedEngine]]:
     """Gives the shared engine, and a new one when a test has killed it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
@@ -317,7 +305,7 @@ def test_answers_stopped_early_are_those_written_out(
         for i in range(12)
         for f in fields
     ]
-    early = EarlyStopping(way, lambda: grammar_bytes(tokenizer))
+    early = LabelCutoff(way, lambda: grammar_bytes(tokenizer))
     steps = engine.stats()["output_tokens"]
     whole, again = engine.run(requests), engine.run(requests)
     spent = (engine.stats()["output_tokens"] - steps) / 2
@@ -456,8 +444,10 @@ def test_in_process_engine(in_process: subprocess.Popen) -> None:
     assert in_process.wait(START_S) == 0
 
 
-def test_the_doctor_sees_the_engine_answer(examined: Future[list[Finding]]) -> None:
-    (finding,) = examined.result(START_S)
+def test_the_doctor_sees_the_engine_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, error=ABSENT)
+    monkeypatch.setattr(machine, "START_LIMIT_SECONDS", START_S)
+    (finding,) = machine.check_engine(CheckContext(None, lambda job: job))
     assert (finding.check, finding.mark) == ("engine", "pass"), finding
 
 
@@ -489,10 +479,7 @@ def test_amx_is_asked_for_in_every_process_of_an_engine(
     assert list(found().values()) == [both] * 3
 
 
-def test_killed_core_ends_every_call(
-    engine: SteppedEngine, victim: subprocess.Popen, examined: Future[list[Finding]]
-) -> None:
-    examined.result(START_S)  # its engine, too, is below this process
+def test_killed_core_ends_every_call(engine: SteppedEngine, victim: subprocess.Popen) -> None:
     others = descendants(victim.pid)
     processes = [pid for pid in engine_processes(os.getpid()) if pid not in others]
     core = next(pid for pid in processes if "EngineCore" in command(pid))

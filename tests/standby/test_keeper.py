@@ -18,7 +18,7 @@ from helpers.command_line import called
 from helpers.hosts import FakeHosts
 
 from prefect_raybatch.cluster.ray_process import RayProcess
-from prefect_raybatch.cluster.sharing import Shared, User
+from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import WarmEngines, WarmKind
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.stages.engine import EngineStage
@@ -285,8 +285,8 @@ class Joining:
 def test_a_run_takes_the_engines_that_earlier_commands_left() -> None:
     hosts = FakeHosts(cpus=2.0)
     hosts.left = [(KIND, hosts.make(KIND)), (OTHER, hosts.make(OTHER))]
-    shared = Shared(Joining(hosts), WarmEngines(hosts), sleep=lambda _: None)
-    user, total = User("run"), {"CPU": 2.0}
+    shared = ClusterSession(Joining(hosts), WarmEngines(hosts), sleep=lambda _: None)
+    user, total = Tenant("run"), {"CPU": 2.0}
     with shared.kept_warm(600.0):
         with shared.joined(user, None, 2):
             with shared.admitted(user, {"CPU": 1.0}, total, KIND, 1) as lease:

@@ -31,11 +31,11 @@ _modules: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of its c
 
 
 def is_own_code(name: str) -> bool:
-    """Return whether `name` is that of a function or class of a file, a notebook or a script."""
+    """Return whether `name` is `file.py:NAME` or `__main__:NAME`, which workers cannot import."""
     return FILE_FUNCTION.match(name) is not None or name.startswith(f"{MAIN}:")
 
 
-def own_name(value: object) -> object:
+def name_of_function(value: object) -> object:
     """Return `module:name` of a function or class, and any other value as it is.
 
     Raises ValueError if no name leads to it.
@@ -57,7 +57,7 @@ def shown_name(name: str) -> str:
 
 
 def check_owner(name: str, field: str) -> None:
-    """Raise `ConfigError` unless the job is its owner's. Reads no file."""
+    """Raise `ConfigError` unless the job comes from its owner. Reads no file."""
     policy = policy_in_force()
     if policy.limited:
         raise ConfigError(
@@ -67,7 +67,7 @@ def check_owner(name: str, field: str) -> None:
         )
 
 
-def load_own(name: str, field: str) -> Any:
+def load_user_function(name: str, field: str) -> Any:
     """Return the function or class that `name` leads to.
 
     Raises `ConfigError` that names `field`, and the file and line if they are known.
@@ -101,7 +101,7 @@ def _is_defined_in(value: object, module: ModuleType) -> bool:
 
 def _file_module(path: str, field: str) -> ModuleType:
     """Return the module of a file, executed again only if its content changed."""
-    data = read_own_file(path, field)
+    data = read_source_file(path, field)
     digest = hashlib.sha256(data).hexdigest()
     with _lock:
         loaded = _modules.get(path)
@@ -127,7 +127,7 @@ def _file_module(path: str, field: str) -> ModuleType:
         return module
 
 
-def read_own_file(path: str, field: str) -> bytes:
+def read_source_file(path: str, field: str) -> bytes:
     """Return the content of a file with functions; raise `ConfigError` if that is impossible."""
     try:
         data = read_regular_file(path, MOST_CODE_BYTES + 1)
@@ -140,21 +140,22 @@ def read_own_file(path: str, field: str) -> bytes:
     return data
 
 
-def own_digest(name: str, field: str) -> str:
-    """Return the SHA-256 of the source of a function: of its file, or for `__main__` its own.
+def function_digest(name: str, field: str) -> str:
+    """Return the SHA-256 of a function's source: its whole file, or the function in `__main__`.
 
-    In a notebook or script, that is the text of the function, of the functions and classes there
-    that it uses, and the plain values: other cells or lines may change.
+    In a notebook or script, this covers the function and what it uses from there, directly or not:
+    functions and classes as text, values that JSON can hold, of other values only the type, of
+    modules only the name. Changes in other cells or lines do not change the hash.
     """
     place = name.rpartition(":")[0]
     if place != MAIN:
-        return hashlib.sha256(read_own_file(place, field)).hexdigest()
-    texts = dict(sorted(_texts(load_own(name, field))))
+        return hashlib.sha256(read_source_file(place, field)).hexdigest()
+    texts = dict(sorted(_texts(load_user_function(name, field))))
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def _texts(first: object) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a function of `__main__` and all that it uses there."""
+    """Yield (name, source or value as text) of an object and all of `__main__` that it uses."""
     main = sys.modules[MAIN]
     pending, seen = [("", first)], {""}
     while pending:

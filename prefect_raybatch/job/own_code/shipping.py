@@ -10,14 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.job.own_code.loading import MAIN, is_own_code, load_own
+from prefect_raybatch.job.own_code.loading import MAIN, is_own_code, load_user_function
 
 
 class OwnFunction(str):
     """The name of a function that workers cannot import; pickled, it carries the function.
 
-    `payload` is the pickled function in a worker, None in the process that defines it. There `sent`
-    is what the first worker got, so that all tasks of a run get the same though the file changes.
+    `payload` is the pickled function in a worker, None in the process that defines it. `sent`
+    caches the first pickle, so all tasks of a run get the same function if its file changes.
     """
 
     field: str
@@ -33,7 +33,7 @@ class OwnFunction(str):
         if self.sent is None:
             # Finalizing needs no function: if its file is gone, only a worker that calls it fails.
             with suppress(ConfigError):
-                self.sent = by_value(self, self.field)
+                self.sent = pickle_by_value(self, self.field)
         return OwnFunction, (str(self), self.field, self.sent)
 
     def __deepcopy__(self, memo: object) -> OwnFunction:
@@ -42,7 +42,7 @@ class OwnFunction(str):
     def load(self) -> Callable[..., Any]:
         """Return the function. Raises `ConfigError` if it cannot be loaded here."""
         if self.payload is None:
-            function: Callable[..., Any] = load_own(self, self.field)
+            function: Callable[..., Any] = load_user_function(self, self.field)
             return function
         try:
             return _unpacked(self.payload)
@@ -54,18 +54,18 @@ class OwnFunction(str):
 
 
 def shipped(name: str | None, field: str) -> str | None:
-    """Return the name of a job's function as the stages take it to the workers."""
+    """Return a function's name, or an `OwnFunction` if workers cannot import the function."""
     return OwnFunction(name, field) if name is not None and is_own_code(name) else name
 
 
-def by_value(name: str, field: str) -> bytes:
+def pickle_by_value(name: str, field: str) -> bytes:
     """Return a function pickled by value, with all of its file or notebook that it uses.
 
     Raises `ConfigError` if it holds something that cannot be sent.
     """
     import cloudpickle
 
-    function = load_own(name, field)
+    function = load_user_function(name, field)
     module = sys.modules[function.__module__]
     if module.__name__ != MAIN:  # which always is pickled by value
         cloudpickle.register_pickle_by_value(module)

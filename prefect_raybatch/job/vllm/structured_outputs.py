@@ -1,7 +1,7 @@
-"""Checks whether vLLM accepts the form in `sampling.structured_outputs`, without importing it.
+"""Checks whether vLLM accepts `sampling.structured_outputs` (a form), without importing vLLM.
 
-vLLM checks it request by request, so a wrong one would fail every row once the engines are up.
-`check_form_shape` checks the types; `check_form_parses` asks the two libraries with which vLLM
+vLLM checks the form request by request, so a wrong one would fail every row once the engines are
+up. `check_form_shape` checks the types; `check_form_parses` asks the two libraries with which vLLM
 parses regular expressions, grammars and JSON Schemas, if they are installed.
 """
 
@@ -31,7 +31,7 @@ GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take
 
 
 def with_schema_text(sampling: Mapping[str, object]) -> dict[str, Any]:
-    """Return sampling fields with a JSON Schema that is a mapping as text.
+    """Return a copy of sampling fields in which a JSON Schema given as a mapping is text.
 
     A model writes properties in the order of the schema; records, keys and Prefect's database keep
     no order.
@@ -47,11 +47,10 @@ def with_schema_text(sampling: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_form_shape(form: object) -> None:
-    """Raise ValueError for a form that vLLM would reject with any backend.
+    """Raise ValueError for `sampling.structured_outputs` that vLLM would reject with any backend.
 
-    The message has the field and the remedy.
-
-    `form` is the field's plain value; None is absent. A null in it counts as left out.
+    The message has the field and the remedy. `form` is the field's plain value, None if it is not
+    set. Entries that are None count as not set.
     """
     if form is None:
         return
@@ -152,7 +151,7 @@ def check_backend(config: object) -> None:
         )
 
 
-def check_labels_held(labels: Sequence[str], where: str, config: object) -> None:
+def check_labels_enforced(labels: Sequence[str], where: str, config: object) -> None:
     """Raise ValueError if the engine's backend would accept an answer that is none of the labels.
 
     `config` is `engine.structured_outputs_config`. After a label that is a prefix of another,
@@ -174,9 +173,9 @@ def label_form(labels: Sequence[str]) -> dict[str, Any]:
 
     vLLM writes a choice as an EBNF grammar for xgrammar, in which control characters stay as they
     are. xgrammar rejects a line break there, so `auto` uses guidance for it; an engine keeps the
-    backend of its first grammar, and guidance accepts none with a tab: it then ends each answer at
-    once. outlines cannot read the characters of emoji or no-break spaces in a choice. Escaped in a
-    regular expression, every backend accepts all of these.
+    backend of its first grammar, and guidance accepts no such grammar with a tab: it then ends each
+    answer at once. outlines cannot read the characters of emoji or no-break spaces in a choice.
+    Escaped in a regular expression, every backend accepts all of these.
     """
     if all(map(_is_plain, "".join(labels))):
         return {"choice": list(labels)}
@@ -219,8 +218,9 @@ def _parsed(where: str, text: str) -> dict[str, Any]:
 def check_form_parses(form: Mapping[str, object] | None, config: object) -> None:
     """Raise ValueError with what vLLM's parsers reject in a form that passed `check_form_shape`.
 
-    `config` is `engine.structured_outputs_config`. By default vLLM accepts a form that xgrammar
-    does, or else guidance: then both must reject it. Other backends are not asked.
+    `config` is `engine.structured_outputs_config`. With vLLM's default backend, raises only if both
+    xgrammar and guidance reject the form, because vLLM takes the one that accepts it. Forms for
+    other backends are not checked.
     """
     given = {name: value for name, value in (form or {}).items() if value is not None}
     kind = next((name for name in ("json", "regex", "grammar") if name in given), None)
@@ -229,32 +229,33 @@ def check_form_parses(form: Mapping[str, object] | None, config: object) -> None
     backend = _backend_of(config)
     said = None
     if backend in ("auto", "guidance"):
-        said = guidance_says(kind, given[kind])
+        said = guidance_error(kind, given[kind])
     if backend == "xgrammar" or (said and backend == "auto"):
-        said = _xgrammar_says(kind, given[kind])
+        said = _xgrammar_error(kind, given[kind])
     if said:
         raise ValueError(
             f"{FORM}.{kind}: vLLM cannot compile it to a grammar: {' '.join(said.split())[:400]}"
         )
 
 
-def guidance_says(kind: str, value: Any, blanks: bool = True) -> str | None:
-    """Return what llguidance rejects; None if it accepts the form or is not installed.
+def guidance_error(kind: str, value: Any, blanks: bool = True) -> str | None:
+    """Return why llguidance rejects a form; None if it accepts the form or is not installed.
 
-    It follows the steps of vLLM's own check, in a hundredth of a second, without torch. `blanks`:
-    JSON may have blanks between its parts.
+    `kind` is the field of the form that is set, such as json or regex, and `value` its value.
+    `blanks`: JSON may have blanks between its parts. Follows the steps of vLLM's own check, in a
+    hundredth of a second, without torch.
     """
     try:
         import llguidance  # noqa: F401
     except ImportError:
         return None
     try:
-        return within(GRAMMAR_SECONDS, lambda: _guidance_says(kind, value, blanks))
+        return within(GRAMMAR_SECONDS, lambda: _guidance_error(kind, value, blanks))
     except TimeoutError:
         return f"compiling it takes longer than {GRAMMAR_SECONDS:g} s"
 
 
-def _guidance_says(kind: str, value: Any, blanks: bool) -> str | None:
+def _guidance_error(kind: str, value: Any, blanks: bool) -> str | None:
     from llguidance import LLMatcher, grammar_from
 
     try:
@@ -269,11 +270,11 @@ def _guidance_says(kind: str, value: Any, blanks: bool) -> str | None:
         return str(error)
 
 
-def _xgrammar_says(kind: str, value: Any) -> str | None:
-    """Return what xgrammar rejects; None if it accepts the form or is not installed.
+def _xgrammar_error(kind: str, value: Any) -> str | None:
+    """Return why xgrammar rejects a form; None if it accepts the form or is not installed.
 
-    Also None if vLLM would rewrite the form first (Lark). It imports torch, which takes seconds, so
-    llguidance is asked before.
+    Also None if vLLM would first rewrite the form (Lark). xgrammar imports torch, which takes
+    seconds, so callers ask llguidance first.
     """
     if kind == "grammar" and "::=" not in value:
         return None

@@ -1,4 +1,4 @@
-"""The seam for table formats: what a format must provide so that its rows can be a run's input.
+"""The interface of table formats: what a format must provide to be the input of a run.
 
 A *table source* is a table, dataset or query opened at one version. It is always copied once to the
 Parquet snapshot in the run directory when the plan is made, and a resumed run reads only that
@@ -13,7 +13,7 @@ To add a format:
    (`prefect_raybatch/job/source.py`);
 2. a subclass of `TableSource` in a module of its own here, and the function that opens it in
    `OPENERS` (`prefect_raybatch/source/tables/copying.py`). The library is imported in that
-   function, never at module level. `said_plainly` converts its errors to ours;
+   function, never at module level. `translate_errors` converts its errors to ours;
 3. if the contents of a folder show that it has the format: `mark` and `OPENED`
    (`prefect_raybatch/source/places.py`).
 
@@ -43,7 +43,7 @@ Scrub = Callable[[str], str]  # removes credentials from a text
 
 @dataclass(frozen=True)
 class TablePin:
-    """Which table at which version: what plan.json keeps of it, so nothing here holds a credential.
+    """A table and its version as plan.json records them, so no field may hold a credential.
 
     `id` is the format's permanent identity of the table (a UUID if it has one, else the URI);
     `version` identifies its content permanently (a version number, a snapshot id, a commit, the
@@ -62,12 +62,12 @@ class TablePin:
 
 
 class TableSource(ABC):
-    """A table opened at one version, by a function `open_...(source: Source) -> TableSource`.
+    """A table opened at one version, by a function `open_...(source: ReadSpec) -> TableSource`.
 
-    That function is bounded in time and reads no rows, or few. `schema` has all columns, in the
-    table's order, and may contain dictionaries and view types. `rows` is their number without the
-    filter, from metadata, None if only reading would tell; `counted`: it is no estimate of a
-    database.
+    The opening function is bounded in time and reads few rows or none. `schema` has all columns, in
+    the table's order, and may contain dictionaries and view types. `rows` is the number of rows
+    before any filter, from metadata, None if only reading would tell; `counted` is False if `rows`
+    is only a database's estimate.
     """
 
     pin: TablePin
@@ -81,10 +81,10 @@ class TableSource(ABC):
     ) -> Iterator[pa.RecordBatch]:
         """Yield all rows of the version, streamed, in the same order each time if possible.
 
-        `columns`: those to read (None: all), including the filter's own, which are dropped later.
-        `filter` may be pushed down as far as the format can: it is applied to the result in any
-        case, so the pushed part may keep too many rows but never drop a matching one. May be called
-        several times; the iterator may be closed before its end.
+        `columns`: the columns to read (None: all), including columns that only the filter needs and
+        that are dropped later. `filter` may be pushed down as far as the format can: the caller
+        applies it to the result in any case, so the pushed part may keep too many rows but never
+        drop a matching one. May be called several times; the iterator may be closed before its end.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
@@ -98,9 +98,9 @@ class TableSource(ABC):
 
 
 def check_own_files(table: str, files: Iterable[str]) -> None:
-    """Raise an error for a file of the table at `table` that the job may not read.
+    """Raise SourceError for a local file among the `files` of a remote table.
 
-    That is a local file of a table elsewhere, or one that the policy in force refuses.
+    `table` is the table's URI. Raises ConfigError for a file that the operator's policy refuses.
     """
     named = list(files)
     local = next((file for file in named if not is_remote(file)), None)
@@ -113,10 +113,10 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
 
 
 @contextmanager
-def said_plainly(what: str, scrub: Scrub = str) -> Iterator[None]:
-    """Convert what a library raises while `what` is read into one line of ours.
+def translate_errors(what: str, scrub: Scrub = str) -> Iterator[None]:
+    """Convert a library's errors while `what` is read to SourceError or StoreUnavailable.
 
-    `scrub` removes credentials from a text.
+    Their text is one line; `scrub` removes credentials from it.
     """
     try:
         yield

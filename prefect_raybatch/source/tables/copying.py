@@ -29,7 +29,7 @@ from prefect_raybatch.source.tables.sql import open_sql
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import Store
 
-GUESS_ROWS = 10_000  # looked at for a guess at the rows that pass a filter
+GUESS_ROWS = 10_000  # read to estimate how many rows match a filter
 OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
     "delta": open_delta,
     "iceberg": open_iceberg,
@@ -40,7 +40,10 @@ OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
 
 
 def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -> Inventory:
-    """Copy the table to Parquet under `_raybatch/input/ATTEMPT-UUID/`. Raises as `snapshot`."""
+    """Copy the table that `source` names to Parquet under `_raybatch/input/ATTEMPT-UUID/`.
+
+    Raises the errors of `snapshot`.
+    """
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
 
@@ -65,8 +68,8 @@ def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -
         return replace(made, format=format, table=record)
 
 
-def peek_at(format: str, source: ReadSpec) -> Inventory:
-    """Return what `snapshot_of` would give, by metadata and the first rows; write nothing."""
+def estimate_inventory(format: str, source: ReadSpec) -> Inventory:
+    """Estimate what `snapshot_of` would give, from metadata and the first rows; write nothing."""
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)
         looked, sample, whole = chosen.sample()
@@ -88,7 +91,10 @@ def peek_at(format: str, source: ReadSpec) -> Inventory:
 
 
 def head_of(format: str, source: ReadSpec) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (uri, first matching rows) of the table, if any. Writes nothing."""
+    """Yield (URI of the table, its first block of matching rows) once, or nothing if none match.
+
+    Writes nothing.
+    """
     with open_table(format, source) as table:
         first = next(_Chosen(table, source).tables(pushed=True), None)
         if first is not None:
@@ -101,7 +107,7 @@ def plain(schema: pa.Schema) -> pa.Schema:
 
 
 class _Chosen:
-    """The rows and columns of a table that a job reads, as they are written."""
+    """Reader of the rows and columns of a table that a job needs, as the snapshot stores them."""
 
     def __init__(self, table: TableSource, source: ReadSpec) -> None:
         self._table = table
@@ -112,17 +118,20 @@ class _Chosen:
         _check_storable(self.name, pa.schema([table.schema.field(name) for name in self._names]))
         self._filter = Filter(source.filter) if source.filter else None
         if self._filter is not None:
-            self._filter.expression(self._all)  # faults of it before anything is read
+            self._filter.expression(self._all)  # raises its errors before anything is read
 
     def tables(self, pushed: bool) -> Iterator[pa.Table]:
-        """Yield the matching rows; `pushed`: the filter goes to the format's reader as well."""
+        """Yield the matching rows; `pushed`: the format's reader gets the filter as well."""
         for table in self._read(self._filter if pushed else None):
             kept = table if self._filter is None else self._filter.keep(table)
             if kept.num_rows:
                 yield kept.select(self._names)
 
     def sample(self) -> tuple[int, pa.Table, bool]:
-        """Return (rows looked at, the matching ones, whether these are all rows)."""
+        """Read about GUESS_ROWS rows from the start of the table.
+
+        Return (number of rows read, those that match, whether the table has no other rows).
+        """
         looked, found = 0, [self.schema.empty_table()]
         for table in self._read(None):
             looked += table.num_rows

@@ -18,7 +18,7 @@ from prefect_raybatch.source.tables.base import (
     TableSource,
     check_own_files,
     moment_of,
-    said_plainly,
+    translate_errors,
 )
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import join
@@ -27,8 +27,8 @@ from prefect_raybatch.storage.delta_access import delta_access
 if TYPE_CHECKING:
     from deltalake import DeltaTable
 
-# One partition reads the files one after the other, so that the order is the same each time.
 HISTORY = 1000  # commits looked through for the time of a version
+# One partition reads the files one after the other, so that the order is the same each time.
 _SESSION = {"datafusion.execution.target_partitions": "1"}
 
 
@@ -40,7 +40,7 @@ def open_delta(source: ReadSpec) -> TableSource:
     uri = join(source.uris[0])
     place, keys, scrub = delta_access(uri, source.options)
     what = f"source.uri: the Delta table {uri}"
-    with said_plainly(what, scrub):
+    with translate_errors(what, scrub):
         try:
             newest = DeltaTable(place, storage_options=keys)
         except TableNotFoundError:
@@ -52,18 +52,18 @@ def open_delta(source: ReadSpec) -> TableSource:
             return DeltaSource(newest, uri, _made(newest, newest.version()), scrub)
         table = DeltaTable(place, storage_options=keys)
     try:
-        with said_plainly(what, scrub):
+        with translate_errors(what, scrub):
             _go_to(table, source.version)
     except SourceError as error:
         raise SourceError(
             f"source.version: {uri} has no readable version {source.version} (the newest is "
             f"{newest.version()}; log cleanup removes old ones): {error}"
         ) from None
-    with said_plainly(what, scrub):
+    with translate_errors(what, scrub):
         opened = DeltaSource(table, uri, _made(newest, table.version()), scrub)
     asked, made = moment_of(source.version), opened.pin.made
     if asked and made and datetime.fromisoformat(made) > asked:
-        raise SourceError(  # the library gives the oldest version that there is
+        raise SourceError(  # for an earlier time the library opens the oldest version
             f"source.version: {source.version} is older than the first readable version of {uri}, "
             f"which is {opened.pin.version} of {made}. Choose a later one"
         )
@@ -98,6 +98,8 @@ class DeltaSource(TableSource):
         check_own_files(uri, _files(table, uri))
         self.schema = pa.schema(table.schema().to_arrow())
         self.rows = _rows(table)
+        # The log's statistics count the rows that a deletion vector hides.
+        self.counted = "deletionVectors" not in (table.protocol().reader_features or ())
 
     def batches(
         self, columns: Sequence[str] | None, filter: Filter | None
@@ -107,7 +109,7 @@ class DeltaSource(TableSource):
         names = ", ".join(_name(name) for name in columns or self.schema.names)
         where = filter.sql(self.schema) if filter else None
         query = f"SELECT {names} FROM input{f' WHERE {where}' if where else ''}"
-        with said_plainly(
+        with translate_errors(
             f"source.uri: the Delta table {self._uri} at version {self.pin.version}", self._scrub
         ):
             session = QueryBuilder(_SESSION).register("input", self._table)
@@ -119,13 +121,15 @@ def _name(column: str) -> str:
 
 
 def _made(newest: DeltaTable, version: int) -> str | None:
-    """Return when a version was committed, by the log; None if that was cleaned up, or is far back.
+    """Return when a version was committed, in ISO 8601, by the log of the `newest` version.
 
-    It asks the newest version: for another one, the library counts the log's entries wrongly.
+    None if the log no longer has the commit, or if it is over HISTORY commits back. `newest` must
+    be open at the newest version, because for an older one the library numbers the log's entries
+    wrongly.
     """
     back = newest.version() - version + 1
     if back <= HISTORY:
-        with suppress(Exception):  # it is only told
+        with suppress(Exception):  # the time is only shown
             for entry in newest.history(back):
                 if int(entry.get("version", -1)) == version:
                     return datetime.fromtimestamp(entry["timestamp"] / 1000, UTC).isoformat()
@@ -135,7 +139,7 @@ def _made(newest: DeltaTable, version: int) -> str | None:
 def _files(table: DeltaTable, uri: str) -> Iterator[str]:
     """Yield the locations of the table's files.
 
-    Its log names them by URL: below the table's folder, or anywhere.
+    Its log names them by URL: relative to the table's folder, or absolute.
     """
     for path in pa.table(table.get_add_actions())["path"].to_pylist():
         whole = "://" in path or path.startswith("/")
@@ -143,7 +147,7 @@ def _files(table: DeltaTable, uri: str) -> Iterator[str]:
 
 
 def _rows(table: DeltaTable) -> int | None:
-    """Return the rows by the log's statistics, which writers may leave out, minus deleted ones."""
+    """Return the number of rows by the log's statistics; None if a writer left them out."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if "num_records" not in actions.column_names:
         return None

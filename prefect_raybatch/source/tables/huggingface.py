@@ -18,7 +18,7 @@ from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.table_formats import hub_name, scheme_of
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import TablePin, TableSource, translate_errors
 from prefect_raybatch.source.tables.huggingface_folder import open_saved
 from prefect_raybatch.source.tables.huggingface_rows import (
     ROWS_AT_ONCE,
@@ -66,7 +66,10 @@ def _of_hub(source: ReadSpec) -> TableSource:
 
 
 def _token(source: ReadSpec) -> str | None:
-    """Return the token for the Hub; None if its library looks for one itself."""
+    """Return the token for the Hub in source.options; None if the Hub's library is to look for it.
+
+    Raises ConfigError if the environment variable of `token_env` is not set.
+    """
     variable = source.options.get("token_env")
     if variable is None:
         return source.options.get("token")
@@ -80,7 +83,7 @@ def _token(source: ReadSpec) -> str | None:
 
 
 def _commit(repository: str, revision: str | None, token: str | None) -> tuple[str, str | None]:
-    """Return (the commit that `revision` refers to now, when it was made)."""
+    """Return (the commit that `revision` refers to now, its time in ISO 8601 or None)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -103,7 +106,10 @@ def _commit(repository: str, revision: str | None, token: str | None) -> tuple[s
 def _builder(
     repository: str, commit: str, config: str | None, token: str | None, **more: Any
 ) -> Any:
-    """Return the library's reader of a dataset at a commit, ignoring anything else in its cache."""
+    """Return the library's reader of a dataset at a commit; `more` are its options.
+
+    Raises ConfigError if `config` is not one of its configurations, or is None and it has several.
+    """
     from datasets import get_dataset_config_names, load_dataset_builder
 
     # With the scheme: without it a local folder of that name would be taken.
@@ -126,8 +132,8 @@ def _builder(
 def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> None:
     """Raise SourceError unless all data files belong to the dataset at its commit.
 
-    Its card may name any file, and if the Hub fails the library takes what an earlier commit left
-    in its cache.
+    Its card may name any file, and if the Hub fails, the library takes files of an earlier commit
+    from its cache. Raises StoreUnavailable if there are no files.
     """
     own = _own(repository, commit)
     files = [str(f) for found in (builder.config.data_files or {}).values() for f in found]
@@ -142,7 +148,7 @@ def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> 
 
 
 def _own(repository: str, commit: str) -> str:
-    """Return the prefix of the paths of a dataset's files."""
+    """Return the prefix of the paths of a dataset's files at a commit."""
     return f"hf://datasets/{repository}@{commit}/"
 
 
@@ -169,7 +175,10 @@ class HubSource(TableSource):
 
     @cached_property
     def rows(self) -> int | None:  # type: ignore[override]
-        """Return the rows by the dataset's card, or the footers of Parquet; None without either."""
+        """Return the number of rows by the dataset's card or its Parquet footers.
+
+        None if neither tells.
+        """
         told = self._builder.info.splits or {}
         parts = self._split.split("+")
         if all(part in told and told[part].num_examples for part in parts):
@@ -194,7 +203,7 @@ class HubSource(TableSource):
                 yield from self._with_media(rows)
 
     def _reader(self, names: Sequence[str], filter: Filter | None) -> Any:
-        """Return a reader of all columns or, for Parquet, of these columns.
+        """Return a reader of all columns or, for Parquet, of the columns `names`.
 
         For Parquet it also skips row groups that cannot contain matching rows.
         """
@@ -222,7 +231,10 @@ class HubSource(TableSource):
         return HfFileSystem(token=self._token)
 
     def _with_media(self, rows: pa.Table) -> Iterator[pa.RecordBatch]:
-        """Yield the rows with the content of media files of the dataset that they name."""
+        """Yield the rows, with bytes filled in for the media files that they name by path.
+
+        Only files of this dataset are read; for others the bytes stay null.
+        """
         at = [i for i, field in enumerate(rows.schema) if has_media(field.type)]
         if not at:
             yield from rows.to_batches()
@@ -256,7 +268,7 @@ class HubSource(TableSource):
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Return the HTTP status with which the Hub answered, from the causes of an error."""
+    """Return the HTTP status that an error, or one that caused it, got from the Hub; else None."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
@@ -268,8 +280,8 @@ def _status(error: BaseException | None) -> int | None:
 def _unanswered(error: BaseException | None) -> bool:
     """Return whether an error, or one that caused it, means that the Hub could not be reached.
 
-    The Hub's HTTP client raises errors of its own, and its library depends on the version, so they
-    are recognized by the names of their classes.
+    The Hub's library raises errors of its HTTP client, which differs between versions, so they are
+    recognized by the names of their classes.
     """
     while error is not None:
         own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
@@ -295,7 +307,7 @@ def _explained(what: str, token: str | None) -> Iterator[None]:
     def scrub(text: str) -> str:
         return text.replace(token, "***") if token else text
 
-    with said_plainly(what, scrub):
+    with translate_errors(what, scrub):
         try:
             yield
         except (ConfigError, SourceError, StoreUnavailable):

@@ -14,7 +14,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import TablePin, TableSource, translate_errors
 from prefect_raybatch.source.tables.huggingface_rows import (
     ROWS_AT_ONCE,
     as_typed,
@@ -27,12 +27,12 @@ from prefect_raybatch.storage.proof import CHUNK
 
 
 def open_saved(source: ReadSpec) -> TableSource:
-    """Open a dataset in a folder, or with `source.split` one of several in it."""
+    """Open a dataset in a folder; with several in it, the one that `source.split` names."""
     place = join(source.uris[0])
     store = open_store(place, source.options)
     what = f"source.uri: the Hugging Face dataset in {place}"
     split = None
-    with said_plainly(what):
+    with translate_errors(what):
         splits = _json(store, "dataset_dict.json").get("splits")
     if isinstance(splits, list):
         names = [str(name) for name in splits if Path(str(name)).name == str(name)]
@@ -47,7 +47,7 @@ def open_saved(source: ReadSpec) -> TableSource:
             f"source.split: {place} has one dataset without splits (no dataset_dict.json). Remove "
             "source.split"
         )
-    with said_plainly(what):
+    with translate_errors(what):
         state = _json(store, "state.json")
     fingerprint = state.get("_fingerprint")
     folder = place if split is None else f"{place}/{split}"
@@ -63,7 +63,7 @@ def open_saved(source: ReadSpec) -> TableSource:
             "remove source.version"
         )
     pin = TablePin(format="huggingface", uri=place, id=folder, version=str(fingerprint))
-    with said_plainly(what):
+    with translate_errors(what):
         if is_remote(place):
             return RemoteFolderSource(store, state, pin)
         return FolderSource(Path(folder), pin)
@@ -75,7 +75,7 @@ def _json(store: Store, name: str) -> Mapping[str, Any]:
         value = json.loads(store.read(name, INFO_BYTES))
     except FileNotFoundError:
         return {}
-    except (CorruptRun, ValueError) as error:  # by the first a store says that a file is larger
+    except (CorruptRun, ValueError) as error:  # CorruptRun: the file is larger than INFO_BYTES
         raise SourceError(
             f"source.uri: {store.uri}/{name} cannot be read ({error}). Save the dataset again with "
             "save_to_disk"
@@ -86,7 +86,10 @@ def _json(store: Store, name: str) -> Mapping[str, Any]:
 def _streamed(
     what: str, data: Any, columns: Sequence[pa.Field], before: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a `datasets.Dataset`, after `before` earlier ones."""
+    """Yield rows of a `datasets.Dataset` with the given columns.
+
+    `before` is the number of rows read earlier, for errors.
+    """
     names = [field.name for field in columns]
     for table in data.select_columns(names).with_format("arrow").iter(ROWS_AT_ONCE):
         rows = as_typed(what, table, list(columns), before)
@@ -94,7 +97,7 @@ def _streamed(
         yield from rows.to_batches()
 
 
-INFO_BYTES = 64 << 20  # bytes of a file that tells about a dataset
+INFO_BYTES = 64 << 20  # most bytes of a JSON file that describes a dataset
 
 
 class FolderSource(TableSource):
@@ -120,7 +123,7 @@ class FolderSource(TableSource):
     ) -> Iterator[pa.RecordBatch]:
         names = list(columns or self.schema.names)
         what = f"source.uri: the Hugging Face dataset {self.pin.id}"
-        with said_plainly(what):
+        with translate_errors(what):
             yield from _streamed(what, self._data, [self.schema.field(n) for n in names], 0)
 
 
@@ -154,7 +157,7 @@ class RemoteFolderSource(TableSource):
 
         fields = [self.schema.field(name) for name in columns or self.schema.names]
         what = f"source.uri: the Hugging Face dataset {self.pin.id}"
-        with said_plainly(what), tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
+        with translate_errors(what), tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
             before = 0
             for name in self._files:
                 path = Path(folder, name)

@@ -31,7 +31,7 @@ from prefect_raybatch.source.tables.base import (
     TableSource,
     check_own_files,
     moment_of,
-    said_plainly,
+    translate_errors,
 )
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.read import ReadSpec
@@ -68,7 +68,7 @@ def open_iceberg(source: ReadSpec) -> TableSource:
     properties = fill_variables(source.catalog, "source.catalog")
     scrub = _scrub(keys, properties)
     name = f"source.uri: the Iceberg table {place}"
-    with said_plainly(name, scrub):
+    with translate_errors(name, scrub):
         if source.catalog:
             table = _from_catalog(place, {**files, **properties})
         else:
@@ -105,7 +105,7 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
                 raise ConfigError(f"catalog: {text}")
             return None
 
-    # pyiceberg has no other place to say so.
+    # pyiceberg has no option for this.
     rest.Session = NoRedirects  # type: ignore[attr-defined]
     given = dict(properties)
     return load_catalog(given.pop("name", None), **given)
@@ -123,10 +123,10 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
 
     database = str(properties.get("uri", ""))
     if database.startswith(SQLITE) and not Path(database[len(SQLITE) :]).exists():
-        raise SourceError(  # it would be made, empty
+        raise SourceError(  # the database would be created, empty
             f"source.catalog: {database} does not exist. Check the path"
         )
-    # Reading makes no tables in the catalog's database.
+    # Reading must not create tables in the catalog's database.
     given = {"init_catalog_tables": "false", **properties}
     catalog = open_catalog(given)
     try:
@@ -142,8 +142,8 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
 def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Table:
     """Return the table by its newest metadata file, or by the one that `place` names.
 
-    Not `StaticTable`: it lets properties in the metadata override ours, which may name Python code
-    to load, and other endpoints to send credentials to.
+    `StaticTable` is not used: it lets properties in the table's metadata override our own, and
+    these may name Python code to load, or other endpoints to send credentials to.
     """
     from pyiceberg.catalog.noop import NoopCatalog
     from pyiceberg.io import load_file_io
@@ -183,7 +183,10 @@ def _newest(place: str, options: Mapping[str, Any]) -> str:
 
 
 def _snapshot(table: Table, version: str | None, place: str) -> Snapshot:
-    """Return a snapshot by id, branch, tag or time; the current one for None."""
+    """Return a snapshot by id, branch, tag or time; the current one if `version` is None.
+
+    Raises SourceError if there is none.
+    """
     if version is None:
         found = table.current_snapshot()
         if found is None:
@@ -212,7 +215,7 @@ def _utc(milliseconds: int) -> str:
 
 
 class IcebergSource(TableSource):
-    """An Iceberg table at a snapshot; files are read one after the other, by name."""
+    """An Iceberg table at a snapshot; its files are read one by one, sorted by name."""
 
     def __init__(
         self, table: Table, snapshot: Snapshot, place: str, of_catalog: bool, scrub: Scrub = str
@@ -245,7 +248,7 @@ class IcebergSource(TableSource):
         if filter is not None and self._scheme == self._table.schema():
             where = _expression(filter.condition, self.schema)
         where = AlwaysTrue() if where is None else where
-        with said_plainly(
+        with translate_errors(
             f"source.uri: the Iceberg table {self.pin.uri} at snapshot {self.pin.version}",
             self._scrub,
         ):
@@ -259,7 +262,7 @@ class IcebergSource(TableSource):
             self._check_files(manifest.manifest_path for manifest in manifests)
             tasks = sorted(scan.plan_files(), key=lambda task: str(task.file.file_path))
             reader = ArrowScan(self._table.metadata, self._table.io, scan.projection(), where)
-            for task in tasks:  # the library holds all files that it is given at once in memory
+            for task in tasks:  # given several at once, the library holds all of them in memory
                 files = [task.file, *task.delete_files]
                 self._check_files(str(file.file_path) for file in files)
                 yield from reader.to_record_batches([task])
@@ -273,7 +276,7 @@ class IcebergSource(TableSource):
             )
 
     def _check_files(self, files: Iterable[str]) -> None:
-        """Raise an error for files that the table may not name.
+        """Raise SourceError or ConfigError for files of the table that the job may not read.
 
         A catalog is trusted with the locations of its tables' files on object stores.
         """
@@ -289,7 +292,7 @@ def _rows(told: Mapping[str, str]) -> int | None:
 
 
 def _expressions() -> Any:
-    """Return the library's expressions, which type checkers take for pydantic models."""
+    """Return the library's module of expressions, untyped: checkers misread its classes."""
     from pyiceberg import expressions
 
     return expressions
@@ -335,7 +338,7 @@ def _compare(condition: Compare, value: Any) -> Any:
 
 
 def _value(value: Literal, field: pa.Field) -> Any:
-    """Return a literal if the library takes it for the column unchanged; else None."""
+    """Return a literal if the library compares it unchanged with the column; else None."""
     types, kind = pa.types, field.type
     plain = (
         types.is_integer(kind) and isinstance(value, int),

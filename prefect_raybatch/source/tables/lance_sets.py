@@ -16,7 +16,7 @@ from prefect_raybatch.source.tables.base import (
     TableSource,
     check_own_files,
     moment_of,
-    said_plainly,
+    translate_errors,
 )
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import join, object_store_options, table_settings
@@ -24,7 +24,7 @@ from prefect_raybatch.storage import join, object_store_options, table_settings
 if TYPE_CHECKING:
     from lance import LanceDataset
 
-ABSENT = "was not found"  # what the library says of a data set or version
+ABSENT = "was not found"  # part of the library's error for a missing dataset
 
 
 def open_lance(source: ReadSpec) -> TableSource:
@@ -39,7 +39,7 @@ def open_lance(source: ReadSpec) -> TableSource:
     def opened(version: int | str | None) -> LanceDataset:
         return lance.dataset(uri, version=version, storage_options=object_store_options(keys))
 
-    with said_plainly(what, scrub):
+    with translate_errors(what, scrub):
         try:
             newest = opened(None)
         except ValueError as error:
@@ -54,7 +54,7 @@ def open_lance(source: ReadSpec) -> TableSource:
             for entry in newest.versions()
         }
     data = newest if source.version is None else _pinned(source.version, uri, versions, opened)
-    with said_plainly(what, scrub):
+    with translate_errors(what, scrub):
         return LanceSource(data, uri, versions.get(data.version), scrub)
 
 
@@ -64,7 +64,11 @@ def _pinned(
     versions: Mapping[int, datetime],
     opened: Callable[[int | str], LanceDataset],
 ) -> LanceDataset:
-    """Return the dataset at a version number, a tag, or as it was at a time."""
+    """Return the dataset at a version number, a tag, or as it was at a time.
+
+    `versions` are the times of all versions; `opened` opens one. Raises SourceError if no
+    version matches.
+    """
     when = None if version.isdecimal() else moment_of(version)
     chosen: int | str = int(version) if version.isdecimal() else version
     if when is not None:
@@ -106,7 +110,7 @@ class LanceSource(TableSource):
         self.pin = TablePin(
             format="lance",
             uri=uri,
-            id=uri,  # it has no name that is kept for good
+            id=uri,  # a dataset has no permanent id
             version=str(data.version),
             made=None if made is None else made.isoformat(),
         )
@@ -120,5 +124,5 @@ class LanceSource(TableSource):
         where = filter.sql(self.schema, quote="`") if filter else None
         names = list(columns or self.schema.names)
         what = f"source.uri: the Lance dataset {self.pin.uri} at version {self.pin.version}"
-        with said_plainly(what, self._scrub):
+        with translate_errors(what, self._scrub):
             yield from self._data.to_batches(columns=names, filter=where)

@@ -23,17 +23,17 @@ from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.job.table_formats import SQL_SCHEMES, arrow_type
 from prefect_raybatch.job.trusted_places import database_file
 from prefect_raybatch.source.filters import Filter
-from prefect_raybatch.source.tables.base import TablePin, TableSource, said_plainly
+from prefect_raybatch.source.tables.base import TablePin, TableSource, translate_errors
 from prefect_raybatch.spec.read import ReadSpec
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection
 
-FETCH_ROWS = 10_000  # held at a time; the first so many also tell the types
+FETCH_ROWS = 10_000  # held at a time; types are inferred from the first so many
 LOGIN_SECONDS = 20
 LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first that the database has
 DRIVERS = {"postgresql": "postgresql+psycopg"}  # of the extra, in place of SQLAlchemy's default
-# What brings a dialect to SQLAlchemy that it does not have itself, as pip takes it.
+# Packages that provide a dialect which SQLAlchemy lacks, as arguments of pip.
 DIALECT_PACKAGES = {
     **{"postgresql": '"prefect-raybatch[postgresql]"', "duckdb": '"prefect-raybatch[duckdb]"'},
     **{"snowflake": "snowflake-sqlalchemy", "bigquery": "sqlalchemy-bigquery"},
@@ -43,7 +43,7 @@ DIALECT_PACKAGES = {
     **{"awsathena": '"PyAthena[SQLAlchemy]"', "hana": "sqlalchemy-hana", "db2": "ibm_db_sa"},
     **{"teradatasql": "teradatasqlalchemy", "vertica": "sqlalchemy-vertica-python"},
 }
-# What to do for a driver whose package is called otherwise, by the module that is missing.
+# What to run for a driver whose package has another name, by the missing module.
 MISSING_DRIVERS = {
     "MySQLdb": "pip install mysqlclient, or pip install pymysql and write mysql+pymysql://",
     "cx_Oracle": "pip install oracledb and write oracle+oracledb://",
@@ -77,7 +77,7 @@ _OF_DUCKDB = {
 
 
 def open_sql(source: ReadSpec) -> TableSource:
-    """Return the rows of source.query, in a transaction that begins now."""
+    """Connect to the database, begin a transaction; return the rows of source.query as a table."""
     import sqlalchemy
     from sqlalchemy.pool import NullPool
 
@@ -103,7 +103,7 @@ def open_sql(source: ReadSpec) -> TableSource:
 
 
 class SqlSource(TableSource):
-    """A query's rows in an open transaction, which `close` ends."""
+    """The rows of a query in an open transaction, which `close` ends."""
 
     def __init__(
         self, connection: Connection, source: ReadSpec, uri: str, what: str, secrets: Sequence[str]
@@ -140,7 +140,11 @@ class SqlSource(TableSource):
             self._connection.close()
 
     def _fetched(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield (the result, rows of it), through a server-side cursor if the driver has one."""
+        """Run the query; yield (the result, up to FETCH_ROWS rows of it), first with no rows.
+
+        Uses a server-side cursor if the driver has one. Raises ConfigError for a statement
+        that, unlike a SELECT, returns no rows.
+        """
         # Not sqlalchemy.text, to which a colon in the query is a parameter.
         options = {"stream_results": True, "max_row_buffer": FETCH_ROWS}
         result = self._connection.exec_driver_sql(self._query, execution_options=options)
@@ -154,7 +158,10 @@ class SqlSource(TableSource):
             result.close()
 
     def _first(self) -> pa.Schema:
-        """Return names and types: declared, given by the database, or seen in the first rows."""
+        """Run the query, read its first rows, and return the schema.
+
+        A column's type is that of source.types, else the database's if known, else it is inferred.
+        """
         fetched = self._fetched()
         result, _ = next(fetched)
         names = list(result.keys())
@@ -183,9 +190,10 @@ class SqlSource(TableSource):
         return pa.schema(fields)
 
     def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
-        """Return types that the values do not show.
+        """Return {column: Arrow type of its DuckDB type}, None where Python's values show the type.
 
-        Raises SourceError for types that Python truncates.
+        `description` is the cursor's attribute of that name. Raises SourceError for columns whose
+        values Python truncates.
         """
         for name, kind, *_ in description:
             if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
@@ -231,7 +239,10 @@ class SqlSource(TableSource):
             ) from None
 
     def _count(self) -> int | None:
-        """Return how many rows the database expects; None if it does not tell without reading."""
+        """Return the number of rows: counted by SQLite, estimated by PostgreSQL.
+
+        None for other databases.
+        """
         dialect = self._connection.dialect.name
         if dialect == "sqlite":  # a file at hand
             query = self._query.strip().rstrip(";")
@@ -245,7 +256,10 @@ class SqlSource(TableSource):
 
 
 def _url(source: ReadSpec) -> tuple[URL, list[str]]:
-    """Return the URL with user and password, and its parts that no message may contain."""
+    """Return (the URL with user and password, texts that no message may contain).
+
+    Raises ConfigError for an invalid URL, or if an environment variable is not set.
+    """
     import sqlalchemy
 
     try:
@@ -275,8 +289,8 @@ def _url(source: ReadSpec) -> tuple[URL, list[str]]:
 def _read_only(url: URL) -> URL:
     """Return the URL of a SQLite file opened for reading only.
 
-    Otherwise SQLite creates a missing file. Raise `SourceError` if there is none, `ConfigError` for
-    a mode.
+    When it may write, SQLite creates a missing file. Raises `SourceError` if the file is missing,
+    `ConfigError` if the URL asks for a mode that may write.
     """
     place = database_file(url.render_as_string(hide_password=False))
     modes = {str(url.query.get("mode", "ro")), *_modes_in(url.database or "")}
@@ -304,7 +318,7 @@ def _arguments(url: URL) -> Mapping[str, Any]:
     if dialect == "duckdb":
         place = url.database or ":memory:"
         plain = place != ":memory:" and not place.startswith(("file:", "md:"))
-        if plain and not os.path.isfile(place):  # it would make an empty one
+        if plain and not os.path.isfile(place):  # DuckDB would create an empty one
             raise SourceError(f"source.uri: no database file {place!r}. Check the path")
         return {"read_only": True} if plain else {}
     known = url.get_backend_name() in ("postgresql", "mysql", "mariadb")
@@ -320,11 +334,11 @@ def _begin(connection: Connection) -> None:
     connection.execution_options(no_parameters=True)  # else % has to be doubled
     if dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA query_only = ON")
-        # ATTACH makes a file that is not there, and reads any that is.
+        # ATTACH creates a missing file, and reads any other.
         driver.set_authorizer(_authorize)
         connection.exec_driver_sql("BEGIN")
         return
-    if dialect.name == "duckdb":  # opened to be read, each transaction a snapshot of its own
+    if dialect.name == "duckdb":  # opened read-only; each transaction sees a snapshot
         return
     with suppress(NotImplementedError):
         levels = dialect.get_isolation_level_values(driver)
@@ -336,7 +350,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _authorize(action: int, *_: object) -> int:
-    """Make SQLite refuse to open any other file."""
+    """Deny ATTACH and DETACH as SQLite's authorizer, so that it opens no other file."""
     refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
 
@@ -350,7 +364,7 @@ def _explained(what: str, secrets: Sequence[str]) -> Iterator[None]:
             text = text.replace(secret, "**********")
         return text
 
-    with said_plainly(what, scrub):
+    with translate_errors(what, scrub):
         try:
             yield
         except sqlalchemy.exc.DBAPIError as error:
@@ -397,7 +411,10 @@ def missing_driver(url: URL, error: Exception) -> str:
 
 
 def _plain(value: Any, text: bool = False) -> Any:
-    """Return a value as Arrow takes it: JSON as text, unknown types as their text."""
+    """Return a value as Arrow takes it: JSON as text, unknown types as their text.
+
+    `text`: the column is text, so that numbers and lists become text, too.
+    """
     if value is None or isinstance(value, (str, bytes) if text else _PLAIN):
         return value
     if isinstance(value, memoryview | bytearray):
@@ -410,7 +427,7 @@ def _plain(value: Any, text: bool = False) -> Any:
 
 
 def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Return values as an array.
+    """Return values as an array of type `kind`.
 
     Raises ArrowInvalid if Arrow would drop a part of one: a fraction, a time of day, an offset.
     """
@@ -433,7 +450,7 @@ def _is_held(value: Any, held: Any, kind: pa.DataType) -> bool:
 
 
 def _misfit(values: Sequence[Any], kind: pa.DataType) -> tuple[int, str]:
-    """Return the first value that is not of a type, and why."""
+    """Return (index of the first value that does not fit the type, why)."""
     for at, value in enumerate(values):
         try:
             _exact_array([value], kind)

@@ -1,4 +1,4 @@
-"""How a stage calls a user's function, and what it protects its process from."""
+"""Calls a user's function from a stage, and guards the stage against hangs and exits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prefect_raybatch.job.functions import load_function
-from prefect_raybatch.stages.calls.apart import START_SECONDS, Apart, raised
 from prefect_raybatch.stages.calls.child import shown
+from prefect_raybatch.stages.calls.isolated import START_SECONDS, IsolatedFunction, raised
 
 SLACK = 1.0  # seconds between two settings of the alarm, which costs more than a light function
 STDERR = 2  # Ray's log of the worker
@@ -19,24 +19,24 @@ Function = Callable[[object], object]
 
 @dataclass(frozen=True)
 class Calls:
-    """`seconds` is the time for a row, None for any.
+    """How a stage calls user functions. `seconds` is the time limit for a row, None: no limit.
 
-    `apart`: in a process of its own, where anything that a row does to it is that row's failure; a
-    row may end `deaths` of them.
+    `in_child`: the functions run in a child process, so that one that ends or hangs the process
+    fails only its row. The row fails once `deaths` processes have ended during it.
 
-    In the stage's own process, a function that ends or hangs it takes the block along: the alarm
-    ends the process, and the block is retried in a pass that calls functions apart.
+    Without `in_child`, functions run in the stage's own process. If one ends the process, or hangs
+    so that an alarm ends it, the whole block is lost and is retried in a pass with `in_child`.
     """
 
     seconds: float | None = None
-    apart: bool = False
+    in_child: bool = False
     deaths: int = 1
 
     @contextlib.contextmanager
     def function(self, name: str, field: str) -> Iterator[Function]:
-        """Yield the function `name` of a job's `field`, callable with a row inside the block."""
-        if self.apart:
-            yield Apart(name, field, self.seconds, self.deaths)
+        """Yield the function `name` of a job's `field`; call it with rows in the `with` block."""
+        if self.in_child:
+            yield IsolatedFunction(name, field, self.seconds, self.deaths)
             return
         alarm = _Alarm(self.seconds)
         try:
@@ -46,7 +46,7 @@ class Calls:
             alarm.off()
 
 
-HERE = Calls()
+CALLS_IN_PROCESS = Calls()
 
 
 def _guarded(function: Function, alarm: _Alarm) -> Function:
@@ -67,8 +67,8 @@ def _guarded(function: Function, alarm: _Alarm) -> Function:
 def _ends_process(error: BaseException) -> bool:
     """Return whether an exception came from a signal and not from the function.
 
-    Signals are Ctrl-C, a task that Ray cancels, or a stopping node. If it was the function after
-    all, calling functions apart shows it.
+    The signals come from Ctrl-C, a task that Ray cancels, or a stopping node. If the function
+    itself raised such an exception, the retry in a child process shows it.
     """
     return isinstance(error, KeyboardInterrupt) or hasattr(error, "ray_terminate_msg")
 
@@ -76,14 +76,19 @@ def _ends_process(error: BaseException) -> bool:
 class _Alarm:
     """Ends this process, dumping all thread stacks, once a row takes longer than `seconds`.
 
-    It needs no interpreter, so it also works if a function holds the lock forever.
+    It runs in C (faulthandler), so it also works if the function never releases the GIL.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds, self.last = seconds, float("-inf")
 
     def set(self, least: float | None = None) -> None:
-        """Start the timer; `least` allows at least that many seconds until the next call."""
+        """Restart the timer with `seconds`, or with `least` if that is longer.
+
+        To save time, a call within `SLACK` seconds of the last restart does nothing; so the timer
+        runs `SLACK` seconds longer. After a restart with `least`, the next call always restarts the
+        timer.
+        """
         now = time.monotonic()
         if self.seconds is None or now - self.last < SLACK:
             return

@@ -1,7 +1,7 @@
 """Sends requests to a hosted model: one thread with an event loop, many requests in flight.
 
-Every end of a request is one of: an answer, a row's own error, a retry after a wait, or an error
-that ends the attempt (`EndpointRefused`, `EndpointUnavailable`).
+Each request ends with an answer, an error of its row, a retry after a wait, or an error that ends
+the attempt (`EndpointRefused`, `EndpointUnavailable`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from prefect_raybatch.stages.endpoint.answers import (
     row_error,
 )
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
-from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter, Signal, Usage
+from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Signal, Usage
 
 if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger(__name__)
-MOST_ANSWER_BYTES = 64 << 20  # of an answer
+MOST_ANSWER_BYTES = 64 << 20  # size limit of a response
 QUOTED_TEXT = 300  # characters of a server's message that are quoted
 ROW_TRIES = 6  # tries of a request that fails while others are answered
-ROW_TRIES_ALONE = 12  # tries while the server answers nothing but its list of models
+ROW_TRIES_ALONE = 12  # tries while the server answers only GET /models
 MODEL_LIST_TRIES = 3
-SERVER_CONNECT = 10.0  # to a server
-MODEL_LIST_SECONDS = 60.0  # for its list of models
+SERVER_CONNECT = 10.0  # seconds to connect to a server
+MODEL_LIST_SECONDS = 60.0  # seconds for its list of models
 SERVER_OUTAGE = 600.0  # seconds without any answer after which the run ends
 FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
 ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
@@ -50,7 +50,7 @@ QUOTA = "insufficient_quota"
 
 
 class SharedLimiter(Protocol):
-    """The limiter of the run, wherever it is; see `limiter.Limiter`."""
+    """The limiter of the run, in this process or another one; see `limiter.Limiter`."""
 
     def ask(self, tokens: int) -> tuple[float, int]: ...
 
@@ -76,7 +76,7 @@ class SharedLimiter(Protocol):
 class HostedRequest:
     """One request: its body, the tokens to reserve, and its idempotency key.
 
-    `answered` is called with the answer, before `ask` returns.
+    `answered` is called with each answer that is no error, before `EndpointEngine.ask` returns.
     """
 
     body: Mapping[str, Any]
@@ -86,9 +86,9 @@ class HostedRequest:
 
 
 class EndpointEngine:
-    """Takes the place of a vLLM engine; one per actor. Thread-safe.
+    """A client of a hosted model that takes the place of a vLLM engine; one per actor. Thread-safe.
 
-    Raises `EndpointRefused` if the server refuses or does not have the model, and
+    The constructor raises `EndpointRefused` if the server refuses or does not have the model, and
     `EndpointUnavailable` if it cannot be reached.
     """
 
@@ -259,7 +259,10 @@ class EndpointEngine:
             await asyncio.sleep(backoff(failures))
 
     async def _is_of_row(self, failures: int, first_failure: float) -> bool:
-        """Return whether a request fails because of its row, and not because of the server."""
+        """Return whether a request fails because of its row, and not because of the server.
+
+        Its `failures` tries have all failed, the first at `first_failure` (loop time).
+        """
         import httpx
 
         if failures >= ROW_TRIES and self._answered_at > first_failure:
@@ -272,7 +275,7 @@ class EndpointEngine:
             return False
 
     async def _leave(self, tokens: int) -> int:
-        """Return the number of a request once the limits let it leave."""
+        """Wait until the limits allow a request of `tokens`; return its number at the limiter."""
         async with self._turn:
             while True:
                 asked = asyncio.ensure_future(asyncio.to_thread(self.limiter.ask, tokens))
@@ -293,7 +296,10 @@ class EndpointEngine:
         await asyncio.to_thread(self.limiter.settle, number, signal, *more)
 
     async def _read(self, number: int, response: httpx.Response) -> HostedAnswer | str:
-        """Return the answer, or the problem because of which the request is sent again."""
+        """Report the response to the limiter; return the answer, or why to repeat the request.
+
+        Raises `EndpointRefused` if the server will answer no other request either.
+        """
         status, now = response.status_code, datetime.now(UTC)
         pause = pause_of(response.headers, now)
         if any(limits := limits_of(response.headers)):
@@ -315,9 +321,9 @@ class EndpointEngine:
     async def _refusal(
         self, number: int, response: httpx.Response, pause: float | None
     ) -> tuple[str, bool]:
-        """Return what the server said in place of an answer, and whether to send it again.
+        """Report an error response to the limiter; return (message, whether to try again).
 
-        Raises `EndpointRefused` if it will answer no other request either.
+        Raises `EndpointRefused` if the server will answer no other request either.
         """
         status = response.status_code
         said = f"the server answers {status}: {_said(response)}"
@@ -336,7 +342,10 @@ class EndpointEngine:
         return said, False
 
     def _check_outage(self, problem: str, since: float = 0.0) -> None:
-        """Raise `EndpointUnavailable` if nothing was answered for long, counted from `since`."""
+        """Raise `EndpointUnavailable` after `SERVER_OUTAGE` seconds without an answer.
+
+        The seconds count from the last answer, or from `since` (loop time) if that is later.
+        """
         silent = self._loop.time() - max(self._answered_at, since)
         if silent > SERVER_OUTAGE:
             raise EndpointUnavailable(
@@ -345,13 +354,8 @@ class EndpointEngine:
             )
 
 
-def ask_for_model(spec: EndpointSpec, engine: type[EndpointEngine] = EndpointEngine) -> None:
-    """Ask a server whether it has the model. Raises as `EndpointEngine` does, and `ConfigError`."""
-    engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
-
-
 def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:
-    """Return the answer in a response, or what is wrong with it."""
+    """Return the answer in a response, or a text that says what is wrong with it."""
     if len(response.content) > MOST_ANSWER_BYTES:
         return f"the answer has over {MOST_ANSWER_BYTES >> 20} MiB"
     try:
@@ -361,19 +365,19 @@ def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:
 
 
 def remedy_of(status: int, text: str) -> str | None:
-    """Return what to do about an answer that ends the run; None for any other answer."""
+    """Return the advice for a response that ends the run; None for any other response."""
     if status == 429 and QUOTA in text:
         return "the account's quota is used up; raise it"
     return ENDS_RUN.get(status)
 
 
 def is_passing(status: int) -> bool:
-    """Return whether an error of that status may be gone when the request is sent again."""
+    """Return whether a request that failed with this HTTP status may succeed if sent again."""
     return status in (408, 409, 425) or status >= 500
 
 
 def _said(response: httpx.Response) -> str:
-    """Return a server's message, short and on one line."""
+    """Return the error message in a response, short and on one line."""
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
@@ -391,6 +395,6 @@ def _model_names(response: httpx.Response) -> set[str]:
 
 
 def backoff(attempt: int) -> float:
-    """Return the seconds to wait after that many failures, spread so that workers do not agree."""
+    """Return seconds to wait before the next try, after `attempt` failures, with jitter."""
     wait = min(MOST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(attempt, 10))
     return wait * random.uniform(0.5, 1.0)

@@ -1,8 +1,8 @@
 """Limits on requests and tokens per minute, and how many requests are in flight. No I/O.
 
-The limits hold in any 60 seconds of the server's clock, although a request reaches it later than
-it was sent: a request counts until 60 s after its answer, but at most `TRAVEL` s longer than 60 s
-after it was sent. Requests are also paced: at most about a second's worth leaves at once.
+The limits hold in any 60 seconds of the server's clock, although a request arrives later than it
+was sent: a request counts until 60 s after its answer, but at most until 60 + `TRAVEL` s after it
+was sent. Requests are also paced: at most about a second's worth leaves at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LIMIT_WINDOW = 60.0  # seconds
 BURST = 1.0  # seconds of a limit per minute that may be used at once
 TRAVEL = 2.0  # seconds that a request may take to the server
 CLOCK_ROUNDING = 1e-6  # seconds
-OUTAGE_TOLD = 10.0  # seconds without any answer that are an outage of the server
-# Seconds for which a limit that held a request back is told: longer than between two looks at it.
-LIMIT_TOLD = 15.0
+OUTAGE_LOG_SECONDS = 10.0  # seconds without any answer after which an outage is reported
+# Seconds for which a limit that delayed a request is reported: longer than between two readings.
+LIMIT_LOG_SECONDS = 15.0
 FIRST_IN_FLIGHT = 8.0
 SLOWER, FASTER = 0.5, 1.0  # factor of requests in flight after 429, and steps per round of answers
 Signal = Literal["answered", "limited", "failed"]
@@ -31,7 +31,7 @@ Signal = Literal["answered", "limited", "failed"]
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """The open batches of a shard: how many there are, and their requests."""
+    """The open batches of a shard: their number, and how many of their requests are done."""
 
     batches: int = 0
     done: int = 0
@@ -40,7 +40,10 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run has sent so far, and why it waits ("" if it does not)."""
+    """What a run has sent so far, and in words why requests wait, how batches stand, any outage.
+
+    Each of these texts is "" if there is nothing to say.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -52,21 +55,21 @@ class Usage:
 
 @dataclass
 class _Sent:
-    """A request that counts against the limits. `settled` is when its answer came."""
+    """A request that counts against the limits: when it was sent, and when it ended (or None)."""
 
     at: float
     tokens: int
     settled: float | None = None
 
     def expires(self) -> float:
-        """Return when it stops counting."""
+        """Return the time from which the request counts against no limit."""
         late = self.at + TRAVEL
         return LIMIT_WINDOW + (late if self.settled is None else min(self.settled, late))
 
 
 @dataclass
 class _Pace:
-    """Spaces what is sent evenly over a minute, after bursts of `BURST` seconds."""
+    """Paces requests or tokens evenly, but lets `BURST` seconds' worth leave at once."""
 
     free: float = 0.0  # when everything sent so far would have left at an even pace
 
@@ -85,7 +88,7 @@ class Limiter:
 
     `requests` and `tokens` are per minute, None for no limit. `most` is the maximum number of
     requests in flight; fewer are allowed after a 429 or a failure, and more after answers. With a
-    limit, nothing leaves for the first `others` seconds, because earlier attempts may have used it.
+    limit, nothing is sent for the first `others` seconds: an earlier attempt may have used it up.
     """
 
     requests: float | None
@@ -105,8 +108,11 @@ class Limiter:
     _why: str = ""
     _cut: float = 0.0  # when the requests in flight were last halved
     _usage: list[int] = field(default_factory=lambda: [0, 0, 0])
-    _limited: tuple[float, str] = (-LIMIT_TOLD, "")  # when a request last got a 429, and why
-    _held: tuple[float, str] = (-LIMIT_TOLD, "")  # when a limit last held a request back, and which
+    _limited: tuple[float, str] = (-LIMIT_LOG_SECONDS, "")  # when a request last got a 429, and why
+    _held: tuple[float, str] = (
+        -LIMIT_LOG_SECONDS,
+        "",
+    )  # when a limit last held a request back, and which
     _failing: tuple[float, str] | None = None  # since when no request is answered, and why
     _batches: dict[int, BatchCounts] = field(default_factory=dict)  # by shard
 
@@ -119,7 +125,7 @@ class Limiter:
     def ask(self, tokens: int) -> tuple[float, int]:
         """Return (0, number) if a request of `tokens` may leave now, else (seconds to wait, 0).
 
-        A request that may leave counts at once; tell its end by `settle`.
+        A request that may leave counts at once; report its end with `settle`.
         """
         with self._lock:
             now = self.clock()
@@ -145,10 +151,10 @@ class Limiter:
         pause: float = 0.0,
         why: str = "",
     ) -> None:
-        """Tell the end of a request.
+        """Record the end of request `number`: answered, limited (429) or failed.
 
         `used` are the prompt and answer tokens that the server billed; without them the reserved
-        tokens stay counted. No request leaves for `pause` seconds, because of `why`.
+        tokens stay counted. No request is sent for the next `pause` seconds; `why` is the reason.
         """
         with self._lock:
             now = self.clock()
@@ -174,7 +180,7 @@ class Limiter:
                 self._paused, self._why = now + pause, why
 
     def lower(self, requests: float | None, tokens: float | None) -> None:
-        """Take over limits that the server reports, where they are lower."""
+        """Lower the limits per minute to what the server reports; None: not reported."""
         with self._lock:
             if requests:
                 self.requests = min(requests, self.requests or requests)
@@ -182,20 +188,20 @@ class Limiter:
                 self.tokens = min(tokens, self.tokens or tokens)
 
     def bill(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Count tokens of answers in a batch, which count against no limit per minute."""
+        """Add the tokens billed for a batch to `usage`; they count against no limit per minute."""
         with self._lock:
             self._usage[1] += prompt_tokens
             self._usage[2] += output_tokens
 
     def wait_for(self, shard: int, batches: BatchCounts) -> None:
-        """Note how the open batches of a shard stand."""
+        """Record the progress of a shard's open batches, for `usage`."""
         with self._lock:
             self._batches.pop(shard, None)
             if batches.batches:
                 self._batches[shard] = batches
 
     def usage(self) -> Usage:
-        """Return what was sent, and why nothing is sent now."""
+        """Return the counts so far, and the reasons for which requests wait now."""
         with self._lock:
             requests, prompt, output = self._usage
             batches = _batches_text(self._batches.values())
@@ -207,13 +213,13 @@ class Limiter:
         if left >= 1:
             return f"waiting {left:.0f} s: {self._why}{self._limit_text()}"
         at, why = self._limited
-        if why and (self._awaits(now) or now - max(at, self._paused) < LIMIT_TOLD):
+        if why and (self._awaits(now) or now - max(at, self._paused) < LIMIT_LOG_SECONDS):
             return f"slowed: {why}{self._limit_text()}"
         at, which = self._held
-        return f"slowed: {which}" if now - at < LIMIT_TOLD else ""
+        return f"slowed: {which}" if now - at < LIMIT_LOG_SECONDS else ""
 
     def _awaits(self, now: float) -> bool:
-        """Return whether a request is in flight; those of workers that died are not."""
+        """Return whether a request is in flight, apart from those of workers that died."""
         return any(not self._is_lost(one, now) for one in self._flying.values())
 
     def _is_lost(self, sent: _Sent, now: float) -> bool:
@@ -227,7 +233,7 @@ class Limiter:
             return ""
         since, why = self._failing
         silent = self.clock() - since
-        if silent < OUTAGE_TOLD:
+        if silent < OUTAGE_LOG_SECONDS:
             return ""
         return f"no answer from the server for {silent:.0f} s" + (f" ({why})" if why else "")
 
@@ -249,7 +255,7 @@ class Limiter:
         return max(wait, 0.05) if len(self._flying) >= int(self.allowed) else wait
 
     def _until_room(self, now: float, over: float, by_tokens: bool) -> float:
-        """Return the seconds until `over` requests or tokens stop counting."""
+        """Return the seconds until at least `over` requests (or tokens) no longer count."""
         if over <= 0:
             return 0.0
         for sent in sorted(self._sent, key=_Sent.expires):
@@ -259,7 +265,7 @@ class Limiter:
         return 1.0
 
     def _forget(self, now: float) -> None:
-        """Forget requests that no longer count, and those whose worker died."""
+        """Drop requests that no longer count, and in-flight ones whose worker died."""
         if any(one.expires() <= now for one in self._sent):
             self._sent = deque(one for one in self._sent if one.expires() > now)
         lost = [n for n, one in self._flying.items() if self._is_lost(one, now)]

@@ -17,7 +17,7 @@ from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
-from prefect_raybatch.stages.block import failures_of, lost_all
+from prefect_raybatch.stages.block import failures_of, lost_block_like
 from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.body import answer_text, body_of, reserved_tokens
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EndpointLaunch(EngineLaunch):
-    """Everything that an actor needs to ask a hosted model.
+    """Everything that an actor needs to send requests to a hosted model.
 
     `key` is the API key, "" for none; `store` is rooted at the run directory; `run` identifies the
     run in idempotency keys.
@@ -56,15 +56,15 @@ class EndpointLaunch(EngineLaunch):
 class EndpointStage(EngineStage):
     """The engine stage of a run with `engine.endpoint`."""
 
-    spec: EndpointLaunch
+    launch: EndpointLaunch
     engine_class: ClassVar[type[EndpointEngine]] = EndpointEngine
     _journal: Journal | None = None
 
-    def _prepare_process(self, spec: EngineLaunch) -> None:
+    def _prepare_process(self, launch: EngineLaunch) -> None:
         """Do nothing: no process of vLLM is started."""
 
     def start(self) -> None:
-        spec = self.spec
+        spec = self.launch
         try:
             engine = self.engine_class(spec.endpoint, spec.key, spec.limiter)
         except (EndpointRefused, EndpointUnavailable) as error:
@@ -75,7 +75,7 @@ class EndpointStage(EngineStage):
         self.engine, self._refused = cast("SteppedEngine", engine), None
 
     def _prove(self, cause: str, first: int = 1) -> None:
-        """Do nothing: no row can kill the server, and it told its models at the start."""
+        """Send no test prompt: no row can kill the server, and `start` has checked the model."""
         self._suspect = None
 
     def close(self) -> None:
@@ -96,30 +96,30 @@ class EndpointStage(EngineStage):
                 self._teller.end()
             if engine is not None:  # so that blocks that come later are given back at once
                 engine.close()
-            return lost_all(table, why)
+            return lost_block_like(table, why)
         except CancelledError:  # another block met the error that ended the engine
             if self._refused is None:
                 raise
-            return lost_all(table, self._refused)
+            return lost_block_like(table, self._refused)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[RowAnswer]:
-        params = [fields_of(self.spec.sampling, own) for own in table[PARAMS].to_pylist()]
+        params = [fields_of(self.launch.sampling, own) for own in table[PARAMS].to_pylist()]
         texts = table[CHAT].to_pylist()
         well = [i for i, failure in enumerate(failures_of(table)) if failure is None]
         keys = [(text or "").encode() for text in texts]
-        asked = arrange(keys, params, well, sort=False, merge=self.spec.merge)
+        asked = arrange(keys, params, well, sort=False, merge=self.launch.merge)
         shards, positions = (table[name].to_pylist() for name in (SHARD, POSITION))
-        kept = read_journal(self.spec.store, set(shards))
+        kept = read_journal(self.launch.store, set(shards))
         answers: dict[int, HostedAnswer] = {}
         requests: dict[int, HostedRequest] = {}
         for i in asked.rows:
             try:
                 messages = json.loads(texts[i])
-                body = body_of(self.spec.endpoint, messages, params[i])
+                body = body_of(self.launch.endpoint, messages, params[i])
             except ValueError as error:
                 answers[i] = HostedAnswer(error=("ValueError", str(error)))
                 continue
-            key = _key(self.spec.run, shards[i], positions[i], body)
+            key = _key(self.launch.run, shards[i], positions[i], body)
             if key in kept:
                 answers[i] = kept[key]
                 continue
@@ -135,7 +135,7 @@ class EndpointStage(EngineStage):
             if self._journal is not None:
                 self._journal.write()
         answers.update(zip(requests, found, strict=True))
-        pools = self.spec.endpoint.path == "embeddings"
+        pools = self.launch.endpoint.path == "embeddings"
         complete = _vector if pools else _completion
         made: list[RowAnswer] = [
             (i, asked.served(i), complete(answers[i], params[i])) for i in asked.rows
@@ -145,7 +145,7 @@ class EndpointStage(EngineStage):
     def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
     ) -> Sequence[HostedAnswer]:
-        """Return the answers to requests of these shards, in their order."""
+        """Return the answers in order of the requests. `shards`: the shard of each block row."""
         return engine.ask(requests)
 
     def _keep(self, shard: int, key: str, answer: HostedAnswer) -> None:
@@ -154,10 +154,10 @@ class EndpointStage(EngineStage):
 
 
 def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
-    """Return an answer as an engine gives it.
+    """Convert an answer to the form that a vLLM engine returns.
 
-    The server tells how many tokens its choices have together, but not which: they are zeros, of
-    which each choice gets the same number.
+    The server reports only the total of tokens. So the token ids are zeros, distributed evenly over
+    the choices.
     """
     from prefect_raybatch.stages.vllm.stepper import Completion
 
@@ -178,7 +178,7 @@ def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
 
 
 def _lacking(answer: HostedAnswer, params: SamplingFields) -> tuple[str, str] | None:
-    """Return the error of a row whose server left out what was asked for; None if it did not."""
+    """Return the error (class, message) if choices or log probabilities are missing, or None."""
     asked = params.get("n") or 1
     if len(answer.choices) != asked:
         return "AnswersMissing", (
@@ -198,7 +198,7 @@ def _asks_logprobs(params: SamplingFields) -> bool:
 
 
 def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
-    """Return an embedding as an engine gives it, of length 1 unless the job wants it as it is."""
+    """Convert an embedding to a `Completion`, normalized unless use_activation is false."""
     from prefect_raybatch.stages.vllm.stepper import Completion
 
     if answer.error is not None:

@@ -12,11 +12,12 @@ from urllib.parse import quote
 
 from prefect_raybatch.bounded import Returned
 from prefect_raybatch.errors import EndpointRefused
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.answers import NOT_AS_AGREED
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, backoff
 from prefect_raybatch.stages.endpoint.headers import limits_of, pause_of
-from prefect_raybatch.stages.endpoint.limiter import BatchCounts
-from prefect_raybatch.stages.hosted_batches.lines import batch_url, said_in
+from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter
+from prefect_raybatch.stages.hosted_batches.lines import batch_url, error_parts
 
 if TYPE_CHECKING:
     import httpx
@@ -27,25 +28,29 @@ MOST_PAGES = 20  # of the newest batches that are searched for a file
 FILES_PAGE = 10_000
 ENDED_STATUSES = ("completed", "failed", "expired", "cancelled")
 NO_BATCH_API = (404, 405, 501)
-GONE = (404, 410)
+NOT_FOUND_STATUSES = (404, 410)
 CLOSED_LOOK = 1.0  # seconds between looks whether the engine was closed during a call
 
 
 class AnswerLost(Exception):
-    """A call may or may not have had its effect: its answer was lost."""
+    """The response to a call was lost, so the call may or may not have had its effect."""
 
 
 class CallRefused(Exception):
-    """The server refuses a call, which no retry helps. `status` is that of its answer."""
+    """The server refuses a call, and a retry would not help. `status` is the HTTP status."""
 
-    def __init__(self, status: int, said: str):
-        super().__init__(said)
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as the server describes it. `errors` are (code, message, line from 1 or None)."""
+    """A batch as the server describes it.
+
+    `done` counts its completed and failed requests; `errors` are (code, message, line of the input
+    file, from 1, or None).
+    """
 
     id: str
     status: str
@@ -57,7 +62,7 @@ class Batch:
 
     @classmethod
     def of(cls, value: Any) -> Batch:
-        """Return the batch in a server's answer. Raises ValueError if it is none."""
+        """Parse a batch object of the API; raise ValueError if it is malformed."""
         if not isinstance(value, dict):
             raise ValueError("the answer is no batch object")
         for name in ("id", "status", "input_file_id"):
@@ -70,7 +75,7 @@ class Batch:
         errors = []
         for error in listed if isinstance(listed, list) else ():
             line = error.get("line") if isinstance(error, dict) else None
-            errors.append((*said_in(error), line if isinstance(line, int) else None))
+            errors.append((*error_parts(error), line if isinstance(line, int) else None))
         return cls(
             value["id"],
             value["status"],
@@ -87,7 +92,7 @@ class Batch:
 
 
 class BatchApi(Protocol):
-    """What `ShardBatches` needs of a server; each call may take long.
+    """The operations on a server that `ShardBatches` needs; each may wait for minutes.
 
     Raises `EndpointRefused` and `EndpointUnavailable`.
     """
@@ -97,11 +102,14 @@ class BatchApi(Protocol):
         ...
 
     def create(self, file_id: str, key: str) -> Batch:
-        """Create a batch. Raises `AnswerLost` and `CallRefused`."""
+        """Create a batch of an input file; `key` is the idempotency key.
+
+        Raises `AnswerLost` and `CallRefused`.
+        """
         ...
 
     def get(self, batch_id: str) -> Batch | None:
-        """Return a batch; None if there is none of that id."""
+        """Return the batch with this id, or None."""
         ...
 
     def find(self, file_id: str) -> list[Batch]:
@@ -126,7 +134,7 @@ class BatchApi(Protocol):
 
 
 class BatchEngine(EndpointEngine):
-    """Takes the place of `EndpointEngine` in a run that uses the server's batch API."""
+    """A client of a server's batch API (`BatchApi`), in place of the usual `EndpointEngine`."""
 
     _closing = False
 
@@ -172,13 +180,20 @@ class BatchEngine(EndpointEngine):
         )
 
     def download(self, file_id: str) -> bytes | None:
-        return self._call("GET", f"/files/{_in_path(file_id)}/content", _content, accepted=GONE)
+        return self._call(
+            "GET", f"/files/{_in_path(file_id)}/content", _content, accepted=NOT_FOUND_STATUSES
+        )
 
     def has_file(self, file_id: str) -> bool:
-        return self._call("GET", f"/files/{_in_path(file_id)}", _id, accepted=GONE) is not None
+        return (
+            self._call("GET", f"/files/{_in_path(file_id)}", _id, accepted=NOT_FOUND_STATUSES)
+            is not None
+        )
 
     def delete(self, file_id: str) -> None:
-        self._call("DELETE", f"/files/{_in_path(file_id)}", _anything, accepted=(400, *GONE))
+        self._call(
+            "DELETE", f"/files/{_in_path(file_id)}", _anything, accepted=(400, *NOT_FOUND_STATUSES)
+        )
 
     def files(self) -> list[tuple[str, str]]:
         """Return the (id, name) of each input file at the server."""
@@ -195,7 +210,7 @@ class BatchEngine(EndpointEngine):
         self.limiter.bill(prompt_tokens, output_tokens)
 
     async def _probe(self) -> None:
-        """Ask for the list of models, and whether there is a batch API."""
+        """Check the model as `EndpointEngine` does; raise `EndpointRefused` without a batch API."""
         await super()._probe()
         try:
             await self._called("GET", "/batches", _page, params={"limit": "1"})
@@ -216,7 +231,11 @@ class BatchEngine(EndpointEngine):
         accepted: tuple[int, ...] = (),
         **given: Any,
     ) -> Returned | None:
-        """Return the answer to a call; None if its status is one of `accepted`."""
+        """Make a call with retries; return what `read` makes of the response.
+
+        None if the server refuses with a status in `accepted`; another refusal raises
+        `EndpointRefused`.
+        """
         try:
             found: Returned = self._do(self._called(method, path, read, **given))
         except CallRefused as error:
@@ -226,9 +245,9 @@ class BatchEngine(EndpointEngine):
         return found
 
     def _do(self, work: Any) -> Any:
-        """Return what a coroutine returns; raise `CancelledError` once the engine is closed.
+        """Return what the coroutine `work` returns; raise `CancelledError` once this is closed.
 
-        Blocks make many calls, so some are between two of them when another block closes it.
+        A block makes many calls; another block may close the engine between two of them.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -256,11 +275,11 @@ class BatchEngine(EndpointEngine):
         repeat: bool = True,
         **given: Any,
     ) -> Returned:
-        """Return what `read` makes of the server's answer to a call.
+        """Make a call with retries; return what `read` makes of the response.
 
-        With `repeat` the call is made again after a failure that may pass. Without, a failure
-        raises `AnswerLost` if the call may have had its effect. Raises `CallRefused` for other
-        errors of the server.
+        With `repeat` the call is made again after any transient failure. Without `repeat`,
+        `AnswerLost` is raised if the call failed but may have had its effect. Raises `CallRefused`
+        for other errors of the server.
         """
         failures, first = 0, 0.0
         while True:
@@ -281,7 +300,7 @@ class BatchEngine(EndpointEngine):
     async def _once(
         self, method: str, path: str, read: Callable[[httpx.Response], Returned], **given: Any
     ) -> Returned:
-        """Make a call once, when the limits allow it.
+        """Make one attempt at a call, once the limits allow it.
 
         Raises `_Limited`, `_Unsent`, `AnswerLost` and `CallRefused`.
         """
@@ -317,8 +336,17 @@ class BatchEngine(EndpointEngine):
         return found
 
 
+def ask_for_model(spec: EndpointSpec) -> None:
+    """Check that the server has the model, and the batch API if the job uses it.
+
+    Raises as `EndpointEngine` does, and `ConfigError` if the variable of the key is not set.
+    """
+    engine = BatchEngine if spec.batch else EndpointEngine
+    engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
+
+
 class _Limited(Exception):
-    """The server answers 429."""
+    """The server answered 429: nothing was done, and the limiter delays the next attempt."""
 
 
 class _Unsent(Exception):
@@ -330,7 +358,7 @@ def _refused(error: CallRefused) -> EndpointRefused:
 
 
 def _in_path(name: str) -> str:
-    """Return an id of the server, or of a record, as one part of a path."""
+    """Quote an id of a batch or file as one segment of a URL path."""
     return quote(name, safe="")
 
 

@@ -1,4 +1,4 @@
-"""Lines of the files of a batch: requests on their way in, answers and errors on their way out."""
+"""Lines of a batch's files: writes requests to input files, reads output and error files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ REFUSING = {
 
 @dataclass
 class BatchAnswers:
-    """What the files of an ended batch hold.
+    """The contents of an ended batch's output and error files, by request key.
 
-    `passing` says, by key, why a request that may be sent again has no answer; `refusal` why the
-    run ends, "" if it does not.
+    `by_key` has the answers, permanent errors included; `passing` the reason why a request that may
+    be sent again has no answer. `refusal` says why the run must end, "" if it need not.
     """
 
     by_key: dict[str, HostedAnswer] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class BatchAnswers:
 
 
 def batch_url(path: EndpointPath) -> str:
-    """Return a path as input files and batches name it, whatever the server's base URL is."""
+    """Return the API path as batches and their files name it: with /v1/, whatever the base URL."""
     return f"/v1/{path}"
 
 
@@ -59,7 +59,7 @@ def split_requests(
 ) -> Iterator[tuple[list[HostedRequest], bytes]]:
     """Yield the requests and the bytes of each input file, within the API's limits.
 
-    A request that is too large for any file is in one of its own, with no bytes.
+    A request that is too large for any file is yielded alone, with b"" for the file.
     """
     chosen: list[HostedRequest] = []
     lines: list[bytes] = []
@@ -80,7 +80,7 @@ def split_requests(
 
 
 def read_lines(files: Iterable[bytes], keys: Sequence[str], path: EndpointPath) -> BatchAnswers:
-    """Return what the output and error files of a batch say about its requests.
+    """Parse the output and error files of a batch whose requests have these keys.
 
     A line that cannot be read leaves its request without an answer.
     """
@@ -111,7 +111,7 @@ def _read_line(text: bytes, asked: set[str], path: EndpointPath, found: BatchAns
         except NOT_AS_AGREED:
             found.passing[key] = f"the answer is no JSON of /{path}"
         return
-    code, message = said_in(error if status == 0 else body)
+    code, message = error_parts(error if status == 0 else body)
     said = f"{status}: {message}" if status else f"{code}: {message}"
     remedy = REFUSING.get(code) or remedy_of(status, code)
     if remedy is not None:
@@ -123,7 +123,7 @@ def _read_line(text: bytes, asked: set[str], path: EndpointPath, found: BatchAns
         found.by_key[key] = HostedAnswer(error=("RequestRefused", reason))
 
 
-def said_in(error: Any) -> tuple[str, str]:
+def error_parts(error: Any) -> tuple[str, str]:
     """Return the code and the message of an error, short and on one line."""
     if isinstance(error, dict) and isinstance(error.get("error"), dict):
         error = error["error"]

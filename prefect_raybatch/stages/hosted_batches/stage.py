@@ -1,4 +1,4 @@
-"""The engine stage of a run that uses a server's batch API, and what ends its batches."""
+"""The engine stage of a run that uses a server's batch API, and the clean-up of its batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefect_raybatch.errors import RayBatchError, StoreError
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.spec.endpoint import EndpointSpec
-from prefect_raybatch.stages.block import lost_all
+from prefect_raybatch.stages.block import lost_block_like
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import Limiter
@@ -32,7 +32,7 @@ from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
-CANCEL_SECONDS = 20.0  # for the cancelling of all batches: whoever sent SIGTERM waits for it
+CANCEL_SECONDS = 20.0  # to cancel all batches, while the sender of SIGTERM waits
 CANCELS_AT_ONCE = 16
 SWEEP_SECONDS = 60.0  # for the removal of files at the server
 
@@ -46,14 +46,14 @@ class BatchStage(EndpointStage):
         try:
             return super().__call__(table)
         except StoreError as error:  # what was sent is recorded, so the next pass goes on with it
-            return lost_all(table, Loss(type(error).__name__, str(error)))
+            return lost_block_like(table, Loss(type(error).__name__, str(error)))
 
     def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
     ) -> Sequence[HostedAnswer]:
         if not requests:
             return []
-        spec = self.spec
+        spec = self.launch
         shard = ShardBatches(
             cast("BatchEngine", engine),
             spec.store,
@@ -67,21 +67,21 @@ class BatchStage(EndpointStage):
 
 
 class _Unprobed(BatchEngine):
-    """Only ends what a run has sent, so it need not ask for the model."""
+    """A client that only cancels batches and deletes files, so it skips the check of the model."""
 
     async def _probe(self) -> None:
         pass
 
 
 def files_name(store: Store) -> str:
-    """Return how the names of a run's files at the server begin; `store` is its directory."""
+    """Return the prefix of a run's file names at the server; `store` is its run directory."""
     return f"raybatch-{hashlib.sha256(store.uri.encode()).hexdigest()[:16]}"
 
 
 def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
-    """Cancel the batches of a run whose attempt was cancelled; log those that may go on.
+    """Record that `attempt` was cancelled, then cancel all open batches of the run; log a failure.
 
-    The note comes first: an engine that still works creates no batch after it.
+    The record comes first, so that engines that still work create no batch after it.
     """
     try:
         store.put(cancel_path(attempt), b"{}")
@@ -115,7 +115,7 @@ def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
 
 
 def forget_batches(spec: EndpointSpec, store: Store) -> None:
-    """Remove a finished run's records of batches, and files that a crash left at the server."""
+    """Delete a finished run's records of batches, and files that a crash left at the server."""
     if next(iter(store.list(BATCHES)), None) is None:
         return
     try:

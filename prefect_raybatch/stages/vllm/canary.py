@@ -1,8 +1,8 @@
 """Health check of a new engine after another died without answering a row.
 
-The driver finds a row that kills its engine and quarantines it. But an engine that fails whatever
-it is asked would be restarted for each block. So it is asked a health-check prompt that is always
-the same: one that fails on it too, with the same error, is not used further.
+The driver finds a row that kills its engine and quarantines it. But an engine that fails on every
+row would be restarted for each block. So a new engine is first sent a fixed health-check prompt,
+and if it fails on that too, with the same error, the run gives up.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 
 from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.spec.request import SamplingFields
-from prefect_raybatch.stages.vllm import note
-from prefect_raybatch.stages.vllm.note import Left
+from prefect_raybatch.stages.vllm import process_note
+from prefect_raybatch.stages.vllm.process_note import PredecessorNote
 
 CANARY_PROMPT = (1, 2, 3)  # token ids that any vocabulary has
 CANARY_TOKENS = 2  # tokens asked for: a first step, and one that goes on from it
@@ -23,7 +23,7 @@ PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 def fields_for(sampling: SamplingFields) -> SamplingFields:
     """Return the job's sampling fields for the health-check prompt: the same work, but short.
 
-    Those of a pooling request are unchanged.
+    The fields of a pooling request are unchanged.
     """
     if "task" in sampling:
         return sampling
@@ -34,8 +34,8 @@ def fields_for(sampling: SamplingFields) -> SamplingFields:
     }
 
 
-def same(one: str, other: str) -> bool:
-    """Return whether two engines died of the same error: the same words, whatever their numbers."""
+def is_same_error(one: str, other: str) -> bool:
+    """Return whether two error messages are equal apart from numbers such as process ids."""
     return _words(one) == _words(other)
 
 
@@ -44,22 +44,24 @@ def _words(cause: str) -> str:
     return re.sub(r"(?<!exit code )(?<!-)\b(0x)?[0-9a-f]*\d[0-9a-f.]*\b", "#", cause)
 
 
-def judged(left: Left) -> Loss | None:
-    """Return why the run must end, from what this actor's predecessor left; None to continue.
+def loss_by_note(predecessor: PredecessorNote) -> Loss | None:
+    """Return why the run must end, by the note of this actor's predecessor; None to continue.
 
-    An actor that was killed while its engine started says nothing about the engine.
+    If the predecessor was killed while its engine started, that is no evidence against the engine.
     """
-    told = left.cause != note.SILENT
-    again = told and same(left.before, left.cause)
-    if left.doing == note.PROMPT and (again or left.times >= PROMPT_TRIES):
-        return refusal(left.cause)
-    if left.doing == note.START and told and left.times >= ENGINE_STARTS:
-        return Loss("", f"{left.cause} ({left.times} times while the engine started)", True)
+    told = predecessor.cause != process_note.SILENT
+    again = told and is_same_error(predecessor.before, predecessor.cause)
+    if predecessor.doing == process_note.PROMPT and (again or predecessor.times >= PROMPT_TRIES):
+        return fatal_loss(predecessor.cause)
+    if predecessor.doing == process_note.START and told and predecessor.times >= ENGINE_STARTS:
+        return Loss(
+            "", f"{predecessor.cause} ({predecessor.times} times while the engine started)", True
+        )
     return None
 
 
-def refusal(cause: str) -> Loss:
-    """Return why the run must end, given the error that the engine died of."""
+def fatal_loss(cause: str) -> Loss:
+    """Return the fatal loss that ends the run, given the error that the engine died of."""
     return Loss(
         ENGINE_DIED,
         f"{cause}. Engines crashed this way before they answered any row, and a new one crashed "

@@ -1,11 +1,11 @@
 """Forks vLLM's core from a process that has imported vLLM.
 
-In a Ray actor vLLM spawns its core: a new Python that imports vLLM and torch again, after the actor
-has (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of Python's
-`multiprocessing`) that imports them alongside the actor, and `internals.start` has vLLM take its
-core from there. It is forked before anything uses CUDA, and gets the environment that its creator
-has at that time, like a spawned one. Workers of a core with several GPUs are spawned by it as
-usual.
+In a Ray actor vLLM spawns its core, a new Python process that imports vLLM and torch once the actor
+has imported them (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of
+Python's `multiprocessing`) that imports them at the same time as the actor, and `internals.start`
+makes vLLM fork its core from that server. The core is forked before anything uses CUDA, and gets
+the environment that its creator has at that time, like a spawned core. A core with several GPUs
+spawns its workers as usual.
 
 In an actor that is itself a fork with vLLM (`prefect_raybatch.imports`), the server is a fork of
 the actor: `fork_server_here()`.
@@ -26,12 +26,16 @@ from typing import Any
 from prefect_raybatch.spec.engine import EngineFields
 
 PRELOAD = "prefect_raybatch.stages.vllm.preload"
+PRELOAD_CORE = "prefect_raybatch.stages.vllm.preload_core"
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's: "0" keeps the core in the actor's process
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's: how its processes are made; set, it is left so
 
 FIRST_VARIABLE = "RAYBATCH_ENGINE"
-"""The first variable of a core's environment, and so of the workers that it spawns: a process whose
-first one is changed before it gives itself a title, as vLLM's import changes some, gets none."""
+"""Name of a variable that is kept first in the environment of a core and of its workers.
+
+setproctitle cannot set the title of a process whose first variable was changed before. vLLM's
+import changes some variables, but not this one.
+"""
 
 _begun = False
 
@@ -48,29 +52,32 @@ def begin_fork_server(arguments: EngineFields) -> None:
     otherwise = arguments.get("numa_bind") or arguments.get("distributed_executor_backend") == "ray"
     if _begun or not core_apart() or otherwise or METHOD in os.environ or sys.platform != "linux":
         return
-    multiprocessing.set_forkserver_preload([PRELOAD])
+    multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])
     forkserver.ensure_running()
     os.environ[METHOD] = "spawn"  # what vLLM takes in a Ray actor anyway, with a warning
     _begun = True
 
 
 def core_apart() -> bool:
-    """Return whether vLLM's core gets a process of its own in this environment."""
+    """Return whether vLLM's core runs in a separate process, by the environment."""
     return os.environ.get(CORE_APART, "1") == "1"
 
 
 def fork_server_here() -> None:
     """Start the fork server of this process as a fork of it, with all that it has imported.
 
-    Call it where no thread runs yet. `begin_fork_server` then finds it running.
+    It also imports what only a core needs, while this process prepares the core's start. Call it
+    where no thread runs yet. `begin_fork_server` then finds it running.
     """
+    multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])
     resource_tracker.ensure_running()  # a program of its own, also here
     start = util.spawnv_passfds
 
     def forked(path: bytes, words: Sequence[Any], kept: Sequence[int]) -> int:
-        """Run the Python code in the last of `words` in a fork.
+        """Run the Python code in the last of `words` in a fork; return its process id.
 
-        `kept` are its listening socket and the pipe that tells it to end.
+        Takes the place of `spawnv_passfds` of multiprocessing, which would start the program
+        `path`. `kept` are the server's listening socket and the pipe that tells it to end.
         """
         pid = os.fork()
         if pid:
@@ -94,9 +101,9 @@ def fork_server_here() -> None:
 
 
 def _close_other_end(pipe: int) -> None:
-    """Close the other end of a pipe, by which its creator keeps the fork server up.
+    """Close this fork's copy of the other end of `pipe`, which would keep the fork server up.
 
-    What imports have opened stays: NVIDIA's library for queries does not work without.
+    Descriptors that imports have opened stay open, because NVML needs them.
     """
     found = os.fstat(pipe)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -106,7 +113,7 @@ def _close_other_end(pipe: int) -> None:
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Give this process another environment, whose first variable stays the first."""
+    """Replace this process's environment, but keep `FIRST_VARIABLE`."""
     os.environ.setdefault(FIRST_VARIABLE, "1")
     for name in [name for name in os.environ if name != FIRST_VARIABLE]:
         del os.environ[name]
@@ -114,12 +121,15 @@ def take_environment(environment: Mapping[str, str]) -> None:
 
 
 def context_of_core() -> ForkedContext | None:
-    """Return the context that must make a core's process; None to let vLLM choose."""
+    """Return the multiprocessing context for a core's process; None to let vLLM choose."""
     return ForkedContext() if _begun else None
 
 
 class ForkedProcess(context.ForkServerProcess):
-    """A process from the fork server, with its creator's environment and streams at the start."""
+    """A process from the fork server, with the environment and output streams of its creator.
+
+    They are those that the creator had when it called `start`.
+    """
 
     _environment: dict[str, str]
     _maker: int

@@ -62,6 +62,16 @@ CORE_MODULES = (
     "vllm.v1.structured_output.backend_lm_format_enforcer",
 )
 
+# What it imports after that. Its fork server has time for them while the front is made.
+LATE_CORE_MODULES = (
+    "vllm.compilation.backends",
+    "vllm.compilation.caching",
+    "vllm.compilation.piecewise_backend",
+    "vllm.model_executor.layers.pooler",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.worker.gpu_ubatch_wrapper",
+)
+
 
 class Params(Protocol):
     """The part of vLLM's `SamplingParams` that is used here.
@@ -217,13 +227,13 @@ def sequences(params: Params) -> int:
 
 
 def vector_of(output: RequestOutput) -> np.ndarray | None:
-    """Return the numbers (float32) of a pooling request; None for an answer in tokens."""
+    """Return the vector (float32[dimension]) of a pooling request; None for generated tokens."""
     data = getattr(output.outputs, "data", None)
     return None if data is None else data.float().cpu().numpy().reshape(-1)
 
 
 def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
-    """Return the log probabilities requested for the first step of the first answer."""
+    """Return {token id: log probability} of the first answer's first step, None if it has none."""
     steps = output.outputs[0].logprobs
     if not steps:
         return None
@@ -231,7 +241,7 @@ def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
 
 
 def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
-    """Return the log probabilities of each step of an answer, the chosen token first."""
+    """Return {token id: log probability} of each step of an answer, the chosen token first."""
     return [
         {int(token): float(found.logprob) for token, found in step.items()}
         for step in answer.logprobs or ()
@@ -241,9 +251,8 @@ def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
 def accept_always(params: Params) -> None:
     """Skip the repeated check, for each row, of parameters that vLLM has accepted.
 
-    The object is never changed and belongs to one engine. The check parses the grammar or JSON
-    schema for every row (16 us for nine choices, more than the rest of add_request for a large
-    schema).
+    `params` are never changed and belong to one engine. The check parses the grammar or JSON schema
+    for every row (16 us for nine choices, more than the rest of add_request for a large schema).
     """
     accepted: Any = params
     if not hasattr(accepted, "__dict__"):  # of a request that pools: nothing of it is parsed
@@ -257,9 +266,9 @@ def _accept(*_: object) -> None:
 
 
 def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], front: bool) -> None:
-    """Call `keep` with what vLLM's scheduler counts in each step.
+    """Have `keep` called in each step with the statistics of vLLM's scheduler.
 
-    Unless `front`, nothing is counted in this process.
+    `front`: vLLM's own statistics in this process stay on; otherwise they are switched off.
     """
     processor: Any = getattr(engine, "output_processor", None)
     if processor is not None and not front:
@@ -294,7 +303,7 @@ def running(engine: LLMEngine, stats: SchedulerStats | None) -> tuple[int, float
 def shut_down(engine: LLMEngine, waiting: bool) -> None:
     """End the engine's core, ignoring what vLLM raises while it dies.
 
-    `waiting` frees a thread that waits in step().
+    With `waiting`, also wake a thread that waits in step() of an engine with a core process.
     """
     core = engine.engine_core
     with contextlib.suppress(Exception):
@@ -305,7 +314,7 @@ def shut_down(engine: LLMEngine, waiting: bool) -> None:
 
 
 def free_process() -> None:
-    """Make room for the next engine in this process.
+    """Free GPU memory and process groups, so that this process can start another engine.
 
     vLLM keeps its process groups in globals, and after an out-of-memory error a new engine would
     fail because of them (0.29, measured).
@@ -360,7 +369,7 @@ RANDOM_ID = "chatcmpl-tool-"  # so begin ids of calls that vLLM made up
 
 @lru_cache(maxsize=4)
 def quick_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a transformers tokenizer that makes its vocabulary once and not for each parser."""
+    """Return a tokenizer that caches its vocabulary instead of building it for each parser."""
     from vllm.tokenizers.hf import get_cached_tokenizer
 
     return cast("Tokenizer", get_cached_tokenizer(cast(Any, tokenizer)))
@@ -369,7 +378,7 @@ def quick_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
 def reasoning_parser(
     name: str, tokenizer: Tokenizer, arguments: Mapping[str, object]
 ) -> ReasoningParser:
-    """Return vLLM's parser of that name; `arguments` are those of the chat template."""
+    """Return vLLM's parser of that name; `arguments` are the chat template's arguments."""
     from vllm.parser.parser_manager import ParserManager
 
     kind: Any = ParserManager.get_reasoning_parser(name)
@@ -383,7 +392,10 @@ def parser_maker(
     tools: Sequence[Mapping[str, object]] | None,
     arguments: Mapping[str, object],
 ) -> Callable[[], tuple[Parser, object]]:
-    """Return a function that makes a parser for one answer, and the request that it takes."""
+    """Return a function that returns (a new parser for one answer, the request to give it).
+
+    `reasoning` and `tool` are vLLM's names of the parsers, `arguments` those of the chat template.
+    """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.parser_manager import ParserManager
 

@@ -1,7 +1,7 @@
 """Prepares images for a model with vLLM's own code but outside its engine.
 
-It makes tokens with placeholders, and features. An engine that gets these only copies them. vLLM's
-renderer needs no GPU (`vllm launch render`).
+The results are tokens with placeholders, and features, which an engine only copies. vLLM's renderer
+needs no GPU (`vllm launch render`).
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class RowFeatures(TypedDict):
 
 @dataclass(frozen=True)
 class Rendered:
-    """A request in tokens.
+    """A conversation rendered to the tokens and image features of a request.
 
-    `features` are what the engine gets of its images, pickled, and `key` identifies the images;
-    None for a request of text alone.
+    `features` are the pickled inputs that the engine gets for its images, and `key` identifies the
+    images; None for a request of text alone.
     """
 
     tokens: list[int]
@@ -81,7 +81,7 @@ class Rendered:
 class Renderer:
     """Converts chat messages with decoded images to requests in tokens and features, for one model.
 
-    `arguments` are an engine's. Raises ConfigError for a model that takes no images.
+    `arguments` are engine arguments. Raises ConfigError for a model that takes no images.
     """
 
     def __init__(self, path: str, revision: str | None, arguments: EngineFields) -> None:
@@ -120,7 +120,7 @@ class Renderer:
             return Failure.of("prepare", error)
 
     def render(self, messages: Messages) -> Rendered:
-        """Return one request; its image parts are {"type": "image_pil", "image_pil": ...}."""
+        """Render one conversation; image parts are {"type": "image_pil", "image_pil": ...}."""
         made = self._render(list(messages))
         tokens = list(made["prompt_token_ids"])
         if made["type"] != "multimodal":
@@ -143,7 +143,7 @@ def renderer(path: str, revision: str | None, arguments: EngineFields) -> Render
 
 
 def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> dict[str, object]:
-    """Return what vLLM's add_request takes of a request in tokens."""
+    """Return a request's prompt for vLLM's add_request; `features` are unpickled."""
     if features is None:
         return {"type": "token", "prompt_token_ids": tokens}
     kwargs, hashes, placeholders = pickle.loads(features)
@@ -159,7 +159,7 @@ def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> 
 class _Pickler(pickle.Pickler):
     """Pickles tensors as their bytes.
 
-    As torch pickles them, in a ZIP file each, reading 0.6 MB takes 12 ms.
+    torch would pickle each as a ZIP file, of which reading 0.6 MB takes 12 ms.
     """
 
     def reducer_override(self, value: object) -> Any:
@@ -186,7 +186,10 @@ def _tensor(data: np.ndarray, kind: str, shape: tuple[int, ...]) -> torch.Tensor
 
 
 def other_version(column: pa.ChunkedArray) -> Loss | None:
-    """Return the loss of a block whose features another version of vLLM made; None if none were."""
+    """Return the loss of a block whose image features were made by another version of vLLM.
+
+    None if all were made by the version on this node.
+    """
     # `flatten` and not `field`: what is under a null is then null as well.
     made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
     if not made or made <= {here := internals.version()}:
@@ -199,12 +202,13 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
     )
 
 
-def seen(
+def with_image_features(
     keys: Sequence[bytes], column: pa.ChunkedArray
 ) -> tuple[list[bytes], list[pa.Buffer | None]]:
-    """Return keys that distinguish equal text about different images, and rows' features.
+    """Return (keys of prompts with images, features of each row's images or None).
 
-    The features are not copied out of the block.
+    `keys` are those of the prompts' tokens; the key of a row's images is appended to each. `column`
+    has the type `MM_TYPE`. The features are not copied out of the block.
     """
     _, names, sent = column.combine_chunks().flatten()
     images = names.to_pylist()

@@ -30,17 +30,17 @@ ON_TURN = "turn"  # it waits for what other runs of the process hold
 ON_WORKERS = "workers"  # until an engine's actor works: Ray places it and starts its process
 ON_ROWS = "rows"  # from an engine's first step to the first commit
 START_PHASES = (ON_CLUSTER, ON_TURN, ON_WORKERS, *ENGINE_PHASES, ON_ROWS)
-TELL_EVERY = 0.5  # seconds between two looks at a start
+REPORT_SECONDS = 0.5  # seconds between two looks at a start
 MOST_READ = 1 << 16  # bytes of the file
 
 Marks = Mapping[str, float]
 """{phase: when it began, in seconds since 1970}; `stepped`: when the first step was over."""
-TellStart = Callable[[str, Marks], None]
-"""Takes an engine's id and its marks so far; it may be slow, and it may raise."""
+ReportStart = Callable[[str, Marks], None]
+"""Type of functions that take an engine's id and its marks so far; they may be slow or raise."""
 
 
 def _note_phase(path: str, record: logging.LogRecord) -> None:
-    """Write to the file when vLLM logs that a phase begins."""
+    """Append a phase and its time to the file `path` if the record says that the phase begins."""
     phase = next((p for line, p in PHASE_LINES.items() if line in str(record.msg)), "")
     if phase:
         with open(path, "a", encoding="utf-8") as file:
@@ -48,15 +48,16 @@ def _note_phase(path: str, record: logging.LogRecord) -> None:
 
 
 def listen_for_phases() -> None:
-    """Listen in this process and those forked from it, if a starting engine wants it."""
+    """Write start phases of this process and its forks to the file in variable PHASES_PLACE."""
     place = os.environ.get(PHASES_PLACE)
     listen_to_vllm("phases", partial(_note_phase, place) if place else None)
 
 
 class StartMarks:
-    """The marks of one engine's start.
+    """Collects when each phase of one engine's start began (its marks, see `Marks`).
 
-    Start the engine inside `heard()`, and set `stepped` after its first step.
+    Start the engine inside `capture_phases()`, and call `stepped` with the time when its first step
+    is over. `read` returns the marks so far.
     """
 
     def __init__(self) -> None:
@@ -65,14 +66,17 @@ class StartMarks:
 
     @classmethod
     def of_warm(cls) -> StartMarks:
-        """Return the marks of an engine that was started for another run."""
+        """Return marks for an engine that an earlier run started: only its first step, now over."""
         made, now = cls(), time.time()
         made._marks = {FIRST_STEP: now, STEPPED: now}
         return made
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Make processes started in the block write their phases here; one engine at a time."""
+    def capture_phases(self) -> Iterator[None]:
+        """Make processes started in the block report their phases to these marks.
+
+        Only one engine may start at a time.
+        """
         # Has no name, so nothing is left after a kill -9.
         with tempfile.TemporaryFile() as self._file:
             os.environ[PHASES_PLACE] = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
@@ -87,7 +91,10 @@ class StartMarks:
         self._marks[STEPPED] = at
 
     def read(self) -> dict[str, float]:
-        """Return what is known now. Of several workers, the first to begin a phase counts."""
+        """Return the marks so far: {phase: when it began, in seconds since 1970}.
+
+        If several workers report a phase, the first report in the file counts.
+        """
         marks, file = dict(self._marks), self._file
         lines: list[bytes] = []
         with contextlib.suppress(ValueError, OSError):  # closed meanwhile, by the other thread
@@ -100,23 +107,26 @@ class StartMarks:
         return marks
 
 
-class StartTeller:
+class StartReporter:
     """Reports an engine's start from a thread of its own, until the first step or the end."""
 
     def __init__(
-        self, tell: TellStart | None, marks: StartMarks, stepped: Callable[[], float], id: str
+        self, tell: ReportStart | None, marks: StartMarks, stepped: Callable[[], float], id: str
     ):
-        """Take `stepped()`: when the first step was over, 0 before; `id` is the engine's."""
+        """Store the arguments; `id` identifies the engine.
+
+        `stepped` returns when the first step was over, in seconds since 1970; 0 before that.
+        """
         self.tell, self.marks, self.stepped, self.id = tell, marks, stepped, id
         self._wake, self._over = threading.Event(), False
 
-    def start(self) -> StartTeller:
+    def start(self) -> StartReporter:
         if self.tell is not None:
             threading.Thread(target=self._main, name="raybatch-start", daemon=True).start()
         return self
 
     def end(self) -> None:
-        """Stop: there will be no first step."""
+        """Stop the thread, because the engine will make no first step."""
         self._over = True  # before the thread wakes
         self._wake.set()
 
@@ -140,5 +150,5 @@ class StartTeller:
                 said = marks
             if STEPPED in marks or self._over:
                 return
-            self._wake.wait(TELL_EVERY)
+            self._wake.wait(REPORT_SECONDS)
             self._wake.clear()

@@ -1,4 +1,4 @@
-"""What this package does in each process of vLLM before it runs a model.
+"""A vLLM plugin that prepares each process of vLLM before it runs a model.
 
 An entry point of the group `vllm.general_plugins`: vLLM calls `register` in the process that makes
 an engine, in the engine's core and in its workers.
@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
-from prefect_raybatch.stages.vllm import last_words, phases
+from prefect_raybatch.stages.vllm import engine_errors, phases
 
 log = logging.getLogger(__name__)
 
@@ -19,12 +19,12 @@ ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without
 
 
 def register() -> None:
-    """Request AMX, and record the process's last words and phases of its start.
+    """Request AMX, and record the errors that the process logs and the phases of its start.
 
     vLLM calls it in each of its processes, perhaps several times.
     """
     ask_for_amx()
-    last_words.listen()
+    engine_errors.listen()
     phases.listen_for_phases()
 
 

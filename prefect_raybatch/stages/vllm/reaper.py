@@ -26,15 +26,18 @@ import sys
 import time
 
 POLL_S = 0.5
-"""Seconds between two looks at the children while engines start: a child younger than this at the
-death is missed."""
+"""Seconds between two searches for child processes while engines start.
+
+A child that was started less than this before its parent died may be missed.
+"""
 
 SELDOM_S = 5.0
-"""Seconds between two looks at other times."""
+"""Seconds between two searches for child processes while no engine starts."""
 
 START_S = 300.0
-"""Seconds from the last `watch_children()`, or from when the latest engine process was seen first,
-for which engines may start."""
+"""Seconds for which engines count as starting, from the last `watch_children()` call or the first
+sight of the newest engine process, whichever is later.
+"""
 
 GRACE_S = 3.0
 """Seconds an engine process gets between SIGTERM, at which vLLM frees its memory, and SIGKILL."""
@@ -45,17 +48,22 @@ ENGINE_MARKS = (
     b"multiprocessing.forkserver",
     b"multiprocessing.popen_spawn",
 )
-"""What the command line of an engine process holds: its title, and before that how it was born."""
+"""Parts of the command lines of engine processes: their title or, before they set one, the name of
+the multiprocessing method that started them.
+"""
 
 TRACKER = b"multiprocessing.resource_tracker"
-"""In the command line of the process that removes from /dev/shm what those that it serves have left
-there, once all of them are gone; then it ends by itself."""
+"""Part of the command line of multiprocessing's resource tracker.
+
+The tracker removes what the processes that it serves leave in /dev/shm, once all of them are gone;
+then it ends by itself.
+"""
 
 Process = tuple[int, int]
 """A process id and its start time in clock ticks since boot: never the same for two processes."""
 
-Seen = dict[Process, bool]
-"""Processes that are an engine's; False for those that only look like it so far."""
+EngineProcesses = dict[Process, bool]
+"""{process: whether it certainly is an engine's}; False if only its command line looks like one."""
 
 _watched_pid: int | None = None  # the process that has its helper; differs in a forked child
 _helper: Process | None = None
@@ -67,9 +75,9 @@ def watch_children() -> bool:
     Call it before each engine.
 
     Returns True if the helper runs (also if an earlier call started it), False without /proc. Ends
-    only children that look like vLLM's or multiprocessing's, with everything below them; other
-    programs that this process starts are left alone. Children from before the call count too. Costs
-    one short-lived subprocess, about 0.05 s, on the first call.
+    only child processes that look like vLLM's or multiprocessing's, with all their descendants;
+    other programs that this process starts are left alone. Children from before the call count too.
+    Costs one short-lived subprocess, about 0.05 s, on the first call.
 
     Raises OSError or subprocess.CalledProcessError if the helper cannot be started.
     """
@@ -158,8 +166,11 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _look(root: int, root_command: bytes, seen: Seen) -> None:
-    """Add to `seen` the engine processes below `root`, and what is below those already seen."""
+def _look(root: int, root_command: bytes, seen: EngineProcesses) -> None:
+    """Update `seen`: drop ended processes, add engine processes below `root` and below seen ones.
+
+    A process whose command line is `root_command` may be a fork that is to become an engine's.
+    """
     for process in [process for process in seen if not _alive(process)]:
         del seen[process]
     certain = {pid for (pid, _), known in seen.items() if known}
@@ -188,7 +199,7 @@ def _look(root: int, root_command: bytes, seen: Seen) -> None:
 
 
 def _send(process: Process, number: int) -> None:
-    """Send a signal to exactly this process, never to another that got its id since."""
+    """Send signal `number` to this process, never to another that has reused its id."""
     pid = process[0]
     try:
         if not hasattr(os, "pidfd_open"):
@@ -209,7 +220,7 @@ def _send(process: Process, number: int) -> None:
         os.close(handle)
 
 
-def _wait_for_end(root: Process, root_command: bytes, seen: Seen) -> None:
+def _wait_for_end(root: Process, root_command: bytes, seen: EngineProcesses) -> None:
     """Return when `root` has ended; keeps `seen` up to date until then."""
     told, tells = os.pipe()
     os.set_blocking(told, False)
@@ -234,11 +245,11 @@ def _wait_for_end(root: Process, root_command: bytes, seen: Seen) -> None:
             starts_until, next_look = time.monotonic() + START_S, 0.0
 
 
-def _end(root_command: bytes, seen: Seen) -> None:
+def _end(root_command: bytes, seen: EngineProcesses) -> None:
     """Send SIGTERM, then after `GRACE_S` SIGKILL, to all seen processes and their later children.
 
-    Trackers come last: killed with the others, they would leave the shared memory segments of these
-    behind (some 200 MB per engine).
+    Trackers come last: killed with the engine processes, they would leave the shared memory
+    segments of these behind (some 200 MB per engine).
     """
     _look(0, root_command, seen)
     trackers = {process for process in seen if TRACKER in _command(process[0])}
@@ -252,10 +263,10 @@ def _end(root_command: bytes, seen: Seen) -> None:
         _send(process, signal.SIGKILL)
 
 
-def _wait(root_command: bytes, seen: Seen, besides: set[Process]) -> None:
+def _wait(root_command: bytes, seen: EngineProcesses, besides: set[Process]) -> None:
     """Wait up to `GRACE_S` until all seen processes except `besides` have ended.
 
-    Adds their new children.
+    Adds new children of these processes to `seen`.
     """
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until and any(_alive(process) for process in seen.keys() - besides):
@@ -285,7 +296,7 @@ def main(pid: int, started: int) -> None:
         os.write(1, b"%d" % helper)
         os._exit(0)
     os.dup2(0, 1)  # whoever reads the id waits for the end of it
-    seen: Seen = {}
+    seen: EngineProcesses = {}
     root_command = _command(pid)
     _wait_for_end((pid, started), root_command, seen)
     _end(root_command, seen)

@@ -26,9 +26,9 @@ from prefect_raybatch.job.vllm.structured_outputs import label_form
 from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import internals, multimodal
+from prefect_raybatch.stages.vllm.engine_errors import EngineErrors, with_signal
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput, SchedulerStats
-from prefect_raybatch.stages.vllm.last_words import LastWords, with_signal
 from prefect_raybatch.stages.vllm.plugin import allow, register
 from prefect_raybatch.words import error_text
 
@@ -40,15 +40,20 @@ if TYPE_CHECKING:
     from prefect_raybatch.stages.answer_logprobs import TokenLogprobs
 
 WINDOW = 3
-"""Requests given to vLLM at once, in multiples of `max_num_seqs`: the next caller's rows are ready
-when the first one's tail leaves slots free."""
+"""Requests handed to vLLM at a time, in multiples of `max_num_seqs`.
+
+More than 1, so that the next caller's rows are ready when the last rows of the first caller leave
+slots free.
+"""
 
 FEATURE_BYTES = 256 << 20
-"""Of prepared images, given to vLLM beyond `max_num_seqs` requests: it keeps those of each request
-until that is answered."""
+"""Bytes of prepared images that vLLM may hold beyond those of `max_num_seqs` requests.
+
+vLLM keeps the images of a request until the request is answered.
+"""
 
 PARAMS_KEPT = 1024
-"""Distinct sampling parameters kept ready; more (a seed a row) only cost the time to build them."""
+"""Most distinct sampling parameters whose vLLM objects are cached; the least recent are dropped."""
 
 START_LOCK = threading.Lock()  # which processes an engine started is seen by comparing the children
 
@@ -56,7 +61,7 @@ START_LOCK = threading.Lock()  # which processes an engine started is seen by co
 class EngineDied(Exception):
     """The engine died, or was closed, with requests in flight; the message carries the cause.
 
-    Which request was the cause is unknown. The object is closed: start another one.
+    Which request was the cause is unknown. The `SteppedEngine` is closed: start another one.
     """
 
 
@@ -70,7 +75,7 @@ class Request:
         `detokenize` is off unless given or needed by `stop`. With `task` (embed, classify) they
         are fields of vLLM's `PoolingParams`, and the answer is a vector.
     adapter: (name, number from 1 on, local folder) of its LoRA adapter; each unique in an engine.
-    features: what `multimodal.Renderer` made of its images, None for text alone.
+    features: its images as `multimodal.Renderer` prepared them, None for text alone.
     """
 
     prompt_token_ids: Sequence[int]
@@ -87,14 +92,15 @@ class Completion:
     texts: one text for each answer where vLLM had to detokenize (stop strings), else None.
     finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
         `stop`, so that a cut-off one shows. None with an error.
-    logprobs: where `logprob_token_ids` were asked for, those of the answer's first step.
-    steps: where `logprobs` were asked for, those of each answer and each of its tokens.
-    named_steps: the same from a hosted model, which names tokens by their texts. None elsewhere.
-    later: those of the further requests that went with this one (`label_probabilities`).
-    finish_reasons: that of each answer, where there are several.
-    prompt_tokens, cached_tokens: length of the prompt, and how much of it the prefix cache gave.
-    error: class name and message of what vLLM said when it refused the request or gave it up.
-    vector: float32 numbers, of a request that pools.
+    logprobs: {token id: log probability} of the first answer's first step, if the request names
+        `logprob_token_ids`.
+    steps: {token id: log probability} of each token of each answer, if the request sets `logprobs`.
+    named_steps: like `steps`, but from a hosted model, which names tokens by their texts.
+    later: `logprobs` of the further requests for this row's labels (`label_probabilities`).
+    finish_reasons: the finish reason of each answer, if there are several.
+    prompt_tokens, cached_tokens: length of the prompt, and the part of it in the prefix cache.
+    error: class and message of vLLM's error if it refused the request or gave it up.
+    vector: the answer of a pooling request, float32[dimension].
     """
 
     token_ids: list[list[int]]
@@ -144,8 +150,8 @@ class SteppedEngine:
     """A vLLM engine and the one thread that feeds and steps it.
 
     engine_kwargs: fields of vLLM's `EngineArgs` (`model`, `max_model_len`, `max_num_seqs`, ...).
-        Unless `disable_log_stats` is given, vLLM's scheduler counts (once a step) and its front,
-        in this process, does not (that costs Python per token).
+        Unless `disable_log_stats` is given, vLLM's scheduler collects statistics (once a step),
+        but its front end in this process does not, because that costs Python time per token.
     hang_seconds: an engine with requests in flight of which no step has returned for so long
         (twice that until its first answer) is hung and treated as dead: its processes are killed.
         Where the engine core is in this process, this process ends itself (`hang.end_process`).
@@ -179,7 +185,7 @@ class SteppedEngine:
         self._engine: LLMEngine | None = None
         self._scheduler_stats: SchedulerStats | None = None  # vLLM's latest, where it makes any
         self._processes: list[BaseProcess] = []
-        self._words = LastWords()
+        self._errors = EngineErrors()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
@@ -243,11 +249,11 @@ class SteppedEngine:
     def stats(self) -> dict[str, Any]:
         """Return totals since the start.
 
-        rows, refused: requests answered, of these refused or given up; prompt_tokens,
-        cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds with requests in
-        flight; feed_s: of these spent handing requests over; in_flight, waiting: requests inside
-        vLLM and not yet there; died: None or the cause; stepped_at: when the first step was over,
-        in seconds since 1970, 0 before.
+        rows: requests answered; refused: the number of these that vLLM refused or gave up;
+        prompt_tokens, cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds
+        with requests in flight; feed_s: the part of busy_s spent on handing requests over;
+        in_flight: requests inside vLLM; waiting: requests not handed over yet; died: None or the
+        cause; stepped_at: when the first step was over, in seconds since 1970, 0 before.
         """
         with self._wake:
             waiting = sum(len(call.prompts) - call.cursor for call in self._waiting)
@@ -264,10 +270,11 @@ class SteppedEngine:
     def load(self) -> dict[str, float]:
         """Return what the engine does now; {} once it is closed.
 
-        running, waiting: sequences; sequences: that may run at once; steps: since the start;
-        kv_cache: share of the KV cache in use.
-        All are vLLM's own. With `disable_log_stats: true` and the core in another process,
-        `running` is what vLLM may run at once of what it holds, and kv_cache is missing.
+        running, waiting: numbers of sequences; sequences: the most that may run at once; steps:
+        number of steps since the start; kv_cache: share of the KV cache in use.
+        The figures come from vLLM. With `disable_log_stats: true` and the core in another process,
+        `running` is an upper limit (the sequences that vLLM holds, at most as many as may run at
+        once), and kv_cache is missing.
         """
         engine = self._engine
         if engine is None:
@@ -294,7 +301,7 @@ class SteppedEngine:
     def _prepare_params(self, requests: Sequence[Request]) -> list[Params | Exception]:
         """Return the SamplingParams of each request, or the exception that making them raised.
 
-        Equal dicts share one object; one and the same dict is looked at once a call.
+        Equal dicts share one object. A dict that several requests share is converted once.
         """
         by_identity: dict[int, Params | Exception] = {}
         result = []
@@ -345,26 +352,26 @@ class SteppedEngine:
             self._shutdown()
 
     def _cause(self, error: BaseException) -> str:
-        """Return what the engine died of, given what vLLM raised."""
+        """Return a message with the cause of the engine's death; `error` is what vLLM raised."""
         if internals.engine_is_gone(error):
             for process in self._processes:
                 process.join(2)
                 if process.exitcode is not None:
                     return self._how_it_ended(process)
-            return self._words.read() or _describe(error)
+            return self._errors.read() or _describe(error)
         return _describe(error)
 
     def _how_it_ended(self, process: BaseProcess) -> str:
-        """Return how an engine process ended: by its own signal, or the error that it logged."""
+        """Describe how an engine process ended: by a signal, or with an error that it logged."""
         end = _end_of(process)
         # vLLM ends what is left of an engine that has failed by these two.
         ended_so = (None, -signal.SIGTERM, -signal.SIGKILL)
         own = process.exitcode not in ended_so and process.exitcode < 0
-        return end if own else self._words.read() or end
+        return end if own else self._errors.read() or end
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return what vLLM raised at the start, with the cause from its log if need be."""
-        words = self._words.read()
+        """Return the error from vLLM's start, with the cause from its log added if there is one."""
+        words = self._errors.read()
         text = with_signal(f"{error}: {words}" if words else str(error))
         if not isinstance(error, RuntimeError) or text == str(error):
             return error
@@ -378,7 +385,7 @@ class SteppedEngine:
         allow(os.environ)  # for the processes that vLLM starts
         arguments = dict(engine_kwargs)
         no_stats = arguments.pop("disable_log_stats", None)
-        with START_LOCK, self._words.heard():
+        with START_LOCK, self._errors.capture():
             register()  # in this process too, where vLLM may have been told to load no plugins
             before = {process.pid for process in multiprocessing.active_children()}
             engine = self._engine = internals.start(
@@ -426,7 +433,7 @@ class SteppedEngine:
                 call.done.set()
 
     def _feed(self, engine: LLMEngine) -> None:
-        """Hand requests to vLLM, oldest call first, until the window is full."""
+        """Hand requests to vLLM, oldest call first, until it holds as many as `WINDOW` allows."""
         while self._waiting and self._sequences < self._window and self._has_room():
             call = self._waiting[0]
             position = call.cursor
@@ -465,13 +472,16 @@ class SteppedEngine:
             internals.accept_always(params)
 
     def _has_room(self) -> bool:
-        """Return whether vLLM may hold another request, by the bytes of images."""
+        """Return whether vLLM may hold another request, by the bytes of images in its requests."""
         if self._sequences < self._window // WINDOW or not self._features:
             return True
         return sum(self._features.values()) < FEATURE_BYTES
 
     def _take(self, output: RequestOutput, finished: list[_Call]) -> None:
-        """Turn a finished vLLM output into the Completion of its caller."""
+        """Turn a finished vLLM output into a Completion of its call.
+
+        If it was the last missing answer of the call, append the call to `finished`.
+        """
         entry = self._in_flight.pop(output.request_id, None)
         if entry is None:  # it belongs to a call that was given up
             return
@@ -546,9 +556,9 @@ class SteppedEngine:
     # Death and closing ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Watch for engine processes that end unasked, and for a step that never returns.
+        """Watch for engine processes that end unexpectedly, and for a step that never returns.
 
-        Wakes every caller then.
+        In both cases, marks the engine dead and wakes every caller.
         """
         from multiprocessing.connection import wait
 
@@ -574,7 +584,7 @@ class SteppedEngine:
     def _end_hung(self, cause: str) -> None:
         """End an engine that hangs, first of all its processes.
 
-        Who learns of it starts another, on the same GPU.
+        The processes end before callers are told, because callers start another on the same GPU.
         """
         from prefect_raybatch.stages.vllm.reaper import kill_all
 
@@ -615,7 +625,7 @@ class SteppedEngine:
             if process.is_alive():
                 process.kill()
                 process.join(5)
-        self._words.forget()
+        self._errors.forget()
         if not self._processes and not self._cleaned:
             self._cleaned = True
             engine = None  # otherwise its memory is still held
@@ -652,10 +662,11 @@ def _guarded_params(params: SamplingFields) -> Params | Exception:
 
 
 def plain_fields(params: SamplingFields) -> dict[str, Any]:
-    """Return fields of vLLM's `SamplingParams` as plain values.
+    """Return the arguments for vLLM's `SamplingParams` as plain values.
 
-    Nulls are left out, `choice` is written in full, tokens of `logit_bias` are numbers (JSON has
-    them as text), `detokenize` is off unless given or needed by `stop`.
+    Nulls are left out; `choice`, our short form, becomes `structured_outputs`; tokens of
+    `logit_bias` become numbers (JSON has them as text); `detokenize` is off unless given or needed
+    by `stop`. Raises ValueError if both `choice` and `structured_outputs` are given.
     """
     fields = {name: value for name, value in params.items() if value is not None}
     if isinstance(bias := fields.get("logit_bias"), dict):

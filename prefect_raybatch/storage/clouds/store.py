@@ -124,11 +124,13 @@ class CloudStore(BucketStore):
     def _create_from_file(self, path: str, source: str) -> bool:
         return self._put_mapped(path, source, "create")
 
-    def replace_file(self, path: str, local_path: str | os.PathLike[str], seen: FileInfo) -> bool:
+    def replace_file(
+        self, path: str, local_path: str | os.PathLike[str], expected: FileInfo
+    ) -> bool:
         source = os.fspath(local_path)
         size = local_size(source)
         head = self._head(path)
-        if _etag(head) != seen.etag:
+        if _etag(head) != expected.etag:
             return False
         if size > self.most_put_bytes:
             self._upload(path, source, size)
@@ -140,7 +142,7 @@ class CloudStore(BucketStore):
         return self._put_mapped(path, source, mode)
 
     def _put_mapped(self, path: str, source: str, mode: Any) -> bool:
-        """PUT a local file in one request without a copy in memory."""
+        """PUT a memory-mapped local file in one request; return whether the condition held."""
         with reading_local_file(source), open(source, "rb") as handle:
             body = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         return self._put(path, body, mode) is not None

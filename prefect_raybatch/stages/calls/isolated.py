@@ -1,9 +1,8 @@
-"""Runs a user's function in a process of its own (`child`).
+"""Runs a user's function in a child process (`child`), where it cannot end or hang the stage.
 
-There it can neither end nor hang the stage.
-
-The child reports when a row begins. So a failure between two rows (a thread that a function left
-behind, or idling) is attributed to no row, and a failure within a row is attributed to that row.
+The child reports when a row begins. So a failure between two rows (from a thread
+that a function left behind, or idling) is attributed to no row, and a failure within a row to that
+row.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BOOT = (  # the child gets this process's sys.path, so that it finds the same mo
 
 
 class FunctionDied(Exception):
-    """A user's function ended its process during a row; a row's error class in quarantine."""
+    """A user's function ended its process during a row; the row's error class in quarantine."""
 
 
 class FunctionHung(Exception):
@@ -48,33 +47,34 @@ class NoChild(RuntimeError):
 
 
 class BlockHung(NoChild):
-    """A user's function hung for `HUNG` rows in a row.
+    """A user's function hung for `HUNG` consecutive rows.
 
-    Smaller blocks show whether the rows are the cause.
+    The block's rows are retried in smaller blocks, to see whether the rows are the cause.
     """
 
 
 class _Ended(Exception):
-    """The child is gone."""
+    """The child process has ended, or its connection is closed."""
 
 
 class _Late(Exception):
-    """The child did not answer in time."""
+    """The child did not answer within the time limit."""
 
 
 def raised(kind: str, text: str) -> Exception:
-    """Return an exception that reads like one of class `kind`, which may not be importable here."""
+    """Return an exception whose class has the name `kind`; the real one may not be importable."""
     made: Exception = type(kind, (Exception,), {})(text)
     return made
 
 
-class Apart:
+class IsolatedFunction:
     """The function `name` of a job's `field`; each call with a row runs in a child process.
 
-    `seconds` is the time for a row, None for any. A row during which the child ends is given to
-    another child, until `deaths` of them have ended. Raises, for a row, `FunctionDied`,
-    `FunctionHung` or what the function raised; `ConfigError` if the function cannot be imported,
-    `NoChild` if no child starts, and `BlockHung` after too many rows that hung.
+    `seconds` is the time limit for a row, None: no limit. A row during which the child ends is
+    given to another child, until `deaths` of them have ended. A call raises `FunctionDied`,
+    `FunctionHung` or a copy of the exception that the function raised; `ConfigError` if the
+    function cannot be imported, `NoChild` if no child starts, and `BlockHung` after too many rows
+    that hung.
     """
 
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:
@@ -83,14 +83,16 @@ class Apart:
         self._hung = 0  # how many of the latest rows hung without one between them that did not
         self.child()
 
-    def child(self) -> Child:
-        """Return a child that has imported the function's module: the last one, while it lives."""
-        children: dict[tuple[object, ...], Child] = _kept.__dict__.setdefault("children", {})
+    def child(self) -> WorkerProcess:
+        """Return this thread's child for the function; start one if it has none that lives."""
+        children: dict[tuple[object, ...], WorkerProcess] = _kept.__dict__.setdefault(
+            "children", {}
+        )
         # Another text of a function, sent by value, has the same name.
         key = (self.name, self.field, getattr(self.name, "payload", None))
         child = children.get(key)
         if child is None or not child.lives:
-            child = children[key] = Child(self.name, self.field, self.seconds)
+            child = children[key] = WorkerProcess(self.name, self.field, self.seconds)
         return child
 
     def __call__(self, row: object) -> object:
@@ -130,8 +132,8 @@ class Apart:
             else FunctionHung(text)
         )
 
-    def _begun(self, data: bytes) -> Child:
-        """Return the child that has begun with the row in `data`."""
+    def _begun(self, data: bytes) -> WorkerProcess:
+        """Send the pickled row `data` to a child; return the child once it has begun the row."""
         ended = ""
         for _ in range(CHILD_STARTS):
             try:
@@ -152,8 +154,8 @@ class Apart:
         )
 
 
-class Child:
-    """A process that calls one function; `lives` until it ends or is closed."""
+class WorkerProcess:
+    """A child process that calls one function; `lives` is true until it ends or is closed."""
 
     def __init__(self, name: str, field: str, seconds: float | None) -> None:
         self._wire, theirs = socket.socketpair()
@@ -205,7 +207,7 @@ class Child:
         return f"killed by signal {-code}"
 
     def say(self, data: bytes) -> None:
-        """Send a row. Raises _Ended, _Late."""
+        """Send a pickled row, or the function's name. Raises _Ended, _Late."""
         self._wire.settimeout(START_SECONDS)
         try:
             self._wire.sendall(HEADER.pack(len(data)) + data)
@@ -215,7 +217,7 @@ class Child:
             raise _Ended from None
 
     def hear(self, seconds: float | None) -> tuple[int, *tuple[object, ...]]:
-        """Return the next answer of the process within `seconds` (None: any time).
+        """Return the child's next message (kind, *values); wait for `seconds` (None: no limit).
 
         Raises _Ended or _Late.
         """
@@ -245,13 +247,13 @@ class Child:
 
 
 class _Waited:
-    """Elapsed wait, excluding time this process was suspended."""
+    """A timer of `seconds` (None: no limit) that pauses while this process is suspended."""
 
     def __init__(self, seconds: float | None) -> None:
         self.rest, self.since = seconds, time.monotonic()
 
     def left(self) -> float:
-        """Return the seconds until the next check. Raises _Late."""
+        """Return how many seconds to wait before the next call; raise _Late after the limit."""
         now = time.monotonic()
         if self.rest is not None:
             self.rest -= min(now - self.since, 2 * CHILD_LOOK)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.cluster.near import EngineShape, near_sizes
-from prefect_raybatch.cluster.sharing import END_SECONDS, User
-from prefect_raybatch.cluster.warm import IDLE_SECONDS, EarlyHosts, WarmKind
+from prefect_raybatch.cluster.engine_reuse import EngineShape, sizes_for_shape
+from prefect_raybatch.cluster.sharing import END_SECONDS, Tenant
+from prefect_raybatch.cluster.warm import IDLE_SECONDS, PrewarmedHosts, WarmKind
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.sizing import sizes as sizing
@@ -57,8 +57,8 @@ COPY_SHARE = 0.5  # of a cluster's CPUs that are left to a copy on the cluster
 class Guess:
     """Estimate of the input before it is copied.
 
-    Has its rows, and possible sizes of a row in memory; `whole` are the bytes to copy. Rows and
-    bytes are 0 if nothing is known.
+    `rows` is the number of rows, `row_bytes` possible sizes of a row in memory, and `whole` the
+    bytes to copy. If nothing is known, `rows` and `whole` are 0.
     """
 
     rows: int
@@ -66,18 +66,21 @@ class Guess:
     whole: float = 0.0
 
     @classmethod
-    def of(cls, found: Inventory, images: bool) -> Guess:
-        rows = sum(file.rows for file in found.files)
+    def of(cls, inventory: Inventory, images: bool) -> Guess:
+        rows = sum(file.rows for file in inventory.files)
         if images:  # the size of a row depends on its images, which are not read yet
-            return cls(rows, ANY_ROW, rows * found.row_bytes)
+            return cls(rows, ANY_ROW, rows * inventory.row_bytes)
         steps = [GUESS_OFF ** (2 * n / (GUESS_STEPS - 1) - 1) for n in range(GUESS_STEPS)]
-        sizes = tuple(found.row_bytes * step for step in steps)
-        return cls(rows, sizes, rows * found.row_bytes)
+        sizes = tuple(inventory.row_bytes * step for step in steps)
+        return cls(rows, sizes, rows * inventory.row_bytes)
 
 
 @dataclass(frozen=True)
-class EarlyPlan:
-    """The engines that a run will certainly start: their number, and the `launch` of each."""
+class PrewarmPlan:
+    """The engines that a run will certainly start.
+
+    There are `engines` of one `kind`, each started with `launch` on `gpus_an_engine` GPUs.
+    """
 
     kind: WarmKind
     launch: EngineLaunch
@@ -86,11 +89,11 @@ class EarlyPlan:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PrewarmedEngines:
     """The prewarmed engines of a run, and what they cost.
 
-    `name` is the name under which its engines report their start, "" without engines;
-    `gpu_seconds` were spent before the run.
+    `name` is the name under which the engines report their start, "" without engines;
+    `gpu_seconds` are the GPU-seconds for which they held GPUs before the run took them.
     """
 
     name: str = ""
@@ -100,7 +103,7 @@ class Begun:
 # --- whether ------------------------------------------------------------------------------------
 
 
-def why_late(spec: RunSpec) -> str:
+def why_no_prewarm(spec: RunSpec) -> str:
     """Return why the job prevents prewarming; "" if it does not."""
     if spec.cluster.access.remote:
         return "they run on a cluster that this process has not joined"
@@ -121,26 +124,27 @@ def why_late(spec: RunSpec) -> str:
     return ""
 
 
-def early_plan(
+def plan_prewarm(
     spec: RunSpec,
     model: PinnedModel,
-    have: Capacity,
+    capacity: Capacity,
     guess: Guess,
     engine: type | None = None,
-) -> EarlyPlan | str:
-    """Return the engines that a run will certainly start on that cluster, or why that is uncertain.
+) -> PrewarmPlan | str:
+    """Return the engines that a run will certainly start on a cluster, or why they are uncertain.
 
-    Raises `InsufficientResources` and `ConfigError` if the run will.
+    Raises the `InsufficientResources` or `ConfigError` that the run would raise later. `engine`
+    replaces the engine stage in tests.
     """
     from prefect_raybatch.cluster.pipeline import launch_of, warm_kind_of
 
     more = {"engine": engine} if engine else {}
     asked = spec.sizes
-    known, unknown = sized.model_sizes(asked, model, have)
+    known, unknown = sized.model_sizes(asked, model, capacity)
     rows = guess.rows or sizing.ASSUMED_GPUS
 
-    def sizes_by(row_bytes: float, asked: SizeSpec = asked) -> Sizing:
-        return sizing.sizes_of(asked, rows, row_bytes, have, known, unknown)
+    def sizes_by(row_bytes: float, spec: SizeSpec = asked) -> Sizing:
+        return sizing.sizes_of(spec, rows, row_bytes, capacity, known, unknown)
 
     def kind_of(size: Sizing) -> WarmKind | None:
         return warm_kind_of(spec, model, size, **more)
@@ -148,7 +152,9 @@ def early_plan(
     own = {row_bytes: sizes_by(row_bytes) for row_bytes in guess.row_bytes}
     usual = list(own)[len(own) // 2]
     for shape in dict.fromkeys(map(EngineShape.of, (own[usual], *own.values()))):
-        near = {b: near_sizes(asked, partial(sizes_by, b), size, shape) for b, size in own.items()}
+        near = {
+            b: sizes_for_shape(asked, partial(sizes_by, b), size, shape) for b, size in own.items()
+        }
         sizes = [near[b] or size for b, size in own.items()]
         if len({kind_of(size) for size in sizes}) == len({s.pool.replicas for s in sizes}) == 1:
             break
@@ -160,13 +166,13 @@ def early_plan(
     fewest = min(its.shards for its in sizes)
     if size.pool.fewest > 1 and fewest < SHARDS_AN_ENGINE * size.pool.fewest:
         return "their number may depend on the number of shards"
-    spare, cpus = spare_cpus(spec.cluster, have), _cpus(spec.cluster, have)
+    spare, cpus = spare_cpus(spec.cluster, capacity), _cpus(spec.cluster, capacity)
     wanted = size.pool.fewest * asked.cpus
     if wanted + spare > cpus:
         return f"they would take {wanted:g} of {cpus:g} CPUs, and the copy needs {spare:g}"
-    cluster.check_fit(asked, have, size.pool)
+    cluster.check_fit(asked, capacity, size.pool)
     gpus = size.pool.gpus_a_replica / size.pool.engines_per_gpu
-    return EarlyPlan(kind, launch_of(spec, model, size), size.pool.fewest, gpus)
+    return PrewarmPlan(kind, launch_of(spec, model, size), size.pool.fewest, gpus)
 
 
 def _differing(own: Mapping[float, Sizing]) -> str:
@@ -176,24 +182,28 @@ def _differing(own: Mapping[float, Sizing]) -> str:
     return f" (set {'; '.join(texts)})".replace("'", "") if texts else ""
 
 
-def _cpus(where: ClusterSpec, have: Capacity) -> float:
-    """Return the CPUs to share between engines and copy; a local cluster may claim to have more."""
+def _cpus(where: ClusterSpec, capacity: Capacity) -> float:
+    """Return the CPUs for engines and copy; of a local cluster, at most those of this process."""
     local = cluster.address_of(where) is None
-    return min(have.cpus, float(cluster.usable_cpus())) if local else have.cpus
+    return min(capacity.cpus, float(cluster.usable_cpus())) if local else capacity.cpus
 
 
-def spare_cpus(where: ClusterSpec, have: Capacity) -> float:
+def spare_cpus(where: ClusterSpec, capacity: Capacity) -> float:
     """Return the CPUs that prewarmed engines leave to the copy of the input.
 
-    One for a local cluster, since the driver then copies; else a share of the cluster's.
+    This is one CPU of a local cluster, since the driver then copies; else a share of the cluster's
+    CPUs.
     """
     if cluster.address_of(where) is None:
         return 1.0
-    return max(1.0, math.floor(COPY_SHARE * have.cpus))
+    return max(1.0, math.floor(COPY_SHARE * capacity.cpus))
 
 
 def guessed(read: ReadSpec, images: bool) -> Guess:
-    """Estimate the input from its beginning. Raises like `source.peek`."""
+    """Estimate the input from its beginning; `images`: rows have images, of unknown size.
+
+    Raises the errors of `source.peek`.
+    """
     from prefect_raybatch import source
 
     if source.detect_format(read) == "sql":  # peeking would run the query once more
@@ -204,24 +214,24 @@ def guessed(read: ReadSpec, images: bool) -> Guess:
 # --- the start ----------------------------------------------------------------------------------
 
 
-class EarlyStart:
+class Prewarming:
     """The engines of one run, from the copy of its input until it takes them, or until `end`.
 
     A thread starts them and holds the cluster for them. A failure to start them is only logged,
-    because the run then starts its own engines and reports it. `plan` and `hosts` are what was
-    started; once `closed`, nothing more is started.
+    because the run then starts its own engines and reports it. `plan` and `hosts` describe the
+    started engines; None before. Once `closed`, no more engines are started.
     """
 
     def __init__(self, engine: type | None = None, clock: Callable[[], float] = time.monotonic):
         self.engine, self.clock = engine, clock
         self.name = uuid.uuid4().hex  # under which the engines report their start
         self._lock = threading.Lock()
-        self._user = User("prewarmed engines", works=False)
+        self._user = Tenant("prewarmed engines", works=False)
         self.thread: threading.Thread | None = None
         self._over = threading.Event()
         self.closed = False
-        self.plan: EarlyPlan | None = None
-        self.hosts: EarlyHosts | None = None
+        self.plan: PrewarmPlan | None = None
+        self.hosts: PrewarmedHosts | None = None
         self._copies = 0  # CPUs that the copy takes before the engines have started
         self._since = 0.0  # since when held GPUs are not counted yet
         self._held = 0  # engines that hold GPUs
@@ -235,7 +245,7 @@ class EarlyStart:
         """
         if self.thread is not None or self.closed:
             return
-        if why := why_late(spec):
+        if why := why_no_prewarm(spec):
             log.info("engines start once the input is copied: %s", why)
             return
         cluster.end_by_sigterm()
@@ -256,10 +266,11 @@ class EarlyStart:
             self._copies = max(1, math.floor(COPY_SHARE * cpus))
             return self._copies
 
-    def settle(self, kind: WarmKind | None, most: int) -> Begun:
-        """Hand at most `most` engines of that kind to the run, which has joined the cluster.
+    def settle(self, kind: WarmKind | None, most: int) -> PrewarmedEngines:
+        """Hand at most `most` engines of a kind to the run, which has joined the cluster.
 
-        Ends the others, starts nothing more, and counts what was spent, once.
+        Ends all other engines and starts no more. The returned GPU-seconds are those since the
+        start of the engines or the previous call.
         """
         with self._lock:
             self.closed, plan, hosts = True, self.plan, self.hosts
@@ -267,14 +278,14 @@ class EarlyStart:
             spent, self._spent = self._spent + self._counted(), 0.0
             left, self._held = self._held, 0
         if plan is None or hosts is None or not left:
-            return Begun("", spent)
+            return PrewarmedEngines("", spent)
         if plan.kind == kind:
-            cluster.SHARED.warm.end_early(hosts, but=most)
+            cluster.CLUSTER_SESSION.warm.end_prewarmed(hosts, but=most)
             log.info("%s started while the input was copied", counted(min(left, most), "engine"))
-            return Begun(self.name, spent)
-        cluster.SHARED.warm.end_early(hosts)
+            return PrewarmedEngines(self.name, spent)
+        cluster.CLUSTER_SESSION.warm.end_prewarmed(hosts)
         log.info("%s prewarmed and ended: the run needs different ones", counted(left, "engine"))
-        return Begun("", spent)
+        return PrewarmedEngines("", spent)
 
     def end(self) -> None:
         """End the engines that no run has taken, and release the cluster."""
@@ -295,7 +306,7 @@ class EarlyStart:
             if self.closed:
                 return
             with cluster.connected(spec.cluster, self._user) as have:
-                found = early_plan(spec, pinned, have, guess, self.engine)
+                found = plan_prewarm(spec, pinned, have, guess, self.engine)
                 why = found if isinstance(found, str) else self._started(spec, found, have)
                 if why:
                     log.info("engines start once the input is copied: %s", why)
@@ -308,7 +319,7 @@ class EarlyStart:
                 "could not start engines during the copy: %s: %s", type(error).__name__, error
             )
 
-    def _started(self, spec: RunSpec, plan: EarlyPlan, have: Capacity) -> str:
+    def _started(self, spec: RunSpec, plan: PrewarmPlan, capacity: Capacity) -> str:
         """Start the engines; return why they were not started, "" if they were."""
         from prefect_raybatch.stages.ray_internals import tell_start
 
@@ -316,17 +327,19 @@ class EarlyStart:
             plan.launch, untaken=True, attempt=self.name, tell=partial(tell_start, self.name)
         )
         if (most := spec.limits.max_cost) is not None and plan.gpus_an_engine:
-            price = gpu_price(spec.cluster, have).hour
+            price = gpu_price(spec.cluster, capacity).hour
             if price is None:
                 return "limits.max_cost is set, but no GPU price is known"
             self._most = most / price * _HOUR
-        total = {"CPU": _cpus(spec.cluster, have), "GPU": have.gpus}
+        total = {"CPU": _cpus(spec.cluster, capacity), "GPU": capacity.gpus}
         with self._lock:
             if self.closed:
                 return "the copy has ended"
             # The CPUs that the copy already uses need not be free.
-            spare = {"CPU": max(0.0, spare_cpus(spec.cluster, have) - self._copies)}
-            hosts = cluster.SHARED.begin_early(plan.kind, launch, plan.engines, total, spare)
+            spare = {"CPU": max(0.0, spare_cpus(spec.cluster, capacity) - self._copies)}
+            hosts = cluster.CLUSTER_SESSION.prewarm_engines(
+                plan.kind, launch, plan.engines, total, spare
+            )
             if hosts is None:
                 return "other engines or tasks use the resources, or such engines are running"
             self.plan, self.hosts = plan, hosts
@@ -367,10 +380,10 @@ class EarlyStart:
             return 0
         self._spent += self._counted()
         self._held = 0
-        return cluster.SHARED.warm.end_early(self.hosts)
+        return cluster.CLUSTER_SESSION.warm.end_prewarmed(self.hosts)
 
     def _counted(self) -> float:
-        """Return the GPU-seconds since the last call."""
+        """Return the GPU-seconds that prewarmed engines held since their start or the last call."""
         now = self.clock()
         seconds, self._since = self._since_then(now), now
         return seconds
@@ -380,41 +393,41 @@ class EarlyStart:
         return self._held * each * (now - self._since)
 
 
-_EARLY: ContextVar[EarlyStart | None] = ContextVar("early", default=None)
+_PREWARMING: ContextVar[Prewarming | None] = ContextVar("early", default=None)
 
 
 @contextmanager
-def engines_early(engine: type | None = None) -> Iterator[EarlyStart]:
+def prewarm_allowed(engine: type | None = None) -> Iterator[Prewarming]:
     """Allow a run within the block to start its engines while its input is copied.
 
-    The end of the block ends those that the run has not taken. `engine` replaces the engine stage
-    in tests.
+    The end of the block ends engines that the run has not taken. `engine` replaces the engine
+    stage in tests.
     """
-    early = EarlyStart(engine)
-    token = _EARLY.set(early)
+    early = Prewarming(engine)
+    token = _PREWARMING.set(early)
     try:
         yield early
     finally:
-        _EARLY.reset(token)
+        _PREWARMING.reset(token)
         early.end()
 
 
-def current_early() -> EarlyStart | None:
-    """Return the early start of the enclosing `engines_early` block."""
-    return _EARLY.get()
+def current_prewarming() -> Prewarming | None:
+    """Return the `Prewarming` of the enclosing `prewarm_allowed` block; None outside of one."""
+    return _PREWARMING.get()
 
 
-def begin_early(spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
-    """Start the engines of the run, whose input is being copied from now on."""
-    if (early := current_early()) is not None:
+def begin_prewarming(spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
+    """Start a run's engines while its input is copied; no effect outside of `prewarm_allowed`."""
+    if (early := current_prewarming()) is not None:
         early.begin(spec, model)
 
 
-def engines_begun(kind: WarmKind | None, most: int) -> Begun:
+def hand_over_prewarmed(kind: WarmKind | None, most: int) -> PrewarmedEngines:
     """Hand the prewarmed engines to the run that has joined the cluster.
 
     `kind` is the kind of engine that the run needs, None for none, and `most` the most engines that
-    it can use; see `EarlyStart.settle`.
+    it can use; see `Prewarming.settle`.
     """
-    early = current_early()
-    return Begun() if early is None else early.settle(kind, most)
+    early = current_prewarming()
+    return PrewarmedEngines() if early is None else early.settle(kind, most)

@@ -30,18 +30,18 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.flow.continuing import command_of_new_run, root_run
-from prefect_raybatch.ledger.last_attempt import cut_to_bytes
+from prefect_raybatch.ledger.last_attempt import cut_to_characters
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage
 from prefect_raybatch.runs.attempts import key_for_start
 from prefect_raybatch.storage import is_remote
 
 log = logging.getLogger(__name__)
 
-READ = 200  # newest flow runs that are read, Prefect's own maximum
+READ = 200  # number of newest flow runs that are read; Prefect's maximum
 API_SECONDS = 10.0  # for all calls together
 LATE_AFTER = 60.0  # seconds after its scheduled start at which a run is late
 PENDING_AFTER = 300.0  # seconds in which a worker starts a flow run that it has taken
-REASON_SHOWN = 400  # characters
+REASON_SHOWN = 400  # maximum characters of a reason
 _ADVICE = re.compile(r"\b(?:Continue with|What to do):")  # what follows is the command
 LIMIT_REACHED = "Deployment concurrency limit reached"  # how Prefect's message begins
 AT_WORK = {StateType.RUNNING: "running", StateType.CANCELLING: "cancelling"}
@@ -49,12 +49,12 @@ WAITS = ("AwaitingConcurrencySlot", "the run before it is still active; it start
 
 
 @dataclass(frozen=True)
-class Night:
+class PrefectRun:
     """The latest flow run of one run key.
 
-    `job` and `output` are those of its parameters, None for a flow without these, and `run_key` is
-    None if it follows from the job's name and `start`. A flow run that is at work or completed has
-    no `reason`. `seconds` is the time for which it was Running.
+    The job's name, output URI and `run_key` come from the flow run's parameters and are None if it
+    has none; a missing run key follows from the job's name and `start`. `seconds` is the time
+    spent Running. `reason` says why it did not complete; "" if it is at work or completed.
     """
 
     job: str | None
@@ -70,16 +70,16 @@ class Night:
         return self.run_key or key_for_start(job, self.start)
 
 
-def nights_of_deployment() -> list[Night]:
+def runs_of_deployment() -> list[PrefectRun]:
     """Return the latest flow runs of the deployment of the current flow run, newest first.
 
-    An empty list without a deployment, or if Prefect does not answer, which is logged.
+    The list is empty without a deployment, or if Prefect does not answer, which is logged.
     """
     root = root_run()
     if root is None:
         return []
 
-    def read() -> list[Night]:
+    def read() -> list[PrefectRun]:
         with get_client(sync_client=True) as client:
             deployment = client.read_flow_run(root).deployment_id
             return [] if deployment is None else _read(client, deployment)
@@ -87,19 +87,19 @@ def nights_of_deployment() -> list[Night]:
     return _or_nothing(read)
 
 
-def nights_of_jobs() -> list[Night]:
+def runs_of_all_deployments() -> list[PrefectRun]:
     """Return the latest flow runs of all deployments of `batch_inference`, newest first."""
 
-    def read() -> list[Night]:
+    def read() -> list[PrefectRun]:
         with get_client(sync_client=True) as client:
             return _read(client, None)
 
     return _or_nothing(read)
 
 
-def _or_nothing(read: Any) -> list[Night]:
+def _or_nothing(read: Any) -> list[PrefectRun]:
     try:
-        nights: list[Night] = within(API_SECONDS, read)
+        prefect_runs: list[PrefectRun] = within(API_SECONDS, read)
     except Exception as error:  # the history of the records is shown in any case
         log.warning(
             "Prefect could not be asked for runs that never started, so they are not listed: "
@@ -107,50 +107,61 @@ def _or_nothing(read: Any) -> list[Night]:
             *(type(error).__name__, error),
         )
         return []
-    return nights
+    return prefect_runs
 
 
-def with_nights(page: HistoryPage, nights: Iterable[Night], output: str, most: int) -> HistoryPage:
-    """Return the page with the runs that are known to Prefect alone, at most `most` in all.
+def with_prefect_runs(
+    page: HistoryPage, prefect_runs: Iterable[PrefectRun], output: str, most: int
+) -> HistoryPage:
+    """Return the page with runs added that only Prefect has records of; keep the newest `most`.
 
-    `output` is the output URI as written in the job.
+    Runs on the page get Prefect's reason and time. `output` is the output URI as written in the
+    job; runs of other jobs and outputs are ignored.
     """
     lines = {line.run_key: line for line in page.runs}
-    for night in nights:
-        if night.job not in (None, page.job) or not is_same_place(night.output, output):
+    for prefect_run in prefect_runs:
+        if prefect_run.job not in (None, page.job) or not is_same_place(prefect_run.output, output):
             continue
-        key = night.key(page.job)
+        key = prefect_run.key(page.job)
         if key in lines:
-            lines[key] = _explained(lines[key], night)
-        elif night.reason:
-            unstarted = HistoryLine(key, "", night.state, night.start.timestamp())
-            lines[key] = _explained(unstarted, night)
+            lines[key] = _explained(lines[key], prefect_run)
+        elif prefect_run.reason:
+            unstarted = HistoryLine(key, "", prefect_run.state, prefect_run.start.timestamp())
+            lines[key] = _explained(unstarted, prefect_run)
     runs = sorted(lines.values(), key=lambda line: line.began or 0.0, reverse=True)
     return replace(page, runs=tuple(runs[:most]))
 
 
 def jobs_without_runs(
-    pages: Sequence[HistoryPage], nights: Iterable[Night], output: str, job: str | None
+    pages: Sequence[HistoryPage], runs: Iterable[PrefectRun], output: str, job: str | None
 ) -> list[HistoryPage]:
-    """Return an empty page for each other job of which Prefect knows runs that did not complete."""
+    """Return an empty page for each job with incomplete runs in Prefect and no page in `pages`.
+
+    Only runs with this `output` URI count. `job` limits the result to the job of that name; None
+    means all jobs.
+    """
     names = {
-        night.job
-        for night in nights
-        if night.job and night.reason and is_same_place(night.output, output)
+        run.job for run in runs if run.job and run.reason and is_same_place(run.output, output)
     } - {page.job for page in pages}
     return [HistoryPage(name, ()) for name in sorted(names) if job in (None, name)]
 
 
-def _explained(line: HistoryLine, night: Night) -> HistoryLine:
-    """Return the line of a run with what only Prefect knows: its whole time, why it ended."""
-    line = replace(line, elapsed=max(line.elapsed or 0.0, night.seconds) or None)
-    if line.good is not None or line.failure or not night.state:
+def _explained(line: HistoryLine, run: PrefectRun) -> HistoryLine:
+    """Return the `line` of a run with the time that its flow run was Running, if that is longer.
+
+    If the run recorded neither a result nor a failure, add Prefect's state, reason and command.
+    """
+    line = replace(line, elapsed=max(line.elapsed or 0.0, run.seconds) or None)
+    if line.good is not None or line.failure or not run.state:
         return line
-    return replace(line, state=night.state, failure=night.reason, command=night.command)
+    return replace(line, state=run.state, failure=run.reason, command=run.command)
 
 
 def is_same_place(place: str | None, output: str) -> bool:
-    """Return whether two output URIs are the same; of relative folders compare the last name."""
+    """Return whether two output URIs are the same; True if `place` is None.
+
+    If one is a relative folder, only the last names are compared.
+    """
     if place is None:
         return True
     one, other = place.rstrip("/"), output.rstrip("/")
@@ -159,10 +170,10 @@ def is_same_place(place: str | None, output: str) -> bool:
     return basename(one) == basename(other)
 
 
-def _read(client: SyncPrefectClient, deployment: UUID | None) -> list[Night]:
-    """Return a night for each run key, newest first.
+def _read(client: SyncPrefectClient, deployment: UUID | None) -> list[PrefectRun]:
+    """Return a `PrefectRun` for each run key of a deployment, newest first; None means of all.
 
-    A run that was made up has a later flow run, which counts.
+    If a missed run was repeated later, the later flow run counts.
     """
     ours = FlowFilter(name=FlowFilterName(any_=["batch_inference"]))
     which = FlowRunFilterDeploymentId(is_null_=False)
@@ -178,16 +189,18 @@ def _read(client: SyncPrefectClient, deployment: UUID | None) -> list[Night]:
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=READ,
     )
-    nights: dict[tuple[str | None, str | None, str], Night] = {}
+    prefect_runs: dict[tuple[str | None, str | None, str], PrefectRun] = {}
     for run in flow_runs:
-        night = _night(client, run)
-        if night is not None:
-            nights.setdefault((night.job, night.output, night.key("")), night)
-    return list(nights.values())
+        prefect_run = _prefect_run(client, run)
+        if prefect_run is not None:
+            prefect_runs.setdefault(
+                (prefect_run.job, prefect_run.output, prefect_run.key("")), prefect_run
+            )
+    return list(prefect_runs.values())
 
 
-def _night(client: SyncPrefectClient, run: FlowRun) -> Night | None:
-    """Return the night of a flow run; None if it is not due yet."""
+def _prefect_run(client: SyncPrefectClient, run: FlowRun) -> PrefectRun | None:
+    """Return the `PrefectRun` of a flow run; None if it is not due yet or is about to start."""
     given = run.parameters
     job = given.get("job")
     job = job if isinstance(job, Mapping) else {}
@@ -205,7 +218,7 @@ def _night(client: SyncPrefectClient, run: FlowRun) -> Night | None:
     state, reason, command = _outcome(client, run)
     if not reason and run.state.type in (StateType.SCHEDULED, StateType.PENDING):
         return None
-    return Night(
+    return PrefectRun(
         job=name if isinstance(name, str) else None,
         output=uri if isinstance(uri, str) else None,
         run_key=key if isinstance(key, str) and key else None,
@@ -220,12 +233,13 @@ def _night(client: SyncPrefectClient, run: FlowRun) -> Night | None:
 def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
     """Return (state in one word, reason, command) of a flow run that did not complete.
 
-    Empty texts for one that is completed or not due; one at work has a state alone.
+    All three are "" for a flow run that is completed or not due; reason and command are "" for an
+    active one.
     """
     state, retry = run.state, f"prefect flow-run retry {run.id}"
     if state is None:
         return "", "", ""
-    message = cut_to_bytes(_ADVICE.split(state.message or "")[0].rstrip(" .\n"), REASON_SHOWN)
+    message = cut_to_characters(_ADVICE.split(state.message or "")[0].rstrip(" .\n"), REASON_SHOWN)
     if state.type is StateType.SCHEDULED:
         if state.name == WAITS[0]:  # Prefect tries again every half minute
             return "waiting", WAITS[1], ""

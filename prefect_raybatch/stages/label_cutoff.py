@@ -1,14 +1,15 @@
 """Stops generating once the label of a `sampling.choice` is unambiguous.
 
-After `label_cap` tokens, an answer has ended or its bytes are those of only one label. So
-`max_tokens` is lowered to the cap and the label completed here, from the bytes that the grammar
-itself assigns to each token, not from decoded text. The engine computes the same steps, and stops
-sooner. Where the uncapped answer would have been cut off in the middle of a label, the result has
-the whole label.
+After `label_cap` tokens (the longest common prefix of two labels in bytes, plus one), an answer has
+ended or its bytes begin only one label. So `max_tokens` is lowered to this number, and the label is
+completed here, from the bytes that the grammar itself assigns to each token, not from decoded text.
+The engine computes the same steps as without this, but stops sooner. Where the uncapped answer
+would have been cut off in the middle of a label, the result has the whole label.
 
-The second way asks for one token. Rows for which that leaves several labels are asked again, with
-that token appended to the prompt and a choice of the remaining parts of the labels. A grammar
-begins at its root, so the tokens that may come next are the same ones.
+With `engine.early_stop: first_token`, only one token is generated at first. If several labels begin
+with it, a second request follows, with that token appended to the prompt and a choice of what
+remains of these labels. The grammar of the second request begins anew, so the tokens that may come
+next are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from prefect_raybatch.job.early_stop import label_cap, labels_cut_short, may_ask_rest
+from prefect_raybatch.job.early_stop import label_cap, labels_to_cut_short, may_continue_answer
 from prefect_raybatch.spec.engine import EarlyStop
 from prefect_raybatch.spec.request import SamplingFields
 
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[Sequence["Request"]], list["Completion"]]
+SendRequests = Callable[[Sequence["Request"]], list["Completion"]]
 
 
 @dataclass
 class Labels:
-    """The labels of one choice, and which of them tokens spell; results for tokens are cached."""
+    """The labels of one choice; finds those that begin with the tokens of an answer.
+
+    `texts` are the labels by their UTF-8 bytes; `known` caches the results of `remaining_bytes`.
+    Methods take the token ids of an answer, and the bytes of each token id of the tokenizer.
+    """
 
     texts: dict[bytes, str]
     known: dict[tuple[int, ...], list[bytes]] = field(default_factory=dict)
@@ -44,7 +49,7 @@ class Labels:
     def of(cls, labels: Sequence[str]) -> Labels:
         return cls({label.encode(): label for label in labels})
 
-    def left(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> list[bytes]:
+    def remaining_bytes(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> list[bytes]:
         """Return the remaining bytes of each label that begins with these tokens."""
         key = tuple(tokens)
         if key not in self.known:
@@ -54,22 +59,22 @@ class Labels:
 
     def decided(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
         """Return the only label that begins with these tokens; None unless there is exactly one."""
-        left = self.left(tokens, token_bytes)
+        left = self.remaining_bytes(tokens, token_bytes)
         if len(left) != 1:
             return None
         return self.texts[b"".join(token_bytes[token] for token in tokens) + left[0]]
 
     def ended(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
-        """Return the label that these tokens spell, the last of them being the end; else None."""
+        """Return the label spelled by all tokens but the last (the end token); None if none is."""
         return self.texts.get(b"".join(token_bytes[token] for token in tokens[:-1]))
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A request's shortened sampling fields, and the labels to complete its answer from.
+    """A request's shortened sampling fields `params`, and the labels to complete its answer from.
 
-    `again`: whether an undecided answer may be asked for the rest; `whole`: nothing was cut off,
-    because max_tokens is at most the cap.
+    `again`: only one token is generated, and if it leaves several labels, a further request may
+    follow. `whole`: the request's own max_tokens is low enough, so nothing was shortened.
     """
 
     params: SamplingFields
@@ -88,7 +93,7 @@ def grammar_bytes(tokenizer: Tokenizer) -> Sequence[bytes] | None:
                 cast("PreTrainedTokenizerBase", tokenizer)
             ).decoded_vocab
         )
-    except Exception as error:  # then answers are asked whole, which costs time and nothing else
+    except Exception as error:  # then answers are generated in full, which costs only time
         log.warning(
             "labels are generated in full, because the bytes of the tokenizer's tokens are "
             "unknown: %s",
@@ -97,11 +102,12 @@ def grammar_bytes(tokenizer: Tokenizer) -> Sequence[bytes] | None:
         return None
 
 
-class EarlyStopping:
-    """Generates no more of an answer than decides it.
+class LabelCutoff:
+    """Stops generating an answer once it can only be one label, and completes the label.
 
-    token_bytes: returns the bytes that the engine's grammar assigns to each token, by token id, or
-    None if they are not available; called when the first answer has to be completed.
+    `way` is the job's engine.early_stop. `token_bytes` returns the bytes that the engine's grammar
+    assigns to each token, by token id, or None if they are not available; it is called when the
+    first answer has to be completed.
     """
 
     def __init__(self, way: EarlyStop, token_bytes: Callable[[], Sequence[bytes] | None]) -> None:
@@ -109,14 +115,18 @@ class EarlyStopping:
         self._make = token_bytes
         self._bytes: Sequence[bytes] | None = None
 
-    def run(self, ask: Ask, requests: Sequence[Request]) -> list[Completion]:
-        """Return the answers to all requests, as `ask` would give them with whole answers."""
+    def run(self, ask: SendRequests, requests: Sequence[Request]) -> list[Completion]:
+        """Send requests with `ask`, some of them shortened; return answers with complete labels."""
         if self._way == "off" or not requests:
             return ask(requests)
         return self._run(ask, requests, self._way == "first_token")
 
-    def _run(self, ask: Ask, requests: Sequence[Request], once: bool) -> list[Completion]:
-        """Run the requests; `once`: ask for one token where the rest may be asked again."""
+    def _run(self, ask: SendRequests, requests: Sequence[Request], once: bool) -> list[Completion]:
+        """Do what `run` does, shortening each request to the tokens that decide its label.
+
+        `label_cap` tokens decide it. With `once`, a request is shortened to one token if its fields
+        allow a second request for the rest of the label (`may_continue_answer`).
+        """
         known: dict[int, Shortened | None] = {}
         for request in requests:
             if id(request.params) not in known:
@@ -126,11 +136,11 @@ class EarlyStopping:
             return ask(requests)
         done = ask([self._short(r, s) for r, s in zip(requests, short, strict=True)])
         made = [self._completed(c, s) for c, s in zip(done, short, strict=True)]
-        return self._asked_again(ask, requests, short, done, made)
+        return self._request_undecided(ask, requests, short, done, made)
 
     def concerns(self, params: SamplingFields) -> bool:
         """Return whether answers to requests with these fields are shortened."""
-        return self._way != "off" and labels_cut_short(params) is not None
+        return self._way != "off" and labels_to_cut_short(params) is not None
 
     def ready(self) -> bool:
         """Return whether answers can be completed; takes up to a second the first time."""
@@ -141,14 +151,19 @@ class EarlyStopping:
         return self._bytes is not None
 
     def _shortened(self, params: SamplingFields, once: bool) -> Shortened | None:
-        """Return how a request with these fields is shortened; None if it is asked as it is."""
-        labels = labels_cut_short(params)
+        """Return shortened fields for requests with these `params`, and the labels of their choice.
+
+        `max_tokens` is lowered to `label_cap`, or to 1 with `once` if the fields allow a second
+        request for the rest of the label; a lower `max_tokens` is kept. None if the answer to such
+        a request cannot be cut short.
+        """
+        labels = labels_to_cut_short(params)
         if labels is None:
             return None
-        once = once and may_ask_rest(params)
+        once = once and may_continue_answer(params)
         most = params.get("max_tokens")
         if most is not None and (type(most) is not int or most < 1):
-            return None  # vLLM says what is wrong with it
+            return None  # vLLM reports what is wrong with it
         cap = 1 if once else label_cap(labels)
         whole = most is not None and most <= cap
         fields = params if whole else {**params, "max_tokens": cap}
@@ -158,7 +173,12 @@ class EarlyStopping:
         return request if short is None else replace(request, params=short.params)
 
     def _completed(self, done: Completion, short: Shortened | None) -> Completion | None:
-        """Return the answer with its label complete; None if the tokens leave it open."""
+        """Return the answer `done` with its label complete; None if its tokens do not decide one.
+
+        The request must then be sent again. An answer is returned unchanged if its request was not
+        shortened (`short` is None), if it failed or was not cut off, and, if undecided, with
+        `short.whole`.
+        """
         if short is None or done.error or done.finish_reason != "length":
             return done
         reasons = done.finish_reasons or [done.finish_reason] * len(done.token_ids)
@@ -172,22 +192,27 @@ class EarlyStopping:
         ends = done.finish_reasons and ["stop" for _ in reasons]
         return replace(done, texts=texts, finish_reason="stop", finish_reasons=ends)
 
-    def _asked_again(
+    def _request_undecided(
         self,
-        ask: Ask,
+        ask: SendRequests,
         requests: Sequence[Request],
         short: Sequence[Shortened | None],
         done: Sequence[Completion],
         made: list[Completion | None],
     ) -> list[Completion]:
-        """Return `made`, with undecided answers asked for the rest of a label or asked anew."""
+        """Return `made` with each None replaced by an answer from further requests.
+
+        `done` has the answer to each shortened request, `made` the same with labels completed, None
+        where undecided. Tried are, in this order: a request for the rest of the label, the request
+        shortened to `label_cap` tokens, the original request.
+        """
         todo = [i for i, completion in enumerate(made) if completion is None]
         seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}
         if seconds:
             rests = self._run(ask, list(seconds.values()), False)
             for i, second in zip(seconds, rests, strict=True):
                 made[i] = self._joined(done[i], second, short[i])
-        for again in (True, False):  # by the cap, and what that leaves open as it is
+        for again in (True, False):  # up to label_cap; then the original requests
             left = [i for i in todo if made[i] is None and (s := short[i]) and s.again is again]
             anew = [requests[i] for i in left]
             if left:
@@ -197,11 +222,16 @@ class EarlyStopping:
         return [completion for completion in made if completion is not None]
 
     def _rest(self, request: Request, short: Shortened | None, done: Completion) -> Request | None:
-        """Return the request for the rest of a one-token answer."""
+        """Return the second request for an answer `done` of one token, for the rest of its label.
+
+        The `choice` of that request has what follows the token in each label that begins with it.
+        None if fewer than two labels do, or if such a request is impossible, as with images or if
+        `short.again` is False.
+        """
         if short is None or not short.again or request.features is not None:
             return None  # features say where in the prompt the images are
         (tokens,) = done.token_ids
-        left = short.labels.left(tokens, self._bytes or ())
+        left = short.labels.remaining_bytes(tokens, self._bytes or ())
         try:
             choice = [text.decode() for text in left]
         except UnicodeDecodeError:  # the token ends inside a character
@@ -218,7 +248,10 @@ class EarlyStopping:
     def _joined(
         self, first: Completion, second: Completion, short: Shortened | None
     ) -> Completion | None:
-        """Return one answer from the first token and the rest; None if they spell no label."""
+        """Return one answer from `first`, the token, and `second`, the rest of the label.
+
+        None if `second` failed or was cut off, or if both together spell no label.
+        """
         if short is None or second.error or second.finish_reason != "stop":
             return None
         begun = b"".join((self._bytes or ())[token] for token in first.token_ids[0])
@@ -231,5 +264,5 @@ class EarlyStopping:
         return replace(first, token_ids=ids, texts=[text], finish_reason="stop")
 
     def _spelt(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of an answer that ended by itself, without its end token."""
+        """Return the bytes of an answer's tokens without the last one, its end token."""
         return b"".join((self._bytes or ())[token] for token in tokens[:-1])

@@ -14,7 +14,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 log = logging.getLogger(__name__)
 
 # Share of the rate of a run's own engines, by the cost model, whose error is larger than the loss.
-LEAST_OF_OWN = 0.98
+MIN_SPEED_SHARE = 0.98
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EngineShape:
 
     @classmethod
     def of_kind(cls, kind: WarmKind) -> EngineShape | None:
-        """Return the shape of running engines; None if it is unknown."""
+        """Return the shape of running engines of a `kind`; None if it is unknown."""
         gpus = kind.takes.get("GPU", 0.0)
         arguments = kind.arguments
         if not {"max_num_seqs", "max_num_batched_tokens"} <= arguments.keys():
@@ -48,10 +48,10 @@ class EngineShape:
         return replace(spec, **free)
 
 
-def near_sizes(
+def sizes_for_shape(
     spec: SizeSpec, ask: Callable[[SizeSpec], Sizing], own: Sizing, shape: EngineShape
 ) -> Sizing | None:
-    """Return the sizes of a run with engines of that shape, if almost as fast as its `own`.
+    """Return the sizes of a run with engines of a `shape`, if almost as fast as its `own` sizes.
 
     None if they do not reach 98 % of its rate by the cost model, or if the rows do not fit. `ask`
     returns the sizes of a spec.
@@ -61,31 +61,32 @@ def near_sizes(
     except (ConfigError, InsufficientResources):  # so many do not fit
         return None
     same = EngineShape.of(near) == shape and near.pool.replicas == own.pool.replicas
-    return near if same and own.rate and near.rate >= LEAST_OF_OWN * own.rate else None
+    return near if same and own.rate and near.rate >= MIN_SPEED_SHARE * own.rate else None
 
 
-def nearest_up(
+def closest_running(
     spec: SizeSpec,
     ask: Callable[[SizeSpec], Sizing],
     own: Sizing,
     kind_of: Callable[[Sizing], WarmKind | None],
     up: Iterable[WarmKind],
 ) -> tuple[Sizing, WarmKind | None]:
-    """Return the sizes of a run and the kind of its engines, None for a run without any.
+    """Return the sizes of a run, and the kind of its engines (None for a run without engines).
 
-    Prefers running engines (`up`) that are similar enough to those of its `own` sizes; see
-    `near_sizes`, also for `ask`. `kind_of` returns the kind of engine for sizes.
+    Prefers the sizes of running engines (`up`, their kinds) that are similar enough to the engines
+    of `own`, the sizes that the run would choose itself (see `sizes_for_shape`). `ask` returns the
+    sizes of a spec, `kind_of` the kind of engines with given sizes.
     """
     kind, waiting = kind_of(own), list(up)
     if kind is None or kind in waiting:
         return own, kind
     for other in waiting:
         shape = EngineShape.of_kind(other)
-        found = near_sizes(spec, ask, own, shape) if shape else None
+        found = sizes_for_shape(spec, ask, own, shape) if shape else None
         if found is not None and kind_of(found) == other:
             log.info(
                 "reusing running engines, at about %.0f%% of the rate of new ones: they have %s",
-                *(100 * found.rate / own.rate, other.beside(kind) or f"{shape}"),
+                *(100 * found.rate / own.rate, other.differing_arguments(kind) or f"{shape}"),
             )
             return found, other
     return own, kind

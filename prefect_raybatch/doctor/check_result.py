@@ -22,8 +22,8 @@ Mark = Literal["pass", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the table: result and advice; `remedy` is empty if there is nothing to do."""
+class CheckResult:
+    """One line of the doctor's table; `remedy` is empty if there is nothing to do."""
 
     check: str
     mark: Mark
@@ -31,22 +31,22 @@ class Finding:
     remedy: str = ""
 
 
-def passed(check: str, found: str) -> Finding:
-    return Finding(check, "pass", found)
+def passed(check: str, found: str) -> CheckResult:
+    return CheckResult(check, "pass", found)
 
 
-def warned(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, "warn", found, remedy)
+def warned(check: str, found: str, remedy: str) -> CheckResult:
+    return CheckResult(check, "warn", found, remedy)
 
 
-def failed(check: str, found: str, remedy: str) -> Finding:
-    return Finding(check, "fail", found, remedy)
+def failed(check: str, found: str, remedy: str) -> CheckResult:
+    return CheckResult(check, "fail", found, remedy)
 
 
 class CheckContext:
-    """The job to check; None to check only the machine.
+    """What is checked: a job, or with `job` None only the machine.
 
-    `with_keys` adds the credentials of the job's blocks.
+    `with_keys` returns a job with the credentials of its blocks added.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckContext:
         self.block_fault: RayBatchError | None = None  # why a block cannot be loaded
 
     def keyed(self) -> BatchJob | None:
-        """Return the job with the credentials of its blocks, loaded once for all checks.
+        """Return the job with the credentials of its blocks, loaded once; None without a job.
 
         Raises `ConfigError` if a block cannot be loaded.
         """
@@ -77,5 +77,5 @@ class CheckContext:
             return self._loaded
 
     def cluster(self) -> ClusterSpec:
-        """Return the cluster of the job; without a job, the one that runs have by default."""
+        """Return the job's cluster; without a job, the default cluster of runs."""
         return cluster_spec(self.keyed() or BatchJob.from_dict(ANY_JOB))

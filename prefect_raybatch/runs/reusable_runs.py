@@ -1,4 +1,7 @@
-"""The earlier run whose raw answers a run reuses, and the runs that retried its failed rows."""
+"""Finds the earlier runs whose raw answers a run reuses.
+
+These are one run and its retries of failed rows or, with `reuse: all`, all runs of the job.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
-from prefect_raybatch.job.run_words import start_of_key
+from prefect_raybatch.job.placeholders import start_of_key
 from prefect_raybatch.job.trust import check_types
-from prefect_raybatch.ledger.family import Family, Member, load_family, place
+from prefect_raybatch.ledger.family import Family, Member, load_family, locate_run
 from prefect_raybatch.ledger.forks import MOST_FORKS, follow_forks, forks_of
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.layout import REUSED_FOLDER
@@ -39,24 +42,24 @@ log = logging.getLogger(__name__)
 LATEST, EVERY_RUN = "latest", "all"
 ANSWERS_A_BATCH = 16_384
 
-Held = list[tuple[Store, Answers]]
+RunAnswers = list[tuple[Store, Answers]]
 
 
 class DamagedAnswers(CorruptRun):
-    """Stored answers of an earlier run are missing or changed: `run` (its URI) is skipped."""
+    """Stored answers of an earlier run are missing or changed; `run` is that run's URI."""
 
     run = ""
 
 
 def damaged(store: Store, text: str) -> DamagedAnswers:
-    """Return the error for stored answers of the run at `store`."""
+    """Return the error `text` about the stored answers of the run at `store`."""
     error = DamagedAnswers(text)
     error.run = store.uri
     return error
 
 
-def pass_over(error: DamagedAnswers) -> None:
-    """Log that a run is not reused."""
+def log_skipped_run(error: DamagedAnswers) -> None:
+    """Log that the answers of a run are damaged and not reused."""
     log.warning(
         "reuse: the answers of %s are not reused, so its rows are asked again: %s",
         *(error.run, error),
@@ -64,25 +67,32 @@ def pass_over(error: DamagedAnswers) -> None:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """Runs with raw answers, the named one first.
+class ReusableRuns:
+    """Earlier runs with raw answers: the one that the job's `reuse` names, then its retries.
 
-    `held` are (store, what it keeps) of those with the same context; `differs` are the fields in
-    which the named one's context differs.
+    With `reuse: all` (`every_run`), they are all runs of the job that keep answers, newest first.
+    `runs` has the URIs of all of them. `held` has (store, record of answers) of each run whose
+    context, the hash of what all its requests have in common (model, sampling, ...), equals the new
+    run's. `differs` are the job fields in which the context of the run named by `reuse` differs;
+    nothing is reused then.
     """
 
     runs: tuple[str, ...] = ()
     held: tuple[tuple[Store, Answers], ...] = ()
     differs: tuple[str, ...] = ()
+    every_run: bool = False
 
     @property
     def files(self) -> list[tuple[Store, Answers, AnswerPart]]:
-        """Return the files of answers, those of the newest retry first.
+        """Return the files of answers, newest run or retry first.
 
-        Of equal greedy requests the first answer is reused.
+        If several files have an answer to one greedy request, the first answer is reused.
         """
-        newest_first = reversed(self.held)
-        return [(store, answers, part) for store, answers in newest_first for part in answers.files]
+        return [(*pair, part) for pair in self._newest_first for part in pair[1].files]
+
+    @property
+    def _newest_first(self) -> tuple[tuple[Store, Answers], ...]:
+        return self.held if self.every_run else self.held[::-1]
 
     @property
     def rows(self) -> int:
@@ -90,15 +100,15 @@ class Earlier:
 
     @property
     def seconds(self) -> float | None:
-        """Return the engine seconds per answer by the newest measurement; None if unknown."""
-        known = [answers.seconds for _, answers in self.held if answers.seconds is not None]
-        return known[-1] if known else None
+        """Return the GPU-seconds per answer of the newest run that knows them, or None."""
+        known = (answers.seconds for _, answers in self._newest_first)
+        return next((seconds for seconds in known if seconds is not None), None)
 
     def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
-        """Yield the keys of answers, each with whether its answer may be reused.
+        """Yield (request keys of answers, bool array: whether each may be reused) in batches.
 
-        In the order of the files and their rows. Raises `DamagedAnswers` if a file is too damaged
-        to read; its checksum is compared when its answers are reused.
+        The keys are in the order of `files` and their rows. Raises `DamagedAnswers` if a file is
+        too damaged to read; its checksum is compared when its answers are reused.
         """
         for store, answers, part in self.files:
             with (
@@ -119,7 +129,7 @@ class Earlier:
                     at += len(keys)
 
 
-def find_earlier(
+def find_reusable_runs(
     reused: str | None,
     output: OutputSpec,
     name: str,
@@ -127,37 +137,38 @@ def find_earlier(
     context: str,
     parts: JsonObject,
     skipped: Collection[str] = (),
-) -> Earlier:
+) -> ReusableRuns:
     """Return the runs whose answers a run of the job `name` reuses.
 
-    `reused` is the `run` of its `ReuseSpec`, `output` where its runs are.
-    Those in `skipped` (URIs) have damaged answers and are left out. Raises `ConfigError` for a run
-    that is missing, unfinished, or keeps no answers; `latest` or `all` without such a run is no
-    error.
+    `reused` is the `run` of its `ReuseSpec`, `output` where its runs are, and `context` the hash of
+    `parts`: what all requests of the new run have in common. Runs in `skipped` (URIs) have damaged
+    answers and are left out. Raises `ConfigError` for a run that is missing,
+    unfinished, or keeps no answers; `latest` or `all` without such a run is no error.
     """
-    held = _held_answers(reused, output, name, run_key, skipped)
+    held = _stored_answers(reused, output, name, run_key, skipped)
     if held is None:
-        return Earlier()
+        return ReusableRuns()
     first = held[0][1]
     differs = () if first.context == context else tuple(difference(first.parts, parts))
     same = tuple((store, answers) for store, answers in held if answers.context == context)
     names = tuple(store.uri for store, _ in held)
-    return Earlier(names, same, differs)
+    return ReusableRuns(names, same, differs, reused == EVERY_RUN)
 
 
-def with_earlier_length(
+def with_reused_context(
     reused: str | None,
     output: OutputSpec,
     name: str,
     run_key: str | None,
     measured: PromptLengths,
 ) -> PromptLengths:
-    """Return the context length that `auto` resolves to in a run that reuses answers.
+    """Return `measured` with the context length that `auto` resolves to in a run with `reuse`.
 
-    It is that of the run with the reused answers, as long as the new prompts fit. Another length is
-    another context, which reuses nothing.
+    This is the context length of the run whose answers are reused, if the new prompts fit into it,
+    because the answers of a run with another context length are not reused. `reused` and `output`
+    are as for `find_reusable_runs`.
     """
-    held = _held_answers(reused, output, name, run_key)
+    held = _stored_answers(reused, output, name, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
     if not isinstance(before, int) or before <= measured.max_model_len:
         return measured
@@ -165,14 +176,18 @@ def with_earlier_length(
     return replace(measured, max_model_len=before, why=why)
 
 
-def _held_answers(
+def _stored_answers(
     reused: str | None,
     output: OutputSpec,
     name: str,
     run_key: str | None,
     skipped: Collection[str] = (),
-) -> Held | None:
-    """Return what the run named by `reused` and its retries keep, or None without such a run."""
+) -> RunAnswers | None:
+    """Return the answers that are kept by the run `reused` and its retries.
+
+    `reused` may also be `latest`, or `all` for all runs. Returns None if it is None, if the answers
+    are damaged, or if no run of the job `name` other than `run_key` keeps any.
+    """
     if reused is None:
         return None
     options = dict(output.options) or None
@@ -181,32 +196,33 @@ def _held_answers(
         root = open_store(output.uri, options)
         newest = _newest_first(root, name, run_key, retries=every)
         if every:
-            stores = [(root.sub(key), _own(answers)) for key, answers in newest]
+            stores = [(root.sub(key), _without_reused(answers)) for key, answers in newest]
             return [pair for pair in stores if pair[0].uri not in skipped] or None
         keys = [key for key, _ in newest]
     else:
-        root, key = place(reused, options)
+        root, key = locate_run(reused, options)
         keys = [_follow_forks(root, key)]
     for key in keys:
         try:
             return _kept_by(root, key, skipped)
         except DamagedAnswers as error:
             if error.run not in skipped:
-                pass_over(error)
+                log_skipped_run(error)
     return None
 
 
-def _own(answers: Answers) -> Answers:
+def _without_reused(answers: Answers) -> Answers:
     """Return the answers that the run asked for itself.
 
-    Copies of an earlier run's are left out, because a sampled answer is reused for one row only.
+    Answers copied from an earlier run are left out, because a sampled answer is reused for one row
+    only.
     """
     own = tuple(part for part in answers.files if not part.path.startswith(f"{REUSED_FOLDER}/"))
     return replace(answers, files=own)
 
 
-def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
-    """Return what a run and its retries keep, itself first.
+def _kept_by(root: Store, key: str, skipped: Collection[str]) -> RunAnswers:
+    """Return the answers that run `key` and its retries keep, first the run's own.
 
     Raises `DamagedAnswers` if its records or answers are damaged; a damaged retry is left out.
     """
@@ -218,7 +234,7 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
     except CorruptRun as error:
         raise damaged(root.sub(key), str(error)) from None
     member = family.members[key]
-    held: Held = []
+    held: RunAnswers = []
     for one in (member, *_retries(root, family, member)):
         store = one.ledger.store
         if one.summary is None:
@@ -233,7 +249,7 @@ def _kept_by(root: Store, key: str, skipped: Collection[str]) -> Held:
             if one is member:
                 raise
             if store.uri not in skipped:
-                pass_over(error)
+                log_skipped_run(error)
             continue
         if answers is not None and not answers.expired:
             held.append((store, answers))
@@ -278,7 +294,7 @@ def _descendants(family: Family, key: str) -> Iterator[Member]:
 
 
 def _follow_forks(root: Store, key: str) -> str:
-    """Return the finished run that supersedes run `key`, else `key` itself."""
+    """Return the key of the finished run that supersedes run `key`, else `key` itself."""
     ledger = Ledger(root.sub(key))
     with suppress(CorruptRun):
         plan = ledger.load_plan()
@@ -292,9 +308,9 @@ def _follow_forks(root: Store, key: str) -> str:
 def _newest_first(
     root: Store, name: str, run_key: str | None, retries: bool
 ) -> list[tuple[str, Answers]]:
-    """Return the complete runs of a job below `root` that still keep answers: (key, answers).
+    """Return (key, answers) of the complete runs of job `name` that keep answers, newest first.
 
-    `retries`: also those that retried failed rows.
+    Leaves out run `run_key` and, unless `retries`, the runs that retried failed rows.
     """
     found: list[tuple[tuple[datetime, int, float, str], tuple[str, Answers]]] = []
     for key in run_keys(root):
@@ -314,16 +330,17 @@ def _newest_first(
             log.warning("reuse: run %s is skipped: %s", key, error)
             continue
         if answers is not None and answers.files and not answers.expired:
-            order = (night_of(plan), forks_of(key), success.finished, key)
+            order = (intended_time(plan), forks_of(key), success.finished, key)
             found.append((order, (key, answers)))
     return [run for _, run in sorted(found, key=itemgetter(0), reverse=True)]
 
 
-def night_of(plan: Plan) -> datetime:
-    """Return the time that a run is for.
+def intended_time(plan: Plan) -> datetime:
+    """Return the date and time for which a run was made.
 
-    It is the scheduled start or date in its key, so that a backfill of an old date is old;
-    otherwise when it was planned, for a repaired run when the first one was.
+    This is the scheduled start or the date in its run key, so that a backfill counts as old as its
+    date. Without either, it is when the run was planned; for a repaired run, when the damaged
+    original was.
     """
     start = start_of_key(plan.run_key)
     if start is not None:
@@ -358,7 +375,7 @@ def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
 
 @contextmanager
 def _reading(store: Store, part: AnswerPart) -> Iterator[None]:
-    """Raise `DamagedAnswers` for a file that is missing or cannot be read."""
+    """Turn errors in the block that show a missing or broken file into `DamagedAnswers`."""
     try:
         with reading_parquet(f"{store.uri}/{part.path}"):
             yield

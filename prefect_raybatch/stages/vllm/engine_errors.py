@@ -30,7 +30,10 @@ STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: 
 
 
 def _note_error(place: str, record: logging.LogRecord) -> None:
-    """Write to the file what vLLM logs as an error, except in the process that reads it."""
+    """Append an error in vLLM's log to a file, except in the process that reads this file.
+
+    `place` names process and file; it is the value of the environment variable `PLACE`.
+    """
     reader, _, path = place.partition(":")
     if record.levelno < logging.ERROR or os.getpid() == int(reader):
         return
@@ -47,7 +50,7 @@ def _note_error(place: str, record: logging.LogRecord) -> None:
 
 
 def _code(args: object) -> int | None:
-    """Return the exit code of the worker whose name vLLM has logged; None if unknown."""
+    """Return the exit code of the worker named in `args` of a vLLM log record; None if unknown."""
     name = args[0] if isinstance(args, tuple) and args else None
     # Not active_children(): that forgets, without a word, those that have just ended.
     for worker in list(getattr(multiprocessing.process, "_children", ())):
@@ -58,22 +61,22 @@ def _code(args: object) -> int | None:
 
 
 def listen() -> None:
-    """Listen in this process and those forked from it, if an engine's reader wants it."""
+    """Write vLLM's errors in this process and its forks to the file in variable PLACE, if set."""
     place = os.environ.get(PLACE)
     if place is not None:
         listen_to_vllm("errors", partial(_note_error, place))
 
 
-class LastWords:
-    """The file of one engine: start the engine inside `heard()`, `read` it at its end."""
+class EngineErrors:
+    """The errors that one engine logs: start the engine inside `capture()`, `read()` at its end."""
 
     def __init__(self) -> None:
         # Has no name, so nothing is left after a kill -9.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Make processes that are started in the block write here; one engine at a time."""
+    def capture(self) -> Iterator[None]:
+        """Make processes started in the block write errors for `read`; one engine at a time."""
         me = os.getpid()
         os.environ[PLACE] = f"{me}:/proc/{me}/fd/{self._file.fileno()}"
         try:
@@ -82,9 +85,9 @@ class LastWords:
             os.environ.pop(PLACE, None)
 
     def read(self) -> str:
-        """Return the first error, which is the cause of those after it; empty if there is none.
+        """Return the first error, which caused the later ones; an empty text if there was none.
 
-        Names the signal that ended a process.
+        If a signal ended the process, the text names it.
         """
         if self._file.closed:
             return ""
@@ -96,7 +99,7 @@ class LastWords:
 
 
 def with_signal(text: str) -> str:
-    """Return a message of vLLM's with the signal named if it contains the exit code of one."""
+    """Return a message of vLLM; if it has an exit code from a signal, name the signal."""
     found = EXIT.search(text) or STARTED.search(text)
     meaning = signal_text(int(found[1])) if found else ""
     return f"{text} ({meaning})" if meaning else text

@@ -19,22 +19,22 @@ _STAMP = re.compile(r"-(\d{8}T\d{6})Z(?:\.[rm]\d+)*$")
 _DIRECTIVE = re.compile(r"%-?[A-Za-z]")
 _DIGITS = {"%Y": r"\d{4}", "%m": r"\d\d", "%d": r"\d\d", "%y": r"\d\d", "%j": r"\d{3}"}
 _ANY = "\0"  # any part of a folder's name, until the folders are told apart
-RUN_WORDS = frozenset(("run_date", "run_key"))
+PLACEHOLDER_NAMES = frozenset(("run_date", "run_key"))
 
 
-def check_run_words(text: str) -> str:
+def check_placeholders(text: str) -> str:
     """Return `text`; raise ValueError for a word in braces that resembles a placeholder."""
     for name, form in _WORD.findall(text):
-        if name not in RUN_WORDS:
-            raise ValueError(f"{{{name}}} is not a placeholder{nearest(name, RUN_WORDS)}")
+        if name not in PLACEHOLDER_NAMES:
+            raise ValueError(f"{{{name}}} is not a placeholder{nearest(name, PLACEHOLDER_NAMES)}")
         if form and name == "run_key":
             raise ValueError("{run_key} takes no format; remove the colon and the format")
     return text
 
 
-def words_in(*texts: str | None) -> set[str]:
+def placeholders_in(*texts: str | None) -> set[str]:
     """Return which placeholders the texts contain."""
-    return {name for text in texts if text for name, _ in _WORD.findall(text)} & RUN_WORDS
+    return {name for text in texts if text for name, _ in _WORD.findall(text)} & PLACEHOLDER_NAMES
 
 
 def date_of_key(run_key: str) -> date | None:
@@ -67,7 +67,7 @@ def today() -> date:
     return datetime.now(UTC).date()
 
 
-def with_dated_publish(changes: Mapping[str, object], run_date: date) -> dict[str, object]:
+def render_target_changes(changes: Mapping[str, object], run_date: date) -> dict[str, object]:
     """Return changes of fields with {run_date} filled in for the targets in `output.publish`.
 
     Targets of a wrong form are unchanged, for the job's checks to refuse.
@@ -83,15 +83,15 @@ def _dated_target(target: object, run_date: date) -> object:
     if not isinstance(target, Mapping):
         return target
     return {
-        name: fill_words(value, None, run_date)
+        name: render_text(value, None, run_date)
         if name in ("uri", "table") and isinstance(value, str)
         else value
         for name, value in target.items()
     }
 
 
-def fill_words(text: str, run_key: str | None, run_date: date | None) -> str:
-    """Return `text` with {run_key} and {run_date} filled in; one that is None is left."""
+def render_text(text: str, run_key: str | None, run_date: date | None) -> str:
+    """Return `text` with {run_key} and {run_date} filled in; a placeholder for None stays."""
 
     def word(match: re.Match[str]) -> str:
         if match[1] == "run_key" and run_key is not None:
@@ -106,8 +106,8 @@ def fill_words(text: str, run_key: str | None, run_date: date | None) -> str:
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
     """Return the folder that contains all dated folders of a URI, and a pattern for each level.
 
-    There is a pattern for the name of each folder from there down to a dated one; none for a URI
-    without placeholders.
+    Each pattern matches the folder names of one level, the first directly below that folder.
+    Without placeholders, return the URI and no patterns.
     """
     first = _WORD.search(uri)
     if first is None:
@@ -126,7 +126,7 @@ def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
 
 
 def day_of_run(run_key: str, run_date: date | None) -> date:
-    """Return the value of {run_date} in a run; raise `ConfigError` if it has none."""
+    """Return `run_date`, else the date in the run key; raise `ConfigError` if neither is there."""
     when = run_date or date_of_key(run_key)
     if when is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Notes what an engine's actor is doing, for the actor that replaces it.
+"""Notes in a file what an engine's actor is doing, for the actor that replaces it.
 
 With vLLM's core in the actor's own process, as by default on a CPU, an engine that dies of a signal
 takes the actor with it. Ray restarts the actor, or the next pass starts another one, without any
@@ -31,7 +31,7 @@ from prefect_raybatch.storage.private import make_private_folder, open_regular, 
 START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the note stands
 NOTES_FOLDER = "raybatch-notes"
 LONGEST_NOTE = 65536  # characters that are read of a note
-NOTES_KEPT = 86400.0  # seconds after which a note that no actor has read is removed
+NOTE_MAX_AGE = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without an error message: killed, out of memory, or hung"
 FAULTS = {  # faulthandler's names
     "Illegal instruction": signal.SIGILL,
@@ -45,10 +45,11 @@ FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Left:
+class PredecessorNote:
     """The note that an ended process left: what it was `doing`, and the `cause` of its end.
 
-    `times`: for how many processes in a row; `before`: the cause before, empty if there was none.
+    `times`: how many consecutive processes ended while doing it; `before`: the cause of the end of
+    the one before, "" if none.
     """
 
     doing: str
@@ -57,10 +58,11 @@ class Left:
     cause: str = ""
 
 
-class Note:
+class ProcessNote:
     """The file in which an engine's actor notes its work for its replacement; see the module.
 
-    Actors of the same `attempt` find each other's notes. With "" nothing is written or found.
+    Actors of the same `attempt` find each other's notes. With attempt "" nothing is written or
+    found.
     """
 
     def __init__(self, attempt: str) -> None:
@@ -70,10 +72,10 @@ class Note:
         self._path = Path()
         self._traced = False
 
-    def left(self) -> Left | None:
-        """Return and remove what a dead actor of the attempt left on this node, if anything.
+    def read_predecessor(self) -> PredecessorNote | None:
+        """Return and delete the note of a dead actor of this attempt on this node; None if none.
 
-        Also removes what other attempts left a day ago.
+        Also deletes notes of other attempts that are over a day old.
         """
         if not self.attempt:
             return None
@@ -82,7 +84,7 @@ class Note:
         ):
             ours = path.name.split("-")[:-1] == [_plain(self.attempt)]
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if not ours and time.time() - path.lstat().st_mtime < NOTES_KEPT:
+                if not ours and time.time() - path.lstat().st_mtime < NOTE_MAX_AGE:
                     continue
                 with open_regular(path, os.O_RDONLY, "r") as file:
                     # a lock that cannot be had means that the note's process is alive
@@ -93,21 +95,24 @@ class Note:
                 if ours:
                     found = json.loads(head)
                     times, before = int(found["times"]), str(found["before"])
-                    return Left(str(found["doing"]), times, before, _cause(words))
+                    return PredecessorNote(str(found["doing"]), times, before, _cause(words))
         return None
 
     def write(self, doing: str, times: int = 1, before: str = "") -> None:
-        """Note what this process does from now on, replacing the earlier note."""
+        """Note what this process does from now on, replacing the earlier note.
+
+        The arguments are fields of `PredecessorNote`.
+        """
         if not self.attempt:
             return
         name = f"{_plain(self.attempt)}-{uuid.uuid4().hex}.note"
         # on a full disk there is no note, and nothing else is lost
         with self._lock, contextlib.suppress(OSError):
-            self.over()
+            self.remove_note()
             self._path = make_private_folder(NOTES_FOLDER) / name
             self.file = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "w")
             fcntl.flock(self.file, fcntl.LOCK_EX)
-            self.file.write(json.dumps(asdict(Left(doing, times, before))) + "\n")
+            self.file.write(json.dumps(asdict(PredecessorNote(doing, times, before))) + "\n")
             self.file.flush()
             self._traced = faulthandler.is_enabled()
             # Where it was enabled before Ray took the signals, only to enable it would leave them
@@ -115,7 +120,7 @@ class Note:
             faulthandler.disable()
             faulthandler.enable(self.file, all_threads=False)
 
-    def over(self) -> None:
+    def remove_note(self) -> None:
         """Remove the note, if any: what it described is over."""
         with self._lock:
             file, self.file = self.file, None

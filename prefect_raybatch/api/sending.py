@@ -1,0 +1,154 @@
+"""Sends a job to a cluster that receives jobs, and follows it there.
+
+The job is sent without secrets (`sendable`), in a record of the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefect_raybatch.compile.job import model_request, public_job
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import judging_job
+from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.job.judge import judge_fields
+from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.job.secrets import (
+    SAFE_NAMES,
+    hide_argument,
+    hide_catalog,
+    hide_env,
+    hide_options,
+    masked,
+)
+from prefect_raybatch.remote.follower import Owner, Submission
+from prefect_raybatch.remote.places import infer_remotely
+from prefect_raybatch.runs.run import Run
+
+OUTPUT_ENV = "RAYBATCH_OUTPUT"  # store options for the run directory, without secrets
+
+
+def infer_on_cluster(
+    job: BatchJob,
+    loaded: BatchJob,
+    run: Run,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    owner: Owner | None = None,
+    cluster_of: Run | None = None,
+) -> Progress:
+    """Run inference as a Ray job on the job's cluster; return the progress at the end.
+
+    `loaded` is the job with the credentials of its blocks. The run uses the cluster that was
+    created on Kubernetes for the run `cluster_of`, by default its own. Raises what `infer_remotely`
+    does, and `ConfigError` for secrets that would be exposed.
+    """
+    check_made_cluster(loaded.cluster.access, loaded.engine, loaded.output.escalate.engine)
+    _check_judge_sendable(job)
+    owner = owner or Owner()
+    submission = submission_of(job, loaded, owner.api)
+    return infer_remotely(submission, run, observe, owner, cluster_of)
+
+
+def submission_of(job: BatchJob, loaded: BatchJob, api: str = "") -> Submission:
+    """Return the job as it is sent to a cluster.
+
+    `loaded` is the same job with the credentials of its blocks, used to reach the cluster and the
+    run directory. `api` is the URL of Prefect's API. Raises `ConfigError` like `sendable` and
+    `environment`.
+    """
+    return Submission(
+        name=job.name,
+        job=sendable(job),
+        env=environment(job, api),
+        stop_on_crash=job.cluster.on_crash == "stop",
+        access=loaded.cluster.access,
+        options=loaded.output.options,
+        has_successor=loaded.quality.judge.model is not None,
+    )
+
+
+def _check_judge_sendable(job: BatchJob) -> None:
+    """Raise `ConfigError` before any row is answered if the judge's job cannot be sent as well."""
+    if job.quality.judge.model is None:
+        return
+    try:
+        sendable(judging_job(job, job.output.uri, job.output.uri))
+    except ConfigError as error:
+        raise ConfigError(judge_fields(str(error))) from None
+
+
+def sendable(job: BatchJob) -> dict[str, Any]:
+    """Return the job as it may be recorded and sent to a cluster.
+
+    Raises `ConfigError` for a field that may contain a secret, because Ray's job server shows it to
+    everybody who can open its dashboard.
+    """
+    value = public_job(job)
+    value.get("cluster", {}).pop("kubernetes", None)  # not used on the cluster
+    for group, options in (("source", job.source.options), ("output", job.output.options)):
+        _refuse(
+            f"{group}.options",
+            hide_options(options),
+            f"Name a Prefect block in {group}.credentials_block, or give the cluster's nodes a "
+            "role or environment variables",
+        )
+        if options:
+            value.setdefault(group, {})["options"] = dict(options)
+    nodes = "in the environment of the cluster's nodes"
+    if job.source.catalog:
+        shown = hide_catalog(job.source.catalog)
+        _refuse("source.catalog", shown, f"Write ${{NAME}} there, and set the variable {nodes}")
+        value["source"]["catalog"] = dict(job.source.catalog)
+    _send_engine(job.engine, value.setdefault("engine", {}), "engine", nodes)
+    if (larger := job.output.escalate.engine) is not None:
+        group = value["output"]["escalate"]["to"]
+        _send_engine(larger, group, "output.escalate.to", nodes)
+    return value
+
+
+def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) -> None:
+    """Add an engine's `env` to its plain values `value`.
+
+    Raises `ConfigError` if a value in `env` or an engine argument may be a secret; the message
+    names the field in the job's `group` and says to set it `nodes`, a phrase for where.
+    """
+    _refuse(f"{group}.env", hide_env(engine.env), f"Set it {nodes}")
+    if engine.env:
+        value["env"] = dict(engine.env)
+    arguments = model_request(engine).given
+    hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
+    _refuse(group, hidden, f"Set HF_TOKEN or a similar variable {nodes}")
+
+
+def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
+    field = next(masked(shown, where), None)
+    if field is not None:
+        raise ConfigError(
+            f"{field} may be a secret, which Ray's dashboard at cluster.job_server would show. "
+            f"{remedy}. If it is not a secret, add its name to {SAFE_NAMES} in the flow's "
+            "environment"
+        )
+
+
+def environment(job: BatchJob, api: str) -> dict[str, str]:
+    """Return the environment variables of the Ray job, without secrets.
+
+    `api` is the URL of Prefect's API. Raises `ConfigError` if the job names blocks and the cluster
+    cannot reach the API.
+    """
+    block = job.output.credentials_block
+    output = {"options": job.output.options, "credentials_block": block}
+    env = {OUTPUT_ENV: json.dumps(output)}
+    if block or job.source.credentials_block:
+        if not api or "@" in api.split("/api", 1)[0]:
+            raise ConfigError(
+                "credentials_block with cluster.job_server: the cluster loads the block, so set "
+                "PREFECT_API_URL to an API that it can reach, without a password in the URL. Set "
+                "PREFECT_API_KEY in the nodes' environment"
+            )
+        env["PREFECT_API_URL"] = api
+    return env

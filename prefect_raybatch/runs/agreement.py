@@ -1,0 +1,83 @@
+"""Compares the agreement of a cascade's models in a finished run with that in earlier runs."""
+
+from __future__ import annotations
+
+import hashlib
+
+from prefect_raybatch.ledger.forks import original_key
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.records import Plan, dump
+from prefect_raybatch.quality.agreement import Agreement, put_agreement, read_agreement
+from prefect_raybatch.quality.alarm import AGREEMENT, continued
+from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.runs.finalize_run import load_report, put_pages
+from prefect_raybatch.runs.series import MeasuredRun, series_before
+from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.storage import Store, open_store
+
+# Parts of a plan's fingerprint that say what is compared: both models, and which rows are checked.
+AGREEMENT_PARTS = (
+    "model.identity",
+    "first.model.identity",
+    "engine.classifier",
+    "output.escalate.when.fails_schema",
+    "output.escalate.when.logprob_below",
+    "output.escalate.when.probability_below",
+)
+
+
+def with_agreement(
+    report: RunReport,
+    options: StoreOptions | None,
+    written: str,
+    needs_earlier: bool = False,
+) -> RunReport:
+    """Return the report of a finished cascade with its agreement and that of earlier runs.
+
+    The agreement is the share of checked rows on which both models give the same answer. Writes it
+    and the report's pages too. `written` is output.uri as written in the job: earlier runs are
+    looked for there.
+
+    Returns the report unchanged for a run that checked no row, and for a retry of failed rows,
+    which are no sample of the input. With `needs_earlier`, also returns it unchanged if there is no
+    earlier run with an agreement: the next run then counts this one.
+    """
+    if not report.cascade or not report.cascade[0].checked:
+        return report
+    store = open_store(report.run, dict(options) if options else None)
+    plan, before = need_plan(Ledger(store)), report.agreement
+    run = _measured(plan, report)
+    if run is None or (before is not None and before.plan == plan.hash):
+        return report
+    earlier = series_before(written, options, plan, agreement_in)
+    if earlier is None and needs_earlier:
+        return report
+    counts = (run.key, run.right, run.rows)
+    series = continued(earlier, *counts, run=original_key(plan), measure=AGREEMENT)
+    agreement = Agreement(plan.hash, *counts, series)
+    report = load_report(store, agreement=agreement)
+    put_pages(store, report)
+    put_agreement(store, agreement)  # last: until then, the next call writes the pages again
+    return report
+
+
+def agreement_in(store: Store) -> MeasuredRun | None:
+    """Return the agreement of a cascade's models in a finished run, even if no later run counts it.
+
+    Returns None for a run that checked no row, and for a retry of failed rows.
+    """
+    record = read_agreement(store)
+    if record is not None:
+        counts = (record.key, record.agreed, record.rows)
+        return MeasuredRun(*counts, AGREEMENT, record.series)
+    return _measured(need_plan(Ledger(store)), load_report(store))
+
+
+def _measured(plan: Plan, report: RunReport) -> MeasuredRun | None:
+    if plan.parent is not None or not report.cascade or not report.cascade[0].checked:
+        return None
+    first = report.cascade[0]
+    parts = {name: plan.parts.get(name) for name in AGREEMENT_PARTS}
+    key = hashlib.sha256(dump(parts)).hexdigest()[:16]
+    return MeasuredRun(key, first.agreed, first.checked, AGREEMENT)

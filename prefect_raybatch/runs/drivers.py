@@ -1,0 +1,72 @@
+"""Says which drivers work on a run, by the heartbeats of its attempts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from prefect_raybatch.driver.heartbeat import ENDED, SILENT_AFTER, read_heartbeats
+from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.ledger.increments import requests_ledger
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import JsonObject
+from prefect_raybatch.runs.attempts import process_died
+from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
+
+DriverState = Literal["at work", "died", "silent"]
+ATTEMPTS_SHOWN = 20  # attempts whose heartbeats are looked at, the latest
+
+
+def read_attempts(ledger: Ledger) -> list[JsonObject]:
+    """Return the records of all attempts, oldest first; unreadable ones are left out (logged)."""
+    found = []
+    for name in ledger.attempts():
+        try:
+            found.append({"attempt": name, **ledger.read_attempt(name)})
+        except (
+            CorruptRun,
+            FileNotFoundError,
+        ) as fault:  # the others are still shown
+            log.warning("the record of attempt %s is unreadable and not shown: %s", name, fault)
+    return sorted(found, key=lambda attempt: str(attempt.get("started")))
+
+
+def unended_beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return heartbeats of attempts that have not reported their end, newest first.
+
+    `age` is in seconds by this clock; `died`: its process ended without a report.
+    """
+    now = time.time()
+    known = {str(attempt["attempt"]): attempt for attempt in attempts[-ATTEMPTS_SHOWN:]}
+    found = [
+        {
+            **known[name],
+            **asdict(beat),
+            "age": round(now - beat.at, 1),
+            "died": process_died(known[name]),
+        }
+        for name, beat in read_heartbeats(store, known).items()
+        if beat.phase != ENDED
+    ]
+    return sorted(found, key=lambda beat: beat["age"])
+
+
+def driver_state(beat: JsonObject) -> DriverState:
+    """Return whether the driver of a heartbeat is at work, died or is silent."""
+    if beat["died"]:
+        return "died"
+    return "at work" if beat["age"] <= SILENT_AFTER else "silent"
+
+
+def has_driver(store: Store) -> bool:
+    """Return whether a driver works on the run in `store`, or on its first phase."""
+    return any(
+        driver_state(beat) == "at work"
+        for ledger in (Ledger(store), requests_ledger(store))
+        for beat in unended_beats(ledger.store, read_attempts(ledger))
+    )

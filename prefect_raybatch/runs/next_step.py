@@ -1,0 +1,200 @@
+"""Says what `raybatch run` would do with a run key, from the records of the run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from prefect_raybatch.compile.resolved import Resolved
+from prefect_raybatch.driver.cost import check_cost
+from prefect_raybatch.errors import CostExceeded, PlanMismatch
+from prefect_raybatch.ledger.forks import follow_forks
+from prefect_raybatch.ledger.increments import FIRST_KEY, OF_LARGER, increment_of
+from prefect_raybatch.ledger.last_attempt import unmeasured_attempt
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.published import all_published
+from prefect_raybatch.ledger.records import JsonObject, Plan, dump
+from prefect_raybatch.ledger.success import Success
+from prefect_raybatch.quality.judgement import read_judgement
+from prefect_raybatch.runs.drivers import driver_state
+from prefect_raybatch.runs.plan_run import check_same_job
+from prefect_raybatch.runs.run import run_store
+from prefect_raybatch.runs.status import Status, live_beats, status
+from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted, some_are
+
+NextAction = Literal["begin", "resume", "finish", "nothing", "refuse", "wait"]
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What `raybatch run` would do with the run key of `run`.
+
+    `action` is begin, resume, finish (all shards are committed), nothing (the run is complete),
+    refuse (the job differs from the run's plan, or the run reached its cost limit) or wait (a
+    driver works on the run). `lines` are sentences that describe it. `rows_left` is the number of
+    rows to infer, None if it is unknown. `reads_copy`: the run reads its own copy of the input.
+    """
+
+    action: NextAction
+    run: str
+    run_key: str
+    lines: tuple[str, ...]
+    rows_left: int | None = None
+    reads_copy: bool = False
+
+    @property
+    def infers(self) -> bool:
+        """Return whether the command would infer rows."""
+        return self.action in ("begin", "resume")
+
+
+def next_step_of(resolved: Resolved, run_key: str) -> NextStep:
+    """Return what `raybatch run` would do with this job and run key; writes nothing.
+
+    Raises `CorruptRun` if the records are unreadable, and the store's errors.
+    """
+    job = resolved.job
+    ledger = Ledger(run_store(job.output, run_key))
+    plan, uri = ledger.load_plan(), ledger.store.uri
+    if plan is None:
+        ledger.finished()  # raises for a _SUCCESS without a plan, as a run does
+        return NextStep("begin", uri, run_key, ("begins a new run",))
+    try:
+        check_same_job(plan, resolved, uri)
+    except PlanMismatch as error:
+        return NextStep("refuse", uri, run_key, (f"refuses: {error}",))
+    later, plan = follow_forks(ledger, plan)
+    repaired = (f"continues {later.store.uri}, the repaired run",) if later is not ledger else ()
+    if (success := later.finished(plan)) is not None:
+        lines = (*repaired, *_of_finished(resolved, later.store, success))
+        return NextStep("nothing", later.store.uri, run_key, lines)
+    state = status(later.store.uri, job.output.options or None)
+    if beats := live_beats(state):
+        lines = tuple(_of_driver(beats[0], state, plan, job.cluster.access.remote))
+        return NextStep("wait", later.store.uri, run_key, (*repaired, *lines))
+    if (pending := _pending(state, plan)) and (over := _over_cost(resolved, state, pending)):
+        return NextStep("refuse", later.store.uri, run_key, (*repaired, f"refuses: {over}"))
+    lines = (*repaired, _left(state, plan), *_of_last(state))
+    action: NextAction = "resume" if pending else "finish"
+    rows_left = state.rows - state.done
+    return NextStep(action, later.store.uri, run_key, lines, rows_left, plan.snapshot)
+
+
+def _over_cost(resolved: Resolved, state: Status, pending: int) -> str:
+    """Return why a run with `pending` shards may not cost more; "" if it may."""
+    try:
+        shards = state.shards + (state.asks.shards if state.asks is not None else 0)
+        committed = max(0, shards - pending)
+        check_cost(resolved.job.limits, state.cost, shards, committed, state.currency)
+    except CostExceeded as error:
+        return str(error)
+    return ""
+
+
+def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator[str]:
+    when = datetime.fromtimestamp(success.finished, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    yield (
+        f"infers nothing: the run is complete since {when}. For new answers use another --run-key"
+    )
+    published = {record.target for record in all_published(store)}
+    targets = [t.label for t in resolved.job.output.publish if t.label not in published]
+    if targets:
+        yield f"publishes the result to {', '.join(targets)}"
+    if resolved.job.quality.judge.asked and read_judgement(store) is None:
+        yield "asks the judge about the answers"
+    if (attempt := unmeasured_attempt(store)) is not None:
+        yield attempt.unmeasured_advice
+
+
+def _of_driver(beat: JsonObject, state: Status, plan: Plan, remote: bool) -> Iterator[str]:
+    """Yield sentences about the driver that sent the heartbeat `beat`, and what to do about it.
+
+    `remote`: runs are submitted as Ray jobs.
+    """
+    does = "follows the driver" if remote else "begins a second driver beside the one"
+    heard = f"{_place(beat)}, heard {beat['age']:.0f} s ago"
+    yield f"{does} at work ({heard}). {_committed(state, plan)}"
+    drains = [one.drained for one in _states(state) if one.drained is not None]
+    drained = [drain for drain in drains if beat["attempt"] in drain.attempts]
+    if drained:
+        yield (
+            f"{drained[0].by} asked it to finish the shards in flight and stop. Wait for its end; "
+            "the same command then resumes the run"
+        )
+    elif not remote:
+        yield "wait for its end: a second driver is safe, but repeats work"
+
+
+def _place(beat: JsonObject) -> str:
+    return f"host {beat.get('host')}, process {beat.get('pid')}"
+
+
+def _of_last(state: Status) -> Iterator[str]:
+    """Yield sentences on how the last attempt ended."""
+    for one in _states(state):
+        for beat in one.beats[:1]:
+            if driver_state(beat) == "died" and beat["attempt"] == one.attempts[-1]["attempt"]:
+                yield f"the driver died ({_place(beat)}): it ended without a report"
+    if state.failure:
+        yield f"the last attempt failed during {state.failure}"
+    for one in _states(state):
+        if one.drained is not None:
+            yield f"the last attempt was drained by {one.drained.by}"
+        if one.stopped is not None:
+            yield f"the last attempt stopped: {one.stopped.line()}"
+
+
+def _states(state: Status) -> tuple[Status, ...]:
+    """Return the run's state, then that of its first phase if that has begun but not completed."""
+    asks = state.asks
+    return (state,) if asks is None or asks.state == "completed" else (state, asks)
+
+
+def _phases(state: Status, plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, pending shards, shards) of each phase; the name is "" if there is only one."""
+    increment = increment_of(plan)
+    if increment is None or increment.asks is None:
+        yield "", state.pending, state.shards
+        return
+    names = (
+        ("first model", "larger model") if increment.ledger == OF_LARGER else ("requests", "rows")
+    )
+    if state.asks is None:
+        shards = Plan.from_bytes(dump(increment.asks)).shards
+        yield names[0], shards, shards
+    else:
+        yield names[0], state.asks.pending, state.asks.shards
+    yield names[1], state.pending, state.shards
+
+
+def _pending(state: Status, plan: Plan) -> int:
+    return sum(pending for _, pending, _ in _phases(state, plan))
+
+
+def _committed(state: Status, plan: Plan) -> str:
+    """Return e.g. `3 of 4 rows are committed`; with two phases, the shards of each."""
+    phases = tuple(_phases(state, plan))
+    if len(phases) == 1:
+        return f"{some_are(state.done, state.rows, 'row')} committed"
+    parts = [
+        f"{shards - pending:,} of {counted(shards, 'shard')} of the {name}"
+        for name, pending, shards in phases
+    ]
+    return f"{' and '.join(parts)} are committed"
+
+
+def _left(state: Status, plan: Plan) -> str:
+    """Return which shards are still to be inferred, e.g. `resumes 3 of 4 shards`, by phase."""
+    if not _pending(state, plan):
+        return "infers nothing: all shards are committed. Writes the result and the report"
+    parts = [
+        f"{pending:,} of {counted(shards, 'shard')}{f' of the {name}' if name else ''}"
+        for name, pending, shards in _phases(state, plan)
+        if pending
+    ]
+    answered = state.asks is not None and not state.asks.pending and state.asks.run_key == FIRST_KEY
+    done = "; the first model has answered all rows" if answered else ""
+    return f"resumes {' and '.join(parts)}{done}"

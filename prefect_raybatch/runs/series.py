@@ -1,0 +1,156 @@
+"""Finds the accuracy or agreement of a job's earlier runs, in their order (a series).
+
+Each run counts once: a repaired run in the place of the original, and a run that is measured only
+after later ones in the series of the run that is measured next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.ledger.forks import forks_of, original_key
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.quality.accuracy import Accuracy, read_accuracy
+from prefect_raybatch.quality.alarm import ShareSeries, continued
+from prefect_raybatch.quality.judgement import Judgement, read_judgement
+from prefect_raybatch.runs.listing import COMPLETED, RunLine, recency_key
+from prefect_raybatch.runs.run import STORE_AWAY
+from prefect_raybatch.runs.run_history import matching_runs
+from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.storage import Store, open_store
+
+log = logging.getLogger(__name__)
+
+RUNS_LOOKED_AT = 14  # runs before the newest series in which one that it lacks is looked for
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The measured accuracy of a run, or the agreement of its models.
+
+    Of `rows` measured rows, `right` had the right answer, or the same answer of both models. `key`
+    and `measure` are those of `ShareSeries`. `series` is the one that ends with this run, or None
+    before the run is counted.
+    """
+
+    key: str
+    right: int
+    rows: int
+    measure: str
+    series: ShareSeries | None = None
+
+
+def accuracy_in(store: Store) -> MeasuredRun | None:
+    """Return the accuracy of a run on golden rows; None if no such row is in its result."""
+    return _counted(read_accuracy(store))
+
+
+def judgement_in(store: Store) -> MeasuredRun | None:
+    """Return the accuracy of a run by its judge; None if no row was judged."""
+    return _counted(read_judgement(store))
+
+
+def _counted(record: Accuracy | Judgement | None) -> MeasuredRun | None:
+    if record is None or record.series is None:
+        return None
+    series = record.series
+    return MeasuredRun(series.key, record.right, record.rows, series.measure, series)
+
+
+def series_before(
+    output: str,
+    options: StoreOptions | None,
+    plan: Plan,
+    read: Callable[[Store], MeasuredRun | None],
+) -> ShareSeries | None:
+    """Return the series of a job's measured runs before the run with this `plan`, or None.
+
+    This is the newest series that an earlier run recorded, with measured runs added that it lacks.
+    `output` is as for `history_of`, and `read` reads what was measured in a run. Runs that cannot
+    be read are skipped, but an unreachable store raises.
+    """
+    this, series, looked = original_key(plan), None, 0
+    missing: list[tuple[str, MeasuredRun]] = []
+    for name, run in _measured_before(output, options, plan, read):
+        if series is None and run.series is not None:
+            if this in run.series.runs:  # planned in the same second, and counted this run already
+                continue
+            series = run.series
+        elif series is None or (run.key == series.key and name not in series.runs):
+            missing.append((name, run))
+        elif run.key != series.key:
+            break
+        looked += series is not None
+        if looked > RUNS_LOOKED_AT:
+            break
+    for name, run in reversed(missing):
+        if series is None or name not in series.runs:
+            counts = (run.key, run.right, run.rows)
+            series = continued(series, *counts, run=name, measure=run.measure)
+    return series
+
+
+def _measured_before(
+    output: str,
+    options: StoreOptions | None,
+    plan: Plan,
+    read: Callable[[Store], MeasuredRun | None],
+) -> Iterator[tuple[str, MeasuredRun]]:
+    """Yield (original run key, run) of a job's measured runs before `plan`, newest first.
+
+    Of a run and its repairs, yields only the last one that was measured.
+    """
+    began, seen = _planned_at(plan), {original_key(plan)}
+    lines = [
+        line
+        for line in matching_runs(output, options)
+        if line.state == COMPLETED and line.job == plan.job_name and line.parent is None
+    ]
+    runs = [_placed(line, options) for line in lines]
+    for planned, line, name in sorted(runs, key=_order, reverse=True):
+        if planned > began or name in seen:
+            continue
+        try:
+            found = read(_store(line, options))
+        except STORE_AWAY:
+            raise
+        except RayBatchError as error:
+            log.warning("run %s is left out of the series of earlier runs: %s", line.run, error)
+            continue
+        if found is not None:
+            seen.add(name)
+            yield name, found
+
+
+def _order(run: tuple[float, RunLine, str]) -> tuple[object, ...]:
+    planned, line, _ = run
+    return planned, forks_of(line.run_key), *recency_key(line)
+
+
+def _placed(line: RunLine, options: StoreOptions | None) -> tuple[float, RunLine, str]:
+    """Return (time of planning, run, run key); a repaired run has time and key of the original."""
+    if forks_of(line.run_key):
+        try:
+            plan = Ledger(_store(line, options)).load_plan()
+        except STORE_AWAY:
+            raise
+        except RayBatchError:  # reading its record fails as well, and is reported
+            plan = None
+        if plan is not None:
+            return _planned_at(plan), line, original_key(plan)
+    return line.created or 0.0, line, line.run_key
+
+
+def _planned_at(plan: Plan) -> float:
+    """Return when a run, or the original of a repaired run, was planned, in seconds since 1970."""
+    when = datetime.fromisoformat(plan.night or plan.created)
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+def _store(line: RunLine, options: StoreOptions | None) -> Store:
+    return open_store(line.run, dict(options) if options else None)
