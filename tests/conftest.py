@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from s3server import S3Server, start_s3
 from xdist.scheduler import LoadScopeScheduling
 
+environ.keep_place_for_titles()
 for name, value in environ.BUSY.items():
     os.environ.setdefault(name, value)
 os.environ["PYTHONPATH"] = environ.python_path()
@@ -58,7 +59,7 @@ settings.load_profile("prefect_raybatch")
 # nothing left. Of other servers the first here counts. Other files go to whoever is free, for the
 # same reason those that start engines first, then those of no room, of which some take minutes.
 SHARED = {
-    "ray": re.compile(r"\b(ray_head|local_ray)\b"),
+    "ray": re.compile(r"\b(ray_head|local_ray|kept_engines)\b"),
     "prefect": re.compile(r"\b(prefect_process|prefect_api|deployed)\b"),
     "s3": re.compile(r"^def \w+\([^)]*\bs3\b|^    s3: S3Server", re.MULTILINE),
 }
@@ -97,7 +98,9 @@ def starts_engines(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (turn(item.path), not drives_ray(item.path)))
+    items.sort(
+        key=lambda item: (turn(item.path), not drives_ray(item.path), not keeps_engines(item.path))
+    )
     for item in items:
         if item.get_closest_marker("nightly") is not None:
             item.add_marker(pytest.mark.whole)  # `make test` leaves it out, too
@@ -135,17 +138,17 @@ def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def tellers_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """End the threads that report the start of an engine in this process: a test that breaks off a
     run leaves its engine."""
-    from prefect_raybatch.stages.vllm.phases import StartTeller
+    from prefect_raybatch.stages.vllm.phases import StartReporter
 
-    made: list[StartTeller] = []
-    start = StartTeller.start
+    made: list[StartReporter] = []
+    start = StartReporter.start
 
-    def noted(teller: StartTeller) -> StartTeller:
+    def noted(teller: StartReporter) -> StartReporter:
         made.append(teller)
         return start(teller)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StartTeller, "start", noted)
+        patch.setattr(StartReporter, "start", noted)
         yield
     for teller in made:
         teller.end()
@@ -190,12 +193,15 @@ def s3(s3_server: S3Server, request: pytest.FixtureRequest) -> S3Server:
     return s3_server
 
 
+HEAD_PATH = f"{ROOT}{os.pathsep}{environ.python_path()}"
+
+
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[Head]:
     """A Ray head of four CPUs with its job server; its workers can import the tests' helpers."""
-    with start_head(4, PYTHONPATH=f"{ROOT}{os.pathsep}{environ.python_path()}") as head:
+    with start_head(4, PYTHONPATH=HEAD_PATH) as head:
         yield head
-        AS_DRIVER.close()
+        close_shared(None)
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +219,40 @@ def local_ray(ray_head: Head) -> None:
     assert address.rpartition(":")[2] == ray_head.address.rpartition(":")[2]
 
 
+@pytest.fixture(scope="module")
+def kept_engines(local_ray: None) -> None:
+    """Let runs of this process use engines of earlier ones, on the shared head, and fork the others
+    from one process that has imported vLLM, until a test comes whose file does not ask for that.
+    Each engine that a command starts by itself takes half a minute of a core and more."""
+    from helpers.kept_engines import kept
+
+    if not KEEPING:
+        KEPT.enter_context(kept(PYTHONPATH=HEAD_PATH))
+        KEEPING.append(True)
+
+
 AS_DRIVER = ExitStack()  # closed when this process is to be no driver of Ray any more
+KEPT = ExitStack()  # closed before: engines that this process keeps
+KEEPING: list[bool] = []
 
 
 @cache
 def drives_ray(path: Path) -> bool:
-    return re.search(r"\blocal_ray\b", path.read_text(encoding="utf-8")) is not None
+    return re.search(r"\b(local_ray|kept_engines)\b", path.read_text(encoding="utf-8")) is not None
+
+
+@cache
+def keeps_engines(path: Path) -> bool:
+    return re.search(r"\bkept_engines\b", path.read_text(encoding="utf-8")) is not None
+
+
+def close_shared(path: Path | None) -> None:
+    """Close what the tests of the next file, if any, do not ask for."""
+    if path is None or not keeps_engines(path):
+        KEPT.close()
+        KEEPING.clear()
+    if path is None or not drives_ray(path):
+        AS_DRIVER.close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -226,8 +260,7 @@ def pytest_runtest_protocol(nextitem: pytest.Item | None) -> Generator[None, obj
     try:
         return (yield)
     finally:
-        if nextitem is None or not drives_ray(nextitem.path):
-            AS_DRIVER.close()
+        close_shared(None if nextitem is None else nextitem.path)
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.environ import clean
+from helpers.command_line import called
 from helpers.pages import ROOT, blocks
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
@@ -22,19 +21,30 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]  # as other tests wit
 CONFIG = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
 
 
-def answered(tmp_path: Path, lines: str) -> list[str]:
-    """Answer requests by a process of the command; return the output's lines."""
-    (tmp_path / "requests.jsonl").write_text(lines, encoding="utf-8")
-    words = ["batch", "-i", "requests.jsonl", "-o", "answers.jsonl", "--model", "demo"]
-    done = subprocess.run(
-        [sys.executable, "-m", "prefect_raybatch.cli", *words], env=clean(), cwd=tmp_path,
-        timeout=600, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+Answered = Callable[[str], list[str]]
 
 
-def test_the_page_about_batch_files_and_lines_of_other_kinds(tmp_path: Path) -> None:
+@pytest.fixture
+def answered(
+    kept_engines: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Answered:
+    """Answers requests by the command; returns the output's lines."""
+    monkeypatch.chdir(tmp_path)
+
+    def answer(lines: str) -> list[str]:
+        Path("requests.jsonl").write_text(lines, encoding="utf-8")
+        words = ["batch", "-i", "requests.jsonl", "-o", "answers.jsonl", "--model", "demo"]
+        code, _, err = called(capsys, *words)
+        assert code == 0, err[-3000:]
+        return Path("answers.jsonl").read_text(encoding="utf-8").splitlines()
+
+    return answer
+
+
+def test_the_page_about_batch_files_and_lines_of_other_kinds(answered: Answered) -> None:
     """The page's chats; a chat and a prompt with the text of its chat template, which get the same
     answer; a chat without max_tokens that never ends by itself: the context ends its answer."""
     run_batch = importlib.import_module("vllm.entrypoints.launchers.run_batch")
@@ -53,7 +63,7 @@ def test_the_page_about_batch_files_and_lines_of_other_kinds(tmp_path: Path) -> 
         json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
         for name, (url, body) in others.items()
     ]
-    found, again = (answered(tmp_path, "\n".join(lines)) for _ in range(2))
+    found, again = (answered("\n".join(lines)) for _ in range(2))
     assert found == again  # the second call finds the run complete
     asked = [json.loads(line)["custom_id"] for line in lines]
     assert [json.loads(line)["custom_id"] for line in found] == asked
@@ -70,9 +80,9 @@ def test_the_page_about_batch_files_and_lines_of_other_kinds(tmp_path: Path) -> 
     assert cut.usage.total_tokens == CONFIG["max_position_embeddings"]
 
 
-def test_an_embedding(tmp_path: Path) -> None:
+def test_an_embedding(answered: Answered) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings"}
     embedding = json.dumps({**line, "body": {"model": "demo", "input": "Smith Law"}})
-    (output,) = map(json.loads, answered(tmp_path, embedding))
+    (output,) = map(json.loads, answered(embedding))
     body = CreateEmbeddingResponse.model_validate(output["response"]["body"], strict=True)
     assert len(body.data[0].embedding) > 8 and body.usage.total_tokens > 0

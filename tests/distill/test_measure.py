@@ -88,12 +88,17 @@ def test_texts_that_repeat_are_not_tested_on_what_was_learned():
     assert distilled(twice).same < 60 and distilled(twice).answered == 0
 
 
-def test_failed_rows_count_as_other_answers_and_rows_without_a_vector_go_to_the_model():
+def test_failed_rows_are_left_out_and_rows_without_a_vector_go_to_the_model():
     rows = rows_of(np.random.default_rng(2), 400, 0.05)
-    assert distilled(rows).share == 1
+    assert distilled(rows).share == 1 and "no answer" not in "".join(distilled(rows).lines())
     failing = [None if i % 2 else answer for i, answer in enumerate(rows.answers)]
     found = distilled(EmbeddedRows(rows.texts, failing, rows.vectors))
-    assert found.learned < 200 and 70 < found.same < 130 and found.answered < 40
+    assert (found.learned, found.tested, found.same, found.unanswered) == (100, 100, 100, 200)
+    assert found.share == 1
+    assert found.lines()[2].startswith("200 sampled rows got no answer of the run's model")
+    # A text is learned or tested by the first of its rows that was answered.
+    again = EmbeddedRows([0, *rows.texts], [None, *rows.answers], rows.vectors[[0, *range(400)]])
+    assert distilled(again).learned + distilled(again).tested == 400
     vectors = rows.vectors.copy()
     vectors[::2] = np.nan
     found = distilled(EmbeddedRows(rows.texts, rows.answers, vectors))

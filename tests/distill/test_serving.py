@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.nights import Killed, Nights, rows_in, words
+from rich.console import Console
 
 from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.api import tune as tuning
@@ -20,6 +23,7 @@ from prefect_raybatch.api.distill import (
     prepare_distill,
 )
 from prefect_raybatch.api.submission import check_recorded_job
+from prefect_raybatch.cli import ending, show
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.distill.classifier import Classifier
@@ -30,8 +34,14 @@ from prefect_raybatch.job.edits import first_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
+from prefect_raybatch.report.report import cascade_text, markdown
+from prefect_raybatch.report.run_history import history_rows
+from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.run_history import history_of
+from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.stages.block import load_tokenizer
 from prefect_raybatch.storage import open_store
 
@@ -86,14 +96,25 @@ class Classified(Nights):
         return bool(self.classifier.probabilities(vectors).max() >= 0.9)
 
 
-@pytest.fixture
-def nights(tmp_path: Path) -> Classified:
-    made = Classified(tmp_path)
+def trained_in(folder: Path) -> Classified:
+    made = Classified(folder)
     made.write(*TRAINED)
     made.night("n1", made.job(sampling={"choice": CHOICE}))
     made.distill()
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a classifier, for tests that need nothing else of the run it learned from."""
+    return trained_in(tmp_path_factory.mktemp("trained")).file.read_bytes()
+
+
+@pytest.fixture
+def nights(tmp_path: Path, trained: bytes) -> Classified:
+    made = Classified(tmp_path)
+    made.file.write_bytes(trained)
     made.write(*TONIGHT)
-    made.asked.clear()
     return made
 
 
@@ -122,6 +143,51 @@ def test_the_classifier_answers_what_it_is_sure_of_and_the_larger_model_the_rest
         len(rows) - sum(sure),
     )
     assert "probabilities" not in rows[0]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_report_names_the_classifier_its_training_and_what_was_measured(
+    nights, alone, monkeypatch
+):
+    output = {"uri": str(nights.folder / "out"), "columns": ["text"]}
+    engine = {"model": "demo", "device": "cpu", "classifier": str(nights.file)}
+    job = nights.cascade()
+    if alone:
+        job = nights.job(reuse=None, output=output, engine={**engine, "task": "embed"})
+    plan_run(job, "n2")
+    note = report_of(str(nights.folder / "out/n2")).classifier
+    report = nights.night("n2", job)
+    measured = nights.classifier.measured
+    assert measured is not None and (measured.run, measured.tested) == ("n1", 40)
+    assert report.classifier == note and note is not None
+    assert (note.file, note.encoder, note.labels) == (str(nights.file), "demo", ("long", "short"))
+    assert (note.run, note.trained) == ("n1", measured.trained) and note.trained > 1.7e9
+    assert (note.tested, note.same) == (40, measured.same)
+    when = datetime.fromtimestamp(measured.trained, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    low, high = interval(measured.same, 40)
+    text = (
+        f"2 labels (long, short) by {nights.file} on demo, trained {when} on run n1, where it gave "
+        f"{measured.same} of 40 other texts that run's answer: {measured.same / 40:.1%} "
+        f"({low:.1%} to {high:.1%})"
+    )
+    assert note.text() == text
+    told = io.StringIO()
+    monkeypatch.setattr(ending, "out", Console(file=told, width=2000))
+    ending.show_ending(report)
+    assert f"labels  {text}" in told.getvalue()
+    assert "trained " in markdown(report) and f"on run n1, where it gave {measured.same}" in html(
+        report
+    )
+    assert report.to_dict()["classifier"]["labels"] == ("long", "short")
+    assert RunReport.from_bytes(report.to_bytes()).classifier == note
+
+
+def test_the_same_training_writes_the_same_file(tmp_path):
+    """So that the command can be repeated, with another agreement too."""
+    nights = trained_in(tmp_path)
+    before = nights.file.read_bytes()
+    nights.distill()
+    assert nights.file.read_bytes() == before
 
 
 def test_the_first_model_keeps_the_probabilities_of_the_file(nights):
@@ -228,12 +294,25 @@ def test_a_cluster_takes_a_classifier_that_moved_but_no_job_without_one(nights, 
         check_recorded_job(job(None), (), plan, "a record")
 
 
-def test_a_file_that_changed_after_planning_ends_the_run(nights):
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_planned_run_needs_the_file_no_more(nights, alone):
+    """As on the cluster of a job server, where there is none."""
     job = nights.cascade()
+    if alone:
+        engine = {"model": "demo", "classifier": str(nights.file), "task": "embed"}
+        job = nights.job(engine=engine, reuse=None)
     run = plan_run(job, "n2")
-    nights.file.write_bytes(nights.file.read_bytes() + b"\n")
-    with pytest.raises(RayBatchError, match=r"changed since the run was planned"):
-        nights.drive(job, run)
+    sure = [nights.sure_of(text) for text in TONIGHT]
+    nights.file.unlink()
+    rows = whole(nights, "n2", nights.drive(job, run))
+    assert sum(sure) > 0 and (alone or [row["answered_by"] != "demo" for row in rows] == sure)
+    kept = nights.folder / ("out/n2/_raybatch" if alone else "out/n2/_raybatch/asks/_raybatch")
+    (table,) = kept.glob("classifier-*.parquet")
+    store = open_store(str(nights.folder / "out/n2"))
+    assert "tables" not in reap(store, older_than=-60.0).files
+    table.unlink()
+    faults = verify(store).faults
+    assert len(faults) == 1 and table.name in faults[0]
 
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -364,8 +443,42 @@ def test_checked_rows_are_asked_twice_and_the_report_says_how_many_agree(nights)
     low, high = interval(11, 12)
     assert report.notes[1] == (
         "checked: demo gave 11 of 12 rows the answer of classifier on demo: 91.7% "
-        f"({low:.1%} to {high:.1%}, 95 % interval)"
+        f"({low:.1%} to {high:.1%}), 95 % interval"
     )
+    assert (report.cascade[0].checked, report.cascade[0].agreed) == (12, 11)
+    assert cascade_text(report) == (
+        "12 by classifier on demo, 3 by demo; "
+        f"they agree on 91.7% ({low:.1%} to {high:.1%}) of the checked rows"
+    )
+    (page,) = history_of(str(nights.folder / "out"), job="nightly")
+    tonight = history_rows(page)[0]
+    assert tonight["agreement"] == f"91.7% ({low:.1%} to {high:.1%})" and "judged" not in tonight
+
+
+def test_checked_rows_that_the_larger_model_failed_are_counted_apart(nights):
+    first, second = [text for text in TONIGHT if nights.sure_of(text)][:2]
+    nights.refuses = lambda prompt: "You sort" in prompt and words(prompt) in (first, second)
+    report = nights.night("n2", nights.cascade(output={"escalate": {**ESCALATE, "check": 100}}))
+    share = report.cascade[0]
+    assert (share.checked, share.agreed, share.unanswered) == (10, 10, 2)
+    failed = "; 2 checked rows got no answer of the larger model"
+    assert report.notes[1].endswith(f"95 % interval{failed}")
+    assert cascade_text(report).endswith(f" of the checked rows{failed}")
+    assert report.good == len(TONIGHT), "they keep the classifier's answer"
+    nights.refuses = lambda prompt: "You sort" in prompt
+    report = nights.night("n3", nights.cascade(output={"escalate": {**ESCALATE, "check": 100}}))
+    assert (report.cascade[0].checked, report.cascade[0].unanswered) == (0, 12)
+    assert report.notes[1] == "12 checked rows got no answer of the larger model"
+    assert report.cascade[0].agreement() == ""
+
+
+def test_the_plan_names_the_classifier_and_says_how_many_rows_are_checked(nights, monkeypatch):
+    told = io.StringIO()
+    monkeypatch.setattr(show, "out", Console(file=told, width=200))
+    show.show_plan(dry_run(nights.cascade(output={"escalate": {**ESCALATE, "check": 9}})))
+    first, larger = told.getvalue().split("Larger model")
+    assert f"classifier         {nights.file}" in first and "classifier  " not in larger
+    assert larger.startswith(", which answers at most 15 rows, and checks up to 9 of the others:")
 
 
 def test_the_sample_is_the_same_after_a_kill_and_another_in_another_run(nights):
@@ -401,8 +514,8 @@ def test_a_resumed_run_checks_the_rows_of_its_plan(nights):
     assert not any(note.startswith("checked:") for note in report.notes)
 
 
-def test_the_fields_that_distill_shows_make_a_job_that_runs(nights):
-    nights.write(*TRAINED)
+def test_the_fields_that_distill_shows_make_a_job_that_runs(tmp_path):
+    nights = trained_in(tmp_path)
     fields = cascade_fields(*nights.distill(**{"engine.max_model_len": 60}), str(nights.file))
     assert fields["engine"] == {
         "model": "demo",
@@ -415,8 +528,8 @@ def test_the_fields_that_distill_shows_make_a_job_that_runs(nights):
     assert sum(share.answered for share in report.cascade) == len(whole(nights, "n2", report))
 
 
-def test_no_fields_are_shown_for_other_texts_than_the_runs(nights):
-    nights.write(*TRAINED)
+def test_no_fields_are_shown_for_other_texts_than_the_runs(tmp_path):
+    nights = trained_in(tmp_path)
     made = nights.distill(**{"prompt.template": "query: {text}"})
     with pytest.raises(ConfigError, match=r"other texts.*--set prompt\.template"):
         cascade_fields(*made, "c.json")

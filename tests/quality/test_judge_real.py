@@ -6,22 +6,28 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.command_line import raybatch_in
+from helpers.command_line import called
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
 
 
-def test_a_second_engine_judges_once_the_rows_are_answered(tmp_path: Path) -> None:
-    assert raybatch_in(tmp_path, "init", "--example").returncode == 0
+def test_a_second_engine_judges_once_the_rows_are_answered(
+    kept_engines: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert called(capsys, "init", "--example")[0] == 0
     judge = {"model": "demo", "engine": {"max_model_len": 256}, "sample": 20}
     judge["prompt"] = "{Company}: is {industry} right or wrong?"
     words = ("run", "companies.yaml", "--run-key", "n1", "--no-prefect", "--set", "source.limit=60")
     words += ("--set", f"quality.judge={json.dumps(judge)}")
-    done = raybatch_in(tmp_path, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("judged")]
+    code, out, err = called(capsys, *words)
+    assert code == 0, err[-3000:]
+    (line,) = [line for line in out.splitlines() if line.startswith("judged")]
     assert "of 20 answers right" in line
     report = json.loads((tmp_path / "out/n1/_raybatch/judgement.json").read_bytes())
     assert report["rows"] == 20 and report["not_judged"] == 0
-    again = raybatch_in(tmp_path, *words)
-    assert again.returncode == 0 and line in again.stdout, again.stderr[-3000:]
+    code, out, err = called(capsys, *words)
+    assert code == 0 and line in out, err[-3000:]
