@@ -73,19 +73,32 @@ class ShareSeries(StrictRecord):
         """Return the e-value as text; before any later run, such as `baseline 3 of 14`."""
         if not self.later:
             return f"baseline {self.baseline} of {BASELINE_RUNS}"
-        return f"{self.e_value:,.3g}"
+        return f"over {LARGEST:,.0f}" if self.e_value >= LARGEST else f"{self.e_value:,.3g}"
 
     def text(self) -> str:
         """Return in one line whether the share fell, with the e-value and the baseline's share.
 
-        Before any later run, return which run of the baseline this is.
+        If it fell, name the run with which it probably did, and say what to do. Before any later
+        run, return which run of the baseline this is.
         """
         if not self.later:
             return f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"
-        fell, lower = f"the {self.measure} fell", f"no sign of a lower {self.measure}"
-        finding = fell if self.rings else lower
         base = f"{self.right / self.rows:.1%} in the first {BASELINE_RUNS} runs"
-        return f"{finding} (e-value {self.e_value:,.3g}, alarm at {ALARM:g}; {base})"
+        about = f"(e-value {self.short()}, alarm at {ALARM:g}; {base})"
+        if not self.rings:
+            return f"no sign of a lower {self.measure} {about}"
+        began = self.fell_with()
+        since, then = (f", probably with run {began}", "with it") if began else ("", "before")
+        return f"the {self.measure} fell{since} {about}. Look at what changed {then}: job or input"
+
+    def fell_with(self) -> str:
+        """Return the key of the run from which on the evidence is strongest; "" if not known."""
+        if not self.after or not self.right:
+            return ""
+        share = np.array([self.right / self.rows])
+        logs = _log_wealth(share, self.later, self.after)[0]
+        back = len(self.after) - int(logs.max(axis=0).argmax())
+        return self.runs[-back] if back <= len(self.runs) else ""
 
 
 def continued(
@@ -164,6 +177,18 @@ def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) 
 
     `later` and `after` are those of `e_value`.
     """
+    logs = _log_wealth(grid, later, after)
+    most = np.maximum(logs.max(axis=(1, 2)), 0.0)
+    wealth = np.exp(logs - most[:, None, None]).sum(axis=(1, 2))
+    found: Floats = most + np.log(0.5 * np.exp(-most) + 0.5 * wealth)
+    return found
+
+
+def _log_wealth(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
+    """Return the log of weighted wealth, by accuracy in `grid`, bet, and run where betting begins.
+
+    `later` and `after` are those of `e_value`.
+    """
     counts = np.array(after, np.float64)
     since = counts[::-1].cumsum(axis=0)[::-1]  # right and rows from each run on
     begins = np.arange(later - len(after) + 1, later + 1, dtype=np.float64)
@@ -171,8 +196,5 @@ def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) 
     wins = np.log1p(np.outer(grid, BETS))  # of each wrong answer
     losses = np.log1p(-np.outer(1.0 - grid, BETS))  # of each right one
     wrong, hits = (since[:, 1] - since[:, 0]), since[:, 0]
-    logs = np.multiply.outer(wins, wrong) + np.multiply.outer(losses, hits) + weights
-    most = np.maximum(logs.max(axis=(1, 2)), 0.0)
-    wealth = np.exp(logs - most[:, None, None]).sum(axis=(1, 2))
-    found: Floats = most + np.log(0.5 * np.exp(-most) + 0.5 * wealth)
+    found: Floats = np.multiply.outer(wins, wrong) + np.multiply.outer(losses, hits) + weights
     return found

@@ -103,7 +103,16 @@ def test_the_series_of_an_agreement_says_so() -> None:
     for night, agreed in enumerate([97] * BASELINE_RUNS + [60] * 2):
         made = continued(made, "models", agreed, 100, run=f"n{night}", measure=AGREEMENT)
     assert made is not None and made.rings
-    assert made.text().startswith("the agreement fell (e-value ")
+    assert made.text().startswith(f"the agreement fell, probably with run n{BASELINE_RUNS} (e-")
+    assert "Look at what changed with it" in made.text()
+
+
+def test_the_run_with_which_it_fell_is_named_and_a_capped_value_says_so() -> None:
+    made: ShareSeries | None = None
+    for night, agreed in enumerate([94] * (BASELINE_RUNS + 20) + [50] * 5):
+        made = continued(made, "golden", agreed, 100, run=f"n{night}")
+    assert made is not None and made.fell_with() == f"n{BASELINE_RUNS + 20}"
+    assert made.short() == "over 1,000,000,000"
 
 
 def test_a_lower_accuracy_rings_even_after_many_good_runs() -> None:
