@@ -155,6 +155,22 @@ def tellers_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def vllms_variables_stay_in_a_file() -> Iterator[None]:
+    """An engine sets vLLM's variables in its process. If that is the tests' process, the processes
+    that the tests of another file start would inherit them: their engines had no core of their own,
+    and a test waited for one until its time was over."""
+
+    def of_vllm() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+
+    before = of_vllm()
+    yield
+    for name in of_vllm().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def engines_of_ask_end() -> Iterator[None]:
     """An engine that waits for a next call of `ask` would keep those of later tests too."""
     yield

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 CHOICES = ["Law Firm", "Healthcare", "Technology", "Retail", "Other"]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # a core with a process of its own, to be killed
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
