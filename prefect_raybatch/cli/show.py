@@ -225,6 +225,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("cluster", [_cluster(plan.have)]),
         ("run directory", [plan.run]),
         ("reuse", reuse_lines(plan)),
+        ("golden", [plan.golden] if plan.golden else []),
         ("judged", [plan.judged] if plan.judged else []),
         ("tokens per row", [plan.hosted.line()] if plan.hosted and plan.hosted.tokens else []),
         (
