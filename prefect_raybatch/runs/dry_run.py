@@ -73,9 +73,9 @@ class DryRun:
     `figures` its sizes with their reasons. `table` names the table and version that are read, as a
     plan records them. `tokens` are the prompt lengths, if they were requested or are needed for
     max_model_len: auto. `publish` has a line for each target. `golden` describes the golden rows,
-    and `judged` says how many rows a judge is asked about. `first` is the dry run of a cascade's first model; the other fields are then
-    those of the larger model, which is asked about at most the share `at_most` of the rows, and
-    about `check` rows only to compare.
+    and `judged` says how many rows a judge is asked about. `first` is the dry run of a cascade's
+    first model; the other fields are then those of the larger model, which is asked about at most
+    the share `at_most` of the rows, and about `check` rows only to compare.
     """
 
     job: str

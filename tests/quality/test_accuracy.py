@@ -245,7 +245,7 @@ def test_plan_says_how_many_golden_rows_are_compared_and_publish_how_many_are_ri
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job.to_dict()), encoding="utf-8")
     code, out, _ = called(capsys, "plan", path)
-    line = "".join(f'golden {dry_run(job).golden}'.split())
+    line = "".join(f"golden {dry_run(job).golden}".split())
     assert code == 0 and line in "".join(out.split())  # long lines are folded
     golden_file(tmp_path, "id,answer\n1,answer 1\n2,answer 2\n")
     code, out, _ = called(capsys, "publish", report.run, "--job", path)

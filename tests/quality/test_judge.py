@@ -600,7 +600,9 @@ def test_a_prompt_that_names_a_column_the_result_lacks_is_refused_before_a_plan(
 
 
 def test_a_prompt_that_shows_the_judge_no_answer_is_refused_before_a_plan(tmp_path, server):
-    unseen = r"quality\.judge\.prompt: the judge cannot see the answer.*Add \{answer\} to the prompt"
+    unseen = (
+        r"quality\.judge\.prompt: the judge cannot see the answer.*Add \{answer\} to the prompt"
+    )
     for prompt in ("Is {Company} right?", "Is row {_row} right? {finish_reason}"):
         output = {"extras": ["finish_reason"]}
         job = job_of(tmp_path, server, {"prompt": prompt}, output=output)
