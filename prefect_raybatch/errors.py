@@ -225,3 +225,16 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, RayBatchError):
         return error.transient
     return not isinstance(error, (TypeError, ValueError, NotImplementedError, KeyboardInterrupt))
+
+
+def first_step(name: str) -> str:
+    """Return what to do before a job that failed with the error class `name` runs again.
+
+    "" if a repeat alone can help, and for a class that is not of this package.
+    """
+    error = globals().get(name)
+    if not isinstance(error, type) or not issubclass(error, RayBatchError) or error.transient:
+        return ""
+    if issubclass(error, (JobStopped, RunDrained)):
+        return ""
+    return "correct the job" if issubclass(error, (ConfigError, PlanMismatch)) else "fix the cause"

@@ -30,6 +30,11 @@ def some_are(number: float, whole: float, noun: str) -> str:
     return f"{number:,} of {counted(whole, noun)} {are(1 if 1 in (number, whole) else 2)}"
 
 
+def sentence(text: str) -> str:
+    """Return the text with a capital first letter."""
+    return f"{text[:1].upper()}{text[1:]}"
+
+
 def storable(text: str) -> str:
     """Return text that UTF-8 and PostgreSQL can store: `␀` for NUL, `?` for half a surrogate pair.
 

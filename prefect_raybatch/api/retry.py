@@ -22,6 +22,7 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.plan import plan as planning
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.runs.later_servers import check_later_servers
 from prefect_raybatch.runs.plan_run import check_schema_names
 from prefect_raybatch.runs.retry import (
     NothingToRetry,
@@ -93,10 +94,14 @@ def plan_retry(
 
 
 def begin(request: RetryRequest) -> Retry | NothingToRetry:
-    """Create the child run of a request, or resume it; see `plan_retry`."""
+    """Create the child run of a request, or resume it; see `plan_retry`.
+
+    Before a new one, the server of a cascade's larger model is asked for that model.
+    """
     if request.going is not None:
         ledger, plan = request.going.ledger, request.going.plan
     else:
+        check_later_servers(request.resolved, is_judged=False)
         created = new_child(request.family, request.parent, request.resolved, request.selection)
         if isinstance(created, NothingToRetry):
             return created

@@ -48,7 +48,7 @@ from prefect_raybatch.cli.drive import (
     run_job,
     with_keys,
 )
-from prefect_raybatch.cli.ending import print_next, show_ending
+from prefect_raybatch.cli.ending import print_next, show_ending, show_quality
 from prefect_raybatch.cli.init import first_job_file
 from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.places import check_writable
@@ -549,6 +549,8 @@ def publish(
     if as_json:
         print_json(report.to_dict())
         return
+    if loaded is not None:  # without a job, nothing is measured
+        show_quality(report)
     for one in report.published:
         verb = published_verb(one, began)
         out.print(f"{verb}: {one.target}: {published_text(one)}", markup=False)

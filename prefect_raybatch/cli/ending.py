@@ -43,6 +43,29 @@ def show_ending(
         lines["models"] = cascade_text(report)
     if report.classifier:
         lines["labels"] = report.classifier.text()
+    lines |= _quality(report)
+    if fresh:
+        lines["time"] = _time(report)
+    lines["result"] = _result(report)
+    _print_lines(lines)
+    words = _next_command(report, fresh, retry, is_readable)
+    if words:
+        print_next(*words)
+
+
+def show_quality(report: RunReport) -> None:
+    """Print how many answers of a complete run are right, and each alarm."""
+    _print_lines(_quality(report))
+
+
+def _print_lines(lines: Mapping[str, str]) -> None:
+    for name, text in lines.items():
+        out.print(f"{name:<8}{text}", markup=False)
+
+
+def _quality(report: RunReport) -> dict[str, str]:
+    """Return {name: text} of the lines on golden rows, judge and alarms; empty without these."""
+    lines = {}
     if report.accuracy:
         lines["right"] = report.accuracy.text()
     if report.judgement:
@@ -50,14 +73,7 @@ def show_ending(
     fell = [f"{name}: {one.text()}" for name, one in report.series.items() if one.rings]
     if fell:
         lines["alarm"] = "; ".join(fell)
-    if fresh:
-        lines["time"] = _time(report)
-    lines["result"] = _result(report)
-    for name, text in lines.items():
-        out.print(f"{name:<8}{text}", markup=False)
-    words = _next_command(report, fresh, retry, is_readable)
-    if words:
-        print_next(*words)
+    return lines
 
 
 def show_partial_ending(report: RunReport) -> None:

@@ -184,6 +184,7 @@ def runs(
             out.print(f"{line.run_key} failed: {line.failure}", markup=False)
         if line.command:
             verb = "start again" if line.is_attempt else "continue"
+            verb = f"{line.first_step}, then run" if line.first_step else verb
             out.print(f"  {verb}: {line.command}", markup=False)
 
 

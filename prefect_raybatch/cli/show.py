@@ -31,7 +31,7 @@ from prefect_raybatch.driver.heartbeat import (
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
 from prefect_raybatch.ledger.increments import FIRST_KEY
-from prefect_raybatch.ledger.last_attempt import RUN_AGAIN
+from prefect_raybatch.ledger.last_attempt import advice
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.pinned import model_name
@@ -40,7 +40,7 @@ from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
 from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.spec.cascade import most_rows
-from prefect_raybatch.words import are, counted, money
+from prefect_raybatch.words import are, counted, money, sentence
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -225,6 +225,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("cluster", [_cluster(plan.have)]),
         ("run directory", [plan.run]),
         ("reuse", reuse_lines(plan)),
+        ("golden", [plan.golden] if plan.golden else []),
         ("judged", [plan.judged] if plan.judged else []),
         ("tokens per row", [plan.hosted.line()] if plan.hosted and plan.hosted.tokens else []),
         (
@@ -464,7 +465,10 @@ def _print_retry(state: Status) -> None:
     """Print the command that retries the failed rows of a complete run, or shows their retry."""
     if state.retried_by:
         keys = ", ".join(state.retried_by)
-        out.print(f"failed rows are retried in {keys}", markup=False)
+        again = state.failed_again
+        verb = "are" if again is None else "were"
+        outcome = "" if again is None else f": {again:,} failed again"
+        out.print(f"failed rows {verb} retried in {keys}{outcome}", markup=False)
         root = state.run.rpartition("/")[0]
         print_next("raybatch", "status", f"{root}/{state.retried_by[-1]}")
     else:
@@ -501,15 +505,19 @@ def _status_facts(state: Status) -> list[tuple[str, str]]:
 
 
 def _print_stops(state: Status) -> None:
-    """Print why the latest attempt stopped, the partial results, and how to continue."""
+    """Print why the latest attempt stopped, how to continue, and the partial results."""
+    from prefect_raybatch.runs.status import live_beats
+
     if state.failure:
         out.print("[red]failed[/] during ", end="")
     if reason := state.failure or state.unmeasured:
         out.print(reason, markup=False)
-        out.print(f"continue: {state.command or RUN_AGAIN}", markup=False)
     if state.drained is not None:
-        by = state.drained.by
-        out.print(f"drained by {by}; run the same command again to resume", markup=False)
+        again = "" if state.command else "; run the same command again to resume"
+        out.print(f"drained by {state.drained.by}{again}", markup=False)
+    if reason or (state.command and not live_beats(state)):
+        todo = advice(state.first_step, state.command)
+        out.print(f"{sentence(todo)}{state.command}", markup=False)
     for partial in state.partials:
         out.print("[yellow]partial result[/]: ", end="")
         place = f"{state.run}/{PARTIAL_FOLDER}/{partial.name}"

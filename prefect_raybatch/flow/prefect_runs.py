@@ -154,7 +154,7 @@ def _explained(line: HistoryLine, run: PrefectRun) -> HistoryLine:
     line = replace(line, elapsed=max(line.elapsed or 0.0, run.seconds) or None)
     if line.good is not None or line.failure or not run.state:
         return line
-    return replace(line, state=run.state, failure=run.reason, command=run.command)
+    return replace(line, state=run.state, failure=run.reason, command=run.command or line.command)
 
 
 def is_same_place(place: str | None, output: str) -> bool:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter
 
-from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.errors import CorruptRun, RayBatchError, first_step
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import dump
@@ -41,8 +41,8 @@ class LastAttempt:
     `phase` is planning, inference, finalizing, measuring or judging (the last two of a complete
     run). `started` and `ended` are in seconds since 1970; `ended` is None while it works, if it
     succeeded or was killed. `outcome` is failed, stopped, drained or "". `error` is the class and
-    `message` the text of the exception that ended it. `command` runs the job again. `by` is
-    user@host.
+    `message` the text of the exception that ended it. `command` runs the job again, "" if it is
+    unknown. `by` is user@host.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -78,7 +78,12 @@ class LastAttempt:
     @property
     def unmeasured_advice(self) -> str:
         """Return `unmeasured` with what to do."""
-        return f"{self.unmeasured.rstrip('.')}; {RUN_AGAIN}"
+        return f"{self.unmeasured.rstrip('.')}; {advice(self.first_step)}"
+
+    @property
+    def first_step(self) -> str:
+        """Return what to do before the job runs again; "" if a repeat alone can help."""
+        return first_step(self.error)
 
     def put(self, store: Store) -> None:
         """Write the record, replacing that of an earlier attempt.
@@ -89,6 +94,16 @@ class LastAttempt:
             put_record(not_waiting(store), LAST_ATTEMPT, dump(asdict(self)))
         except RayBatchError as error:
             log.warning("Cannot record this attempt in %s: %s", store.uri, error)
+
+
+def advice(step: str, command: str = "") -> str:
+    """Return how to continue a run: the words before `command`, or all if that is unknown.
+
+    `step` is what to do first, as `first_step` returns it.
+    """
+    if not command:
+        return f"{step}, then {RUN_AGAIN}" if step else RUN_AGAIN
+    return f"{step}, then run: " if step else "continue with: "
 
 
 _ATTEMPT = TypeAdapter(LastAttempt)

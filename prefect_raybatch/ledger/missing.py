@@ -7,12 +7,13 @@ import logging
 from itertools import islice
 
 from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
-from prefect_raybatch.ledger.last_attempt import read_last_attempt
+from prefect_raybatch.ledger.last_attempt import advice, read_last_attempt
 from prefect_raybatch.ledger.layout import COMMITS, PLAN
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.partials import split_partial
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import sentence
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ def no_run(store: Store) -> RayBatchError:
     if attempt is not None:
         ended = attempt.failure or attempt.outcome or "planning has not finished"
         return NoSuchRun(
-            f"{store.uri}: no run yet, since the last attempt wrote no plan ({ended}). Run the "
-            "same command again"
+            f"{store.uri}: no run yet, since the last attempt wrote no plan ({ended.rstrip('.')}). "
+            f"{sentence(advice(attempt.first_step, attempt.command))}{attempt.command}"
         )
     run, name = split_partial(store.uri)
     if name is not None:

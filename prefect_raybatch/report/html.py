@@ -67,6 +67,7 @@ def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
         made=made,
         headlines=[run_history.headlines(page) for page in pages],
         runs=[run_history.history_rows(page) for page in pages],
+        compared=[run_history.comparison_note(page) for page in pages],
         answers=[run_history.answers_table(page) for page in pages],
         plots=[Markup(picture) if picture else "" for picture in drawn],
         to_continue=[run_history.runs_to_continue(page) for page in pages],

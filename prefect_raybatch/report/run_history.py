@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.ledger.forks import fork_key
-from prefect_raybatch.ledger.last_attempt import RUN_AGAIN
+from prefect_raybatch.ledger.last_attempt import advice
 from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.quality.agreement import Agreement
 from prefect_raybatch.quality.alarm import ACCURACY, AGREEMENT, ShareSeries
@@ -33,6 +33,7 @@ STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cance
 # Columns of some jobs.
 MEASURED = ("cost", "accuracy", "judged", "e-value", "agreement", "agreement e-value")
 MORE_OF = {"labels": "label", "lengths": "length", "ends": "finish reason"}
+NOT_COMPARED = "not compared"
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -44,7 +45,8 @@ class HistoryLine:
     seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `committed` is the
     share of its shards, `seconds` its working time, `elapsed` the time of all attempts with starts
     and waits. `shifts` are the differences from earlier completed runs. `trouble` says why a run
-    cannot be read, `failure` why its last attempt failed, and `command` runs it again.
+    cannot be read, `failure` why its last attempt failed, and `command` runs it again, once
+    `first_step` is done ("": nothing).
     `unmeasured` says why a complete run was not measured or judged. `is_left`: the run is
     incomplete and no driver is at work. `compared`: with the completed run before it; `is_first`:
     no earlier run counts answers. `checked` is the smaller model of a cascade, if some of its
@@ -69,6 +71,7 @@ class HistoryLine:
     trouble: str = ""
     failure: str = ""
     command: str = ""
+    first_step: str = ""
     unmeasured: str = ""
     is_left: bool = False
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
@@ -162,15 +165,21 @@ def _e_values(run: HistoryLine, share: str) -> str:
 
 
 def _shift_text(run: HistoryLine) -> str:
-    """Describe the shifts from earlier runs, or why there are none."""
+    """Describe the shifts from earlier runs, or say that there are none or no comparison."""
     if run.shifts:
         return "; ".join(map(short_text, run.shifts))
     if not run.answers:
         return DASH
     if run.compared:
         return "no shift"
-    reason = "no earlier run" if run.is_first else f"fewer than {LEAST_ANSWERS} answers"
-    return f"not compared: {reason}"
+    return "no earlier run" if run.is_first else NOT_COMPARED
+
+
+def comparison_note(page: HistoryPage) -> str:
+    """Return why the answers of some runs are not compared; "" if all are."""
+    if NOT_COMPARED not in map(_shift_text, page.runs):
+        return ""
+    return f"{NOT_COMPARED}: this run or the one before it has fewer than {LEAST_ANSWERS} answers"
 
 
 def answers_table(page: HistoryPage) -> list[dict[str, str]]:
@@ -230,6 +239,7 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
     lines += table_lines(history_rows(page))
+    lines += ["", markdown_text(note)] if (note := comparison_note(page)) else []
     todo = [
         f"- {markdown_text(f'{key}: {text}')}{f' {code_span(command)}' if command else ''}"
         for key, text, command in _to_continue(page)
@@ -305,12 +315,13 @@ def runs_to_continue(page: HistoryPage) -> list[tuple[str, str]]:
 def _to_continue(page: HistoryPage) -> Iterator[tuple[str, str, str]]:
     """Yield (run key, why it is not done and what to do, command or "") of runs to continue."""
     for run in page.runs:
-        if reason := (run.failure or run.unmeasured):
-            advice = "continue with: " if run.command else RUN_AGAIN if run.run else ""
-            text = f"{reason.rstrip('.: ')}; {advice}" if advice else reason
-            yield run.run_key, text, run.command
-        elif run.is_left:
-            yield run.run_key, f"{run.state}, and no driver is heard; {RUN_AGAIN}", ""
+        left = f"{run.state}, and no driver is heard" if run.is_left else ""
+        reason = run.failure or run.unmeasured or left
+        if reason and (run.run or run.command):
+            todo = advice(run.first_step, run.command)
+            yield run.run_key, f"{reason.rstrip('.: ')}; {todo}", run.command
+        elif reason:
+            yield run.run_key, reason, ""
 
 
 def unread(page: HistoryPage) -> list[tuple[str, str]]:

@@ -67,8 +67,7 @@ def recorded_end(
     `phase` is PLANNING, INFERENCE or FINALIZING. `begin=False` records only the end of a block that
     raises. No end is recorded for a complete run. Texts in `secrets` are masked in the record.
     """
-    started = time.time()
-    attempt = LastAttempt(run_key, name, phase, round(started, 3), user_at_host(), os.getpid())
+    attempt = _begun(run_key, name, phase, secrets)
     if begin:
         attempt.put(store)
     try:
@@ -107,15 +106,22 @@ def record_end(
 def _ended(attempt: LastAttempt, error: BaseException, secrets: Sequence[str]) -> LastAttempt:
     """Return the record of an attempt that ends with `error`."""
     text = getattr(error, "plain", None) or str(error)
-    command = shlex.join(typed_words())
-    if command and " --run-key" not in command and command.startswith("raybatch run "):
-        command = f"{command} --run-key {shlex.quote(attempt.run_key)}"
     return replace(
         attempt,
         ended=round(time.time(), 3),
         outcome=outcome_of(error),
         error=type(error).__name__,
         message=cut_to_characters(_masked(text, secrets), MESSAGE_KEPT),
+    )
+
+
+def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastAttempt:
+    """Return the record of an attempt that begins now, with the command that was typed for it."""
+    command = shlex.join(typed_words())
+    if command and " --run-key" not in command and command.startswith("raybatch run "):
+        command = f"{command} --run-key {shlex.quote(run_key)}"
+    return LastAttempt(
+        *(run_key, name, phase, round(time.time(), 3), user_at_host(), os.getpid()),
         command=cut_to_characters(_masked(command, secrets), COMMAND_KEPT),
     )
 
@@ -128,8 +134,7 @@ def recorded_measurement(
 
     `phase` is MEASURING or JUDGING. If the block succeeds, an earlier such record is replaced.
     """
-    started = round(time.time(), 3)
-    attempt = LastAttempt(run_key, name, phase, started, user_at_host(), os.getpid())
+    attempt = _begun(run_key, name, phase, secrets)
     try:
         yield
     except BaseException as error:
@@ -231,7 +236,7 @@ def record_without_plan(
             raise ConfigError(f"{output} is inside the input {uri}. Choose another output.uri")
     store = open_store(join(output, check_run_key(key)), dict(options) if options else None)
     check_run_place(store.uri)
-    attempt = LastAttempt(key, name, PLANNING, round(time.time(), 3), user_at_host(), os.getpid())
+    attempt = _begun(key, name, PLANNING, secrets)
     record_end(store, attempt, error, secrets)
     return store, key
 

@@ -38,6 +38,7 @@ from prefect_raybatch.runs.quality import (
     check_judge,
     check_quality_columns,
     golden_of,
+    golden_plan,
     judge_plan,
     judge_warning,
 )
@@ -71,10 +72,10 @@ class DryRun:
     part of the input. `needs` are the resources that the run takes, `have` those of its cluster,
     `figures` its sizes with their reasons. `table` names the table and version that are read, as a
     plan records them. `tokens` are the prompt lengths, if they were requested or are needed for
-    max_model_len: auto. `publish` has a line for each target. `judged` says how many rows a judge
-    is asked about. `first` is the dry run of a cascade's first model; the other fields are then
-    those of the larger model, which is asked about at most the share `at_most` of the rows, and
-    about `check` rows only to compare.
+    max_model_len: auto. `publish` has a line for each target. `golden` describes the golden rows,
+    and `judged` says how many rows a judge is asked about. `first` is the dry run of a cascade's
+    first model; the other fields are then those of the larger model, which is asked about at most
+    the share `at_most` of the rows, and about `check` rows only to compare.
     """
 
     job: str
@@ -99,6 +100,7 @@ class DryRun:
     cost: CostEstimate | None = None  # of a job with prices
     rows_guessed: bool = False  # from a part of the input
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
+    golden: str = ""  # number and columns of the golden rows
     judged: str = ""  # how many rows a judge would be asked about, and what a hosted one costs
     at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
     check: int = 0  # rows that the larger model is asked about only to compare
@@ -250,6 +252,7 @@ def dry_run_resolved(
         cost=cost,
         rows_guessed=found.guessed,
         first=first,
+        golden=golden_plan(job.quality, job.output),
         judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
         check=0 if spec.cascade is None else min(rows, spec.cascade.check),

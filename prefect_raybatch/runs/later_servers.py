@@ -16,16 +16,17 @@ from prefect_raybatch.stages.hosted_batches.api import ask_for_model
 log = logging.getLogger(__name__)
 
 
-def check_later_servers(resolved: Resolved) -> None:
+def check_later_servers(resolved: Resolved, is_judged: bool = True) -> None:
     """Raise `EndpointRefused` if a server lacks the larger model of a cascade, or the judge.
 
     Raises `ConfigError` if the variable of a key is not set. Only logs that a server cannot be
-    reached: it may be up when the run needs it.
+    reached: it may be up when the run needs it. `is_judged`: the judge is asked about this run,
+    which it is not about a retry of failed rows.
     """
     larger, judge = resolved.job.output.escalate.engine, resolved.job.quality.judge
     if larger is not None:
         _check_server(larger, larger_fields)
-    if judge.asked:
+    if judge.asked and is_judged:
         _check_server(judge.whole_engine, judge_fields)
 
 

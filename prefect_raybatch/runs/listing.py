@@ -36,9 +36,9 @@ class RunLine:
     `rows` and `shards` are planned, `committed` counts shards; `good` (valid) and `quarantined`
     rows are None until the run is completed. `created` and `finished` are seconds since 1970;
     `parent` is the run with the failed rows that it retries. `trouble` says why a directory is
-    unreadable. `failure` says why the last attempt at an incomplete run failed, `command` runs it
-    again. Without `has_plan`, the line shows an attempt that did not reach a plan, which ended at
-    `finished`.
+    unreadable. `failure` says why the last attempt at an incomplete run failed, `first_step` what
+    to do about it before `command` runs it again ("" if nothing). Without `has_plan`, the line
+    shows an attempt that did not reach a plan, which ended at `finished`.
     """
 
     run_key: str
@@ -56,6 +56,7 @@ class RunLine:
     trouble: str = ""
     failure: str = ""
     command: str = ""
+    first_step: str = ""
     has_plan: bool = True
 
     @property
@@ -165,6 +166,7 @@ def _line_of(store: Store, key: str) -> RunLine | None:
         parent=plan.parent,
         failure=failure,
         command=attempt.command if attempt is not None and failure else "",
+        first_step=attempt.first_step if attempt is not None and failure else "",
     )
 
 
@@ -182,7 +184,8 @@ def _attempt_line(store: Store, key: str, attempt: LastAttempt) -> RunLine:
         created=attempt.started,
         finished=attempt.ended,
         failure=attempt.failure,
-        command=attempt.command,
+        command=attempt.command if attempt.outcome else "",  # else it may be at work
+        first_step=attempt.first_step,
         has_plan=False,
     )
 

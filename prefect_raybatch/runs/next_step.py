@@ -12,7 +12,7 @@ from prefect_raybatch.driver.cost import check_cost
 from prefect_raybatch.errors import CostExceeded, PlanMismatch
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import FIRST_KEY, OF_LARGER, increment_of
-from prefect_raybatch.ledger.last_attempt import unmeasured_attempt
+from prefect_raybatch.ledger.last_attempt import last_attempt_of, unmeasured_attempt
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
@@ -61,7 +61,8 @@ def next_step_of(resolved: Resolved, run_key: str) -> NextStep:
     plan, uri = ledger.load_plan(), ledger.store.uri
     if plan is None:
         ledger.finished()  # raises for a _SUCCESS without a plan, as a run does
-        return NextStep("begin", uri, run_key, ("begins a new run",))
+        lines = ("begins a new run", *_of_unplanned(ledger.store, job.name))
+        return NextStep("begin", uri, run_key, lines)
     try:
         check_same_job(plan, resolved, uri)
     except PlanMismatch as error:
@@ -81,6 +82,13 @@ def next_step_of(resolved: Resolved, run_key: str) -> NextStep:
     action: NextAction = "resume" if pending else "finish"
     rows_left = state.rows - state.done
     return NextStep(action, later.store.uri, run_key, lines, rows_left, plan.snapshot)
+
+
+def _of_unplanned(store: Store, job: str) -> Iterator[str]:
+    """Yield a sentence on how an attempt at a run of this job failed before there was a plan."""
+    attempt = last_attempt_of(store)
+    if attempt is not None and attempt.job == job and attempt.failure:
+        yield f"the last attempt failed during {attempt.failure}"
 
 
 def _over_cost(resolved: Resolved, state: Status, pending: int) -> str:

@@ -23,7 +23,7 @@ from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.series import accuracy_in, series_before
 from prefect_raybatch.spec.request import SamplingSpec
 from prefect_raybatch.spec.result import FinishSpec
-from prefect_raybatch.stages.result_columns import result_columns
+from prefect_raybatch.stages.result_columns import named_answers, result_columns
 from prefect_raybatch.words import counted
 
 
@@ -44,6 +44,7 @@ def check_quality_columns(
 ) -> None:
     """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
 
+    Also if the judge's prompt names no column with the answer, so that the judge cannot see it.
     `names` are the columns of the input. If output.postprocess has no output.schema, its columns
     are unknown before a run, and nothing is checked.
     """
@@ -54,12 +55,31 @@ def check_quality_columns(
     there = [*finish.kept(list(names)), *(name for name, _ in added)]
     if golden is not None:
         check_golden_columns(golden, there)
-    for name in template_fields(quality.judge.prompt or ""):
+    fields = template_fields(quality.judge.prompt or "")
+    for name in fields:
         if name not in there:
             raise ConfigError(
                 f"quality.judge.prompt: the result has no column {name!r} (it has: "
                 f"{', '.join(there)}). Add it to output.columns, or correct the prompt"
             )
+    answers = [name for name, _ in named_answers(finish, sampling, task)]
+    if quality.judge.asked and not set(answers) & set(fields):
+        columns = ", ".join(f"{{{name}}}" for name in answers)
+        raise ConfigError(
+            "quality.judge.prompt: the judge cannot see the answer, because the prompt names no "
+            f"column that holds it. Add {'one of ' if len(answers) > 1 else ''}{columns} to the "
+            "prompt"
+        )
+
+
+def golden_plan(quality: Quality, output: Output) -> str:
+    """Return what the job's golden rows are, e.g. `200 rows of golden.csv`; "" without any."""
+    golden = golden_of(quality, output)
+    if golden is None:
+        return ""
+    rows = counted(len(golden.answers), "row")
+    columns = ", ".join(golden.columns)
+    return f'{rows} of {golden.uri}, compared in "{golden.answer}" by {columns}'
 
 
 def check_judge(quality: Quality) -> None:

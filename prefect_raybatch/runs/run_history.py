@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.placeholders import dated_parts
-from prefect_raybatch.ledger.last_attempt import unmeasured_attempt
+from prefect_raybatch.ledger.last_attempt import last_attempt_of, unmeasured_attempt
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.report.answers import Shift, comparable, shifts
@@ -214,17 +214,25 @@ def _is_left(line: RunLine, options: StoreOptions | None) -> bool:
         return False
 
 
+def _with_command(entry: HistoryLine, options: StoreOptions | None) -> HistoryLine:
+    """Return the line of a run that is left, with the command of its last attempt."""
+    attempt = last_attempt_of(open_store(entry.run, dict(options) if options else None))
+    command = entry.command or (attempt.command if attempt is not None else "")
+    return replace(entry, is_left=True, command=command)
+
+
 def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
     share = line.committed / line.shards if line.shards else None
     rows = line.rows if line.has_plan else None
     entry = HistoryLine(line.run_key, line.run, line.state, line.created, rows, share)
-    entry = replace(entry, failure=line.failure, command=line.command)
+    entry = replace(entry, failure=line.failure, command=line.command, first_step=line.first_step)
     if line.state != COMPLETED:
-        return replace(entry, is_left=_is_left(line, options))
+        return _with_command(entry, options) if _is_left(line, options) else entry
     try:
         store = open_store(line.run, dict(options) if options else None)
         if (attempt := unmeasured_attempt(store)) is not None:
             entry = replace(entry, unmeasured=attempt.unmeasured, command=attempt.command)
+            entry = replace(entry, first_step=attempt.first_step)
         report = load_report(store)
     except STORE_AWAY:
         raise

@@ -75,12 +75,13 @@ class Status:
     cost of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is
     the run that replaces this one, which was repaired. `drained` is the drain request that stopped
     the latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
-    continues the run. `unmeasured` says why a complete run was not measured or judged.
-    `retried_by` are the runs that retry its failed rows, if they took all of them; `retry_options`
-    are the options that another retry needs. In the state of a cascade's first model, `to_larger`
-    counts failed rows that go on to the larger one; they are not among `quarantined` and
-    `failures`. `asked_larger` counts the `done` rows of a cascade that the larger model answered or
-    failed.
+    continues the run once `first_step` is done ("": nothing). `unmeasured` says why a complete run
+    was not measured or judged. `retried_by` are the runs that retry its failed rows, if they took
+    all of them, and `failed_again` counts the rows that failed there, None until all these runs are
+    complete; `retry_options` are the options that another retry needs. In the state of a cascade's
+    first model, `to_larger` counts failed rows that go on to the larger one; they are not among
+    `quarantined` and `failures`. `asked_larger` counts the `done` rows of a cascade that the larger
+    model answered or failed.
     """
 
     run: str
@@ -112,7 +113,9 @@ class Status:
     drained: Drain | None = None
     failure: str = ""
     command: str = ""
+    first_step: str = ""
     retried_by: tuple[str, ...] = ()
+    failed_again: int | None = None
     retry_options: tuple[str, ...] = ()
     to_larger: int = 0
     asked_larger: int = 0
@@ -128,17 +131,15 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
     tally = _tally(ledger, plan, listing)
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
-    failure, unmeasured, command = _last_failure(store, finished)
     beats = () if finished else tuple(unended_beats(store, attempts))
     spent = spent_on(ledger, plan)
     prices = _prices(plan)
     cost = spent.cost_at(plain_price(prices))
-    retries = _retries(store.uri, plan, options) if finished and tally.failed else ((), ())
-    return Status(
+    state = Status(
         run=store.uri,
         run_key=plan.run_key,
         job=plan.job_name,
-        state=ATTEMPT_FAILED if failure else _state(ledger, plan, finished, tally),
+        state=_state(ledger, plan, finished, tally),
         rows=plan.rows,
         done=tally.rows,
         good=tally.good,
@@ -162,22 +163,22 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
         cost=None if cost is None else round(cost, 6),
         currency=prices.currency,
         cost_end=beats[0]["cost_end"] if beats else None,
-        failure=failure,
-        command=command,
-        retried_by=retries[0],
-        retry_options=retries[1],
         asked_larger=_asked_larger(tally),
-        unmeasured=unmeasured,
     )
+    state = _with_last_attempt(state, store, finished)
+    return _with_retries(state, plan, options) if finished and tally.failed else state
 
 
-def _last_failure(store: Store, finished: bool) -> tuple[str, str, str]:
-    """Return `failure`, `unmeasured` and `command` of the latest attempt; each may be ""."""
+def _with_last_attempt(state: Status, store: Store, finished: bool) -> Status:
+    """Return the state with how the latest attempt failed, and what continues the run."""
+    attempt = unmeasured_attempt(store) if finished else last_attempt_of(store)
+    if attempt is None:
+        return state
+    state = replace(state, command=attempt.command, first_step=attempt.first_step)
     if finished:
-        attempt = unmeasured_attempt(store)
-        return ("", attempt.unmeasured, attempt.command) if attempt is not None else ("", "", "")
-    attempt = last_attempt_of(store)
-    return (attempt.failure, "", attempt.command) if attempt and attempt.failure else ("", "", "")
+        return replace(state, unmeasured=attempt.unmeasured)
+    name = ATTEMPT_FAILED if attempt.failure else state.state
+    return replace(state, state=name, failure=attempt.failure)
 
 
 def live_beats(state: Status) -> list[JsonObject]:
@@ -203,22 +204,26 @@ def _superseded_by(ledger: Ledger, plan: Plan) -> str | None:
     return None if later is ledger else later.store.uri
 
 
-def _retries(uri: str, plan: Plan, options: StoreOptions | None) -> tuple[tuple[str, ...], ...]:
-    """Return (`retried_by`, `retry_options`) of `Status` for a finished run with failed rows."""
+def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> Status:
+    """Return the state of a finished run with failed rows, with the retries of these."""
     from prefect_raybatch.runs.retry import options_of_retry
 
     if is_first_phase(plan):
-        return (), ()  # its rows are retried in the run itself
-    needed = tuple(options_of_retry(plan))
+        return state  # its rows are retried in the run itself
+    state = replace(state, retry_options=tuple(options_of_retry(plan)))
     try:
-        family = load_family(*locate_run(uri, options))
+        family = load_family(*locate_run(state.run, options))
         member = family.members.get(plan.run_key)
     except (ConfigError, CorruptRun, NoSuchRun) as error:
         log.warning("retries of the failed rows are unknown: %s", error)
-        return (), needed
+        return state
     if member is None or not family.is_taken(member):
-        return (), needed
-    return tuple(child.key for child in family.children(member.key)), needed
+        return state
+    children = family.children(member.key)
+    state = replace(state, retried_by=tuple(child.key for child in children))
+    if any(child.summary is None for child in children):
+        return state
+    return replace(state, failed_again=sum(child.failed for child in children))
 
 
 def _asks(store: Store, plan: Plan, options: StoreOptions | None) -> Status | None:

@@ -29,6 +29,21 @@ def result_columns(
     output: FinishSpec, sampling: SamplingSpec, task: TaskName
 ) -> tuple[tuple[str, str], ...]:
     """Return (name, type in words) of each column that is not from the input."""
+    answers, made = sampling.answers, named_answers(output, sampling, task)
+    made += [(name, str(extra_type(name, answers))) for name in output.extras]
+    if output.probabilities:
+        made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
+    if sampling.logprobs is not None:
+        made.append((LOGPROBS, str(logprobs_type(sampling.logprobs, answers))))
+    if output.answered_by:
+        made.append((ANSWERED_BY, "string"))
+    return (*made, (output.row_number, "int64"))
+
+
+def named_answers(
+    output: FinishSpec, sampling: SamplingSpec, task: TaskName
+) -> list[tuple[str, str]]:
+    """Return (name, type in words) of the columns that hold the answer itself."""
     answers = sampling.answers
     if output.postprocess is not None:
         given = (output.types or {}).items()
@@ -49,14 +64,7 @@ def result_columns(
         kinds = {"output.reasoning_column": "string", "output.tool_calls_column": CALLS}
         for field, name in output.parsing.columns.items():
             made.append((name, f"list<item: {kinds[field]}>" if answers > 1 else kinds[field]))
-    made += [(name, str(extra_type(name, answers))) for name in output.extras]
-    if output.probabilities:
-        made.append((PROBABILITIES, str(PROBABILITIES_TYPE)))
-    if sampling.logprobs is not None:
-        made.append((LOGPROBS, str(logprobs_type(sampling.logprobs, answers))))
-    if output.answered_by:
-        made.append((ANSWERED_BY, "string"))
-    return (*made, (output.row_number, "int64"))
+    return made
 
 
 def result_types(

@@ -190,7 +190,7 @@ def test_a_fallen_accuracy_emits_one_event_also_if_judging_was_stopped_or_failed
     (fell,) = [event for event in emitted if event["event"] == "raybatch.accuracy.fell"]
     assert fell["resource"]["prefect.resource.name"] == "n3"
     payload = fell["payload"]
-    assert payload["about"].startswith("judge: the accuracy fell (e-value ")
+    assert payload["about"].startswith("judge: the accuracy fell, probably with run n2 (e-v")
     assert payload["run"] == str(run) and payload["e_values"]["judge"] >= alarm.ALARM
 
 

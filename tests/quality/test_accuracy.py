@@ -13,10 +13,13 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from helpers.command_line import called
 from helpers.engines import FakeEngine
 from helpers.small import make_job
 
 from prefect_raybatch.api import (
+    dry_run,
     finalize_run,
     finalize_whole,
     infer_run,
@@ -229,6 +232,25 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Pat
     assert f"{first.good} of {first.good} golden rows right" in (
         Path(report.run) / "_raybatch" / "report.md"
     ).read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_plan_says_how_many_golden_rows_are_compared_and_publish_how_many_are_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = golden_file(tmp_path, "id,answer\n1,answer 1\n2,planted\n")
+    job = job_of(tmp_path, golden=golden, key=["id"])
+    assert dry_run(job).golden == f'2 rows of {golden}, compared in "answer" by id'
+    report = completed(job, "night")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.to_dict()), encoding="utf-8")
+    code, out, _ = called(capsys, "plan", path)
+    line = "".join(f"golden {dry_run(job).golden}".split())
+    assert code == 0 and line in "".join(out.split())  # long lines are folded
+    golden_file(tmp_path, "id,answer\n1,answer 1\n2,answer 2\n")
+    code, out, _ = called(capsys, "publish", report.run, "--job", path)
+    assert code == 0 and "2 of 2 golden rows right" in out and "published: " in out
+    assert out.index("right ") < out.index("published: ")
 
 
 def test_a_golden_row_that_failed_is_wrong(tmp_path: Path) -> None:

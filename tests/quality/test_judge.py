@@ -599,6 +599,29 @@ def test_a_prompt_that_names_a_column_the_result_lacks_is_refused_before_a_plan(
     assert not list((tmp_path / "out").rglob("plan.json"))
 
 
+def test_a_prompt_that_shows_the_judge_no_answer_is_refused_before_a_plan(tmp_path, server):
+    unseen = (
+        r"quality\.judge\.prompt: the judge cannot see the answer.*Add \{answer\} to the prompt"
+    )
+    for prompt in ("Is {Company} right?", "Is row {_row} right? {finish_reason}"):
+        output = {"extras": ["finish_reason"]}
+        job = job_of(tmp_path, server, {"prompt": prompt}, output=output)
+        for plan in (plan_run, dry_run):
+            with pytest.raises(ConfigError, match=unseen):
+                plan(job, "never")
+    assert not list((tmp_path / "out").rglob("plan.json"))
+
+
+def test_a_prompt_may_name_any_column_of_a_typed_answer(tmp_path, server):
+    types = {name: {"type": "string"} for name in ("label", "reason")}
+    form = {"type": "object", "properties": types, "required": list(types)}
+    (tmp_path / "form.json").write_text(json.dumps({**form, "additionalProperties": False}))
+    output = {"column": "response", "schema_model": str(tmp_path / "form.json")}
+    with pytest.raises(ConfigError, match=r"Add one of \{label\}, \{reason\} to the prompt"):
+        dry_run(job_of(tmp_path, server, {"prompt": "Is {Company} right?"}, output=output))
+    assert dry_run(job_of(tmp_path, server, {"prompt": "Is {reason} right?"}, output=output)).judged
+
+
 def test_a_key_of_golden_rows_that_the_result_lacks_is_refused_before_a_plan(tmp_path, server):
     quality = golden_file(tmp_path, range(5), lambda row: False)
     groups = {"quality": quality, "output": {"columns": ["Company"]}}
@@ -613,7 +636,7 @@ def test_plan_says_how_many_rows_are_judged_and_warns_of_a_model_that_judges_its
     tmp_path, server, caplog
 ):
     plan = dry_run(job_of(tmp_path, server))
-    assert plan.judged.startswith("20 of 60 rows, by large; about ")
+    assert plan.judged.startswith("20 of 60 rows, by large; about ") and not plan.golden
     assert not any("judge" in warning for warning in plan.sizing.warnings)
     own = job_of(tmp_path, server, {"endpoint": {}, "model": "demo"})
     assert any("judges its own answers" in warning for warning in dry_run(own).sizing.warnings)

@@ -338,12 +338,14 @@ def test_few_answers_are_not_told_as_no_shift():
         HistoryLine("few", "out/few", "completed", answers=some),
         HistoryLine("a", "out/a", "completed", answers=some, is_first=True),
     )
-    rows = history_rows(HistoryPage("job", nights))
-    assert [row["answers"] for row in rows] == [
-        "no shift",
-        f"not compared: fewer than {LEAST_ANSWERS} answers",
-        "not compared: no earlier run",
-    ]
+    page = HistoryPage("job", nights)
+    texts = [row["answers"] for row in history_rows(page)]
+    assert texts == ["no shift", "not compared", "no earlier run"]
+    why = f"not compared: this run or the one before it has fewer than {LEAST_ANSWERS} answers"
+    for text in (history_markdown(page, plots=False), history_html([page])):
+        assert text.count(why) == 1
+    enough = HistoryPage("job", nights[::2])
+    assert "not compared" not in history_markdown(enough) + history_html([enough])
 
 
 def test_the_first_line_is_the_verdict():

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.command_line import called
 from helpers.nights import Killed, Nights
 from s3server import S3Server
 
-from prefect_raybatch.api import default_run_key, plan_run, recorded_attempt
+from prefect_raybatch.api import default_run_key, next_step, plan_run, recorded_attempt
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.errors import (
     ConfigError,
@@ -22,6 +23,7 @@ from prefect_raybatch.errors import (
     PlanMismatch,
     RunDrained,
     SourceError,
+    first_step,
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.last_attempt import LastAttempt, read_last_attempt
@@ -82,7 +84,7 @@ def test_it_counts_as_a_run_for_nobody_and_is_resumed_under_its_key(nights):
     out = str(nights.folder / "out")
     assert latest_complete(out).run_key == "n1"
     with pytest.raises(
-        NoSuchRun, match=r"no plan \(planning: SourceError: .*Run the same command again"
+        NoSuchRun, match=r"no plan \(planning: SourceError: .*\)\. Fix the cause, then run the"
     ):
         status(f"{out}/n2")
     assert default_run_key(nights.job()) not in ("n1", "n2")
@@ -248,6 +250,49 @@ def test_a_missing_source_is_recorded_with_the_command_that_runs_it_again(nights
         f"--run-key {line.run_key}"
     )
     assert line.run_key.startswith("nightly-20261125T")
+
+
+def test_a_wrong_job_is_to_be_corrected_before_it_runs_again(nights, capsys):
+    nights.write("a")
+    code, path = command(nights, "--run-key", "n1", engine={"model": "/no/such/model"})
+    assert code
+    again = f"raybatch run {path} --no-prefect --run-key n1"
+    out = nights.folder / "out"
+    for words in (("status", out / "n1"), ("history", out), ("runs", out)):
+        _, text, err = called(capsys, *words)
+        said = " ".join((text + err).split()).lower().replace("`", "")
+        assert f"correct the job, then run: {again}".lower() in said, words
+    step = next_step(nights.job(reuse=None), "n1")
+    assert step is not None and step.lines[0] == "begins a new run"
+    assert step.lines[1].startswith("the last attempt failed during planning: ConfigError: ")
+    other = next_step(nights.job(name="other", reuse=None), "n1")
+    assert other is not None and other.lines == ("begins a new run",)
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        ("ConfigError", "correct the job"),
+        ("SourceError", "fix the cause"),
+        ("EndpointUnavailable", ""),
+        ("RunDrained", ""),
+        ("ValueError", ""),
+        ("Problem", ""),
+    ],
+)
+def test_what_a_repeat_cannot_mend_is_to_be_done_first(error, step):
+    assert first_step(error) == step
+
+
+def test_the_command_is_recorded_when_the_attempt_begins(nights):
+    store = open_store(str(nights.folder / "out/n1"))
+    typed = ["raybatch", "run", "job.yaml", "--set", "engine.env.HF_TOKEN=hunter22"]
+    with typed_command(typed), recorded_attempt(store, nights.job(), "n1", "inference"):
+        there = read_last_attempt(store)
+        assert there.command.startswith("raybatch run job.yaml --set 'engine.env.HF_TOKEN=***")
+        assert there.command.endswith(" --run-key n1") and not there.outcome
+        (line,) = list_runs(str(nights.folder / "out"))
+        assert not line.command  # the attempt may be at work
 
 
 @pytest.mark.parametrize(

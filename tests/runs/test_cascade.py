@@ -420,6 +420,17 @@ def test_failed_rows_are_retried_by_both_models(server, tmp_path):
     assert rows == {0: "demo", 9: "large"} and report.good == 2
 
 
+def test_a_retry_asks_the_server_of_the_larger_model_before_it_begins(server, tmp_path):
+    with_nulls(tmp_path, 0)
+    _, folder = run_of(job_of(server, tmp_path, limits={"max_failed_rows": 5}))
+    nulls = {"prompt.on_null": "empty"}
+    with openai_server(models=("other",)) as other:
+        to = {"endpoint": {"url": other.url, "model": "gone"}}
+        with pytest.raises(EndpointRefused, match=r"output\.escalate\.to\.endpoint"):
+            plan_retry(str(folder), overrides={**nulls, "output.escalate.to": to})
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
+
+
 def retried(run: Path | str, **more: Any) -> tuple[RunReport, dict[int, str]]:
     """Retry the failed rows of a run; return the report, and who answered each good row."""
     found = plan_retry(str(run), **more)

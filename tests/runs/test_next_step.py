@@ -22,7 +22,8 @@ from prefect_raybatch.cluster.pipeline import Pipeline
 from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, Heartbeat
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.increments import requests_ledger
-from prefect_raybatch.ledger.layout import LAST_ATTEMPT, heartbeat_path
+from prefect_raybatch.ledger.last_attempt import LastAttempt
+from prefect_raybatch.ledger.layout import heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record
 from prefect_raybatch.report.run_history import history_markdown
@@ -237,7 +238,10 @@ def test_a_driver_that_was_killed_a_moment_ago_is_not_waited_for(
     job = plain(nights)
     killed(nights, job, 1)
     ledger = Ledger(open_store(str(nights.folder / "out/n1")))
-    ledger.store.delete([LAST_ATTEMPT])  # a process that is killed records no end
+    # A process that is killed records no end.
+    again = "raybatch run job.yaml --run-key n1"
+    begun = LastAttempt("n1", job.name, "inference", time.time(), "me@here", 1, command=again)
+    begun.put(ledger.store)
     (name,) = ledger.attempts()
     values = {field: value() for field, value in changes.items()}
     ledger.note_attempt(name, {**ledger.read_attempt(name), **values})
@@ -246,10 +250,11 @@ def test_a_driver_that_was_killed_a_moment_ago_is_not_waited_for(
     assert step.action == ("resume" if died else "wait")
     assert any("the driver died (host" in line for line in step.lines) is died
     (page,) = history_of(job.output.uri)
-    left = "n1: unfinished, and no driver is heard; run the same command or script again"
+    left = f"n1: unfinished, and no driver is heard; continue with: `{again}`"
     assert (left in history_markdown(page, plots=False)) is died
     _, out, _ = called(capsys, "status", nights.folder / "out/n1")
     assert ("died after its heartbeat" in " ".join(out.split())) is died
+    assert (f"Continue with: {again}\n" in out) is died
     assert bool(drain_run(str(nights.folder / "out/n1")).live) is not died
 
 

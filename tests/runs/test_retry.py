@@ -139,7 +139,18 @@ def test_status_names_the_runs_that_took_all_failed_rows(tmp_path):
     retried(run.store.uri, ["ValueError"])
     assert status(run.store.uri).retried_by == ()
     retried(run.store.uri)
-    assert status(run.store.uri).retried_by == ("key.r1", "key.r2")
+    state = status(run.store.uri)
+    assert (state.retried_by, state.failed_again) == (("key.r1", "key.r2"), 0)
+
+
+def test_status_says_how_many_rows_failed_again_once_the_retry_is_complete(tmp_path, capsys):
+    uri = first_run(tmp_path).store.uri
+    assert isinstance(plan_retry(uri), Retry)
+    _, out, _ = called(capsys, "status", uri)
+    assert "failed rows are retried in key.r1\n" in out
+    retried(uri, failed={7: "ValueError", 18: "PromptTooLong"})
+    _, out, _ = called(capsys, "status", uri)
+    assert "failed rows were retried in key.r1: 2 failed again\n" in out
 
 
 def test_status_gives_the_options_that_a_retry_needs(tmp_path):
