@@ -1,1 +1,1 @@
-"""Compiles a validated job into what its run does."""
+"""Compiles a validated job into a `RunSpec`: the values that the stages and the driver use."""
