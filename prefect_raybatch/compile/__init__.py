@@ -1,1 +1,1 @@
-"""Compiles a validated job into a `RunSpec`: the values that the stages and the driver use."""
+"""Compiles a validated job into the spec of its run: the values that stages and driver use."""
