@@ -1,4 +1,4 @@
-"""Import path of the Prefect blocks, also for the entry point `prefect.collections`."""
+"""Public import path of the Prefect blocks; the entry point `prefect.collections` names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bound calls that may hang, such as name lookups, and reads of files that may be pipes."""
+"""Limits the time of calls that may hang, such as name lookups, and the reading of files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Returned = TypeVar("Returned")
 class BoundedCalls:
     """Runs calls that may hang, one at a time, each for at most `seconds`.
 
-    While a call hangs, no other call is started, so a hanging service costs `seconds` once, and one
-    thread.
+    While a call hangs, further calls fail at once, so a service that hangs costs the caller
+    `seconds` once, and occupies only one thread.
     """
 
     def __init__(self, seconds: float):
@@ -28,7 +28,10 @@ class BoundedCalls:
         self.under_way = False
 
     def __call__(self, work: Callable[[], Returned]) -> Returned:
-        """Call `work` as `within` does; raise `TimeoutError` at once if an earlier one runs."""
+        """Return the result of `work`; raise `TimeoutError` if it takes longer than `seconds`.
+
+        Raises `TimeoutError` at once, without calling `work`, if an earlier call has not returned.
+        """
         if self.under_way:
             raise TimeoutError("an earlier call has not returned yet")
         self.under_way = True
@@ -54,14 +57,15 @@ def read_regular_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 class _Stopped(BaseException):
-    """Ends a thread after its time limit; no handler of `Exception` catches it."""
+    """Raised in a thread to end it after its time limit; no handler of `Exception` catches it."""
 
 
 def within(seconds: float, work: Callable[[], Returned], stop: bool = False) -> Returned:
-    """Return what `work` returns, or raise what it raises or `TimeoutError` after `seconds`.
+    """Return the result of `work`, or raise its error; raise `TimeoutError` after `seconds`.
 
-    After a timeout `work` continues in a daemon thread. With `stop` an exception is raised in that
-    thread, which ends a loop in Python but not a call into a library that does not return.
+    `work` runs in a daemon thread and continues there after a timeout. With `stop`, an exception is
+    then raised in that thread, which ends a loop in Python but not a call into a library that does
+    not return.
     """
     results: list[Returned] = []
     errors: list[BaseException] = []

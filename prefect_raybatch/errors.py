@@ -1,7 +1,7 @@
 """All errors of this package, each either transient (worth a retry) or terminal.
 
-Errors cross process boundaries (Ray workers, Prefect subprocesses), so each takes its message as
-its only argument and pickles without help.
+Errors cross process boundaries (Ray workers, Prefect subprocesses), so every class takes the
+message as its only argument, which lets pickle restore it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RayBatchError(Exception):
     """Base of every error that this package raises on purpose.
 
     `transient` says whether a retry can help. Terminal errors are never retried: the message says
-    what to change. `remedy` is the advice for the class, in one line. `plain` is the message
-    without advice, set once advice was appended to the message for the Prefect page.
+    what to change. `remedy` is the class's advice, in one line. `plain` is the message as it was
+    raised; set once the remedy has been appended to the message for the Prefect page, else None.
     """
 
     transient = False
@@ -221,7 +221,11 @@ class QualityTooLow(RayBatchError):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry can help; unknown errors (network, Ray) count as transient."""
+    """Return whether a retry can help.
+
+    For errors of other packages (network, Ray): False for `TypeError`, `ValueError`,
+    `NotImplementedError` and `KeyboardInterrupt`, else True.
+    """
     if isinstance(error, RayBatchError):
         return error.transient
     return not isinstance(error, (TypeError, ValueError, NotImplementedError, KeyboardInterrupt))

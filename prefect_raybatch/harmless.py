@@ -49,7 +49,7 @@ def visible(text: str) -> str:
 
 
 def clean(words: str) -> str:
-    """Return the text in one line of visible characters that XML allows."""
+    """Return the text as one line of visible characters, all of which XML allows."""
     return visible(words).replace("\n", " ").replace("\t", " ")
 
 
@@ -67,13 +67,20 @@ def markdown_text(text: object) -> str:
 
 
 def code_span(text: str) -> str:
-    """Return the text as inline code of Markdown; as escaped text if it could end the code."""
+    """Return the text as a Markdown code span.
+
+    A text that is empty or contains ` or < is returned as escaped text instead, because it could
+    end the span.
+    """
     line = " ".join(visible(text).split())
     return f"`{line}`" if line and not {"`", "<"} & set(line) else markdown_text(line)
 
 
 def fenced(lines: Iterable[str]) -> list[str]:
-    """Return the lines as a Markdown code block, with fences longer than any in the lines."""
+    """Return the lines of a Markdown code block that shows `lines`.
+
+    Its fences are longer than any run of backticks in the lines.
+    """
     shown = [part for line in lines for part in visible(line).split("\n")]
     longest = max((len(run) for line in shown for run in _FENCES.findall(line)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -1,7 +1,7 @@
 """Finds incompatible installed packages from their metadata.
 
-If only the build tags of two packages differ (`+cpu`, `+cu129`), they may still work: an import in
-a child process decides.
+Packages of which only the build tags differ (`+cpu`, `+cu129`) may still work together: `broken`
+tries to import them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Misfit:
 
 
 def misfits() -> list[Misfit]:
-    """Return all incompatible packages."""
+    """Return all conflicts between installed packages that a run needs."""
     unmet = [misfit for owner in OWNERS for misfit in _unmet(owner)]
     named = {misfit.package for misfit in unmet}
     return [*unmet, *(misfit for misfit in _builds() if misfit.package not in named)]
@@ -109,7 +109,7 @@ def in_words(found: Sequence[Misfit]) -> str:
 
 
 def remedy(found: Sequence[Misfit]) -> str:
-    """Return the one or two pip commands that replace the incompatible packages `found`."""
+    """Return the pip commands, joined by "and", that remove or replace the packages in `found`."""
     parts, names = [], [misfit.package for misfit in found]
     if unneeded := [name for name in COMPANIONS if name in names]:
         why = f"not needed for text; builds for a CPU torch are at {TORCH_CPU}"
@@ -131,9 +131,10 @@ def misfits_line() -> str:
 
 
 def check_engine_packages() -> None:
-    """Raise `EngineStartError` if a package that vLLM imports is built for another torch.
+    """Raise `EngineStartError` if a package that vLLM imports cannot be loaded with this torch.
 
-    Reads only metadata, so a run that cannot start an engine here fails within a second.
+    Does nothing if no engine is installed here. Reads only metadata, so a run that cannot start an
+    engine fails within a second.
     """
     unloadable = [misfit for misfit in _builds() if misfit.proved]
     if unloadable and extra():
@@ -148,9 +149,10 @@ def extra() -> str:
 
 
 def _unmet(owner: str) -> Iterator[Misfit]:
-    """Yield the requirements of `owner` on VITAL packages that are not met.
+    """Yield a misfit for each installed VITAL package that does not meet a requirement of `owner`.
 
-    A missing package does not count: lock files leave out packages that jobs on text do not need.
+    Nothing for a package that is not installed: lock files leave out those that jobs on text do not
+    need.
     """
     owner_version = _version(owner)
     if owner_version is None:
@@ -168,10 +170,10 @@ def _unmet(owner: str) -> Iterator[Misfit]:
 
 
 def _builds() -> Iterator[Misfit]:
-    """Yield each package of `COMPANIONS` whose build tag (`+cpu`, `+cu129`) is not torch's.
+    """Yield a misfit for each of `COMPANIONS` whose build tag (`+cpu`, `+cu129`) is not torch's.
 
-    The builds on PyPI for Linux on x86-64 are for CUDA and have no tag; torch's CPU build cannot
-    load them, although their version is compatible.
+    On Linux on x86-64, PyPI's builds are for CUDA and have no tag; torch's CPU build cannot load
+    them, although their versions are compatible.
     """
     torch = _version("torch")
     intel = (sys.platform, platform.machine()) == ("linux", "x86_64")

@@ -16,7 +16,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this machine: its product name, and MiB of total and used memory."""
+    """A GPU of this machine: index, product name, total and used memory in MiB, driver version."""
 
     index: int
     name: str
@@ -61,10 +61,10 @@ def _ask() -> tuple[list[Gpu], str]:
 
 
 class GpuSampler:
-    """Samples the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor.
+    """Samples the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor; all if it is unset.
 
-    A call returns their mean utilization as a share (`gpu`) and the GiB used on the fullest
-    (`gpu_memory`); {} if unknown.
+    Calling it returns {"gpu": mean utilization of these GPUs (0 to 1), "gpu_memory": GiB used on
+    the fullest}; {} if unknown.
     """
 
     def __init__(self) -> None:

@@ -32,19 +32,21 @@ Options = Mapping[str, Any] | None
 
 
 class FinishedRows:
-    """The rows of a run's result, read from exactly the files that its `_SUCCESS` names.
+    """Mixin with methods that read a finished run's result from the files named in its `_SUCCESS`.
 
-    A partial result (RUN_DIR/partial/_UUID) is read from the files that its own record names.
-    `options` are s3fs options, as in `output.options`; without them, credentials come from the
-    environment. With `quarantine`, a method returns the failed rows in place of the answered ones.
-    Each method raises `IncompleteRun` while the run is not finished, `CorruptRun` for a file that
-    is missing or has another size, and `ConfigError` if the run has `output.compact: false`, so
-    that it has no such files.
+    A partial result (RUN_DIR/partial/_UUID) is read from the files named in its own record.
+    `options` are s3fs options, as in `output.options`; without them, the options with which the run
+    was opened are used. With `quarantine=True`, a method returns the failed rows instead of the
+    answered ones.
+
+    Each method raises `IncompleteRun` if the run is not finished, `CorruptRun` if a file is missing
+    or has another size, and `ConfigError` for a run with `output.compact: false`, which has no
+    result files in row order.
     """
 
     @abstractmethod
     def _place(self) -> tuple[str, Options]:
-        """Return the run directory, and the store options to open it with."""
+        """Return (URI of the run or partial result, default store options)."""
 
     def dataset(self, options: Options = None) -> pyarrow.dataset.Dataset:
         """Return the answered rows, in input order, read on demand."""
@@ -128,9 +130,9 @@ def _files(
 
 
 def _copied(store: Store, success: Success | PartialResult, kind: str) -> list[str]:
-    """Copy the result's files into a temporary folder; return their paths.
+    """Copy the result's files of one `kind` into a temporary folder; return the copies' paths.
 
-    The folder is removed when the process ends. `kind` is data or quarantine.
+    `kind` is "data" or "quarantine". The folder is removed when the process ends.
     """
     check_parts(store, success.parts)
     folder = Path(tempfile.mkdtemp(prefix="raybatch-"))
@@ -165,10 +167,10 @@ def rows_of_result(
 
 
 def _empty(success: Success | PartialResult, kind: str) -> pyarrow.Table:
-    """Return a table without rows, for a result without files of this `kind`.
+    """Return a table without rows, for a result that has no files of this `kind`.
 
-    No file tells the types of columns, so for data the table has only the row number; the columns
-    of quarantine are text.
+    For "data", its only column is the row number, since no file tells the other columns. For
+    "quarantine", it has the fixed columns of failed rows, as strings, and the row number.
     """
     import pyarrow as pa
 

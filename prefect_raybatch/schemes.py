@@ -1,4 +1,4 @@
-"""The schemes of the object stores, read by policy, jobs and stores alike."""
+"""The URI schemes of object stores, and the options that Google and Azure stores accept."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _ACCOUNT = re.compile(
 
 
 def store_place(uri: str) -> str:
-    """Return a store's URI in canonical form: s3://, gs:// or az://.
+    """Return the URI of an object store in canonical form: s3://, gs:// or az://.
 
-    An Azure URI with an account becomes az://container@account/path.
+    An Azure URI with a storage account becomes az://container@account/path.
     """
     scheme, rest = store_scheme(uri), uri.partition("://")[2]
     if scheme == "az" and (named := _ACCOUNT.match(rest)):
@@ -58,14 +58,19 @@ def store_place(uri: str) -> str:
 
 
 def names_account(uri: str) -> bool:
-    """Return whether a URI is az://container@account/...; user:password@ does not count."""
+    """Return whether an Azure URI names its storage account, as in az://container@account/path.
+
+    Credentials in the URI (user:password@) are not taken for one.
+    """
     return store_scheme(uri) == "az" and _ACCOUNT.match(uri.partition("://")[2]) is not None
 
 
 def with_account(uri: str, options: Mapping[str, object]) -> str:
-    """Add the account to an Azure URI, because two accounts may have containers of one name.
+    """Return an Azure URI with its storage account, as az://container@account/path.
 
-    The account comes from the options or AZURE_STORAGE_ACCOUNT_NAME; other URIs are unchanged.
+    Two accounts may have containers of the same name. The account comes from option account_name or
+    from AZURE_STORAGE_ACCOUNT_NAME; without either, and for other stores, returns `uri`
+    unchanged.
     """
     account = options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     if store_scheme(uri) != "az" or names_account(uri) or not account:
@@ -75,9 +80,10 @@ def with_account(uri: str, options: Mapping[str, object]) -> str:
 
 
 def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Return `options`, made for another store, if the store of `uri` accepts their names, else {}.
+    """Return `options` if the store of `uri` accepts options of these names, else {}.
 
-    A store without options takes its credentials from the environment.
+    They were written for another store. A store without options takes its credentials from the
+    environment.
     """
     clouds = {name for names in CLOUD_OPTIONS.values() for name in names}
     scheme = store_scheme(uri)
@@ -87,7 +93,10 @@ def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_cloud_options(uri: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError for unknown options of a Google or Azure store; do not show their values."""
+    """Raise ValueError for unknown options of a Google or Azure store, without their values.
+
+    Options of other stores are not checked.
+    """
     scheme = store_scheme(uri)
     known = CLOUD_OPTIONS.get(scheme, tuple(options))
     unknown = sorted(set(options) - set(known))

@@ -1,7 +1,8 @@
 """Prefect's temporary server, which Prefect starts for a flow if no API URL is set.
 
-Prefect starts it as an ordinary child process. A terminal's Ctrl-C then ends it together with the
-flow, which waits minutes for the missing API, and it outlives a flow that is killed.
+Prefect starts it as an ordinary child process. So a Ctrl-C in the terminal ends the server together
+with the flow, which then waits minutes for the missing API; and if the flow is killed, the server
+goes on running.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The operations on a job's run: each compiles the job and calls the function of `runs`.
+"""The operations on a job's run: plan, infer, finalize, publish, preview, backfill and others.
 
-The main path is `plan_run` -> `infer_run` -> `finalize_run`. Each can be called again after a crash
-and continues where the records end.
+Each function compiles the job and calls the function of package `runs` that does the work. The main
+path is `plan_run` -> `infer_run` -> `finalize_run`. Each of these can be called again after a
+crash, and continues from what the run directory records.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 @dataclass(frozen=True)
 class Sender:
-    """The sender of a job to a cluster that receives jobs.
+    """The data with which the judge's job is sent to a cluster that receives jobs.
 
     `job` is the job without the credentials of its blocks, and `owner` the flow run on whose behalf
-    it is sent.
+    it is sent (None: no flow run).
     """
 
     job: BatchJob
@@ -98,10 +99,11 @@ class Sender:
 
 
 def default_run_key(job: BatchJob | Resolved, scheduled: datetime | None = None) -> str:
-    """Return the run key for a job: its name with the scheduled start.
+    """Return the run key for a job: NAME-YYYYMMDDTHHMMSSZ of the scheduled start, in UTC.
 
-    Without `scheduled`, return the key of the newest unfinished run of this job, so that running
-    again after a crash resumes it; without such a run, a new key with the current second.
+    Without `scheduled`, return the key of the newest unfinished run of this job, so that the same
+    command after a crash resumes it. If there is no such run, return a new key with the current
+    second.
     """
     if scheduled is not None:
         name = job.name if isinstance(job, BatchJob) else job.job.name
@@ -119,10 +121,11 @@ def resolve_run(
     scheduled: datetime | None,
     run_date: date | None = None,
 ) -> tuple[BatchJob, str]:
-    """Return the job with {run_date} and {run_key} filled in, and the run's key.
+    """Return (the job with {run_date} and {run_key} filled in, the run key).
 
-    The date is `run_date`, else the date in the run key, else the date of the scheduled start, else
-    today, all in UTC.
+    `run_key` None means: the key for midnight of `run_date`, else that of `default_run_key`. The
+    value of {run_date} is `run_date`, else the date in the run key, else the date of the scheduled
+    start, else today, all in UTC.
     """
     if run_date is not None and run_key is None:  # so that the same date finds the same run
         scheduled = datetime.combine(run_date, time(), UTC)
@@ -141,7 +144,10 @@ def resolve_run(
 
 
 def judge_key(run_key: str) -> str:
-    """Return the key of the run that judges run `run_key`, cut to the longest that is valid."""
+    """Return the key of the run in which a judge grades the answers of run `run_key`: KEY-judge.
+
+    KEY is `run_key`, shortened if the result would be longer than a run key may be.
+    """
     return f"{run_key[: LONGEST_NAME - len(JUDGE_SUFFIX)]}{JUDGE_SUFFIX}"
 
 
@@ -152,11 +158,11 @@ def judge_key(run_key: str) -> str:
 def recorded_attempt(
     store: Store, job: BatchJob, run_key: str, phase: str, begin: bool = True
 ) -> Iterator[None]:
-    """Record an attempt at the run in `store` when the block begins, and its end if it raises.
+    """Record in `store` that an attempt begins; record its end if the `with` block raises.
 
-    `phase` is the step that the block takes (PLANNING, INFERENCE or FINALIZING of `runs.attempts`).
-    `begin=False` records only the end of a block that raises. A run that is complete keeps the
-    record it has.
+    `store` is the run directory, `phase` the step that the block takes (PLANNING, INFERENCE or
+    FINALIZING of `runs.attempts`). With `begin=False`, nothing is recorded unless the block raises.
+    The failure is not recorded if the run is already complete.
     """
     with attempts.recorded_end(store, job.name, run_key, phase, secrets_of(job), begin):
         yield
@@ -165,10 +171,11 @@ def recorded_attempt(
 def record_unplanned(
     job: BatchJob, run_key: str | None, error: BaseException, run_date: date | None = None
 ) -> tuple[Store, str] | None:
-    """Record an attempt that failed before its run directory was known; return directory and key.
+    """Record an attempt that failed before its plan existed; return (run directory, run key).
 
-    None if it could not be recorded. Without `run_key`, the key is that of a run that begins now.
-    `run_date` is the value of {run_date}, by default the date in the key.
+    Returns None, after a warning in the log, if the attempt cannot be recorded. Without `run_key`,
+    the key is made from the job's name and the current second. `run_date` is the value of
+    {run_date}, by default the date in the key, else today.
     """
     key = run_key or attempts.key_for_start(job.name)
     try:
@@ -185,16 +192,17 @@ def record_unplanned(
 
 
 def secrets_of(job: BatchJob) -> list[str]:
-    """Return the texts in a job that must be masked, the longest first."""
+    """Return the secret texts in a job, from 4 characters on, the longest first, for masking."""
     secrets: set[str] = set()
     _collect(job.to_dict(), job.model_dump(mode="json", by_alias=True), secrets)
     return sorted(secrets, key=len, reverse=True)
 
 
 def _collect(clear: object, shown: object, secrets: set[str]) -> None:
-    """Add to `secrets` each text of `clear` that is masked in `shown`, unless it is very short.
+    """Add to `secrets` each text of `clear` that is masked in `shown` and is not very short.
 
-    `clear` are values of a job in clear text, `shown` the same values as they may be shown.
+    `clear` are values of a job in clear text, `shown` the same values with the secrets masked.
+    Texts of fewer than 4 characters are left out, because they also occur in ordinary words.
     """
     if isinstance(clear, Mapping):
         for name, inner in clear.items():
@@ -216,11 +224,12 @@ def plan_run(
     dataset: ray.data.Dataset | None = None,
     accept: Sequence[str] = (),
 ) -> Run:
-    """Make the run's plan, or adopt the existing one; return the run.
+    """Write the plan of the run, or adopt the plan that exists; return the run.
 
     `dataset` replaces the job's source files. `accept` names fields in which the job may differ
-    from the run's plan, which the user accepts and the run records. Raises `ConfigError`,
-    `SourceError`, `PlanMismatch` or `UnsafeStore`; only an unreachable store is worth a retry.
+    from the existing plan; the run records that the user accepted these differences. Raises
+    `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`; only an error of an unreachable
+    store is worth a retry.
     """
     resolved = resolve(job)
     job = resolved.job
@@ -236,11 +245,12 @@ def plan_run(
 
 
 def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """Check everything about a job that can be checked within a second; return it resolved.
+    """Check everything about a job that takes at most a second; return the resolved job.
 
-    The resolved job has its files read and its model pinned, if that needs no network. So a wrong
-    job fails before anything starts. Reads the plan in the run directory `store` if there is one,
-    otherwise a sample of the input.
+    This lets a wrong job fail before anything starts. If the run directory `store` has a plan, the
+    job is compared with it, except for the fields in `accept`; else a sample of the input is read.
+    The returned job contains the text of the files that it names, and the exact version of its
+    model if that needs no network.
     """
     return precheck_resolved(resolve(job), store, accept)
 
@@ -254,10 +264,10 @@ def dry_run(
 ) -> DryRun:
     """Return what a run would do, without writing and without Ray.
 
-    If the job names a cluster, its capacity is queried; `what_if` replaces it. `problems` is empty
-    if the run can start and keeps its engines busy. `sample` rows are made into prompts to measure
-    their length (0: none, unless max_model_len is auto). `rows_left` are the rows whose cost is
-    estimated, by default all.
+    Capacity is that of the job's cluster, or `what_if`. The result's `problems` are empty if the
+    run can start and keep its engines busy. `sample` is the number of rows whose prompts are made
+    and measured (0: none, or as many as needed if max_model_len is auto). The cost is estimated for
+    `rows_left` rows, by default all; for a job that reuses answers, for the rows that it infers.
     """
     return dry_run_resolved(resolve(job), run_key, what_if, sample, rows_left)
 
@@ -289,8 +299,8 @@ def infer_run(
 ) -> Progress:
     """Read, infer and commit every pending shard; return the progress at the end.
 
-    Starts no engine if nothing is pending. An observer that is a `heartbeat.Listener` also receives
-    heartbeats. `engine` replaces the engine stage in tests.
+    Starts no engine if nothing is pending. `observe` is called with the progress; if it is a
+    `heartbeat.Listener`, it also receives heartbeats. `engine` replaces the engine stage in tests.
     """
     check_trust(job)
     check_run_place(run.uri)
@@ -308,13 +318,15 @@ def finalize_run(
     written: str | None = None,
     sender: Sender | None = None,
 ) -> RunReport:
-    """Write the result and _SUCCESS; return the report. A finished run returns its report again.
+    """Write the result and `_SUCCESS`; return the report.
 
-    `written` is output.uri as written in the job, if it contained {run_date} or {run_key}. `sender`
-    is needed by a judge on a cluster that receives jobs, if blocks have credentials. Measures the
-    accuracy if the job names golden rows, and asks the judge if it names one. Compares the checked
-    rows of a cascade with those of earlier runs. Raises `IncompleteRun` while shards are missing,
-    `CorruptRun` if the coverage is wrong, and what the judge's own run raises.
+    A complete run is not written again. Measures the accuracy if the job names golden rows or a
+    judge. Compares the share of checked rows on which a cascade's two models agree with the shares
+    of earlier runs. `progress` is what `infer_run` returned. `written` is output.uri before
+    {run_date} and {run_key} were filled in, by which earlier runs are found; by default the job's.
+    `sender` is needed if the judge runs on a cluster that receives jobs and the job names blocks
+    with credentials. Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage
+    is wrong, and the errors of the judge's run.
     """
     report = _finalized(job, run, progress)
     report = with_agreement(report, job.output.options or None, written or job.output.uri)
@@ -332,9 +344,11 @@ def _with_quality(
     sender: Sender | None,
     measure_again: bool = False,
 ) -> RunReport:
-    """Return the report of a finished run with its accuracy, by golden rows and by a judge.
+    """Return the report of a finished run, with its accuracy by golden rows and by a judge.
 
-    `measure_again` measures a run again, since its judge or golden rows may have changed.
+    `member` is the run; `written` and `sender` are those of `finalize_run`. With `measure_again`, a
+    run that was measured before is measured again, because its judge or golden rows may have
+    changed.
     """
     written = written or job.output.uri
     place = (member.ledger.store, job.name, member.key)
@@ -376,9 +390,10 @@ def finalize_whole(
 ) -> RunReport:
     """Write result, report and `_SUCCESS` of a run with all shards committed; publish nothing.
 
-    Returns the report, also of a run that is complete already. `job` says how to reach the store
-    and on which cluster a large result is written, by default the run's own. Raises `IncompleteRun`
-    while shards are missing, and what `finalize_run` raises.
+    Returns the report, even if the run was complete before. `job` gives access to the store and
+    names the cluster on which a large result is written; by default it is the job in the run's
+    plan, and then golden rows and judge are not used. Raises `IncompleteRun` while shards are
+    missing, and the errors of `finalize_run`.
     """
     check_run_place(run_dir)
     store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
@@ -404,10 +419,10 @@ def finalize_partial(
     """Write the committed rows of an incomplete run to a folder in `run_dir`; return its report.
 
     The folder is `partial/_UUID`, with `data` and `_quarantine`; the report's state is "partial"
-    and its `run` is that folder. The run is not changed: it stays unfinished, is resumed and
-    finished as before, and nothing is deleted. Reads only commits and the pieces that they name, so
-    it may run while a driver is active. `options` are s3fs options, as in `output.options`; `job`
-    says on which cluster a large result is written, by default the run's own.
+    and its `run` is that folder. The run stays unfinished and can be resumed and finished as
+    before; nothing is deleted. Reads only commits and the pieces that they name, so it may be
+    called while a driver is active. `options` are s3fs options, as in `output.options`. `job` names
+    the cluster on which a large result is written; by default it is the job in the run's plan.
 
     Raises `ConfigError` for a run with all shards committed, or one that is completed meanwhile,
     `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
@@ -431,13 +446,13 @@ def publish_run(
 ) -> RunReport:
     """Publish the finished run at `uri` to the targets of the job, each once; return the report.
 
-    Targets in a run directory are not trusted, because anyone who can write to it could add a
-    target. So `job` None is rejected if the run's plan names targets, unless `targets_from_plan`
-    says that these were reviewed. `run_date` is the value of {run_date} in a target, by default the
-    date in the run key, and `written` output.uri as written in the job, if it contained {run_date}
-    or {run_key}. `sender` is as for `finalize_run`. Raises `IncompleteRun` while the run is not
-    finished, `QualityTooLow` if neither golden rows nor judge show `quality.at_least`,
-    `ConfigError` for what cannot be published, `PublishFailed` (worth a retry).
+    Anyone who can write to a run directory could add a target to its plan. So without `job`, the
+    targets in the plan are refused, unless `targets_from_plan` says that the user has reviewed
+    them. `run_date` is the value of {run_date} in a target, by default the date in the run key.
+    `written` and `sender` are those of `finalize_run`. `observe` is called with a text for each
+    step. Raises `IncompleteRun` while the run is not finished, `QualityTooLow` if neither golden
+    rows nor judge show `quality.at_least`, `ConfigError` for what cannot be published,
+    `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
@@ -467,9 +482,10 @@ def publish_run(
 
 
 def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tuple[str, str] | None:
-    """Return (targets of the job, targets of the run's plan) as lines; None if they are equal.
+    """Return (targets of the job, targets in the run's plan) as text, one per line; None if equal.
 
-    If they differ, the user may have chosen the wrong job or the wrong run.
+    `uri` is the run directory. Targets that differ may mean that the user chose the wrong job or
+    the wrong run.
     """
     from prefect_raybatch.runs.publish_run import targets_text
 
@@ -489,12 +505,12 @@ def preview_rows(
 ) -> Preview:
     """Send the first `rows` rows through every stage of the job, in this process, on one engine.
 
-    Without `answers`, no engine starts. In a cascade, both models are asked about these rows, and
-    the first model's preview holds the larger model's (`larger`). Nothing is kept, published, or
-    reused from earlier runs. Raises like `plan_run` for a job that cannot run,
-    `InsufficientResources` if this machine has no GPU for its engine, `EngineStartError` or
-    `EngineFailure` if the engine does not start or dies. `engine` replaces the engine stage in
-    tests.
+    Without `answers`, no engine starts and the rows are only prepared. For a cascade, returns the
+    preview of the first model, whose `larger` is the preview of the larger model. Stores and
+    publishes nothing, and reuses no answer of earlier runs. Raises like `plan_run` for a job that
+    cannot run, `InsufficientResources` if this machine has no GPU for its engine,
+    `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine` replaces
+    the engine stage in tests.
     """
     if rows < 1:
         raise ConfigError(f"rows {rows}: at least one row is shown")
@@ -507,7 +523,10 @@ def preview_rows(
 def _preview(
     job: BatchJob, rows: int, answers: bool, engine: type | None, size: Sizing | None
 ) -> Preview:
-    """Return the preview of one model. `size` None: the sizes of a run of just these rows."""
+    """Return the preview of one model's answers to the first `rows` rows.
+
+    The engine is sized by `size`, or for a run of just these rows if that is None.
+    """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster import sizes as sized
     from prefect_raybatch.runs.preview import PREVIEW_KEY, PhaseClock, check_gpus_here, preview_spec
@@ -529,7 +548,8 @@ def _preview(
 def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
     """Return the job restricted to its first rows, on one local engine.
 
-    The job tries no quantization, and writes its result to `folder`.
+    Its result is written to `folder`. Publishing, reuse, cost limits and quantization trials are
+    switched off.
     """
     limit = min(rows, job.source.most_rows or rows)
     changes: dict[str, Any] = {
@@ -555,10 +575,11 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
 def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches, ...]:
     """Fill this machine's caches of compiled code for a job's engine; return what was added.
 
-    An engine starts in this process with the arguments that it has in a run of all rows, answers
-    the first row, and ends; then the engine of a cascade's larger model does the same. The answers
-    are not kept. Raises `ConfigError` if only hosted models are asked, which have no engine, and
-    otherwise like `preview_rows`. `engine` replaces the engine stage in tests.
+    Starts an engine in this process with the arguments that it has in a run of all rows, sends it
+    the first row, discards the answer, and ends the engine. For a cascade, does so for each of its
+    two models that is not hosted. Raises `ConfigError` if all models are hosted, because they have
+    no engine here; for other errors see `preview_rows`. `engine` replaces the engine stage in
+    tests.
     """
     from prefect_raybatch.runs.preview import ANSWERS_PHASE, START_PHASE
     from prefect_raybatch.runs.warm_caches import (
@@ -596,8 +617,9 @@ MOST_DATES = 10_000
 def planned_runs(job: BatchJob, first: date, last: date) -> list[DatedRun]:
     """Return the run of each date from `first` to `last`, both included, with its state.
 
-    `job` has its credentials. Starts nothing and reads no input. Raises `ConfigError` for a job
-    with the same input and output for every date, and for invalid dates.
+    `job` must contain the credentials of its blocks. Starts nothing and reads no input. Raises
+    `ConfigError` if neither source nor output.uri contains {run_date}, so that all dates would have
+    the same rows, and for invalid dates.
     """
     if not locations_are_dated(job):
         raise ConfigError(
@@ -635,13 +657,13 @@ def backfill(
     stop_on_failure: bool = False,
     observe: Callable[[DatedRun], None] = lambda run: None,
 ) -> list[DatedRun]:
-    """Run the incomplete ones of `runs`, which has one run per date; return the state of all.
+    """Run the dates in `runs` that are not done; return all runs with their new states.
 
-    They run in order, `at_most` at once. `run_date` is called in a thread and runs one date to its
-    end; `observe` is called with each run that has ended. A failed run stops the others only with
-    `stop_on_failure`: active ones finish, and nothing new begins. A signal stops all; committed
-    shards are kept. One Ray cluster serves all of them. Raises `ConfigError` for `at_most` under 1,
-    and errors of starting the cluster.
+    The dates run in order, up to `at_most` at once, on one Ray cluster. `run_date` is called in a
+    thread and runs one date to its end; `observe` is called with each run that has ended. With
+    `stop_on_failure`, no date begins after one has failed, but active ones finish. A signal stops
+    all of them; committed shards are kept. Raises `ConfigError` for `at_most` under 1, and the
+    errors of starting the cluster.
     """
     if at_most < 1:
         raise ConfigError(f"at most {at_most} concurrent runs is none. Give 1 or more.")

@@ -1,4 +1,4 @@
-"""Compares a job with a finished run: asks a sample of its rows and shows changed answers."""
+"""Compares a job with a finished run: answers a sample of its rows again, and shows the changes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ ROWS_FILE = "rows.parquet"
 class Prepared:
     """A prepared comparison of a job with a finished run; no row was sent to a model yet.
 
-    `sample_job` is the job that answers the `sample` of rows, in the folder `place`; `member` is
-    the finished run and `before` its report. `full_run` is what a run of the compared job over all
-    its rows would do, and `time` how long it would take.
+    `sample_job` is the job that answers the `sample` of rows again; it works in the folder `place`.
+    `member` is the finished run and `before` its report. `full_run` is what a run of the compared
+    job over all rows of its own input would do, and `time` how long that would take.
     """
 
     sample_job: Resolved
@@ -86,10 +86,11 @@ class Prepared:
 
 
 def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
-    """Choose `rows` rows of a run to compare, and predict what a run over all rows would take.
+    """Choose `rows` rows of a run to compare, and predict what a run of the job would take.
 
-    Writes nothing and starts nothing. Raises `ConfigError` for what cannot be compared,
-    `IncompleteRun` for an unfinished run, and errors of planning.
+    `resolved` is the job to compare, `run_dir` the finished run. Writes nothing and starts nothing.
+    Raises `ConfigError` for what cannot be compared, `IncompleteRun` for an unfinished run, and
+    errors of planning.
     """
     job = resolved.job
     if rows < 1:
@@ -119,7 +120,10 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
 
 
 def _sample_job(resolved: Resolved, place: str, member: Member) -> Resolved:
-    """Return the job that asks the sample stored in `place`, with its runs below `place` too."""
+    """Return the job that answers the sample stored in folder `place`; its runs go there as well.
+
+    `member` is the run that was sampled, whose cached answers the job reuses if they still exist.
+    """
     job, store = resolved.job, member.ledger.store
     answers = read_answers(store)
     keeps = answers is not None and not answers.expired
@@ -154,9 +158,9 @@ def begin_diff(prepared: Prepared) -> Run:
 
 
 def finish_diff(prepared: Prepared, run: Run) -> Diff:
-    """Finalize the run over the sample; return how its answers differ from the earlier run's.
+    """Finalize the run over the sample; return how its answers differ from the compared run's.
 
-    All its rows must have been inferred; raises `IncompleteRun` otherwise.
+    Raises `IncompleteRun` if a shard of the sample's run is not committed.
     """
     job, sample = prepared.sample_job.job, prepared.sample
     options = job.output.options or None
@@ -190,7 +194,7 @@ def finish_diff(prepared: Prepared, run: Run) -> Diff:
 
 
 def _texts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return each row's input as text: the value of a single column, or name: value pairs."""
+    """Return each row's input as text: the value if it has one column, else `name: value` pairs."""
     return [
         ", ".join(f"{name}: {value}" for name, value in row.items())
         if len(row) > 1

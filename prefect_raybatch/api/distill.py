@@ -46,13 +46,13 @@ NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 @dataclass(frozen=True)
 class Embedding:
-    """A sample of a run, and the job that computes its embeddings.
+    """A sample of a finished run's rows, and the job that computes their embeddings.
 
-    `asked` is that job, which works in the folder `place` beside the run; `member` is the run.
-    `agreement` is the share of the run's answers that must stay the same when a classifier gives
-    some of them and the model the others. `tested` is how many rows of the sample will test the
-    classifier. `problem` says why the run's job, unchanged, could not use a classifier; "" if it
-    could.
+    `asked` is that job, which works in the folder `place` beside the run; `member` is the run. In a
+    cascade, the classifier answers rows of which it is sure and the run's model the others;
+    `agreement` is the share of the run's answers that must stay the same. `tested` is how many rows
+    of the sample will test the classifier. `problem` says why the run's job with a classifier added
+    would be invalid; "" if it would be valid.
     """
 
     asked: Resolved
@@ -65,7 +65,7 @@ class Embedding:
 
     @property
     def line(self) -> str:
-        """Return a line about the rows and the model that will be run."""
+        """Return a line of text: how many rows of the run will be embedded, and by which model."""
         return (
             f"embeds {len(self.sample.numbers):,} of {counted(self.sample.total, 'row')} of "
             f"{self.member.key} with {self.asked.job.engine.model}"
@@ -81,10 +81,10 @@ def prepare_distill(
 ) -> Embedding:
     """Choose rows of a run and resolve the job that embeds them; write nothing, start nothing.
 
-    `changes` are fields of that job. Only the prompt and the labels are taken from the run, because
-    a run directory does not decide where rows are sent. Raises `ConfigError` for a run without
-    labels, for one that several models answered, for too few rows and for fields that cannot be
-    set, and `IncompleteRun` for an unfinished run.
+    `encoder` is the model that embeds, `changes` are fields of that job as {field: value}. Only
+    prompt and labels are taken from the run, because a run directory does not decide where rows are
+    sent. Raises `ConfigError` for a run without labels, for one that several models answered, for
+    too few rows and for fields that cannot be set, and `IncompleteRun` for an unfinished run.
     """
     check_agreement(agreement)
     for name in changes or ():
@@ -132,7 +132,10 @@ def prepare_distill(
 
 
 def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
-    """Return the fields of the job that embeds the sample in folder `at` with a run's `prompt`."""
+    """Return the job fields for embedding a sample, stored in folder `at`, with model `encoder`.
+
+    `prompt` is that of the sampled run: its template makes the texts to embed.
+    """
     return {
         "name": "distill",
         "source": {"uri": join(at, ROWS_FILE)},
@@ -155,7 +158,7 @@ def begin_distill(prepared: Embedding) -> Run:
 
 
 def finish_distill(prepared: Embedding, run: Run) -> Distilled:
-    """Finalize the embedding run, and train a classifier; return that and what it can answer."""
+    """Finalize the embedding run and train a classifier; return it and the share it can answer."""
     job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
     table = finalize_run(job, run).to_arrow()
     embedding = finished_member(open_store(run.uri))
@@ -178,11 +181,11 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
 
 
 def cascade_fields(prepared: Embedding, distilled: Distilled, file: str) -> dict[str, Any]:
-    """Return the fields of a job by which the classifier in `file` answers before the run's model.
+    """Return the job fields of a cascade: the classifier in `file`, then the run's model.
 
     Keys and other possible secrets are left out. Raises `ConfigError` if no job can use the
-    classifier: it answers no text, it was trained on other texts than the run's, or the run's model
-    cannot be the larger model of a cascade.
+    classifier: it can answer no text, it was trained on texts of another template than the run's,
+    or the run's model cannot be the larger model of a cascade.
     """
     if distilled.found is None or not distilled.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")
@@ -194,7 +197,10 @@ def cascade_fields(prepared: Embedding, distilled: Distilled, file: str) -> dict
 
 
 def _problem(member: Member, asked: Resolved) -> str:
-    """Return why a run's job, unchanged, cannot use a classifier; "" if it can."""
+    """Return why the run's job would be invalid with a classifier added; "" if it would be valid.
+
+    `asked` is the job that embeds the rows.
+    """
     value = planned_job(member.plan).to_dict()
     try:
         fields = _fields(member, asked, "classifier.json", 0.5)
@@ -209,7 +215,9 @@ def _problem(member: Member, asked: Resolved) -> str:
 def _fields(member: Member, asked: Resolved, file: str, below: float) -> dict[str, Any]:
     """Return the job fields of a cascade: the classifier in `file`, then the run's model.
 
-    The run's model answers rows for which the classifier's probability is under `below`.
+    The run's model answers rows for which the classifier's probability is under `below`. `asked` is
+    the job that embedded the rows. Raises `ConfigError` if its template is not the run's, or if the
+    run's model cannot be the larger model.
     """
     job, embeds = planned_job(member.plan), asked.job
     if embeds.prompt.template != job.prompt.template:
@@ -240,18 +248,22 @@ def _answers(sample: DrawnRows, column: str) -> list[str | None]:
 
 
 def _texts(sample: DrawnRows, asked: Resolved) -> list[Hashable]:
-    """Return for each sampled row the values, as text, from which its prompt is made."""
+    """Return for each sampled row a tuple of its values, as text, that the prompt contains."""
     columns = list(asked.job.prompt.columns)
     return [tuple(map(str, row.values())) for row in sample.inputs.select(columns).to_pylist()]
 
 
 def split_seed(plan: Plan) -> int:
-    """Return the seed that splits the rows for training and test, the same in each command."""
+    """Return the seed that splits the rows for training and test, the same for the same plan."""
     return int(plan.hash[:15], 16)
 
 
 def _vectors(column: pa.ChunkedArray, numbers: np.ndarray, rows: int) -> np.ndarray:
-    """Return `column` as float32[rows, dimension] by its row `numbers`; NaN in the other rows."""
+    """Return the embeddings as float32[rows, dimension]; rows without one are NaN.
+
+    `column` has the embeddings, and `numbers` the row of each. Raises `ConfigError` if `column` is
+    empty.
+    """
     if not len(numbers):
         raise ConfigError(
             "the encoder embedded no row. The report of its run says why: see _distill beside the "

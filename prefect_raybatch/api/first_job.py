@@ -38,10 +38,10 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class ColumnProfile:
-    """A column of a table; `kind` is its Arrow type.
+    """A column of a table; `kind` is its Arrow type as text.
 
-    `length` is the mean number of characters of its first values if it is text. `is_prose`: most of
-    these values have several words.
+    For a text column, `length` is the mean number of characters of the first values, and `is_prose`
+    whether most of these have several words.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ColumnProfile:
 
     @property
     def is_nameable(self) -> bool:
-        """Return whether a template can name the column."""
+        """Return whether a template can contain the column as {name}."""
         return not _MARKUP.search(self.name)
 
 
@@ -59,8 +59,8 @@ class ColumnProfile:
 class TableProfile:
     """A table's columns and format, as seen in its first rows.
 
-    `csv` are the fields that `source.csv` needs for it, `guessed` whether the encoding among them
-    is a guess.
+    `csv` has the fields of `source.csv` needed to read it ({}: the defaults). `guessed`: the
+    encoding in `csv` is a guess.
     """
 
     columns: list[ColumnProfile]
@@ -69,9 +69,10 @@ class TableProfile:
 
 
 def profile_table(fields: Mapping[str, Any]) -> TableProfile:
-    """Return the columns and format seen in a table's first rows; `fields` are of `source`.
+    """Return the columns and format of a table, from its first rows.
 
-    Raises the errors of `raybatch plan` for unreadable input.
+    `fields` are the `source` fields of a job that reads it. Raises the errors of `raybatch plan`
+    for unreadable input.
     """
     from prefect_raybatch import source
 
@@ -122,11 +123,11 @@ def name_of(uri: str) -> str:
 
 
 def default_prompt(columns: list[ColumnProfile]) -> dict[str, str]:
-    """Return the fields of a prompt that fit the columns.
+    """Return prompt fields that suit the columns, as {field: value}.
 
-    They use a column of conversations if there is one; else they ask about the prose column with
-    the longest text, else the longest text column, else the first column. Raises `ConfigError`
-    if a template can name none of them.
+    A column of conversations becomes `messages`. If there is none, the template asks about the
+    prose column with the longest text, else the longest text column, else the first column. Raises
+    `ConfigError` if a template can contain none of the columns.
     """
     for column in columns:
         if _CONVERSATION.match(column.kind):
@@ -144,7 +145,7 @@ def default_prompt(columns: list[ColumnProfile]) -> dict[str, str]:
 def check_first_template(template: str, columns: list[ColumnProfile]) -> str:
     """Return `template`; raise `ConfigError` if it is invalid or names a missing column.
 
-    A template without columns is refused too, because each row would ask the same.
+    A template that names no column is refused as well, because all rows would get the same prompt.
     """
     names = [column.name for column in columns]
     try:
@@ -176,7 +177,8 @@ def job_text(
 ) -> str:
     """Return the text of a commented job file; raise `ConfigError` if the job is invalid.
 
-    `source` are the job's source fields with which the table was read, `prompt` its prompt fields.
+    `source` has the job's source fields with which the table was read, `prompt` the prompt fields.
+    `output` is output.uri.
     """
     shown = dict(source)
     shown.pop("csv", None)
@@ -229,7 +231,7 @@ def _column_lines(columns: list[ColumnProfile]) -> list[str]:
 
 
 def _csv_lines(table: TableProfile) -> list[str]:
-    """Return the line `csv: {...}` of the job file, if it differs from the defaults."""
+    """Return a list of the line `csv: {...}` of the job file, or [] if the table needs none."""
     if not table.csv:
         return []
     shown = {name: "tab" if value == "\t" else value for name, value in table.csv.items()}
@@ -246,8 +248,8 @@ def _scalar(value: object) -> str:
 def write_example(folder: Path, replace_files: bool = False) -> list[Path]:
     """Write a table of companies and a job that infers their industries; return both paths.
 
-    The job uses the bundled model. Raises `ConfigError` if one of the files exists, unless it may
-    be replaced.
+    The job uses the bundled model. Raises `ConfigError` if one of the files exists, unless
+    `replace_files`.
     """
     from prefect_raybatch.demo.customers import write_customers
 
@@ -279,7 +281,10 @@ def _example_job() -> str:
 
 
 def demo_job(data: Path, output: Path, model: str) -> BatchJob:
-    """Return the job that infers the industry of each company in `data`."""
+    """Return the job that infers the industry of each company in the table `data`.
+
+    `output` is the folder for its runs.
+    """
     from prefect_raybatch import demo
 
     return BatchJob.from_dict(

@@ -1,4 +1,4 @@
-"""Retries the failed rows of a finished run: makes the job of the child run, and plans it."""
+"""Retries the failed rows of a finished run: makes the job of the child run, and plans that run."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ class RetryRequest:
     """A checked request for a retry, which `begin` carries out.
 
     `parent` is the run whose failed rows are retried, `family` the original run and all its
-    retries. `job` is the job of the child run, `going` the unfinished retry to continue (None: a
-    new one), and `selection` ({parent, errors}) names the rows. `limited`: the caller limits failed
-    rows. `resolved` is the job with its credentials.
+    retries. `job` is the job of the child run without the credentials of its blocks, `resolved` the
+    same job with them. `going` is the unfinished retry to resume (None: make a new one).
+    `selection` ({parent, errors}) says which rows: the key of the parent, and error classes or None
+    for all. `limited`: the caller set its own limit on failed rows.
     """
 
     family: Family
@@ -82,21 +83,23 @@ def plan_retry(
     """Plan the child run that retries failed rows of `run_dir`, or resume it.
 
     `errors` are error classes; by default all failed rows that no other child has taken. The job is
-    the run's own or `job`, with the fields in `overrides` ({"sampling.max_tokens": 99}) replaced.
-    Without `job`, the fields of `FROM_OPERATOR` come only from `overrides`. `keys` returns a job
-    with the credentials of the blocks that it names. All rows of the child may fail again, because
-    they already count against the limit of the run that they come from, unless `overrides` limits
-    failed rows or `job` has another limit than that run. Raises the errors of `retry_request`, and
-    `PlanMismatch` if another retry of these rows began at the same moment.
+    `job`, or that of the run's plan, with the fields in `overrides` ({"sampling.max_tokens": 99})
+    replaced. Without `job`, the fields of `FROM_OPERATOR` (targets, cluster) come only from
+    `overrides`. `keys` adds to a job the credentials of the blocks that it names. Any number of the
+    child's rows may fail, because they already count against the limit of their run; but a limit in
+    `overrides`, or one in `job` that differs from the run's, holds. Raises the errors of
+    `retry_request`, and `PlanMismatch` if another retry of these rows began at the same moment.
     """
     asked = retry_request(run_dir, errors, overrides, job, keys)
     return asked if isinstance(asked, NothingToRetry) else begin(asked)
 
 
 def begin(request: RetryRequest) -> Retry | NothingToRetry:
-    """Create the child run of a request, or resume it; see `plan_retry`.
+    """Create the child run of a request, or resume it; return it with its job.
 
-    Before a new one, the server of a cascade's larger model is asked for that model.
+    Before a new one, the server of a cascade's larger model is asked for that model. Returns
+    `NothingToRetry` if other retries have taken and answered all rows meanwhile. Raises
+    `PlanMismatch` if another retry began at the same moment.
     """
     if request.going is not None:
         ledger, plan = request.going.ledger, request.going.plan
@@ -122,11 +125,13 @@ def retry_request(
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
 ) -> RetryRequest | NothingToRetry:
-    """Check a retry by the records alone and return it; writes nothing and reads no row.
+    """Check a retry from the run's records alone; return the request for `begin`.
 
-    The arguments are those of `plan_retry`. Raises `ConfigError` for an unfinished run, an invalid
-    job, a class in `errors` that no failed row has, and rows that another retry has taken and not
-    answered; `CorruptRun` if runs related to this one are unreadable.
+    Writes nothing and reads no row. The arguments are those of `plan_retry`. Returns
+    `NothingToRetry` if no row failed, or if other retries took and answered all of them. Raises
+    `ConfigError` for an unfinished run, an invalid job, a class in `errors` that no failed row has,
+    and rows that another retry has taken and not yet answered or published; `CorruptRun` if runs
+    related to this one are unreadable.
     """
     overrides = dict(overrides or {})
     root, key = locate_run(run_dir, _options(run_dir, overrides, job, keys))
@@ -154,7 +159,7 @@ def retry_request(
 
 
 def _limits_failed_rows(parent: Member, overrides: Mapping[str, Any], job: BatchJob | None) -> bool:
-    """Return whether the caller sets a limit on failed rows other than that of the run."""
+    """Return whether `overrides` or `job` sets another limit on failed rows than the run has."""
     if {"limits", *(f"limits.{name}" for name in FAILED_LIMITS)} & set(overrides):
         return True
     if job is None:
@@ -166,7 +171,7 @@ def _limits_failed_rows(parent: Member, overrides: Mapping[str, Any], job: Batch
 def planned_targets(
     run_dir: str, overrides: Mapping[str, Any], keys: Keys = lambda job: job
 ) -> list[dict[str, Any]]:
-    """Return output.publish as in the plan of a run, for a user who has reviewed it.
+    """Return the publish targets in the plan of a run, for a user who has reviewed them.
 
     `overrides` and `keys` (as for `plan_retry`) give access to the store.
     """
@@ -194,9 +199,10 @@ def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
 def _options(
     run_dir: str, overrides: Mapping[str, Any], job: BatchJob | None, keys: Keys
 ) -> dict[str, Any] | None:
-    """Return the store options for reaching the run, from `overrides` or `job`; None if none.
+    """Return the store options for access to the run; None if there are none.
 
-    The run's own job is not read yet, and holds no credentials.
+    They come from `overrides` or `job`, with the credentials that `keys` adds. The job in the run's
+    plan cannot be used: it is not read yet, and holds no credentials.
     """
     value = job.to_dict().get("output", {}) if job is not None else {}
     given = {name: v for name, v in overrides.items() if name.partition(".")[0] == "output"}
@@ -212,10 +218,11 @@ def _options(
 
 
 def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob | None) -> BatchJob:
-    """Return the job of a child run of `parent`, whose output is the folder `root` of all runs.
+    """Return the job of a child run of `parent`: its input is the quarantine of `parent`.
 
-    Store options come only from the caller: a plan holds none, and one planted there must not
-    decide where this machine's credentials are sent.
+    `root` is the folder of all runs, where the child is written. The job is `job`, or that of the
+    parent's plan, with `overrides`. Store options come only from the caller: a plan holds none, and
+    one that somebody wrote into it must not decide where this machine's credentials are sent.
     """
     for name in overrides:
         if name in ("source", "output", "output.uri") or (

@@ -1,6 +1,7 @@
-"""Sends a job to a cluster that receives jobs, and follows it there.
+"""Sends a job to a cluster that receives jobs (a Ray job server), and follows it there.
 
-The job is sent without secrets (`sendable`), in a record of the run directory.
+The job is sent without secrets (`sendable`): it is written to a record in the run directory, which
+the cluster reads.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def infer_on_cluster(
 ) -> Progress:
     """Run inference as a Ray job on the job's cluster; return the progress at the end.
 
-    `loaded` is the job with the credentials of its blocks. The run uses the cluster that was
-    created on Kubernetes for the run `cluster_of`, by default its own. Raises what `infer_remotely`
-    does, and `ConfigError` for secrets that would be exposed.
+    `loaded` is `job` with the credentials of its blocks. On Kubernetes, the run uses the cluster
+    that was created for the run `cluster_of`, by default one for `run` itself. Raises the errors of
+    `infer_remotely`, and `ConfigError` for secrets that would be exposed.
     """
     check_made_cluster(loaded.cluster.access, loaded.engine, loaded.output.escalate.engine)
     _check_judge_sendable(job)
@@ -72,7 +73,7 @@ def submission_of(job: BatchJob, loaded: BatchJob, api: str = "") -> Submission:
 
 
 def _check_judge_sendable(job: BatchJob) -> None:
-    """Raise `ConfigError` before any row is answered if the judge's job cannot be sent as well."""
+    """Raise `ConfigError` if the judge's job may contain a secret, before any row is answered."""
     if job.quality.judge.model is None:
         return
     try:
@@ -82,10 +83,10 @@ def _check_judge_sendable(job: BatchJob) -> None:
 
 
 def sendable(job: BatchJob) -> dict[str, Any]:
-    """Return the job as it may be recorded and sent to a cluster.
+    """Return the fields of the job that are recorded and sent to a cluster.
 
-    Raises `ConfigError` for a field that may contain a secret, because Ray's job server shows it to
-    everybody who can open its dashboard.
+    Raises `ConfigError` for a field that may contain a secret, because Ray's job server shows the
+    fields to everybody who can open its dashboard.
     """
     value = public_job(job)
     value.get("cluster", {}).pop("kubernetes", None)  # not used on the cluster
@@ -111,10 +112,11 @@ def sendable(job: BatchJob) -> dict[str, Any]:
 
 
 def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) -> None:
-    """Add an engine's `env` to its plain values `value`.
+    """Add an engine's environment variables to the fields `value` that are sent to the cluster.
 
-    Raises `ConfigError` if a value in `env` or an engine argument may be a secret; the message
-    names the field in the job's `group` and says to set it `nodes`, a phrase for where.
+    Raises `ConfigError` if a value in `engine.env` or an engine argument may be a secret. The
+    message names the field below `group` (`engine`, `output.escalate.to`) and says to set it
+    `nodes`, such as "in the environment of the cluster's nodes".
     """
     _refuse(f"{group}.env", hide_env(engine.env), f"Set it {nodes}")
     if engine.env:
@@ -137,8 +139,8 @@ def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
 def environment(job: BatchJob, api: str) -> dict[str, str]:
     """Return the environment variables of the Ray job, without secrets.
 
-    `api` is the URL of Prefect's API. Raises `ConfigError` if the job names blocks and the cluster
-    cannot reach the API.
+    `api` is the URL of Prefect's API. Raises `ConfigError` if the job names credentials blocks and
+    `api` is empty or contains a password.
     """
     block = job.output.credentials_block
     output = {"options": job.output.options, "credentials_block": block}

@@ -1,6 +1,6 @@
-"""Runs inference where the job asks for it: here, or on a cluster that receives the job.
+"""Runs inference here, or on the cluster that the job is sent to; checks jobs that were sent.
 
-On such a cluster, `recorded_job` proves that the record of the job holds the plan's job.
+On such a cluster, `recorded_job` reads the job that was sent and compares it with the plan.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def infer_in_place(
     observe: Callable[[Progress], None] = lambda progress: None,
     owner: Owner | None = None,
 ) -> Progress:
-    """Run `infer_run` here or, if the job names a job server or Kubernetes, as a Ray job.
+    """Run `infer_run` here or, if the job names a job server or Kubernetes, as a Ray job there.
 
-    `loaded` is the job with the credentials of its blocks. Raises what `infer_run` and
-    `infer_on_cluster` do.
+    `loaded` is `job` with the credentials of its blocks. Raises the errors of `infer_run` and
+    `infer_on_cluster`.
     """
     check_run_place(run.uri)
     check_trust(loaded)
@@ -49,7 +49,7 @@ def infer_in_place(
 
 
 def job_of_output(uri: str, given: Mapping[str, Any]) -> BatchJob:
-    """Return a stand-in job that only gives access to the run directory with the real job.
+    """Return a stand-in job for access to the run directory `uri`, before the real job is read.
 
     `given` are output fields (options, credentials_block) from the variable `OUTPUT_ENV`.
     """
@@ -105,7 +105,7 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
 def _with_planned_texts(job: BatchJob, plan: Plan) -> BatchJob:
     """Return the job with chat template and answer schema replaced by those in the plan.
 
-    The files that the job names may not exist on this machine.
+    So the files that the job names need not exist on this machine.
     """
     template = plan.parts.get("prompt.chat_template")
     if job.prompt.chat_template is not None and isinstance(template, str):

@@ -1,4 +1,4 @@
-"""Tunes the engine of a job: tries settings on a sample of its rows, and finds the best."""
+"""Tunes a job: tries engine settings on a sample of its rows, or finds a cascade's threshold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def _check_tunable(job: BatchJob) -> None:
-    """Raise `ConfigError` for a job without a vLLM engine, or with two."""
+    """Raise `ConfigError` for a hosted model (no vLLM engine) or a cascade (two engines)."""
     if job.engine.endpoint.asked:
         raise ConfigError(
             "tuning tries settings of vLLM's engines, and engine.endpoint has none. Set its "
@@ -62,12 +62,15 @@ def tune(
     observe: Callable[[Trial], None] = lambda trial: None,
     engine: type | None = None,
 ) -> Tuned:
-    """Try settings for about `minutes`, each for `trial_seconds` after its first shard.
+    """Try engine settings on a sample of the job's rows; return the trials and the best settings.
 
-    The minutes begin with the unchanged job's first row in an engine: the first start, which may
-    compile kernels, does not count. Later ones do, so few settings are tried with a large model.
-    `deadline`: seconds for the whole input. `engine` replaces the engine stage in tests. Raises
-    `ConfigError` if nothing worked, and errors of planning.
+    Each trial lasts `trial_seconds` after its first shard. All together take about `minutes`,
+    counted from the moment when the first row of the first trial, of the unchanged job, is in an
+    engine. So the first start of an engine, which may compile kernels, does not count, but later
+    starts do: few settings are tried with a large model. `deadline` is the time for the whole input
+    in seconds; the result says how many replicas meet it. `observe` is called with each trial.
+    `engine` replaces the engine stage in tests. Raises `ConfigError` if no trial worked, and errors
+    of planning.
     """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import Tenant
@@ -110,7 +113,7 @@ def _experts(resolved: Resolved) -> int:
 
 
 def _sampled(job: BatchJob) -> BatchJob:
-    """Return the job of the trials: small shards, in a folder separate from runs."""
+    """Return the job of the trials: small shards, in a folder separate from other runs."""
     from prefect_raybatch import source
 
     rows = job.source.rows_per_shard or job.engine.batch_size
@@ -133,11 +136,12 @@ def tune_cascade(
     agreement: float = 0.95,
     observe: Callable[[Progress], None] = lambda progress: None,
 ) -> TunedCascade:
-    """Find the threshold of a cascade at which a share `agreement` of its answers stays the same.
+    """Find the threshold below which the larger model of a cascade must answer a row.
 
-    An answer is the same if the larger model alone would give it. Both models answer a random
-    sample of the rows, in runs that are removed afterwards; the same command continues after a
-    kill. Raises `ConfigError` for a job without a threshold, and for too few rows.
+    With it, at least the share `agreement` of the cascade's answers equal those of the larger model
+    alone. Both models answer a random sample of the rows, in two runs that are removed afterwards;
+    after a crash, the same call resumes these runs. `observe` is called with their progress. Raises
+    `ConfigError` for a job without a threshold, and for too few rows.
     """
     spec = compile_job(job)
     cascade = spec.cascade
@@ -169,7 +173,7 @@ def tune_cascade(
 
 
 def _cascade_sample(job: BatchJob, rows: int) -> tuple[BatchJob, str]:
-    """Return the job over `rows` sampled rows, and the folder of its runs below output.uri."""
+    """Return (the job over `rows` sampled rows, the folder below output.uri for its runs)."""
     text = f"{resolve(job).identity.fingerprint} {rows}"
     folder = f"{FOLDER}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     changes: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""OpenAI batch files: runs the requests of a JSON Lines file, and writes its output file."""
+"""OpenAI batch files: runs the requests in a JSON Lines file, and writes the answers to another."""

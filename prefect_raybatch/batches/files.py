@@ -1,4 +1,4 @@
-"""Turns a batch file into the fields of a job, and the finished run into one output file."""
+"""Makes job fields from an OpenAI batch file, and one output file from the finished run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ _KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
 def batch_fields(
     source: str, output: str, names: list[str], changes: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Copy a batch file beside the output file; return the fields of its job.
+    """Copy a batch file to a folder beside the output file; return the fields of the job for it.
 
-    The copy is named by its content, so the same call makes the same job. `names` are the model
-    names that requests may use; the first becomes the model. `changes` are fields that the user
-    set. Raises `ConfigError`, `SourceError` and the errors of the stores.
+    `source` and `output` are the URIs of the two files. The copy is named by a hash of its content,
+    so the same arguments give the same job. `names` are the model names that requests may contain;
+    the first is the model that answers. `changes` are {field: value} of the user's `--set`. Raises
+    `ConfigError`, `SourceError` and the errors of the stores.
     """
     if output.startswith(("http://", "https://")):
         raise ConfigError("-o: a URL cannot be written. Name a local or s3:// file")
@@ -97,10 +98,9 @@ def _split(output: str) -> tuple[str, str]:
 
 
 def _copied(file: File, place: str) -> tuple[str, str | None]:
-    """Copy a batch file to `inputs/` below `place`, compressed and named by its content.
+    """Copy a batch file, compressed and named by its content's hash, to folder `place`/inputs.
 
-    Return the URI of the copy, and the API path (`url`) of the first request that names one, or
-    None.
+    Returns (URI of the copy, API path (`url`) of the first request that has one, or None).
     """
     digest, url, is_empty = hashlib.sha256(), None, True
     with tempfile.TemporaryDirectory() as scratch:

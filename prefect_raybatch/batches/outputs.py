@@ -36,9 +36,10 @@ def put_answer_files(
     plan: Plan,
     success: Success,
 ) -> None:
-    """Write output.jsonl and error.jsonl of a run whose input is a batch file, each atomically.
+    """Write output.jsonl and error.jsonl to the directory of a run over an OpenAI batch file.
 
-    Does nothing for other inputs, or in the requests phase of a run that reuses answers.
+    Each file is written atomically. Does nothing for other inputs, and for the requests phase of a
+    run that has one, whose rows are not those of the file.
     """
     if read.format == BATCH_FORMAT and not is_first_phase(plan):
         lines = AnswerLines.of(store, plan, success, finish, model_request)
@@ -48,10 +49,11 @@ def put_answer_files(
 
 @dataclass(frozen=True)
 class AnswerLines:
-    """The lines of the output files of a run; its result is in `store`.
+    """Makes the lines of OpenAI output files from a run's result, which is in `store`.
 
-    `column` is the column of the answers, `number` that of the row numbers; `model` is the name
-    for requests without one. Ids derive from the plan's hash, so each call makes the same ids.
+    `column` is the result column with the answers, `number` that with the row numbers. `model` is
+    the model name written for requests that have none. Ids derive from the plan's hash, so each
+    call makes the same ids.
     """
 
     store: Store
@@ -77,7 +79,7 @@ class AnswerLines:
         return cls(store, plan, success, *columns, model)
 
     def put(self, store: Store, name: str, *kinds: str) -> None:
-        """Write the lines of `kinds` (DATA_KIND, ERROR_KIND) atomically to a file of a store."""
+        """Write the lines of `kinds` (DATA_KIND, ERROR_KIND) atomically to a file of `store`."""
         with tempfile.TemporaryDirectory() as scratch:
             local = Path(scratch) / OUTPUT_FILE
             with local.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -85,7 +87,10 @@ class AnswerLines:
             store.put_file(name, local)
 
     def lines(self, *kinds: str) -> Iterator[str]:
-        """Yield a JSON line for each request whose row is of one of `kinds`, in input order."""
+        """Yield a JSON line for each row of the given kinds, in input order.
+
+        DATA_KIND stands for answered rows, ERROR_KIND for failed ones.
+        """
         of_kinds = (self._rows(kind) for kind in kinds)
         created = int(datetime.fromisoformat(self.plan.created).timestamp())
         for at, kind, row in merge(*of_kinds, key=itemgetter(0)):

@@ -1,4 +1,8 @@
-"""Prompt functions for OpenAI batch files: make a request from a row of such a file."""
+"""Prompt functions for OpenAI batch files: make the request to a model from a row of such a file.
+
+A row is one line of the file: `line` (its number), `url`, `body` (JSON), and `fault`, which says
+why the line is invalid, or is None.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +50,9 @@ _ROLES = ("system", "user", "assistant")
 
 
 def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the messages and sampling fields of a row; raise ValueError if it is invalid.
+    """Return {messages, sampling} for a row with a chat; raise ValueError if the row is invalid.
 
-    This is the prompt function of a run with `source.format: openai_batch` and a hosted model.
+    This is the prompt function of a run over a batch file with a hosted model.
     """
     body, line = _opened(row, CHAT_URL)
     sampling = _sampling(body, line, "messages")
@@ -56,9 +60,9 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's request for a local model: messages of a chat, or prompt of a completion.
+    """Return a row's request for a local model: {messages, sampling} or {prompt, sampling}.
 
-    Either comes with its sampling fields. Raises ValueError if the row is invalid.
+    A row has `prompt` if its `url` is that of completions. Raises ValueError if the row is invalid.
     """
     if row["fault"] is None and row["url"] == COMPLETION_URL:
         made = completion_request(row)
@@ -67,9 +71,9 @@ def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt of a row as its only message, and its sampling fields.
+    """Return {messages, sampling} for a row with a completion: its prompt is the only message.
 
-    This is the prompt function of a batch file's run with `engine.endpoint.api: completions`.
+    This is the prompt function of a run over a batch file with `engine.endpoint.api: completions`.
     Raises ValueError if the row is invalid.
     """
     body, line = _opened(row, COMPLETION_URL)
@@ -81,8 +85,8 @@ def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
 def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
     """Return the sampling fields of a body; raise ValueError for an unsupported field.
 
-    `asked` names the field that holds the prompt (messages or prompt). `line` is the line's number
-    for errors, such as `line 7`.
+    `asked` is the name of the body's field that holds the prompt ("messages" or "prompt"). `line`
+    is text such as `line 7`, with which the error begins.
     """
     sampling = {
         name: value for name, value in body.items() if name in SAMPLED and value is not None
@@ -100,7 +104,7 @@ def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
 def embedding_request(row: Mapping[str, Any]) -> str:
     """Return the text of a row to embed; raise ValueError if the row is invalid.
 
-    This is the prompt function of a batch file's run with `engine.task: embed`.
+    This is the prompt function of a run over a batch file with `engine.task: embed`.
     """
     body, line = _opened(row, EMBEDDING_URL)
     for name, value in body.items():
@@ -119,7 +123,7 @@ def _one_text(body: Mapping[str, Any], name: str, line: str) -> str:
 
 
 def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
-    """Return (body, `line N` for errors); raise ValueError if a row is faulty or not for `url`."""
+    """Return (body, `line N` for errors); raise ValueError if a row is invalid or not for `url`."""
     if row["fault"] is not None:
         raise ValueError(row["fault"])
     line = f"line {row['line']}"
@@ -133,7 +137,7 @@ def _opened(row: Mapping[str, Any], url: str) -> tuple[dict[str, Any], str]:
 
 
 def _refuse(name: str, value: object, line: str) -> None:
-    """Raise ValueError for an unsupported field of a body, unless it cannot change the answer."""
+    """Raise ValueError for the body's field `name`, unless its value cannot change the answer."""
     if name not in IGNORED and value is not None and not _is_empty(name, value):
         raise ValueError(f"{line}: body.{_ascii(name)} is not supported; remove it")
 
@@ -147,7 +151,10 @@ def _is_empty(name: str, value: object) -> bool:
 
 
 def _form(value: object, line: str) -> dict[str, Any]:
-    """Convert a response_format to sampling fields; raise ValueError if it is not supported."""
+    """Return the sampling fields for a body's `response_format`, here `value`.
+
+    Raises ValueError if it is not supported.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return {}

@@ -240,9 +240,10 @@ def plan(
 
 @contextmanager
 def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
-    """Say what an input that the block cannot read means for a run that is resumed.
+    """Explain a `SourceError` of the block, if the command would resume the run of `step`.
 
-    Ends the command if the run has a copy of its input; otherwise raises.
+    Ends the command with exit status 0 if that run reads its own copy of the input. Otherwise
+    raises `SourceError`, with the advice to restore the input.
     """
     try:
         yield
@@ -457,9 +458,9 @@ def retry_failed(
 def _same_options(
     job: str | None, targets_from_plan: bool, changes: list[str] | None, run_date: str | None
 ) -> list[str] | None:
-    """Return this command's options, for another `raybatch retry-failed` that repeats them.
+    """Return the options of this command, for the hint to call `raybatch retry-failed` again.
 
-    None if one of them has a credential.
+    `changes` are those of `--set`. None if one of the options contains a credential.
     """
     words = ["--job", job] if job else []
     words += ["--targets-from-plan"] if targets_from_plan else []
@@ -688,15 +689,20 @@ def _verify_chain(run_dir: str, as_json: bool) -> None:
 
 
 def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
-    """Record the failed attempt, if the job file can be read far enough to find its output."""
+    """Record that an attempt failed because the job file at `path` is invalid.
+
+    Records nothing if the file cannot be read, or does not contain output.uri.
+    """
     with suppress(ConfigError):
         record_bad_job(expanded(_raw(path))[0], run_key, error)
 
 
 def write_tuned(job: str, path: Path, text_of: Callable[[dict[str, Any]], str]) -> None:
-    """Write the tuned job file `path`; `text_of` turns the fields of the job file `job` into text.
+    """Write the tuned job file `path`, readable only by its owner, as it may hold credentials.
 
-    Only its owner can read the file, because it may hold credentials.
+    `text_of` returns its text from the fields of the job file `job`. If the two files are in
+    different folders, relative paths in the fields are changed so that they still name the same
+    files.
     """
     value = _raw(job)
     if path.parent.absolute() != Path(job).parent.absolute():
@@ -747,7 +753,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _with_line(error: RayBatchError, arguments: list[str]) -> str:
-    """Return an error's text, with its line in the job file if it names a field of the file."""
+    """Return the text of an error for a user, with the line in the job file that it is about.
+
+    The line is added to a `ConfigError` that begins with a field's name, if the command's
+    `arguments` contain exactly one YAML file and do not set that field.
+    """
     text = error.plain or str(error)
     paths = [one for one in arguments[1:] if one.endswith((".yaml", ".yml"))]
     field = text.partition(":")[0]
@@ -758,7 +768,7 @@ def _with_line(error: RayBatchError, arguments: list[str]) -> str:
 
 
 def exit_status(error: RayBatchError) -> int:
-    """Return the exit status of a command that ends with this error."""
+    """Return the exit status (see the module) of a command that ends with this error."""
     if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch, SourceError)):
         return 2
     if isinstance(error, RunDrained):

@@ -86,7 +86,11 @@ def _check_place(file: Path) -> None:
 
 
 def _check_existing(file: Path, prepared: Embedding) -> None:
-    """Raise `ConfigError` if `file` exists and is no classifier of an earlier, equal command."""
+    """Raise `ConfigError` if `file` exists and was not written by an earlier, equal command.
+
+    An equal command trained for the same run, job fields and encoder, and tested as many rows, as
+    `prepared`.
+    """
     from prefect_raybatch.distill.classifier import Classifier
 
     if not file.exists():
@@ -110,14 +114,14 @@ def _exists(file: Path) -> ConfigError:
 
 
 def _job_file(classifier: Path) -> Path:
-    """Return the file beside the classifier for the fields of a job that uses it."""
+    """Return the path, beside the classifier, of the YAML file for a job that uses it."""
     return classifier.with_name(f"{classifier.name.removesuffix('.json')}.job.yaml")
 
 
 def _write_classifier(distilled: Distilled, file: Path) -> None:
     """Write the classifier; raise `ConfigError` if the file exists with other content.
 
-    Jobs may use the existing file.
+    An existing file is never replaced, because jobs may use it.
     """
     from prefect_raybatch.storage import open_store
 
@@ -129,9 +133,10 @@ def _write_classifier(distilled: Distilled, file: Path) -> None:
 def _write_job(
     prepared: Embedding, distilled: Distilled, classifier: Path
 ) -> tuple[dict[str, Any], str]:
-    """Write the fields of a job that uses the classifier; return (fields, message to print).
+    """Write a YAML file with the fields of a job that uses the file `classifier`.
 
-    If no job can use it, write nothing; the fields are {} and the message says why.
+    Returns (fields, message to print). If no job can use the classifier, writes nothing; then the
+    fields are {} and the message says why.
     """
     import yaml
 

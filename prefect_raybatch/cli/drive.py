@@ -64,11 +64,13 @@ def run_job(
     accept: Sequence[str] = (),
     keep_seconds: float = 0.0,
 ) -> tuple[RunReport, bool]:
-    """Run a job, or resume it; return the report, and whether this call did any work.
+    """Run a job, or resume its run; return (report, whether this call did any of the work).
 
-    `prefect` None makes it a flow if a Prefect API is configured. A complete run starts neither
-    Prefect nor an engine. Without Prefect, the engines of a local cluster wait `keep_seconds` for
-    the next command.
+    `key` None means: the key of the newest unfinished run of this job, or a new one. `prefect` says
+    whether it runs as a Prefect flow; None: if a Prefect API is configured. For a complete run,
+    starts neither Prefect nor an engine for rows. `accept` names fields in which the job may differ
+    from the run's plan. Without Prefect, the engines of a local cluster wait `keep_seconds` for the
+    next command. `quiet`: show no progress.
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
@@ -109,11 +111,11 @@ def _run_here(
     keep_seconds: float = 0.0,
     written: str | None = None,
 ) -> RunReport:
-    """Plan and drive a run without Prefect; return its report.
+    """Plan and drive a run without Prefect, publish its result, and return its report.
 
-    `loaded` is the job with the credentials of its blocks, `plan` makes or adopts the run's plan,
-    and `written` is output.uri before {run_date} is filled in. Engines of a local cluster wait
-    `keep_seconds` for the next command.
+    `loaded` is `job` with the credentials of its blocks. `plan` makes the run's plan, or adopts the
+    existing one. `written` is output.uri before {run_date} was filled in. Engines of a local
+    cluster wait `keep_seconds` for the next command.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
@@ -144,8 +146,8 @@ def _run_here(
 def _as_flow(prefect: bool | None) -> bool:
     """Return whether a command runs as a Prefect flow.
 
-    `prefect` decides; None means: if an API is configured. Without an API, a flow would start a
-    temporary server whose pages nobody sees.
+    This is `prefect`, or if that is None, whether a Prefect API is configured: without one, a flow
+    would start a temporary server whose pages nobody sees.
     """
     from prefect_raybatch.doctor.services import prefect_api
 
@@ -155,9 +157,9 @@ def _as_flow(prefect: bool | None) -> bool:
 def _published(
     job: BatchJob, loaded: BatchJob, report: RunReport, written: str | None
 ) -> RunReport:
-    """Publish the run to the targets of its job, if any; return its report.
+    """Publish the run to the targets of its job, if it has any; return its report.
 
-    `loaded` is the job with the credentials of its blocks.
+    `loaded` is `job` with the credentials of its blocks; `written` is that of `finalize_run`.
     """
     if not loaded.output.publish:
         return report
@@ -173,10 +175,11 @@ def retry_rows(
     quiet: bool,
     keep_seconds: float = 0.0,
 ) -> RunReport | NothingToRetry:
-    """Retry failed rows in a child run; return its report.
+    """Retry failed rows in a child run, as a flow or here; return the report of the child run.
 
-    `request` is the checked request, `arguments` are the same request for the flow `retry_failed`.
-    Returns `NothingToRetry` if other retries have taken all rows.
+    `request` is the checked request; `arguments` are those of the flow `retry_failed` for the same
+    request. Returns `NothingToRetry` if other retries have taken all rows. For `prefect`, `quiet`
+    and `keep_seconds` see `run_job`.
     """
     from prefect_raybatch.api import retry
     from prefect_raybatch.runs.retry import NothingToRetry
@@ -198,10 +201,10 @@ def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:
 
 
 def with_keys(job: BatchJob) -> BatchJob:
-    """Return the job with the credentials of its blocks, the cluster's block included.
+    """Return the job with the credentials of its blocks, including the cluster's block.
 
-    A flow gets the job without them and loads them itself, because Prefect stores flow parameters
-    unencrypted.
+    Do not pass the returned job to a flow: Prefect stores flow parameters unencrypted. A flow gets
+    the job without credentials and loads them itself.
     """
     stores = (job.source.credentials_block, job.output.credentials_block)
     models = (job.engine.endpoint.block, job.quality.judge.block)
@@ -217,9 +220,10 @@ def with_keys(job: BatchJob) -> BatchJob:
 def run_flow(
     name: str, arguments: tuple[Any, ...], show: TerminalProgress, job: BatchJob, **more: Any
 ) -> Any:
-    """Call the flow `name` with these arguments (`more` by name); return its result.
+    """Call the flow `name` with `arguments`, and by name with `more`; return its result.
 
-    The Ray cluster of `job` is started at the same time as Prefect's server.
+    Prefect logs only critical errors to the terminal; `show` prints progress. The local Ray cluster
+    of `job` starts in parallel with the flow.
     """
     # Quiet by default: Prefect's page has the logs, the terminal has progress and errors.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
@@ -241,7 +245,7 @@ def run_flow(
 
 
 def page_hint() -> str:
-    """Return where Prefect's page shows the flow run, or how to see it later."""
+    """Return a sentence: at which URL Prefect shows the flow run, and what to start to see it."""
     from prefect_raybatch.doctor.services import prefect_api
 
     if url := prefect_api():
@@ -257,13 +261,14 @@ def retry_options(
     run_date: date | None = None,
     run_key: str = "",
 ) -> list[str] | None:
-    """Return the options that `raybatch retry-failed` needs for a run of `job`.
+    """Return the options that a user must give `raybatch retry-failed` for a run of `job`.
 
-    The list is empty if none are needed; None if one is a credential or replaces all of `output`.
-
-    A run directory does not decide where rows and credentials are sent, so targets, clusters and
-    store options must come from the job file at `path`. `run_date` is the value of {run_date} in
-    the targets; it is an option unless the run key contains it.
+    A run directory does not decide where rows and credentials are sent. So if the job sets targets,
+    a cluster, store options or a credentials block, the options are `--job path`, each of `changes`
+    (FIELD=VALUE of `--set`) that a retry may set, and `--run-date` if the targets contain
+    {run_date} and the run key does not have that date. Returns [] if the job sets none of these,
+    and None if the options cannot be shown: one contains a credential, or `--set output=...` was
+    used, whose `uri` a retry must not set.
     """
     cluster, output = job.cluster, job.output
     named = (
@@ -287,7 +292,7 @@ def retry_options(
 
 
 def is_readable(output: Output) -> bool:
-    """Return whether the run directory of a job can be read without the job's credentials."""
+    """Return whether commands can read the run directory without the job's store credentials."""
     return not (output.options or output.credentials_block)
 
 

@@ -18,7 +18,7 @@ _TOO_LONG = "PromptTooLong"
 
 
 def print_next(*words: str) -> None:
-    """Print the next command, quoted for a shell."""
+    """Print the command that the user can run next, quoted for a shell."""
     out.print(f"next    {shlex.join(words)}", markup=False)
 
 
@@ -30,9 +30,9 @@ def show_ending(
 ) -> None:
     """Print at most ten lines about a complete run.
 
-    `fresh`: this call did some of the run's work. `retry`: the options that `raybatch retry-failed`
-    needs for this run; None if it would need credentials, which are not printed. `is_readable`:
-    `raybatch verify` can read the run without credentials from the job file.
+    `fresh`: this call did some of the run's work. `retry` has the options that `raybatch
+    retry-failed` needs for this run; None if they contain credentials, which are not printed.
+    `is_readable`: `raybatch verify` can read the run without credentials from the job file.
     """
     if not fresh:
         out.print(complete_before(report), markup=False)
@@ -97,14 +97,17 @@ def _rows(report: RunReport) -> str:
 
 
 def reused_text(reuse: Mapping[str, float]) -> str:
-    """Return where the answers of a run come from; "" if every row was inferred."""
+    """Return how many answers were reused, copied from equal rows, or inferred; "" if all inferred.
+
+    `reuse` has the numbers of rows under "reused", "merged" and "asked".
+    """
     sources = (("reused", "from an earlier run"), ("merged", "from another row"))
     texts = [f"{reuse[name]:,.0f} {what}" for name, what in sources if reuse.get(name)]
     return ", ".join([*texts, f"{reuse.get('asked', 0):,.0f} inferred"]) if texts else ""
 
 
 def _main_failure(failures: Mapping[str, int], failed: int) -> str:
-    """Return the number of failed rows and the most common reason."""
+    """Return e.g. `12 rows, 9 of them: ERROR in STAGE: message`, with the most common failure."""
     table = failure_table(failures)
     if not table:
         return counted(failed, "row")
@@ -152,10 +155,12 @@ def _next_command(
 def failed_rows_command(
     run: str, answered: int, failures: Mapping[str, int], options: Sequence[str] = ()
 ) -> list[str]:
-    """Return the next command for the failed rows of a run.
+    """Return the words of the command to run next for the failed rows of a run.
 
-    It retries them. If no row was answered, it shows the reasons, because a retry would most likely
-    fail too. If all prompts were too long, the retry measures the context that they need.
+    This is `raybatch retry-failed` with `options`. If all failed because their prompts were too
+    long, and no option sets `engine.max_model_len`, it gets the option that measures the length
+    they need. If no row was answered (`answered` is 0), it is `raybatch report`, because a retry
+    would most likely fail as well. `failures` maps failure keys to numbers of rows.
     """
     if not answered:
         return ["raybatch", "report", run]

@@ -104,7 +104,11 @@ def _write_example(force: bool) -> None:
 
 
 def _source(table: str, changes: dict[str, str | None], set_: list[str] | None) -> dict[str, Any]:
-    """Return the job's source fields from the options; ask for a missing query of a database."""
+    """Return the job's source fields for `table`; ask on a terminal for a database's missing query.
+
+    `changes` are {field: value of its option, or None}, `set_` the changes of `--set`. Raises
+    `ConfigError` if a query is missing and cannot be asked for.
+    """
     others = field_changes(set_)
     for field in others:
         if not field.startswith("source."):
@@ -143,7 +147,11 @@ def _write_first_job(
     model: str | None,
     output: str | None,
 ) -> None:
-    """Write a job file for a table; print its columns, and the next command."""
+    """Write a job file for a table; print its columns, and the next command.
+
+    A missing prompt, `model` or `output` is asked for on a terminal; elsewhere it gets a default. A
+    missing `name` is made from that of the table.
+    """
     from prefect_raybatch.api import first_job
 
     table = str(source["uri"])
@@ -200,7 +208,7 @@ def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """In errors of the block about a source field, name the option of `init` that sets it."""
+    """Add to an error of the block the options of `init` that set the source fields it names."""
     try:
         yield
     except RayBatchError as error:
@@ -213,7 +221,7 @@ def _options_named() -> Iterator[None]:
 
 
 def _option_or_answer(question: str, option: str | None, default: str) -> str:
-    """Return the option's value; without one, ask on a terminal and elsewhere take the default."""
+    """Return the option's value; if None, ask `question` on a terminal, else return the default."""
     if option is not None or not sys.stdin.isatty():
         return option or default
     return _answer(question, default)
@@ -222,7 +230,7 @@ def _option_or_answer(question: str, option: str | None, default: str) -> str:
 def _answer(
     question: str, default: str | None = None, check: Callable[[str], str] | None = None
 ) -> str:
-    """Ask `question` until `check` accepts the answer; return what `check` makes of the answer."""
+    """Ask `question` until `check` raises no `ConfigError`; return what `check` returns."""
 
     def accepted(text: str) -> str:
         try:

@@ -228,7 +228,11 @@ def history(
 def _with_scheduled(
     pages: list[HistoryPage], output: str, job: str | None, most: int
 ) -> list[HistoryPage]:
-    """Return the pages with the runs that Prefect alone knows, if a Prefect API is configured."""
+    """Return history pages with scheduled runs added that have no run directory, from Prefect.
+
+    A page is about one job; pages are added for jobs that have only such runs. Each page has at
+    most `most` runs. Without a Prefect API, `pages` are returned unchanged.
+    """
     from prefect_raybatch.doctor.services import prefect_api
 
     if prefect_api() is None:

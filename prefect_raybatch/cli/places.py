@@ -1,4 +1,4 @@
-"""Checks that a file that a command writes at its end can be written, before the work begins."""
+"""Checks, before the work of a command, that the file it will write at the end can be written."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ LINE_EVERY = 5.0  # seconds between progress lines where there is no terminal
 
 
 class TerminalProgress(Listener):
-    """Shows the progress of a run: by a bar on a terminal, by a line now and then elsewhere."""
+    """Shows the progress of a run: as a bar on a terminal, else as a line at intervals."""
 
     def __init__(self, quiet: bool):
         self.quiet, self.draws = quiet, err.is_terminal
@@ -106,7 +106,7 @@ class TerminalProgress(Listener):
                 self.say(describe_progress(progress, self.phase, self.about))
 
     def draw(self, progress: Progress) -> None:
-        """Draw the bar."""
+        """Draw the progress bar, or update it."""
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
@@ -129,7 +129,10 @@ class TerminalProgress(Listener):
 
 
 def describe_progress(progress: Progress, phase: str, about: str) -> str:
-    """Return the state of a run in one line."""
+    """Return in one line how many rows or requests are done, at which rate, and what is happening.
+
+    `phase` and `about` are those of the last heartbeat: what the driver does, and details or "".
+    """
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:
         # In the rows phase, requests that this attempt has answered count as done too.
@@ -236,7 +239,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
 
 
 def _saturation(size: Sizing) -> str:
-    """Return how many shards an engine has in flight, and whether they fill its sequences."""
+    """Return how many shards are in flight per engine, and whether they fill its sequence slots."""
     if size.shards <= size.concurrent * size.pool.engines:
         return "all rows are in flight at once"
     fill = "fill" if size.saturated else "do not fill"
@@ -257,7 +260,7 @@ def _input_place(plan: DryRun) -> str:
 
 
 def _cluster(have: Mapping[str, Any]) -> str:
-    """Return the capacity of a cluster, and its address or that the capacity is assumed."""
+    """Return the size of the cluster, and its address or that it is assumed, from `have`."""
     kinds = " and ".join(have["accelerators"]) or "of unknown kind"
     gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
     cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
@@ -266,7 +269,10 @@ def _cluster(have: Mapping[str, Any]) -> str:
 
 
 def reuse_lines(plan: DryRun) -> list[str]:
-    """Return how many rows a job that reuses answers would infer, and why not fewer."""
+    """Return lines that say how many rows are inferred, how many reuse answers, and why not more.
+
+    [] for a job that does not reuse answers.
+    """
     if plan.reuse is None:
         return []
     reuse = plan.reuse
@@ -312,7 +318,10 @@ def _show_prompts(tokens: PromptLengths) -> None:
 
 
 def print_prompt(where: str, tokens: int, text: str) -> None:
-    """Print a prompt as the model gets it; a long one is cut."""
+    """Print a prompt as the model gets it, below a title; cut a long one.
+
+    The title says which row it is of (`where`, e.g. `row 7`) and how many `tokens` it has.
+    """
     out.print(f"[bold]prompt of {escape(where)}[/], {counted(tokens, 'token')}")
     rest = f" ... {len(text) - TEXT_SHOWN:,} more characters" * (len(text) > TEXT_SHOWN)
     out.print(f"{text[:TEXT_SHOWN]}{rest}", markup=False, highlight=False)
@@ -383,7 +392,10 @@ def print_json(value: object) -> None:
 
 
 def _driver(beat: JsonObject) -> str:
-    """Return which process drives a run, and what its last heartbeat says."""
+    """Return host and process id of the run's driver, the age of its heartbeat, and what it does.
+
+    If the driver died or may be dead, the text says so instead.
+    """
     from prefect_raybatch.driver.heartbeat import alive
     from prefect_raybatch.runs.drivers import driver_state
 
@@ -400,7 +412,7 @@ def _driver(beat: JsonObject) -> str:
 
 
 def show_chain(verdict: ChainVerdict) -> None:
-    """Print the verdict on a run together with the retries of its failed rows."""
+    """Print whether a run and all retries of its failed rows prove that each row is there once."""
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
     for name in ("rows", "data", "quarantine", "left out", "retried"):
@@ -462,7 +474,10 @@ def show_status(state: Status) -> None:
 
 
 def _print_retry(state: Status) -> None:
-    """Print the command that retries the failed rows of a complete run, or shows their retry."""
+    """Print the next command for the failed rows of a complete run.
+
+    It retries them or, if there are retries already, shows the status of the latest one.
+    """
     if state.retried_by:
         keys = ", ".join(state.retried_by)
         again = state.failed_again
@@ -585,7 +600,10 @@ def show_repaired(repaired: Repaired) -> None:
 
 
 def show_reaped(reaped: Reaped, older_than: str, dry_run: bool) -> None:
-    """Print how many files were removed, by kind."""
+    """Print how many files were removed, or in a `dry_run` would be removed, by kind.
+
+    `older_than` is the age given to the command, such as `1h`.
+    """
     from prefect_raybatch.result.reap import REAPED_KINDS
 
     for kind, files in reaped.files.items():

@@ -35,7 +35,10 @@ _ARGUMENT_ERROR = cast(
 
 
 class Terminal(Console):
-    """A console that prints hidden characters as escapes and no hyperlinks."""
+    """A console that escapes hidden characters, such as control characters, in what it prints.
+
+    It prints no hyperlinks.
+    """
 
     @property
     def options(self) -> ConsoleOptions:
@@ -71,9 +74,9 @@ err = Terminal(highlight=False, soft_wrap=True, emoji=False, stderr=True)
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose help shows no type for flags.
+    """A command whose `--help` shows no `<bool>` beside flags.
 
-    Its line in the list of commands ends without a full stop.
+    In the program's list of commands, its description has no full stop at the end.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -87,10 +90,10 @@ class HelpfulCommand(TyperCommand):
 
 
 class VisibleGroup(TyperGroup):
-    """The commands of the program.
+    """The program: a Typer group of all commands.
 
-    Errors in the arguments are printed with hidden characters escaped, because they quote what was
-    typed, e.g. a file name. `order` lists the names of commands in the order of `--help`.
+    `order` lists the names of commands in the order of `--help`. Errors in the arguments are
+    printed with hidden characters escaped, because they quote what the user typed.
     """
 
     order: Sequence[str] = ()
@@ -144,10 +147,10 @@ def _paragraphs(text: str) -> str:
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:
-    """Return the parameters, with no type shown for flags.
+    """Change the help of flags among `params` in place; return `params`.
 
-    `<bool>` would suggest that they take a value. The full stop that ends Typer's own text of
-    `--help` is removed. Changes the parameters in place.
+    No type is shown for a flag, because `<bool>` would suggest that it takes a value, and the full
+    stop at the end of its help is removed (Typer's own `--help` has one).
     """
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:

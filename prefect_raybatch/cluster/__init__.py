@@ -1,1 +1,1 @@
-"""Connects to Ray, and sends shards through the stages on it."""
+"""Ray: connects to a cluster, keeps engines warm, and sends shards through the stages of a run."""

@@ -44,10 +44,11 @@ def escalated(
     finish: Finish,
     hosted: bool,
 ) -> tuple[EscalatePrepare, EscalateFinish]:
-    """Return the prepare and finish stages of a cascade's larger model.
+    """Return the prepare and finish stages with which a cascade's larger model runs.
 
-    They extend `prepare` and `finish`, the stages of a run without a cascade. `hosted`: the larger
-    model is behind an HTTP API. Raises `CorruptRun` if `cascade` is None.
+    They wrap `prepare` and `finish`, the stages for its prompts and answers, and pass on the
+    answers of the first model for rows that keep them. `hosted`: the larger model is behind an HTTP
+    API. Raises `CorruptRun` if `cascade` is None, i.e. the job has no cascade but the plan has.
     """
     if cascade is None:
         raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
@@ -63,14 +64,15 @@ def escalated(
 def first_answers(
     store: Store, increment: Increment, cascade: CascadeSpec, plan: Plan
 ) -> FirstAnswers:
-    """Return the answers of the first model, and which rows the larger one answers as well.
+    """Return the first model's answers, with the choice of rows that the larger model answers.
 
-    The choice follows from the plan and the first model's result, so every attempt chooses the same
-    rows. These are the unsure rows (if there are too many, the least sure ones, and of equally sure
-    ones the first), and the rows to check, chosen by a hash of row number and run key, so that each
-    run checks other rows (a repaired one those of the original). In a retry, rows that an earlier
-    run sent to the larger model do not count against `at_most` again. `store` is rooted at the run
-    directory. Raises `CorruptRun` if the first model has not answered all rows.
+    Chosen are rows of which the first model is unsure: the least sure ones first, at most the share
+    `at_most` of all rows. In a retry, rows that an earlier run sent to the larger model are chosen
+    again and do not count against `at_most`. Further rows are chosen to check how often the models
+    agree: at random, with a seed from the run key (in a repaired run, from the original's), so
+    other rows in each run. The choice depends only on the plan and the first model's result, so
+    each attempt chooses the same rows. `store` is rooted at the run directory. Raises `CorruptRun`
+    if the first model has not answered all rows.
     """
     success = requests_phase_success(store, increment)
     if success is None:
@@ -87,9 +89,10 @@ def first_answers(
 
 
 def _checked(answers: FirstAnswers, rows: int, run_key: str) -> np.ndarray:
-    """Return the numbers of rows to check: a random sample of those that keep the first answer.
+    """Return the numbers of the rows to check: a random sample of rows that keep the first answer.
 
-    It may include unsure rows beyond `at_most`. Empty if the cascade checks no rows.
+    The larger model answers them only for comparison. They may include unsure rows that were not
+    sent to it because of `at_most`. Empty if the cascade checks no rows.
     """
     if not answers.cascade.check:
         return np.empty(0, np.int64)
@@ -120,11 +123,12 @@ def _columns(store: Store, success: Success) -> tuple[str, ...]:
 
 
 def _cut(answers: FirstAnswers, rows: int, most: int) -> tuple[int, int, tuple[float, int] | None]:
-    """Return (number of unsure rows, how many of them the larger model answers, the cut).
+    """Return (number of unsure rows, how many of them the larger model answers, the last one sent).
 
-    `rows` counts all rows of the run. The larger model answers the unsure rows in `answers.again`,
-    and of the others the least sure ones, at most `most`. The cut is the surest of the latter, as
-    (sureness, row number), or (-inf, -1) if there is none; None if all unsure rows are answered.
+    `rows` is the number of rows of the run. The larger model answers the unsure rows in
+    `answers.again` and, of the other unsure rows, the `most` least sure ones. The last one sent is
+    the surest of these, as (sureness, row number); (-inf, -1) if `most` is 0, and None if all
+    unsure rows are sent.
     """
     sureness = [np.empty(0)]
     numbers = [np.empty(0, np.int64)]

@@ -44,9 +44,9 @@ Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 
 @dataclass(frozen=True)
 class Needs:
-    """The CPUs and GPUs that a run needs: for its engines and one task of each CPU stage.
+    """The CPUs and GPUs that a run needs at least: its fewest engines, one task of each CPU stage.
 
-    `device` is `gpu` or `cpu`, on which the engines run.
+    `device` is where the engines run: "gpu" or "cpu".
     """
 
     cpus: float
@@ -55,7 +55,11 @@ class Needs:
 
 
 def address_of(cluster: ClusterSpec) -> str | None:
-    """Return the address of a job's cluster; None if it is started here or created for its runs."""
+    """Return the address of the existing cluster that a job joins; None if it joins none.
+
+    It is cluster.address or, without one, RAY_ADDRESS. None means that the cluster is started on
+    this machine, or created on Kubernetes for the run.
+    """
     if cluster.access.kubernetes is not None:
         return None
     address = cluster.access.address or os.environ.get("RAY_ADDRESS")
@@ -96,12 +100,12 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
 def outlasting(
     standing: Callable[[], str | None], idle_seconds: float, waiting: bool
 ) -> Iterator[None]:
-    """Within the `with` block, let runs join a standing local cluster instead of starting one.
+    """Within the block, let runs join a local cluster that outlives this process.
 
-    A standing cluster outlives this process; `standing` returns its address. Runs use the engines
-    that wait there (`waiting` says whether there may be any) and leave their own there. If
-    `standing` returns None, the runs start a cluster that ends with the `with` block; an engine
-    of this process that waits longer than `idle_seconds` ends.
+    `standing` returns the address of that cluster, started by an earlier command. Runs lease the
+    engines that wait there (`waiting`: there may be some), and their engines stay there after them.
+    If `standing` returns None, runs start a local cluster that ends with the block; its engines end
+    when they have waited `idle_seconds` for a run.
     """
     RAY.standing, HOSTS.outlast, HOSTS.waiting = standing, True, waiting
     with CLUSTER_SESSION.kept_warm(idle_seconds):
@@ -115,10 +119,11 @@ def outlasting(
 
 @contextmanager
 def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
-    """Import vLLM in a separate process while a run of the block starts a local cluster.
+    """Import vLLM in a separate process within the block, so that engines start faster.
 
-    The actors of its engines are then forked from that process. Does nothing if this process is in
-    a cluster already, or if engines of earlier commands may be waiting.
+    The actors of engines on a local cluster are forked from that process. Does nothing if the run
+    does not start a local cluster, if engines of earlier commands may be waiting, or if this
+    machine has GPUs of different kinds.
     """
     local = not (cluster.access.remote or address_of(cluster) or RAY.joined() or HOSTS.waiting)
     have = this_machine(cluster) if local and cluster.engine_env is not None else None
@@ -136,20 +141,25 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
 
 
 def forked_options(cluster: ClusterSpec) -> dict[str, object]:
-    """Return the Ray options with which an engine's actor is forked; empty if it cannot be."""
+    """Return the Ray options for forking an engine's actor from the process that has imported vLLM.
+
+    {} if it cannot be forked from there, e.g. on a remote cluster.
+    """
     remote = cluster.access.remote or address_of(cluster)
     return {} if remote else actor_options(cluster.engine_env)
 
 
 @contextmanager
 def connected(cluster: ClusterSpec, user: Tenant | None = None) -> Iterator[Capacity]:
-    """Connect to the cluster of a run for the block.
+    """Connect to the cluster of a run, or start it, for the block; yield its capacity.
 
-    All runs of this process share the connection. The last one closes it, and stops a cluster that
-    was started here.
+    All runs of this process share the connection. The last one to leave closes it, and stops the
+    cluster if it was started here. `user` is the run as a tenant of the cluster; by default a new
+    one.
 
     Raises `ClusterUnavailable` with the address if no cluster answers, and `ConfigError` while runs
-    of this process are in another cluster, or if Ray's token is missing or wrong.
+    of this process are in another cluster, for `cluster.kubernetes`, or if Ray's token is missing
+    or wrong.
     """
     if cluster.access.kubernetes is not None:
         raise ConfigError(
@@ -165,9 +175,9 @@ def connected(cluster: ClusterSpec, user: Tenant | None = None) -> Iterator[Capa
 
 @contextmanager
 def cluster_starting(cluster: ClusterSpec) -> Iterator[None]:
-    """Start a local cluster for a run while the body of the `with` prepares that run.
+    """Start a run's local cluster in another thread, while the block prepares the run.
 
-    Does nothing if the run's cluster is remote.
+    Does nothing if the run uses an existing or a remote cluster.
     """
     if cluster.access.remote or address_of(cluster):
         yield
@@ -185,11 +195,11 @@ def admitted(
     user: Tenant,
     kind: WarmKind | None = None,
 ) -> Iterator[WarmLease | None]:
-    """Wait for the run's turn on the cluster, and hold its resources for the block.
+    """Wait until the cluster has room for the run of `user`; hold its resources for the block.
 
-    These are the resources of the engines in `pool` and of the CPU stages; without a pool, all of
-    the cluster's (`capacity`). Yields the lease on engines of a `kind` if they are kept warm, else
-    None.
+    These are the resources of all engines in `pool` and of the CPU stages; if `pool` is None, all
+    resources of the cluster (`capacity`). Yields a lease of warm engines of this `kind` if engines
+    are kept warm, else None.
     """
     most = {"CPU": capacity.cpus, "GPU": capacity.gpus}
     takes = dict(most)
@@ -202,11 +212,11 @@ def admitted(
 
 
 def end_by_sigterm() -> None:
-    """Make SIGTERM end the process through its `finally` clauses, so that it ends what it started.
+    """Make SIGTERM raise `SystemExit`, so that `finally` clauses run before the process ends.
 
-    Ray installs such a handler, but only if the main thread starts it. So the main thread calls
-    this before another thread starts Ray. In other threads it does nothing, because Python accepts
-    handlers only from the main thread.
+    Call this in the main thread before another thread starts Ray: Ray installs such a handler only
+    if the main thread starts it. Does nothing in other threads, where Python accepts no handlers,
+    or if SIGTERM has a handler.
     """
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -221,9 +231,10 @@ def usable_cpus() -> int:
 
 
 def local_cpus(cluster: ClusterSpec) -> int:
-    """Return the logical CPUs of a local cluster: the machine's, or more if the stages need more.
+    """Return the logical CPUs of a local cluster: this process's, or more if the stages need more.
 
-    With fewer, Ray would wait forever, because a pool of actors can hold all of them.
+    With fewer than the stages need, Ray would wait forever, because a pool of actors can hold all
+    of them.
     """
     stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
     return max(usable_cpus(), math.ceil(stage_cpus + cluster.engine_cpus))
@@ -301,10 +312,10 @@ def dashboard_url() -> str:
 
 
 def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> set[str]:
-    """Return the ids of the live nodes of the joined cluster.
+    """Return the ids of the live nodes of the cluster that this process has joined.
 
-    `ask` wraps the query of Ray's head, e.g. with a time limit. Each node is contacted, because Ray
-    takes up to half a minute to notice that one is dead.
+    Each node is contacted, because Ray takes up to half a minute to notice that one is dead. `ask`
+    calls the function that it gets, which queries Ray's head, e.g. with a time limit.
     """
     import ray
 
@@ -332,7 +343,7 @@ def leaving() -> dict[str, float | None]:
 
 
 def is_joined() -> bool:
-    """Return whether this process is in a cluster."""
+    """Return whether this process is connected to a Ray cluster."""
     return CLUSTER_SESSION.ray.joined()
 
 
@@ -356,11 +367,11 @@ def actor_states(kind: str) -> dict[str, int]:
 
 
 def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
-    """Return {id: (deaths, description of process and node)} of this driver's actors.
+    """Return {actor id: (number of deaths, text with process id and node)} of this driver's actors.
 
-    Takes actors with `kind` in their name or class name. While Ray restarts a process, the
-    description is of the dead one; before the first process it is "". An actor ended on purpose
-    does not count as dead.
+    Counts actors with `kind` in their name or class name. While Ray restarts a process, the text is
+    about the dead one; before the first process it is "". An actor that was ended on purpose has
+    not died.
     """
     import ray
 
@@ -391,8 +402,8 @@ def needs(spec: SizeSpec, pool: Pool) -> Needs:
 def check_fit(spec: SizeSpec, capacity: Capacity, pool: Pool | None = None) -> Needs:
     """Return the run's minimum resources; raise `InsufficientResources` if the cluster lacks them.
 
-    `capacity` is the cluster's capacity, in use or not. The default `pool` is the one that a run
-    would choose for that capacity.
+    `capacity` is all that the cluster has, whether free or not. `pool` is the run's pool of
+    engines, by default the one that it would choose for that capacity.
     """
     pool = pool or pool_for(spec, capacity)
     want = needs(spec, pool)

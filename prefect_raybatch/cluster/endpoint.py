@@ -1,4 +1,4 @@
-"""The launch of a hosted model's stage, and its limiter: one actor of Ray for the whole run."""
+"""Starts the stage of a hosted model, with a rate limiter that all workers of a run share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefect_raybatch.storage import Store
 
 
 class ActorLimiter:
-    """The handle by which any worker of the cluster calls the run's rate limiter, an actor."""
+    """A handle to the run's rate limiter, which is a Ray actor, for use in any worker."""
 
     def __init__(self, actor: Any):
         self._actor = actor
@@ -57,10 +57,11 @@ class ActorLimiter:
 
 
 def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter:
-    """Return the rate limiter of a run's requests to a hosted model.
+    """Return the rate limiter that all requests of a run to a hosted model share.
 
-    It is an actor, or an object of this process if Ray is not up. `others` is for how many more
-    seconds requests of earlier attempts may count against the limits per minute.
+    It is a Ray actor, or an object in this process if this process is not connected to Ray. For
+    `others` seconds from now, requests of earlier attempts may still count against the limits per
+    minute.
     """
     import ray
 
@@ -76,9 +77,10 @@ def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter
 def endpoint_launch(
     launch: EngineLaunch, spec: EndpointSpec, store: Store, run: str, limiter: SharedLimiter
 ) -> EndpointLaunch:
-    """Return what the stage of a hosted model is started with: `launch`, and the API key.
+    """Return what the stage of a hosted model is started with: `launch` plus API key and limiter.
 
-    Raises `ConfigError` if the variable of the key is not set.
+    `run` identifies the run in names on the server. Raises `ConfigError` if the environment
+    variable of the key is not set.
     """
     given = {one.name: getattr(launch, one.name) for one in fields(EngineLaunch)}
     return EndpointLaunch(

@@ -19,7 +19,7 @@ MIN_SPEED_SHARE = 0.98
 
 @dataclass(frozen=True)
 class EngineShape:
-    """The engine arguments that follow from the length of rows."""
+    """The engine arguments that are chosen by the length of the rows' prompts."""
 
     engines_per_gpu: int
     max_num_seqs: int
@@ -34,7 +34,7 @@ class EngineShape:
 
     @classmethod
     def of_kind(cls, kind: WarmKind) -> EngineShape | None:
-        """Return the shape of running engines of a `kind`; None if it is unknown."""
+        """Return these arguments of engines of a `kind`; None if the kind lacks one of them."""
         gpus = kind.takes.get("GPU", 0.0)
         arguments = kind.arguments
         if not {"max_num_seqs", "max_num_batched_tokens"} <= arguments.keys():
@@ -43,7 +43,7 @@ class EngineShape:
         return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
 
     def asked_in(self, spec: SizeSpec) -> SizeSpec:
-        """Return the size spec with this shape in the fields that are None."""
+        """Return `spec` with these arguments, except for those that the spec sets already."""
         free = {name: to for name, to in asdict(self).items() if getattr(spec, name) is None}
         return replace(spec, **free)
 
@@ -51,10 +51,11 @@ class EngineShape:
 def sizes_for_shape(
     spec: SizeSpec, ask: Callable[[SizeSpec], Sizing], own: Sizing, shape: EngineShape
 ) -> Sizing | None:
-    """Return the sizes of a run with engines of a `shape`, if almost as fast as its `own` sizes.
+    """Return the sizes of a run with engines of this `shape`; None if the run should not use them.
 
-    None if they do not reach 98 % of its rate by the cost model, or if the rows do not fit. `ask`
-    returns the sizes of a spec.
+    It should not if the shape does not fit, changes the number of replicas, or reaches less than 98
+    % of the rate of `own`, the sizes that the run would choose itself (by the cost model). `ask`
+    returns the sizes for a spec.
     """
     try:
         near = ask(shape.asked_in(spec))
@@ -71,11 +72,11 @@ def closest_running(
     kind_of: Callable[[Sizing], WarmKind | None],
     up: Iterable[WarmKind],
 ) -> tuple[Sizing, WarmKind | None]:
-    """Return the sizes of a run, and the kind of its engines (None for a run without engines).
+    """Return (sizes for a run, kind of its engines), with sizes of running engines if possible.
 
-    Prefers the sizes of running engines (`up`, their kinds) that are similar enough to the engines
-    of `own`, the sizes that the run would choose itself (see `sizes_for_shape`). `ask` returns the
-    sizes of a spec, `kind_of` the kind of engines with given sizes.
+    `own` are the sizes that the run would choose itself; they are returned unless engines of one of
+    the kinds in `up` are similar enough (see `sizes_for_shape`). `ask` returns the sizes for a
+    spec, `kind_of` the kind of engines with given sizes, None if they cannot be shared.
     """
     kind, waiting = kind_of(own), list(up)
     if kind is None or kind in waiting:

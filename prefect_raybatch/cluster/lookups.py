@@ -1,4 +1,4 @@
-"""Creates the lookup stage of a run."""
+"""Creates the lookup stage of a run's rows phase, which reads answers from files."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LookUpFiles:
-    """The files in which a run looks up the answers to its rows by their index.
+    """The files from which a run's rows phase reads answers, by number.
 
-    `reused` are answers of earlier runs, `new_answers` are answers to this run's own requests,
-    `failed` the reasons why requests failed. `new_answer_bytes` is the size of the files of
+    `reused` are answers of earlier runs, `new_answers` answers to this run's own requests, `failed`
+    the errors of requests that failed. `new_answer_bytes` is the size of the files of
     `new_answers`.
     """
 
@@ -53,9 +53,11 @@ class LookUpFiles:
 
 
 def look_up_files(pools: bool, increment: Increment, store: Store) -> LookUpFiles:
-    """Return the files of answers of the run at `store`; vectors if `pools` (a pooling task).
+    """Return the files from which the rows phase of a run reads answers.
 
-    Raises `CorruptRun` if the run's requests are not finished, or if a file was changed.
+    `store` is the run directory. `pools`: the answers are vectors of a pooling task, else text.
+    Raises `CorruptRun` if the run's requests are not all answered, or if a file is missing or was
+    changed.
     """
     success = requests_phase_success(store, increment)
     raw = raw_names(pools)
@@ -70,7 +72,10 @@ def look_up_files(pools: bool, increment: Increment, store: Store) -> LookUpFile
 
 
 def raw_names(pools: bool) -> tuple[str, ...]:
-    """Return the columns of a file of answers before postprocessing; of vectors if `pools`."""
+    """Return the column names of a file of answers before postprocessing.
+
+    With `pools`, the answers are vectors of a pooling task.
+    """
     return tuple((POOLED if pools else RAW).names)
 
 
@@ -82,10 +87,10 @@ def look_up(
     prepare: Prepare,
     keying: Keying,
 ) -> LookUp:
-    """Return the stage that fills in answers from files, instead of an engine, in the rows phase.
+    """Return the stage that replaces an engine in the rows phase: it reads answers from files.
 
-    `store` is the run directory, and `pools` marks a pooling task. Raises `CorruptRun` if the run's
-    requests are not finished.
+    `store` is the run directory. `pools`: the answers are vectors of a pooling task. Raises
+    `CorruptRun` if the run's requests are not all answered, or if a file is missing or was changed.
     """
     known = look_up_files(pools, increment, store)
     by_row = _by_row(store, plan)
@@ -132,9 +137,9 @@ def requests_phase_success(store: Store, increment: Increment) -> Success | None
 
 
 def numbered_parts(store: Store, success: Success | None, kind: str) -> tuple[AnswerFile, ...]:
-    """Return the files of a `kind`, data or quarantine, in the `success` of a requests phase.
+    """Return the result files of a `kind` ("data", "quarantine") of a finished requests phase.
 
-    Each has the number of its first row. Empty if `success` is None.
+    Their rows are numbered by the column `_row`. Empty if `success` is None.
     """
     parts = success.of(kind) if success is not None else []
     files = [
@@ -144,9 +149,10 @@ def numbered_parts(store: Store, success: Success | None, kind: str) -> tuple[An
 
 
 def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
-    """Return the answer files in row order; None if there are none or they are damaged.
+    """Return the copy of the answer files whose rows are in row order; None if it cannot be used.
 
-    They are a copy in another order: the files in request order contain the same answers.
+    It cannot if the run has no such copy or the copy is damaged. The answers are then read from the
+    files in request order.
     """
     try:
         found = read_answers_by_row(store, plan)
@@ -163,7 +169,7 @@ def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
 
 @contextmanager
 def _repairable(store: Store) -> Iterator[None]:
-    """Add the repair command to an error of the block about a damaged file."""
+    """If a file is damaged (`CorruptRun` in the block), add the repair command to the error."""
     try:
         yield
     except CorruptRun as error:

@@ -1,4 +1,7 @@
-"""Chains the stages on Ray Data: work units in, receipts out. One call is one pass."""
+"""Chains the stages of a run on Ray Data: work units go in, receipts come out.
+
+One call of a `Pipeline` is one pass.
+"""
 
 from __future__ import annotations
 
@@ -106,12 +109,13 @@ DETAIL = 300  # characters of Ray's message about the end of a process
 
 @dataclass
 class Pipeline:
-    """The stages of one attempt, bound to a plan. `store` is rooted at the run directory.
+    """The stages of one attempt at a run with a plan. `store` is the run directory.
 
-    `size` has the sizes for the cluster; `shuffle` (any text) seeds the order of the shards;
-    `on_pass` is called before the engines of a pass start; `warm` are engines that outlast the run;
-    `early` is the name under which prewarmed engines report their start; `others` is for how many
-    more seconds requests of earlier attempts may count against a hosted model's limits.
+    `size` has the sizes for the cluster. `shuffle` (any text) seeds a random order of the shards;
+    None: the longest first. `on_pass` is called before the engines of a pass start. `warm` is the
+    lease of engines that outlast the run; None: the pass starts its own. `early` is the name under
+    which prewarmed engines report their start, "" if there are none. For `others` seconds, requests
+    of earlier attempts may count against a hosted model's limits.
     """
 
     spec: RunSpec
@@ -160,12 +164,12 @@ class Pipeline:
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
         """Send units through the stages; yield their receipts as they arrive, in no order.
 
-        `isolated` keeps one unit in flight per engine, so that a death can be attributed to it.
-        Units whose task died with its process have no receipt. Missing units get a failed receipt
-        if the rows are not to blame: if a node was lost, if Ray's head does not answer in time
-        whether one was, if an engine's process died while starting (Ray Data then ends the pass),
-        or if engines died in a row without an answer. Raises `EngineFailure` if engines died while
-        starting and the pass has no receipts: Ray has already retried the start.
+        `isolated` keeps one unit in flight per engine, so that a death can be attributed to it. A
+        unit has no receipt if the process that worked on it died, unless its rows are not to blame;
+        then it has a receipt that says so. They are not to blame if a node was lost or may have
+        been, if an engine died while starting, or if several engines died in a row without an
+        answer in between. Raises `EngineFailure` if engines died while starting and the pass has no
+        receipts yet: Ray has already retried the start.
         """
         missing, nodes = Missing(units), self._nodes()
         self.on_pass()
@@ -196,9 +200,10 @@ class Pipeline:
     def _take_receipts(
         self, dataset: Dataset, missing: Missing
     ) -> Generator[Receipt, None, Loss | None]:
-        """Yield the receipts of a pass and take them from `missing`.
+        """Yield the receipts of a pass, and remove their units from `missing`.
 
-        Returns why the pass ended early, None if it did not.
+        Returns why the pass ended early; None if it did not. Raises `EngineFailure` if an engine's
+        process died while starting and there is no receipt yet.
         """
         has_receipts = False
         try:
@@ -234,7 +239,10 @@ class Pipeline:
             return None
 
     def _node_lost_since(self, before: set[str] | None) -> Loss | None:
-        """Return the loss if one of the nodes `before` is gone, or if that is unknown."""
+        """Return a loss if one of the nodes `before` is gone, or if Ray did not list the nodes.
+
+        None if all of them are still alive.
+        """
         now = self._nodes()
         if before is None or now is None:
             return NODES_UNHEARD
@@ -248,15 +256,18 @@ class Pipeline:
         )
 
     def _deaths_in_a_row(self, isolated: bool) -> int:
-        """Return how many engines must die for good in a row to end a pass.
+        """Return after how many dead engines in a row, without an answer in between, a pass ends.
 
-        An engine died for good if all its restarts ended too, without an answered block.
+        An engine counts as dead once its last restart by Ray has died.
         """
         engines = self.size.pool.engines
         return max(engines, DEATHS_ALONE) if isolated else engines
 
     def dataset_of(self, units: Sequence[Unit], isolated: bool) -> Dataset:
-        """Return the pass as a dataset, which keeps the settings that it was built with."""
+        """Return the dataset of a pass. It keeps Ray Data's settings of now, whatever is set later.
+
+        For `isolated` see `__call__`.
+        """
         with _context() as context:
             limit_in_flight(context, self.size.uncommitted)
             limit_deaths(context, self._deaths_in_a_row(isolated))
@@ -278,11 +289,11 @@ class Pipeline:
     def stages(
         self, isolated: bool
     ) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
-        """Return the stages that a block goes through: prepare, the engine's launch, and finish.
+        """Return what the rows of a pass go through: prepare stage, engine's launch, finish stage.
 
-        The launch is None where every answer exists already: in the rows phase of a run, and where
-        the first model of a cascade was sure of all rows. `isolated` calls the user's functions in
-        a process of their own.
+        The launch has what an engine is started with. It is None if no engine is needed: in a rows
+        phase that looks up its answers, and if the first model of a cascade was sure of all rows.
+        `isolated`: the user's functions are called in a separate process.
         """
         spec, limits, increment = self.spec, self.spec.limits, self.increment
         launch, hosted = self._launch(), spec.engine.model.endpoint is not None
@@ -317,7 +328,7 @@ class Pipeline:
         return look_up(pools, self.plan, increment, self.store, prepare, keying), None, finish
 
     def _launch(self) -> EngineLaunch:
-        """Return everything that an engine, or the client of a hosted model, is started with."""
+        """Return all settings with which an engine, or the client of a hosted model, is started."""
         model, tell = dict(self.plan.model), partial(tell_start, self.attempt)
         launch = engine_launch(
             self.spec, model, self.size, self._done, self.attempt, self.task, tell
@@ -360,7 +371,10 @@ class Pipeline:
         return answered.map_batches(finish, **_batches(), **_stage(takes.finish))
 
     def _placed(self, resources: ActorOptions) -> ActorOptions:
-        """Return the resources of an engine's actor, in a placement group if it may span nodes."""
+        """Return Ray's options for an engine's actor.
+
+        An engine that may span nodes gets a placement group.
+        """
         sizes = self.spec.sizes
         if not (sizes.spans_nodes and self.size.pool.device == "gpu"):
             return {**resources, **cluster.forked_options(self.spec.cluster)}
@@ -370,7 +384,10 @@ class Pipeline:
         return {**kept, "ray_remote_args_fn": self._spanning}
 
     def tokens_cost(self) -> float:
-        """Return what the tokens of a hosted model have cost in this attempt."""
+        """Return the price of a hosted model's tokens in this attempt so far; 0 for a local model.
+
+        It is in the currency of `price_in` and `price_out`, which are per million tokens.
+        """
         endpoint = self.spec.engine.model.endpoint
         if endpoint is None:
             return 0.0
@@ -379,9 +396,9 @@ class Pipeline:
         return (prompt + usage.output_tokens * (endpoint.price_out or 0.0)) / 1e6
 
     def server_wait(self) -> str:
-        """Return why the run waits for the server of a hosted model, "" if it does not.
+        """Return why the run waits for a hosted model's server; "" if it does not wait.
 
-        It waits for open batches, and while the server is away.
+        The reasons are open batches and an outage of the server.
         """
         if self.spec.engine.model.endpoint is None:
             return ""
@@ -389,13 +406,14 @@ class Pipeline:
         return usage.batches or usage.outage
 
     def limited(self) -> str:
-        """Return why no request to a hosted model leaves now; "" if requests leave."""
+        """Return why the rate limiter held back requests when it last answered, or ""."""
         return self._used.waits
 
     def _usage(self, last: bool = False) -> Usage:
         """Return the usage of a hosted model; the last known one if the limiter does not answer.
 
-        After a `last` call the limiter is not queried again, since that would restart Ray.
+        Pass `last` before leaving the cluster: later calls do not query the limiter, since that
+        would start Ray again.
         """
         with self._usage_lock:
             if self._limiter is not None:
@@ -406,23 +424,26 @@ class Pipeline:
             return self._used
 
     def engines(self) -> dict[str, int]:
-        """Return {Ray state: number of the pass's engine actors in it}."""
+        """Return {Ray's actor state: number of engines of this pass in that state}."""
         return cluster.actor_states(self._actors())
 
     def deaths(self) -> dict[str, tuple[int, str]]:
-        """Return {actor id: (deaths, process and node)} of the engines, or of their warm hosts."""
+        """Return {actor id: (number of deaths, text with process id and node)} of the engines.
+
+        For warm engines, the actors are their hosts. {} if this process is not in a cluster.
+        """
         kind = self._actors() if self.warm is None else EngineHost.__name__
         return cluster.actor_deaths(kind) if cluster.is_joined() else {}
 
     def _actors(self) -> str:
-        """Return the text that the names of the pass's engine actors contain."""
+        """Return the text by which the engines' actors are found: it is part of their names."""
         stage = Forwarder if self.warm is not None else self.engine
         return f"({stage.__name__})"
 
     def starts(self) -> list[dict[str, float]]:
-        """Return for each engine, prewarmed ones included, when it began each phase of its start.
+        """Return for each engine, prewarmed ones included, when each phase of its start began.
 
-        A mapping is {phase: seconds since 1970}.
+        Each dict is {phase: seconds since 1970}.
         """
         if not cluster.is_joined():
             return []
@@ -430,9 +451,9 @@ class Pipeline:
         return early + reported_starts(self.attempt)
 
     def forget(self, early: bool = True) -> None:
-        """Remove the engines' reports of their starts from the cluster.
+        """Remove from the cluster the reports of when this attempt's engines started.
 
-        `early` includes those of prewarmed engines.
+        With `early`, also those of prewarmed engines.
         """
         names = [self.attempt]
         if early and self.early:
@@ -452,13 +473,17 @@ class Pipeline:
         self.forget()
 
     def stop(self) -> None:
-        """End a pass, from another thread than the one that iterates over it."""
+        """End the current pass, if any; call it in another thread than the one that iterates."""
         running = self._running
         if running is not None:
             stop_pass(running)
 
     def quarantine(self, unit: Unit, why: Loss) -> Receipt:
-        """Quarantine a single row that keeps killing its engine; return its receipt."""
+        """Write a single row that keeps killing its engine to quarantine; return its receipt.
+
+        `unit` is that row, and `why` becomes its error. The receipt is empty if another driver has
+        committed the shard meanwhile.
+        """
         (task,) = self.reader.tasks(self._starts([unit]))
         table = next(self.reader.read(task), None)
         if table is None:  # another driver committed the shard meanwhile
@@ -495,12 +520,12 @@ class Pipeline:
         )
 
     def engine_resources(self) -> ActorOptions:
-        """Return the resources of each engine's actor and how often Ray restarts it."""
+        """Return Ray's options for an engine's actor: its resources, and how often it restarts."""
         return resources_of(self.spec.sizes, self.size)
 
 
 class Missing:
-    """The units of a pass without a receipt so far, which do not overlap."""
+    """The units of a pass, less what receipts have covered; the units do not overlap."""
 
     def __init__(self, units: Iterable[Unit]):
         self._of: dict[int, list[Unit]] = {}  # by offset
@@ -508,7 +533,7 @@ class Missing:
             self._of.setdefault(unit.shard, []).append(unit)
 
     def take(self, received: Unit) -> None:
-        """Remove the positions of the unit `received`, which has a receipt."""
+        """Remove the positions of the unit `received`, for which a receipt came."""
         # By bisection, because an isolated pass may have a unit for each row of a shard.
         units = self._of.get(received.shard, [])
         first = bisect_right(units, received.offset, key=lambda unit: unit.end)
@@ -520,7 +545,7 @@ class Missing:
 
 
 def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
-    """Return the resources of each engine's actor and how often Ray restarts it."""
+    """Return Ray's options for an engine's actor: its resources, and how often Ray restarts it."""
     resources: dict[str, object] = {
         "num_cpus": spec.cpus,
         # Ray does not retry a task that died; the driver runs what is missing in isolation. By
@@ -538,9 +563,9 @@ def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
 
 
 def stage_of(spec: RunSpec, batch: bool = True) -> type[EngineStage]:
-    """Return the class of a run's engine stage.
+    """Return the class of a run's engine stage: for vLLM, or for a hosted model.
 
-    Without `batch`, it is one that does not use the batch API of a hosted model.
+    Without `batch`, the batch API of a hosted model is not used even if the job sets it.
     """
     endpoint = spec.engine.model.endpoint
     if endpoint is None:
@@ -551,10 +576,10 @@ def stage_of(spec: RunSpec, batch: bool = True) -> type[EngineStage]:
 def warm_kind_of(
     spec: RunSpec, model: models.PinnedModel, size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
-    """Return the kind of engines of a run with that pinned model; None if they cannot be reused.
+    """Return the kind of a run's engines, by which later runs reuse them; None if they cannot.
 
-    They cannot be if they may span nodes, if their number is elastic, if the model is hosted, or if
-    an argument is an object or a logits processor.
+    `model` is the pinned model. Engines cannot be reused if they may span nodes, if their number is
+    elastic, if the model is hosted, or if an argument is an object or a logits processor.
     """
     fewest, most = size.pool.replicas
     if spec.sizes.spans_nodes or fewest != most or spec.engine.model.endpoint is not None:
@@ -568,13 +593,13 @@ def warm_kind_of(
 
 
 def launch_of(spec: RunSpec, model: models.PinnedModel, size: Sizing, **more: Any) -> EngineLaunch:
-    """Return everything that a run's engine is started with; `more` replaces fields of it."""
+    """Return all settings with which a run's engines are started; `more` replaces some of them."""
     task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
 
 
 def _classifier(ledger: Ledger, plan: Plan) -> Classifier:
-    """Return the classifier that the plan keeps; raise `CorruptRun` for a plan without one."""
+    """Return the classifier stored with the plan; raise `CorruptRun` if there is none."""
     data = ledger.classifier(plan)
     if data is None:
         raise CorruptRun(
@@ -585,17 +610,17 @@ def _classifier(ledger: Ledger, plan: Plan) -> Classifier:
 
 
 def _threshold(size: Sizing, isolated: bool) -> float:
-    """Return the utilization of the engines above which another engine is added.
+    """Return the utilization of the running engines above which Ray Data starts another one.
 
-    Utilization is the number of queued and running tasks relative to the tasks that may run at
-    once. Ray's default of 1.75 is never reached with two or more tasks in work and one waiting: an
-    elastic pool stayed at its minimum (measured). `isolated`: an engine has one unit at a time.
+    Utilization is (queued and running tasks) / (tasks that may run at once). An elastic pool never
+    reaches Ray's default of 1.75 if an engine may run two or more tasks and one waits: it stayed at
+    its minimum (measured). `isolated`: an engine has one unit at a time.
     """
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 
 
 def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
-    """Return whether to skip a shard: the attempt is draining, or the shard is committed."""
+    """Return whether to skip a shard, because the attempt is draining or the shard is committed."""
     return draining() or Ledger(store).is_committed(shard)
 
 
@@ -607,10 +632,10 @@ def receipts_in(dataset: Dataset) -> Iterator[Receipt]:
 
 @contextlib.contextmanager
 def _context() -> Iterator[DataContext]:
-    """Set Ray Data's settings for the block, then restore the caller's.
+    """Set Ray Data's settings for the block; restore the caller's settings after it.
 
-    The settings are global to the process, so only one run may change them at a time. Otherwise two
-    runs could build with each other's settings, and leave them to the caller.
+    The settings are global to the process, so only one run may build a dataset at a time: two runs
+    at once could use each other's settings, and the caller's would be lost.
     """
     with _BUILDING:
         yield from _settings()
@@ -632,11 +657,12 @@ def _settings() -> Iterator[DataContext]:
 
 @contextlib.contextmanager
 def _short_errors(node_errors: list[str]) -> Iterator[None]:
-    """Shorten Ray Data's log of lost tasks to the first line.
+    """Within the block, shorten Ray Data's log of lost tasks to the first line of the error.
 
-    The frames of its tracebacks reference the actors of the pass, so a handler that keeps records
-    would keep their GPUs too. `node_errors` receives errors of lost nodes. Runs of one process see
-    each other's records, so the filter that removes a traceback notes a lost node on the record.
+    Tracebacks reference the actors of the pass, so a log handler that keeps records would keep the
+    actors' GPUs. `node_errors` gets the first line of each error about a lost node. Runs of one
+    process filter the same log: the first filter removes the traceback and marks the record, so
+    that the others see the lost node as well.
     """
 
     def short(record: logging.LogRecord) -> bool:
@@ -678,7 +704,7 @@ def _died_in_a_row(error: EnginesDied) -> Loss:
 
 
 def _is_nodes(error: BaseException) -> bool:
-    """Return whether a task or its input was lost with a node, not with its process."""
+    """Return whether a task or its input was lost because a node died, not only a process."""
     by_class = isinstance(error, (NodeDiedError, ObjectLostError))
     return by_class or (isinstance(error, ActorDiedError) and "node has died" in str(error))
 

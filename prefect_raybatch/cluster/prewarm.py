@@ -1,8 +1,7 @@
-"""Prewarm: start engines while the input of their run is copied.
+"""Prewarm: start a run's engines while its input is still being copied.
 
-If the engines' arguments are certain before the rows are known, start and copy happen at the same
-time. The engines wait among the warm engines (`warm`) for their run, which leases them by their
-kind; they end if it does not.
+This is possible if the engines' arguments are certain before the rows are known. The engines wait
+among the warm engines (`warm`) until their run leases them by their kind. If it does not, they end.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ COPY_SHARE = 0.5  # of a cluster's CPUs that are left to a copy on the cluster
 class Guess:
     """Estimate of the input before it is copied.
 
-    `rows` is the number of rows, `row_bytes` possible sizes of a row in memory, and `whole` the
-    bytes to copy. If nothing is known, `rows` and `whole` are 0.
+    `rows` is the number of rows, `row_bytes` are possible sizes of a row in memory, and `whole` is
+    the size of all rows in memory, in bytes. If nothing is known, `rows` and `whole` are 0.
     """
 
     rows: int
@@ -77,7 +76,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class PrewarmPlan:
-    """The engines that a run will certainly start.
+    """The engines that a run will certainly need, whatever its rows are.
 
     There are `engines` of one `kind`, each started with `launch` on `gpus_an_engine` GPUs.
     """
@@ -90,10 +89,10 @@ class PrewarmPlan:
 
 @dataclass(frozen=True)
 class PrewarmedEngines:
-    """The prewarmed engines of a run, and what they cost.
+    """The prewarmed engines that a run has taken, and the cost of prewarming.
 
-    `name` is the name under which the engines report their start, "" without engines;
-    `gpu_seconds` are the GPU-seconds for which they held GPUs before the run took them.
+    `name` is the name under which they report their start, "" if the run took none. `gpu_seconds`
+    is GPUs times the seconds for which prewarmed engines held them until now.
     """
 
     name: str = ""
@@ -104,7 +103,7 @@ class PrewarmedEngines:
 
 
 def why_no_prewarm(spec: RunSpec) -> str:
-    """Return why the job prevents prewarming; "" if it does not."""
+    """Return why a job's engines cannot be prewarmed, as a clause for the log; "" if they can."""
     if spec.cluster.access.remote:
         return "they run on a cluster that this process has not joined"
     if spec.first is not None:
@@ -131,10 +130,10 @@ def plan_prewarm(
     guess: Guess,
     engine: type | None = None,
 ) -> PrewarmPlan | str:
-    """Return the engines that a run will certainly start on a cluster, or why they are uncertain.
+    """Return the engines that a run will certainly need, or a text that says why that is uncertain.
 
-    Raises the `InsufficientResources` or `ConfigError` that the run would raise later. `engine`
-    replaces the engine stage in tests.
+    `guess` estimates the run's rows. Raises the `InsufficientResources` or `ConfigError` that the
+    run would raise later. `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.cluster.pipeline import launch_of, warm_kind_of
 
@@ -183,16 +182,18 @@ def _differing(own: Mapping[float, Sizing]) -> str:
 
 
 def _cpus(where: ClusterSpec, capacity: Capacity) -> float:
-    """Return the CPUs for engines and copy; of a local cluster, at most those of this process."""
+    """Return the CPUs that prewarmed engines and the copy of the input may use together.
+
+    These are all of the cluster's, but of a local cluster only those of this process.
+    """
     local = cluster.address_of(where) is None
     return min(capacity.cpus, float(cluster.usable_cpus())) if local else capacity.cpus
 
 
 def spare_cpus(where: ClusterSpec, capacity: Capacity) -> float:
-    """Return the CPUs that prewarmed engines leave to the copy of the input.
+    """Return the CPUs that prewarmed engines must leave for the copy of the input.
 
-    This is one CPU of a local cluster, since the driver then copies; else a share of the cluster's
-    CPUs.
+    This is one CPU on a local cluster, where the driver copies; else a share of the cluster's CPUs.
     """
     if cluster.address_of(where) is None:
         return 1.0
@@ -200,9 +201,10 @@ def spare_cpus(where: ClusterSpec, capacity: Capacity) -> float:
 
 
 def guessed(read: ReadSpec, images: bool) -> Guess:
-    """Estimate the input from its beginning; `images`: rows have images, of unknown size.
+    """Estimate the rows of an input from its beginning.
 
-    Raises the errors of `source.peek`.
+    `images`: rows have images, so their size in memory is unknown. A database query is not run for
+    the estimate, so nothing is known about its rows. Raises the errors of `source.peek`.
     """
     from prefect_raybatch import source
 
@@ -215,11 +217,12 @@ def guessed(read: ReadSpec, images: bool) -> Guess:
 
 
 class Prewarming:
-    """The engines of one run, from the copy of its input until it takes them, or until `end`.
+    """Prewarms the engines of one run: starts them during the copy and hands them over after it.
 
-    A thread starts them and holds the cluster for them. A failure to start them is only logged,
-    because the run then starts its own engines and reports it. `plan` and `hosts` describe the
-    started engines; None before. Once `closed`, no more engines are started.
+    A thread starts the engines and stays connected to the cluster for them. If they cannot be
+    started, that is only logged, because the run then starts its own engines and reports the
+    failure. `plan` and `hosts` are the started engines, None before the start. Once `closed`, no
+    engines are started.
     """
 
     def __init__(self, engine: type | None = None, clock: Callable[[], float] = time.monotonic):
@@ -239,9 +242,10 @@ class Prewarming:
         self._most = math.inf  # GPU-seconds that limits.max_cost allows
 
     def begin(self, spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
-        """Start the engines in a thread, unless the job prevents it.
+        """Start the engines in a thread, if the job allows prewarming.
 
-        `model` returns the pinned model. A second call, as in a retry of planning, has no effect.
+        `model` returns the pinned model. A second call, e.g. when planning is retried, does
+        nothing.
         """
         if self.thread is not None or self.closed:
             return
@@ -255,9 +259,9 @@ class Prewarming:
         self.thread.start()
 
     def copy_room(self, cpus: int) -> int | None:
-        """Return how many of the cluster's `cpus` the copy may use while the engines need theirs.
+        """Return how many of the cluster's `cpus` the copy may use, so that the engines get theirs.
 
-        None once the engines have their CPUs, or if they start after the copy.
+        None if there is no limit: the engines have their CPUs already, or are not prewarmed.
         """
         thread = self.thread
         with self._lock:
@@ -267,10 +271,11 @@ class Prewarming:
             return self._copies
 
     def settle(self, kind: WarmKind | None, most: int) -> PrewarmedEngines:
-        """Hand at most `most` engines of a kind to the run, which has joined the cluster.
+        """Hand at most `most` engines of this `kind` to the run, which has joined the cluster.
 
-        Ends all other engines and starts no more. The returned GPU-seconds are those since the
-        start of the engines or the previous call.
+        All other prewarmed engines end, and no more are started. `kind` None means that the run
+        needs no engines. The returned GPU-seconds are counted from the start of the engines or the
+        last call.
         """
         with self._lock:
             self.closed, plan, hosts = True, self.plan, self.hosts
@@ -288,7 +293,7 @@ class Prewarming:
         return PrewarmedEngines("", spent)
 
     def end(self) -> None:
-        """End the engines that no run has taken, and release the cluster."""
+        """End the engines that no run has leased, and disconnect from the cluster."""
         with self._lock:
             self.closed = True
             self._end_hosts()
@@ -320,7 +325,7 @@ class Prewarming:
             )
 
     def _started(self, spec: RunSpec, plan: PrewarmPlan, capacity: Capacity) -> str:
-        """Start the engines; return why they were not started, "" if they were."""
+        """Start the engines of `plan`; return "" if they were started, else why not."""
         from prefect_raybatch.stages.ray_internals import tell_start
 
         launch = replace(
@@ -348,7 +353,10 @@ class Prewarming:
         return ""
 
     def _hold(self) -> None:
-        """Hold the cluster until the run has joined it; end engines that wait for too long."""
+        """Stay connected to the cluster until the run has joined it, or the engines have ended.
+
+        Ends the engines when they reach limits.max_cost, or have been idle for too long.
+        """
         up: float | None = None
         while not self._over.wait(COPY_LOOK):
             if up is None and self.hosts is not None and self.hosts.begun():
@@ -383,7 +391,10 @@ class Prewarming:
         return cluster.CLUSTER_SESSION.warm.end_prewarmed(self.hosts)
 
     def _counted(self) -> float:
-        """Return the GPU-seconds that prewarmed engines held since their start or the last call."""
+        """Return the GPU-seconds that prewarmed engines have used since the last call.
+
+        The first call counts from the start of the engines.
+        """
         now = self.clock()
         seconds, self._since = self._since_then(now), now
         return seconds
@@ -398,9 +409,9 @@ _PREWARMING: ContextVar[Prewarming | None] = ContextVar("early", default=None)
 
 @contextmanager
 def prewarm_allowed(engine: type | None = None) -> Iterator[Prewarming]:
-    """Allow a run within the block to start its engines while its input is copied.
+    """Allow a run within the block to prewarm engines: start them while its input is copied.
 
-    The end of the block ends engines that the run has not taken. `engine` replaces the engine
+    The end of the block ends engines that the run has not leased. `engine` replaces the engine
     stage in tests.
     """
     early = Prewarming(engine)
@@ -424,10 +435,10 @@ def begin_prewarming(spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
 
 
 def hand_over_prewarmed(kind: WarmKind | None, most: int) -> PrewarmedEngines:
-    """Hand the prewarmed engines to the run that has joined the cluster.
+    """Hand the prewarmed engines to the run, which has joined the cluster; return them.
 
-    `kind` is the kind of engine that the run needs, None for none, and `most` the most engines that
-    it can use; see `Prewarming.settle`.
+    `kind` is the kind of engines that the run needs (None: it needs none), and `most` how many it
+    can use at most. All other prewarmed engines end; see `Prewarming.settle`.
     """
     early = current_prewarming()
     return PrewarmedEngines() if early is None else early.settle(kind, most)

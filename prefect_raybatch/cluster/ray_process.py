@@ -1,4 +1,4 @@
-"""Starts, joins and ends Ray in this process, as `sharing` asks for it."""
+"""Starts, joins and leaves Ray clusters from this process, on behalf of `sharing`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEVEL_LINE = b"Set ray log level from environment variable"
 
 
 class RayProcess:
-    """Implements `sharing.RayAccess` with Ray."""
+    """Starts, joins and leaves Ray clusters; implements the protocol `sharing.RayAccess`."""
 
     def __init__(self) -> None:
         self._over = threading.Event()  # ends the thread that started Ray
@@ -112,10 +112,11 @@ class RayProcess:
             self._over.set()
 
     def _lasting(self, start: Callable[[], object]) -> None:
-        """Call `start` in a thread that lives until the cluster ends.
+        """Call `start`, which starts or joins Ray, in a thread that lives as long as the cluster.
 
         Linux kills the processes that Ray starts when the thread that started them ends
-        (PR_SET_PDEATHSIG), and a run's thread may end while other runs are in the cluster.
+        (PR_SET_PDEATHSIG), and a run's thread may end while other runs are in the cluster. In the
+        main thread, calls `start` directly.
         """
         if threading.current_thread() is threading.main_thread():
             start()
@@ -149,11 +150,11 @@ class RayProcess:
 
 
 def _worker_python(local: bool) -> dict[str, object]:
-    """Return the option of `ray.init` by which workers use another Python, or {}.
+    """Return the option of `ray.init` that makes workers use another Python; {} without one.
 
-    Its path is in the environment variable WORKER_PYTHON. So workers can have vLLM while this
-    process has a Prefect that conflicts with it.
-    Raise `ConfigError` if the path is not absolute or, for a local cluster, no program.
+    The environment variable RAYBATCH_WORKER_PYTHON has its path. So workers can use an environment
+    with vLLM while this process has a Prefect that conflicts with it. Raises `ConfigError` if the
+    path is not absolute or, for a `local` cluster, not a program.
     """
     python = os.environ.get(WORKER_PYTHON)
     if not python:
@@ -167,9 +168,9 @@ def _worker_python(local: bool) -> dict[str, object]:
 
 
 def _init(address: str | None, options: Mapping[str, Any]) -> None:
-    """Call `ray.init`, and retry if a new local cluster is not up within Ray's limit of 30 s.
+    """Call `ray.init`; try again if a new local cluster is not up within Ray's limit of 30 s.
 
-    Raise `ClusterUnavailable` if it is not up after START_TRIES attempts, and
+    Raises `ClusterUnavailable` if it is not up after START_TRIES attempts, and
     `InsufficientResources` if Ray cannot start or join a cluster for another reason.
     """
     import ray
@@ -196,12 +197,12 @@ def _init(address: str | None, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Restore the previous SIGTERM handler after the block; without one, keep Ray's.
+    """Restore the previous SIGTERM handler after the block; if there was none, keep Ray's.
 
-    Ray replaces Prefect's handler, which would turn a cancellation into a crash. Ray's C++ code
-    also sets a handler that Python does not see: it calls Python's, and ends the process by SIGABRT
-    if that takes over 3 s (ray#64830). The main thread replaces it by setting Python's handler
-    again; any other thread restores the C handler.
+    Ray replaces Prefect's handler, so that Prefect would report a cancellation as a crash. Ray's
+    C++ code also sets a handler that Python does not see, which calls Python's handler and ends the
+    process by SIGABRT if that takes over 3 s (ray#64830). In the main thread, setting Python's
+    handler again replaces the C++ one; in any other thread, the C handler is restored.
     """
     before = signal.getsignal(signal.SIGTERM)
     libc, below = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a `struct sigaction`

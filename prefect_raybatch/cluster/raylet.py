@@ -1,4 +1,4 @@
-"""Finds Ray's daemon on this host, without which the driver ends within seconds."""
+"""Watches the raylet, Ray's daemon on this host: if it dies, the driver ends within seconds."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def find_raylet() -> psutil.Process | None:
 
 
 def raylet_watch() -> Callable[[], bool]:
-    """Return a function that returns whether the raylet died while this driver is connected.
+    """Return a function that says whether the raylet has died while this driver is connected.
 
-    It always returns False if the raylet is unknown.
+    It always returns False if the raylet's process cannot be found.
     """
     raylet = find_raylet()
     if raylet is None:

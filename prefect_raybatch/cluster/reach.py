@@ -42,9 +42,10 @@ VLLM_SOCKET = "/01234567-89ab-cdef-0123-456789abcdef"
 
 
 def check_temp_folder() -> None:
-    """Raise `ConfigError` if the folder for temporary files has too long a path for sockets.
+    """Raise `ConfigError` if the path of the folder for temporary files is too long.
 
-    A local Ray cluster and its engines create Unix sockets there.
+    A local Ray cluster and its engines create Unix sockets there, and Linux limits the length of a
+    socket's path.
     """
     of_ray = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     _check_sockets("Ray", "RAY_TMPDIR", of_ray, os.environ.get(of_ray) or "/tmp", RAY_SOCKET)
@@ -62,10 +63,10 @@ def _check_sockets(owner: str, remedy: str, variable: str, folder: str, socket_n
 
 
 def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
-    """Raise `ClusterUnavailable` within 5 s if no Ray head answers at host:port.
+    """Raise `ClusterUnavailable` within seconds if no Ray head answers at `address` (host:port).
 
-    The address `auto` means the head on this machine. Raises `ConfigError` if the head rejects our
-    token or requires one.
+    The address `auto` means the head on this machine. Raises `ConfigError` if the head requires a
+    token and rejects the one of `access`, or if there is none.
     """
     if trouble := silent(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}. {REMEDY}")
@@ -74,10 +75,10 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
 
 
 def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
-    """Return what is wrong with the token that we would send to the head at an address.
+    """Return the problem if the head at `address` rejects the token of `access`, or a missing one.
 
-    None if the head accepts it or does not answer, or with TLS. Ray itself would retry for 20 s,
-    or forever.
+    Returns None if the head accepts it, if it does not answer within seconds, or if Ray uses TLS,
+    with which this cannot be checked. Without this check Ray would retry for 20 s, or forever.
     """
     token = token_sent(access)
     try:
@@ -101,9 +102,9 @@ def _refuses(address: str, token: str | None) -> bool:
 
 
 def silent(address: str) -> str:
-    """Return why no head answers at the address; "" if one does, or for an invalid address.
+    """Return why no Ray head answers at the address; "" if one answers.
 
-    Ray itself rejects an invalid address.
+    Returns "" for an invalid address as well, because Ray itself reports that.
     """
     if address == "auto":  # before the timeout starts: Ray takes seconds to import
         from prefect_raybatch.stages import ray_internals  # noqa: F401
@@ -131,7 +132,7 @@ def _trouble(address: str) -> str:
 
 
 def _host_and_port(address: str) -> tuple[str | None, int]:
-    """Return host and port of an address or `auto`; no host if it is invalid."""
+    """Return (host, port) of an address or `auto`; (None, 0) if it is invalid."""
     place = (_running_cluster() or "") if address == "auto" else address
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535 or "://" in place:
@@ -140,14 +141,14 @@ def _host_and_port(address: str) -> tuple[str | None, int]:
 
 
 def _plain() -> bool:
-    """Return whether Ray is set to connect without TLS; this module cannot connect with TLS."""
+    """Return whether Ray connects without TLS. This module cannot connect with TLS."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("", "0", "false")
 
 
 def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Send a gRPC request with the headers `question`; return the raw header of the response.
+    """Send a gRPC request with the headers `question`; return the raw response header.
 
-    Empty if the server closes the connection or does not answer within CONNECT_SECONDS.
+    Returns b"" if the server closes the connection or does not answer within CONNECT_SECONDS.
     """
     header = b"".join(b"\0" + _text(name) + _text(value) for name, value in question)
     line.sendall(
@@ -175,7 +176,7 @@ def _answer(line: socket.socket, question: Sequence[tuple[bytes, bytes]]) -> byt
 
 
 def _text(text: bytes) -> bytes:
-    """Encode a text for a header: its length, then the text (RFC 7541, 5.1 and 5.2)."""
+    """Encode a text for an HTTP/2 header: its length, then the text (RFC 7541, 5.1 and 5.2)."""
     if len(text) < 127:
         return bytes([len(text)]) + text
     more, rest = bytearray([127]), len(text) - 127

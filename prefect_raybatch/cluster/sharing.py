@@ -1,8 +1,8 @@
 """Shares one Ray cluster among all runs of this process.
 
 A process can be in only one Ray cluster, and `ray.init` and `ray.shutdown` do not count their
-callers. So this module counts the runs, and lets runs that do not fit side by side take turns. Ray
-itself is passed in as `RayAccess`, so that the turns can be tested without it.
+callers. So this module counts the runs, and lets a run wait until the resources that it needs are
+free. Ray is passed in as `RayAccess`, so that this can be tested without Ray.
 """
 
 from __future__ import annotations
@@ -51,23 +51,26 @@ class RayAccess(Protocol):
         """Return whether this process is in a cluster."""
 
     def start(self, address: str | None, cpus: int, access: ClusterAccess) -> None:
-        """Join the cluster at `address` by `access`; None starts a local one with `cpus` CPUs."""
+        """Join the cluster at `address`, or start a local one with `cpus` CPUs if it is None.
+
+        `access` has the token and headers for the cluster.
+        """
 
     def end(self) -> None:
         """Leave the cluster, and end it if it was started here."""
 
     def free(self) -> Mapping[str, float]:
-        """Return free resources by Ray's resource names."""
+        """Return the free resources of the cluster as {Ray's resource name: amount}."""
 
 
 @dataclass(eq=False)
 class Tenant:
-    """A run that uses the cluster.
+    """A user of the process's cluster: a run, or other code that works on the cluster.
 
-    `waits` is called with the reason why the run waits, and with "" once it no longer does; it must
-    be quick. `stopped` is set when the process must end. `works` is False for a user that only
-    queries the cluster or holds it for a later run. `access` says how to reach the cluster if the
-    run is the one that joins it.
+    `waits` is called with the reason why the user has to wait, and with "" once it can go on; it
+    must return quickly. `stopped` is set when the process must end. `works` is False for a user
+    that only queries the cluster, or keeps it for a later run. `access` is how to connect to the
+    cluster, used if this user is the first to join it.
     """
 
     name: str
@@ -77,7 +80,7 @@ class Tenant:
     access: ClusterAccess = field(default_factory=ClusterAccess)
 
     def halted(self) -> JobStopped | None:
-        """Return the error to raise if this run was stopped."""
+        """Return the error to raise if this user was stopped; None if it was not."""
         if not self.stopped.is_set():
             return None
         return JobStopped(
@@ -87,9 +90,10 @@ class Tenant:
 
 
 class ClusterSession:
-    """The cluster of this process and the runs that use it.
+    """The cluster of this process and its users.
 
-    Joining and claims are first come, first served, so that a large run is not postponed forever.
+    Users join the cluster, and get resources, in the order in which they ask, so that a run with
+    large needs is not overtaken forever.
     """
 
     def __init__(
@@ -113,11 +117,11 @@ class ClusterSession:
 
     @contextmanager
     def joined(self, user: Tenant, address: str | None, cpus: int) -> Iterator[None]:
-        """Join the cluster for the block: at `address`, or a local one with at least `cpus` CPUs.
+        """Join a cluster for the block: that at `address`, or a local one with `cpus` CPUs or more.
 
-        The last user ends the cluster, unless it existed before. Raises `ConfigError` while runs
-        are in a cluster at another address, and inside of another such block, where the caller
-        would wait for itself.
+        The last user to leave ends the cluster if this object started it and it is not kept warm.
+        Raises `ConfigError` while users are in a cluster at another address, and within another
+        such block, because the caller would wait for itself.
         """
         self._enter(user, address, cpus)
         token = _inside.set(True)
@@ -156,8 +160,9 @@ class ClusterSession:
     ) -> Iterator[WarmLease | None]:
         """Wait until `needs` fit into `total` beside the other runs, then hold them for the block.
 
-        A run that is alone always gets its turn. Yields the lease on at most `most` engines of a
-        `kind` if engines are kept warm.
+        Both are {Ray's resource name: amount}. A run is admitted in any case while no other holds
+        resources. Yields a lease of at most `most` engines of this `kind`, or None if engines are
+        not kept warm.
         """
 
         def ready() -> bool:
@@ -190,10 +195,11 @@ class ClusterSession:
         total: Mapping[str, float],
         spare: Mapping[str, float],
     ) -> PrewarmedHosts | None:
-        """Start `count` engines of a kind for a later run, or return None without room for them.
+        """Start `count` engines of a kind for a later run; return None if there is no room.
 
-        Starts them only if no run and no such engine waits, and if the free resources cover them
-        and leave `spare` free. They hold no claim: a run that needs their resources gets them.
+        There is room if no run waits for resources, no engine of this kind waits for a run, and the
+        free resources cover the new engines and `spare`. If another run needs the resources of
+        these engines, they are ended. `total` has all resources of the cluster.
         """
         with self._changed:
             if self._turns or self.warm.waiting(kind):
@@ -212,10 +218,10 @@ class ClusterSession:
             return self.warm.start_prewarmed(kind, launch, count)
 
     def _end_prewarmed(self, total: Mapping[str, float]) -> None:
-        """End prewarmed engines if they and the active runs need more than `total`.
+        """End prewarmed engines if they and the admitted runs together need more than `total`.
 
-        Adds up what the runs have claimed (`_claims`) instead of asking Ray for free resources: Ray
-        does not count a newly created actor yet.
+        The needs of the runs are added up, instead of asking Ray for free resources, because Ray
+        does not count an actor that was just created.
         """
         early = self.warm.prewarmed_resources
         if not early:
@@ -231,7 +237,7 @@ class ClusterSession:
 
     @contextmanager
     def visited(self) -> Iterator[bool]:
-        """Yield whether the process is in a cluster, and keep that cluster for the block."""
+        """Yield whether this process is in a cluster; if so, keep the cluster for the block."""
         guest = Tenant("a query of the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
@@ -246,9 +252,9 @@ class ClusterSession:
 
     @contextmanager
     def starting_cluster(self, address: str | None, cpus: int) -> Iterator[None]:
-        """Start the cluster in a thread, and hold it until a run joins it or the block ends.
+        """Start the cluster in a thread; keep it until a run joins it or the block ends.
 
-        A failed start is only logged, because the run tries again and reports it.
+        A failed start is only logged, because the run tries again and reports the failure.
         """
         user, over = Tenant("the next run", works=False), threading.Event()
 
@@ -274,7 +280,7 @@ class ClusterSession:
         return any(user.works for user in self._users)
 
     def stop_all(self, but: Tenant | None = None) -> None:
-        """Stop all runs of the process, waiting and active, except `but`."""
+        """Stop all users of the cluster, those that wait to join included, except `but`."""
         with self._changed:
             for user in (*self._users, *self._door):
                 if user is not but:
@@ -357,22 +363,22 @@ class ClusterSession:
 
     @property
     def _kept(self) -> bool:
-        """Return whether the cluster was started here and waits for its next run."""
+        """Return whether the cluster was started here and is kept for later runs."""
         return self._ours and self.warm.is_keeping and self.ray.joined()
 
     def _outgrown(self, address: str | None, cpus: int) -> bool:
-        """Return whether a cluster kept for later runs does not suit the next one.
+        """Return whether a cluster kept for later runs must be replaced for the next one.
 
-        It is at another `address`, or a local one with fewer than `cpus` CPUs.
+        It must if it is at another `address`, or is a local cluster with fewer than `cpus` CPUs.
         """
         if self._users or not self._kept:
             return False
         return address != self._address or (address is None and cpus > self._cpus)
 
     def _end_unused(self, outgrown: bool = False) -> None:
-        """End the cluster if it was started here and no run uses it.
+        """End the cluster if it was started here and has no users.
 
-        A cluster that is kept for later runs ends only if `outgrown` (`_outgrown`).
+        A cluster that is kept for later runs is ended only with `outgrown` (see `_outgrown`).
         """
         if self._busy or self._users or not self._ours or (self.warm.is_keeping and not outgrown):
             return
@@ -385,7 +391,7 @@ class ClusterSession:
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
-        """Release the lock, but let no other thread start or end the cluster meanwhile."""
+        """Release the lock for the block; meanwhile no other thread starts or ends the cluster."""
         self._busy = True
         self._changed.release()
         try:
@@ -434,10 +440,10 @@ class ClusterSession:
     def _until_free(
         self, user: Tenant, needs: Mapping[str, float], holds: Mapping[str, float]
     ) -> None:
-        """Wait until Ray reports `needs` as free, except what the run `holds` already.
+        """Wait until Ray reports `needs` as free, less what the user `holds` already.
 
-        Actors of an ended run release their resources with a delay, so the wait is limited. Ends
-        idle engines if needed.
+        Ends idle engines if that helps. Waits for a limited time, since Ray frees the resources of
+        ended actors with a delay and other runs use some; after that, the run starts all the same.
         """
         with self._changed:
             if not self._worked:
@@ -463,10 +469,10 @@ class ClusterSession:
     # --- the end of the process -------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Watch the main thread, which receives signals, on behalf of runs in other threads.
+        """Start a thread that stops all users when a signal ends the main thread.
 
-        A main thread that waits for its threads (Prefect's task runner, an executor) would never
-        notify them of a signal.
+        Called in other threads. Signals reach only the main thread, and one that waits for its
+        threads (Prefect's task runner, an executor) would not tell them.
         """
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return
@@ -491,13 +497,16 @@ class ClusterSession:
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Return whether a signal raised the exception; Prefect's is recognized by its name."""
+    """Return whether an exception was raised by a signal that ends the process.
+
+    Prefect's exception is recognized by its name, so that Prefect need not be imported.
+    """
     ends = isinstance(error, (KeyboardInterrupt, SystemExit))
     return ends or type(error).__name__ == "TerminationSignal"
 
 
 def _ending() -> BaseException | None:
-    """Return the signal's exception that the main thread is handling now, if any."""
+    """Return the exception of a signal that the main thread is handling now; None without one."""
     found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
     if isinstance(found, tuple):  # Python 3.11
         found = found[1]

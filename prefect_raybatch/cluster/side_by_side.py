@@ -1,4 +1,4 @@
-"""Runs work on a Ray cluster item by item, without engines or datasets."""
+"""Runs a function for many items in parallel on a Ray cluster, without engines or datasets."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ TASK_RETRIES = 3  # of an item if its worker or node dies; errors of the work ar
 
 @contextmanager
 def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Everywhere]:
-    """Yield a function that runs copies in parallel: as tasks on the cluster, or in threads here.
+    """Yield a function that copies files in parallel: as Ray tasks on the cluster, or in threads.
 
-    Uses the cluster if it is remote, the input of `size` bytes is large enough, and all of it is
-    `reachable` from there. A local cluster would not be faster than threads.
+    It uses tasks if the cluster is not started here, the input of `size` bytes is large enough, and
+    all of it is `reachable` from the cluster. On a local cluster, tasks are not faster than
+    threads.
     """
     workers = 0
     with ExitStack() as stack:
@@ -69,10 +70,10 @@ def _numbered(work: Callable[[Item], Value], item: tuple[int, Item]) -> tuple[in
 
 @contextmanager
 def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterator[int]:
-    """Yield how many CPUs can work on `size` bytes in parallel; 0 to work in this process.
+    """Yield on how many CPUs of the cluster to work on `size` bytes; 0: work in this process.
 
-    `made` names the work for logs and for other users of the cluster. The process is in the cluster
-    for the block. If the cluster does not answer, the work is done here.
+    The process is in the cluster during the block. Yields 0 if there is too little work, or the
+    cluster does not answer. `made` names the work in logs and to other users of the cluster.
     """
     with CLUSTER_SESSION.visited() as there:
         if there:
@@ -98,12 +99,12 @@ def run_in_parallel(
     at_once: int,
     room: Callable[[], int | None] | None = None,
 ) -> Iterator[Value]:
-    """Yield `work(item)` for each item as it completes, in any order, as Ray tasks of one CPU each.
+    """Run `work(item)` for each item as a Ray task of one CPU; yield the results in any order.
 
-    At most `at_once` items are in progress, or as many as `room()` returns at the moment, if it is
-    given and returns a number. The first error is raised here; then no further item starts, and
-    running tasks are cancelled. Two tasks may work on one item at once, because Ray repeats it if
-    its worker or node is lost.
+    At most `at_once` tasks are in progress, or `room()` of them if that is given and returns a
+    number. The first error is raised here; then no further task starts, and running ones are
+    cancelled. `work` must be idempotent: Ray runs a task again if its worker or node is lost,
+    perhaps while the lost one still works.
     """
     import ray
 
@@ -126,7 +127,7 @@ def run_in_parallel(
 
 
 def _done(work: Callable[[Item], Value], item: Item) -> Value | RayBatchError:
-    """Return the result of an item, or its `RayBatchError`, which Ray would wrap if raised."""
+    """Return the result of `work(item)`, or its `RayBatchError`, which Ray would wrap if raised."""
     try:
         return work(item)
     except RayBatchError as error:
@@ -134,7 +135,7 @@ def _done(work: Callable[[Item], Value], item: Item) -> Value | RayBatchError:
 
 
 def _next(under_way: set[Any]) -> Any:
-    """Take the first completed task from `under_way`; return its result or raise its error."""
+    """Wait for a task, remove it from `under_way`, and return its result or raise its error."""
     import ray
 
     (first,), _ = ray.wait(list(under_way), num_returns=1)

@@ -16,12 +16,12 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 
 def engines_to_plan_for(spec: SizeSpec, where: ClusterSpec) -> int:
-    """Return the expected number of engines, by which a new plan sizes its shards."""
+    """Return how many engines a run is expected to have; a new plan sizes its shards for them."""
     return sizing.expected_engines(spec, cluster.glance(where))
 
 
 def for_attempt(spec: SizeSpec, plan: Plan, capacity: Capacity) -> Sizing:
-    """Return the sizes of an attempt at a planned run."""
+    """Return the sizes (engines, concurrency) of an attempt at a run whose plan exists."""
     model, unknown = model_sizes(spec, plan.model, capacity)
     return sizing.sizes_of(
         spec, plan.rows, plan.row_bytes, capacity, model, unknown, planned=plan.rows_per_shard
@@ -31,7 +31,10 @@ def for_attempt(spec: SizeSpec, plan: Plan, capacity: Capacity) -> Sizing:
 def model_sizes(
     spec: SizeSpec, model: models.PinnedModel, capacity: Capacity
 ) -> tuple[memory.Model | None, str]:
-    """Return (GPU memory of the model, ""); (None, reason) if unknown, (None, "") on a CPU."""
+    """Return (GPU memory that the model needs, ""), or (None, why it is unknown).
+
+    Returns (None, "") if the engines run on CPUs.
+    """
     if spec.device_for(capacity.gpus) == "cpu":
         return None, ""
     try:
@@ -43,9 +46,9 @@ def model_sizes(
 
 
 def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, list[str]]:
-    """Return (capacity, errors): the capacity of a cluster, or an assumed one if it is unknown.
+    """Return (capacity of the cluster, []), or (an assumed capacity, errors) if it is unknown.
 
-    `errors` has the error of a failed query, if any.
+    `errors` has one text if the cluster was queried and did not answer, else none.
     """
     if cluster.address_of(where):
         try:

@@ -1,4 +1,4 @@
-"""GPUs of several nodes for one engine: a Ray placement group for each."""
+"""Lets one engine use GPUs of several nodes, by a Ray placement group for each engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class _Made(PlacementGroupSchedulingStrategy):
-    """A scheduling strategy whose placement group is created when an actor starts in it.
+    """A scheduling strategy that creates its placement group when an actor starts with it.
 
-    Ray Data also requests an actor's options without starting one, to watch the memory of tasks. A
-    group created then would take the GPUs from the engine, and the run would hang.
+    Ray Data also asks for an actor's options without starting an actor, to measure the memory of
+    tasks. If the group were created then, it would take the GPUs from the engine, and the run would
+    hang.
     """
 
     def __init__(self, make: Callable[[], PlacementGroup]):
@@ -32,11 +33,12 @@ class _Made(PlacementGroupSchedulingStrategy):
 
 
 class SpanningGroups:
-    """The placement groups of engines that may span nodes; a call returns options for an actor.
+    """Creates a placement group for each engine that may span nodes.
 
-    Ray Data calls it for each engine's actor. A group has a bundle for each of the engine's `gpus`,
-    on as few nodes as possible. The actor is in the first bundle and takes its CPUs from it. vLLM
-    finds the group through the actor and starts a worker in each bundle.
+    Ray Data calls the object for the options of each engine's actor. A group has one bundle per GPU
+    of the engine (`gpus` of them), on as few nodes as possible. The actor is in the first bundle,
+    which has its `num_cpus`. vLLM finds the group through the actor and starts a worker in each
+    bundle.
     """
 
     def __init__(self, gpus: int, num_cpus: float, accelerator: str | None = None):
@@ -55,7 +57,7 @@ class SpanningGroups:
         return self.groups[-1]
 
     def remove(self) -> None:
-        """Release the GPUs, which Ray would keep until the driver ends."""
+        """Remove the groups, to release their GPUs; Ray would keep them until the driver ends."""
         while self.groups:
             group = self.groups.pop()
             if ray.is_initialized():

@@ -1,4 +1,4 @@
-"""Ray's authentication token: where it comes from, its file's mode, and messages about it."""
+"""Ray's authentication token: finds it, protects its file, and describes what is wrong with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH
 
 
 def token_sent(access: ClusterAccess) -> str | None:
-    """Return the token sent to the cluster: the RayCluster block's, else the environment's.
+    """Return the token for a cluster: that of the RayCluster block, else that of the environment.
 
-    Ray reads the latter from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
-    None if there is no token.
+    The latter is in RAY_AUTH_TOKEN, the file at RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token. None if
+    there is no token, or if RAY_AUTH_MODE switches tokens off.
     """
     if access.token is not None:
         return access.token
@@ -40,7 +40,7 @@ def token_sent(access: ClusterAccess) -> str | None:
 def check_token_file() -> None:
     """Raise `ConfigError` if Ray's token file is a pipe or a device.
 
-    Ray would wait forever for its end.
+    Ray would wait for data from it, perhaps forever.
     """
     try:
         file = token_file()
@@ -59,9 +59,9 @@ def _uses_tokens() -> bool:
 
 
 def token_file() -> Path | None:
-    """Return the path of Ray's token file, which need not exist; None if Ray uses no file.
+    """Return the path of Ray's token file, which need not exist; None if Ray reads no file.
 
-    Raises `RuntimeError` for a user without a home.
+    Raises `RuntimeError` if the path is in the home directory and the user has none.
     """
     if not _uses_tokens() or os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return None
@@ -70,7 +70,7 @@ def token_file() -> Path | None:
 
 
 def open_token_mode() -> tuple[Path, int] | None:
-    """Return the token's file and its mode if other users may access it, else None."""
+    """Return (token file, its mode) if other users may access the file, else None."""
     with suppress(OSError, RuntimeError):
         if (file := token_file()) is not None and (mode := file.stat().st_mode) & 0o077:
             return file, stat.S_IMODE(mode)
@@ -78,10 +78,10 @@ def open_token_mode() -> tuple[Path, int] | None:
 
 
 def keep_token_private() -> None:
-    """Make the token file of a new local cluster readable by this user only.
+    """Make Ray's token file readable by this user only; create it for a new local cluster.
 
-    `ray.init` writes a new token with the umask's mode, usually readable by all. Anybody with the
-    token can run code as this user.
+    `ray.init` would create it with the mode of the umask, usually readable by all, and anybody with
+    the token can run code as this user. A failure is only logged.
     """
     try:
         file = token_file()
@@ -103,7 +103,7 @@ def keep_token_private() -> None:
 
 
 def _put_token(file: Path) -> None:
-    """Write a new token in Ray's form unless another process was first; it appears atomically."""
+    """Create the token file, with a new token, atomically; keep a file that exists already."""
     descriptor, temporary = tempfile.mkstemp(prefix=".auth_token-", dir=file.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as made:  # its mode is 0600
@@ -115,7 +115,10 @@ def _put_token(file: Path) -> None:
 
 
 def token_missing(who: str, access: ClusterAccess) -> Problem:
-    """Return what is wrong with a cluster `who` that requires Ray's token and got none."""
+    """Return the problem that a cluster requires Ray's token and none was sent.
+
+    `who` names the cluster in the text.
+    """
     remedy = f"set {BY_ENVIRONMENT} for the flow"
     if access.block is None:
         remedy += ", or save it in a RayCluster block and name that in cluster.block"
@@ -127,7 +130,10 @@ def token_missing(who: str, access: ClusterAccess) -> Problem:
 
 
 def token_wrong(who: str, access: ClusterAccess) -> Problem:
-    """Return what is wrong with the token that the cluster `who` rejects."""
+    """Return the problem that a cluster rejects the token that was sent.
+
+    `who` names the cluster in the text.
+    """
     ours = access.token is not None or any(n.lower() == "authorization" for n in access.headers)
     of = f"the block {access.block}" if ours and access.block else "this environment"
     return Problem(

@@ -1,4 +1,4 @@
-"""A precision trial on a worker of the cluster, in an actor that releases its GPUs at the end."""
+"""Runs a precision trial on a worker of the cluster, in an actor that ends with the trial."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def trial_on_worker(
     resources: ActorOptions,
     halted: Callable[[], RayBatchError | None] = lambda: None,
 ) -> Iterator[AskSample]:
-    """Yield `ask(again)`, which sends the sampled rows to an engine and returns their outcomes.
+    """Start an engine on a worker for the block; yield a function that sends it the sampled rows.
 
-    `again` sends them in another order. The engine, a `TrialEngine`, exists for the block, in an
-    actor with these Ray `resources`. Raises like `TrialEngine`, `EngineFailure` if the worker dies,
-    and the error that `halted` returns once the run is stopped.
+    The function returns the outcome of each row; with its argument True, it sends the rows in
+    another order. `engine` is the class of the engine stage, which runs with `stages` in an actor
+    with these Ray `resources`. Raises the errors of `TrialEngine`, `EngineFailure` if the worker
+    dies, and the error that `halted` returns once the run is stopped.
     """
     import ray
 

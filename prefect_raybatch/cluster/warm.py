@@ -1,10 +1,10 @@
 """Warm engines: engines that outlast their run.
 
-A run leases running engines of its kind, and returns them when it ends. They belong to the process.
-While `keep` is in effect, they wait for the next run; they end if engines of another kind need
-their resources, or after a time limit. Prewarmed engines, started while the input of their run is
-copied, wait here for that run only, also without `keep`. Ray is passed in as `HostAccess`, so that
-this module can be tested without it.
+A run leases engines of its kind that already run, and returns them when it ends. Between `keep` and
+`drop`, returned engines wait for the next run. They end after a time limit, or if a run needs their
+resources for engines of another kind. Prewarmed engines, started while the input of their run is
+copied, wait for that run even without `keep`. Ray is passed in as `HostAccess`, so that this module
+can be tested without it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TIDY_EVERY = 5.0  # seconds between looks for engines that have waited long enou
 
 @dataclass(frozen=True)
 class WarmKind:
-    """The kind of an engine; an engine can replace another with an equal `key`.
+    """The kind of an engine: an engine can replace another one if their kinds have an equal `key`.
 
-    `engine` is the class of its stage, `options` are those of its Ray actor, `calls` is the maximum
-    number of concurrent calls, and `takes` are the resources that it holds, by Ray's names.
-    `arguments` are those of vLLM; two kinds with an equal `base` differ only in these.
+    `engine` is the class of the engine stage, `options` are Ray's for the actor, `calls` is the
+    maximum number of concurrent calls, and `takes` are the resources that an engine holds, by Ray's
+    names. `arguments` are those of vLLM; two kinds with an equal `base` differ at most in these.
     """
 
     key: str
@@ -53,9 +53,9 @@ class WarmKind:
     base: str = field(default="", compare=False)
 
     def differing_arguments(self, other: WarmKind) -> str:
-        """Return the vLLM arguments that differ from another kind's, with credentials masked.
+        """Return text with the vLLM arguments that differ from another kind's; credentials masked.
 
-        Return "" if the kinds also differ in something else.
+        Returns "" if the kinds differ in more than these arguments.
         """
         if self.base != other.base:
             return ""
@@ -69,28 +69,31 @@ class WarmKind:
 
 
 class HostAccess(Protocol):
-    """The operations on actors that hold engines."""
+    """The operations on hosts: Ray actors that hold one engine each."""
 
     def make(self, kind: WarmKind) -> object:
-        """Start an actor for an engine of a `kind`; the engine starts with the first run."""
+        """Start and return a host for an engine of a `kind`; a run or `begin` starts the engine."""
 
     def begin(self, host: object, launch: EngineLaunch) -> object:
-        """Start the engine of an actor before a run leases it; return a handle for `begun`."""
+        """Start the engine in a host before a run leases it; return a handle for `begun`."""
 
     def begun(self, starts: Sequence[object]) -> bool:
-        """Return whether all these starts have ended, successfully or not."""
+        """Return whether all these starts (handles of `begin`) have ended, even if by failing."""
 
     def idle(self, hosts: Sequence[object]) -> list[bool]:
-        """Return for each host whether it is alive and empty, and its node is not being drained."""
+        """Return for each host whether a run can use it.
+
+        It must be alive, have no rows in its engine, and not be on a node that is being drained.
+        """
 
     def leaving(self, hosts: Sequence[object]) -> list[bool]:
         """Return for each host whether its node is being drained."""
 
     def leftover_hosts(self) -> Sequence[tuple[WarmKind, object]]:
-        """Return (kind, actor) of the engines that earlier commands left for this process."""
+        """Return (kind, host) of the engines that earlier commands left for this process."""
 
     def end(self, hosts: Sequence[object], kindly: bool) -> None:
-        """End the actors; with `kindly`, let each close its engine first."""
+        """End the hosts; with `kindly`, wait until each has closed its engine."""
 
 
 @dataclass(eq=False)
@@ -102,7 +105,7 @@ class _IdleHost:
 
 
 class WarmEngines:
-    """The engines of a process that wait for a run, and the leases on the others."""
+    """The warm engines of a process: those that wait for a run, and those that runs lease."""
 
     def __init__(self, access: HostAccess, clock: Callable[[], float] = time.monotonic):
         self.access, self.clock = access, clock
@@ -113,11 +116,14 @@ class WarmEngines:
 
     @property
     def is_keeping(self) -> bool:
-        """Return whether a `keep` is in effect, so that engines wait for another run."""
+        """Return whether returned engines wait for another run: a `keep` has no `drop` yet."""
         return bool(self._keepers)
 
     def keep(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """Keep engines until the matching `drop`, each idle for at most `idle_seconds`."""
+        """Let returned engines wait for another run, until `drop` is called as often as `keep`.
+
+        Each waits for at most `idle_seconds`; of several calls, the longest time counts.
+        """
         with self._lock:
             first = not self._keepers
             self._keepers.append(idle_seconds)
@@ -129,7 +135,7 @@ class WarmEngines:
         ).start()
 
     def drop(self, idle_seconds: float = IDLE_SECONDS) -> None:
-        """Undo a `keep` with these `idle_seconds`; the last `drop` ends all waiting engines."""
+        """Undo one `keep` with these `idle_seconds`; the last `drop` ends all waiting engines."""
         with self._lock:
             self._keepers.remove(idle_seconds)
             if self._keepers:
@@ -139,9 +145,10 @@ class WarmEngines:
 
     @contextmanager
     def lease(self, kind: WarmKind | None, most: int = 0) -> Iterator[WarmLease | None]:
-        """Lease at most `most` engines of a kind for the block, running ones first.
+        """Lease at most `most` engines of a kind for the block; those that already run come first.
 
-        Yields None if no engines are kept and none was prewarmed, or if the kind cannot be kept.
+        Yields None if `kind` is None (engines that cannot be shared), or if engines are not kept
+        and none was prewarmed.
         """
         mine: list[_IdleHost] = []
         others: set[str] = set()
@@ -186,7 +193,7 @@ class WarmEngines:
 
     @property
     def kinds(self) -> list[WarmKind]:
-        """Return the kinds of waiting engines, the longest waiting first."""
+        """Return the kinds of waiting engines, each once, the longest waiting first."""
         with self._lock:
             return list(dict.fromkeys(one.kind for one in self._idle))
 
@@ -196,7 +203,7 @@ class WarmEngines:
             return sum(one.kind == kind for one in self._idle)
 
     def start_prewarmed(self, kind: WarmKind, launch: EngineLaunch, count: int) -> PrewarmedHosts:
-        """Start `count` engines for a later run, which leases them by their kind."""
+        """Start `count` engines of a kind, with `launch`, for a run that will lease them later."""
         early = PrewarmedHosts(self.access)
         for _ in range(count):
             host = self.access.make(kind)
@@ -207,7 +214,7 @@ class WarmEngines:
 
     @property
     def prewarmed_resources(self) -> dict[str, float]:
-        """Return the resources of prewarmed engines that no run has taken yet."""
+        """Return {Ray's resource name: amount} held by prewarmed engines that no run has leased."""
         held: Counter[str] = Counter()
         with self._lock:
             for one in self._idle:
@@ -216,9 +223,9 @@ class WarmEngines:
         return dict(held)
 
     def end_prewarmed(self, early: PrewarmedHosts, but: int = 0) -> int:
-        """End the engines of `early` that no run has taken, except `but` of them.
+        """End the engines of `early` that no run has leased, except for a number `but` of them.
 
-        Return how many were ended.
+        Returns how many were ended.
         """
         with self._lock:
             untaken = [one for one in self._idle if one.is_prewarmed and one.host in early.hosts][
@@ -230,9 +237,10 @@ class WarmEngines:
         return len(untaken)
 
     def make_room(self, short: Mapping[str, float]) -> bool:
-        """End idle engines, the longest idle first, until their resources cover `short`.
+        """End waiting engines, the longest waiting first, until their resources cover `short`.
 
-        `short` is how much of each resource is lacking. Return whether any engine was ended.
+        `short` is {Ray's resource name: amount that a run lacks}; amounts of 0 or less are ignored.
+        Returns whether any engine was ended.
         """
         left = {name: need for name, need in short.items() if need > 0}
         gone = []
@@ -248,7 +256,10 @@ class WarmEngines:
         return bool(gone)
 
     def tidy(self) -> None:
-        """End engines that have waited long enough, and those whose node is being drained."""
+        """End engines that have waited for the time limit, and those whose node is being drained.
+
+        Prewarmed engines have another time limit, in `prewarm`.
+        """
         with self._lock:
             longest = max(self._keepers, default=0.0)
             waited = [one for one in self._idle if self.clock() - one.since >= longest]
@@ -269,12 +280,18 @@ class WarmEngines:
         self._end(gone, "no further run is expected")
 
     def forget(self) -> None:
-        """Forget all waiting engines: the cluster is gone, or other commands use them."""
+        """Remove all waiting engines from this object without ending them.
+
+        The cluster is gone, or other commands use the engines.
+        """
         with self._lock:
             self._idle.clear()
 
     def adopt(self) -> bool:
-        """Add engines that earlier commands left in this cluster; return whether there are any."""
+        """Add engines that earlier commands left in this cluster to those that wait here.
+
+        Returns whether there are any.
+        """
         try:
             found = [
                 _IdleHost(kind, host, self.clock()) for kind, host in self.access.leftover_hosts()
@@ -297,7 +314,7 @@ class WarmEngines:
 
 
 class PrewarmedHosts:
-    """Engines that were started before their run was planned."""
+    """The hosts of prewarmed engines of one run."""
 
     def __init__(self, access: HostAccess):
         self.access = access
@@ -314,7 +331,10 @@ class PrewarmedHosts:
 
 
 class WarmLease:
-    """The engines of one run, reused or started by it; those in `early` may still be starting."""
+    """The engines leased by one run: `hosts` of one `kind`.
+
+    Those in `early` were prewarmed and may still be starting.
+    """
 
     def __init__(
         self, access: HostAccess, kind: WarmKind, hosts: list[object], early: Sequence[object] = ()
@@ -323,13 +343,14 @@ class WarmLease:
 
     @property
     def holds(self) -> dict[str, float]:
-        """Return the resources that its engines hold now, by Ray's names."""
+        """Return {Ray's resource name: amount} that the leased engines hold now."""
         return {name: value * len(self.hosts) for name, value in self.kind.takes.items()}
 
     def engines(self, count: int) -> list[object]:
-        """Return at least `count` live engines for a new pass.
+        """Return at least `count` hosts for a new pass, each alive and without rows.
 
-        Replaces engines that died, are not empty, or are on a node that is being drained.
+        Ends hosts that died, still have rows, or are on a node that is being drained, and starts
+        others if too few are left.
         """
         # Do not query an engine that is still starting: it would answer late, and it is empty.
         early, self.early = self.early, []

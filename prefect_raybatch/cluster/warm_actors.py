@@ -36,10 +36,11 @@ HOST_CALLS = 64  # minimum number of blocks, so that runs with other numbers can
 def warm_kind(
     engine: type, launch: EngineLaunch, resources: ActorOptions, calls: int
 ) -> WarmKind | None:
-    """Return the kind of engines of the stage `engine`, started with `launch` on Ray `resources`.
+    """Return the kind of the engines that run the stage `engine` with `launch` on Ray `resources`.
 
-    `calls` is the number of blocks in the engine at once. None if runs cannot share it: a user's
-    logits processor may keep state, and arguments that are objects cannot be compared.
+    `calls` is how many blocks an engine works on at once. Returns None if runs cannot share the
+    engines: a user's logits processor may keep state, and arguments that are objects cannot be
+    compared.
     """
     if launch.arguments.get("logits_processors"):
         return None
@@ -70,12 +71,11 @@ def warm_kind(
 
 
 class EngineHost:
-    """An actor that holds the engine stage of successive runs.
+    """A Ray actor that holds one engine, for one run after another.
 
-    A `token` identifies one pass of a run, and `by` the Forwarder of that pass, which sends it
-    blocks. `leaving` returns, in the actor, whether its node is being drained: then it accepts no
-    more blocks and no run. `kind` is the kind of an engine that outlasts its command, None for
-    others.
+    A pass of a run is identified by a `token`, and the Forwarder that sends the pass's blocks by
+    `by`. `leaving` returns whether the actor's node is being drained; then the actor accepts no
+    more blocks. `kind` is the kind of an engine that outlasts its command, None for others.
     """
 
     def __init__(
@@ -92,9 +92,10 @@ class EngineHost:
         self._inside = 0
 
     def take(self, token: str, by: str) -> bool:
-        """Claim this engine for the Forwarder `by` of a pass; return whether that succeeds.
+        """Reserve this engine for the Forwarder `by` of a pass; return whether that succeeded.
 
-        It fails if another Forwarder of the pass has the engine, or if its node is being drained.
+        It fails if another Forwarder of the same pass has reserved it, or if its node is being
+        drained.
         """
         if self.leaves():
             return False
@@ -105,7 +106,10 @@ class EngineHost:
             return True
 
     def begin(self, token: str, launch: EngineLaunch) -> None:
-        """Start or reconfigure the engine for the pass `token`; return once it is ready."""
+        """Start or reconfigure the engine for the pass `token`; return once it is ready.
+
+        Restarts an engine in which blocks of an earlier pass are left.
+        """
         with self._begins:
             if self._ready == token:
                 return
@@ -123,10 +127,10 @@ class EngineHost:
             self._ready = token
 
     def answer(self, token: str, table: pa.Table) -> pa.Table | bool | None:
-        """Return the engine stage's output for a block.
+        """Return the engine stage's output for a block of the pass `token`.
 
-        None if the process was restarted and must `begin` the pass again; False if its node is
-        being drained and another engine must take the block.
+        Returns None if this process was restarted, so that `begin` must be called first, and False
+        if the node is being drained, so that another engine must take the block.
         """
         if self.leaves():
             return False
@@ -141,12 +145,15 @@ class EngineHost:
                 self._inside -= 1
 
     def described(self) -> tuple[WarmKind | None, str]:
-        """Return `kind` and the name of the engine's model, "" before the first run."""
+        """Return (`kind`, name of the engine's model); the name is "" before the first run."""
         launch: EngineLaunch | None = getattr(self.stage, "launch", None)
         return self.kind, str(launch.model.get("source")) if launch is not None else ""
 
     def is_idle(self) -> bool:
-        """Return whether another run can use it: it is empty, and its node is not being drained."""
+        """Return whether another run can use the engine.
+
+        It must have no blocks, and its node must not be being drained.
+        """
         return self.is_empty() and not self.leaves()
 
     def is_empty(self) -> bool:
@@ -170,7 +177,7 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """Numbers of deaths of an engine's process at which a pass gives it up; Ray has no limit.
+    """After how many deaths of an engine's process a pass stops using it; Ray sets no limit.
 
     `starting` counts deaths during one start, `in_a_row` deaths without an answered block in
     between.
@@ -181,13 +188,13 @@ class Deaths:
 
 
 class Forwarder:
-    """The engine stage of a pass with warm engines: sends each block to an actor with an engine.
+    """The engine stage of a pass with warm engines: it sends each block to an engine's host.
 
-    It holds no resources; the hosts do. If the node of its engine is being drained, `made` creates
-    another engine of the `kind`, which takes the remaining blocks and ends with the pass. `leaving`
-    returns whether this actor's own node is being drained: then its blocks fail, and its
-    replacement on another node gets them. `restarts` returns how often Ray has restarted a host.
-    Once the host's process has died as often as `most` says, every further block fails immediately.
+    The host holds the resources, not this actor. If the host's node is being drained, `made` starts
+    a host of the same `kind`, which takes the remaining blocks and ends with the pass. If this
+    actor's own node is being drained (`leaving`), its blocks fail; Ray Data replaces it on another
+    node. `restarts` returns how often Ray has restarted a host. Once the host has died as often as
+    `most` says, every further block fails at once.
     """
 
     def __init__(
@@ -218,9 +225,10 @@ class Forwarder:
         self._begin()
 
     def _claim_host(self, hosts: list[Host]) -> Host:
-        """Claim a host for this forwarder, the first to answer; return it.
+        """Reserve one of the hosts for this forwarder, the first that answers; return it.
 
-        If other forwarders hold all hosts (this one replaces a dead one), return any of them.
+        If other forwarders have reserved all of them, return one of them: then this forwarder
+        replaces one that died.
         """
         import ray
         from ray.exceptions import RayActorError
@@ -240,7 +248,10 @@ class Forwarder:
         return last
 
     def _begin(self) -> None:
-        """Make the host work for this pass; wait for a host that Ray is restarting."""
+        """Let the host start its engine for this pass; wait for a host that Ray is restarting.
+
+        After too many deaths during the start, gives the host up: all blocks fail.
+        """
         import ray
         from ray.exceptions import ActorUnavailableError
 
@@ -264,7 +275,10 @@ class Forwarder:
                     time.sleep(REACH_AGAIN)
 
     def _move(self, host: Host) -> None:
-        """Replace an engine on a node that is being drained; the old one ends once it is empty."""
+        """Use a new host instead of `host`, whose node is being drained.
+
+        The old one ends once it has no blocks.
+        """
         with self._lock:
             if self.host is not host:  # another thread has replaced it
                 return
@@ -274,7 +288,7 @@ class Forwarder:
         threading.Thread(target=_end_when_empty, args=(host,), daemon=True).start()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the engine stage's output for the block; a failed block if the engine dies."""
+        """Return the engine stage's output for a block; a block of lost rows if the engine dies."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -305,7 +319,7 @@ class Forwarder:
             return lost_block_like(table, Loss(ENGINE_DIED, _death_text(error), counted=True))
 
     def _count_death(self, host: Host, error: Exception) -> None:
-        """Give up the host if it died too often without an answered block in between."""
+        """Count a death of the host; give it up after too many without an answer in between."""
         restarts = self._restarts(host)
         with self._lock:
             if self.host is not host:
@@ -322,7 +336,7 @@ class Forwarder:
 
 
 def _end_when_empty(host: Host) -> None:
-    """End a host once it is empty, so that its node can leave before the drain deadline."""
+    """End a host once it has no blocks, so that its node can leave before the drain deadline."""
     import ray
 
     with contextlib.suppress(Exception):  # the host or the cluster is gone

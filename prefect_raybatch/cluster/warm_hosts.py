@@ -21,20 +21,20 @@ NAMESPACE = "raybatch"  # of the actors that outlast their command
 
 
 class RayHosts:
-    """The actors with engines in the cluster that this process has joined: `HostAccess` by Ray.
+    """Starts, queries and ends hosts of engines, in the cluster that this process has joined.
 
-    If `outlast` is set, later processes find the actors that this one starts. `waiting` says
-    whether the cluster may have engines of earlier processes.
+    If `outlast` is set, hosts that this process starts outlive it, and later processes can find
+    them. `waiting` says whether the cluster may have hosts of earlier processes.
     """
 
     def __init__(self) -> None:
         self.outlast = self.waiting = False
 
     def standing(self, end_silent: bool = True) -> list[tuple[WarmKind, Host, str]]:
-        """Return (kind, actor, model) of the engines that outlasted their command.
+        """Return (kind, host, model's name) of the engines that outlasted their command.
 
-        `end_silent` ends those that do not answer. Pass False while a command uses the cluster,
-        since they may be starting.
+        With `end_silent`, ends hosts that do not answer. Pass False while another command may use
+        the cluster, since its hosts may be silent because they are starting.
         """
         import ray
 
@@ -94,7 +94,11 @@ class RayHosts:
                 ray.kill(host)
 
     def _asked(self, calls: Sequence[tuple[Host, str]], seconds: float) -> list[object]:
-        """Call a method of each host, all within `seconds`; return the results or exceptions."""
+        """Call (host, method name) pairs on the hosts; return their results in order.
+
+        All must answer within `seconds`; for a call that fails or is late, the result is the
+        exception.
+        """
         import ray
 
         found: list[object] = []

@@ -1,4 +1,4 @@
-"""Finds which answers changed, and estimates the share of all rows that would change. No I/O."""
+"""Finds which answers changed, and estimates the share of all rows that would change."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Diff:
-    """The outcome of a comparison of a run's answers with a job's, on `rows` of `total` rows.
+    """The outcome of comparing the answers of a `run` with those of a `job`, on a sample of rows.
 
-    `low` and `high` are the ends of the exact 95 % interval of the share of all rows that change.
-    `columns` counts the changed rows by column. `newly_failed` rows were answered in the run,
-    `newly_answered` rows failed there. `reused` rows were not asked again and kept the run's
-    answers, because the job makes equal requests of them.
+    The sample has `rows` of the run's `total` rows; `changed` of them have another answer. `low`
+    and `high` are the ends of the exact 95 % interval for the share of all rows that change.
+    `columns` is {column: number of rows that changed in it}. `newly_failed` rows failed now and
+    were answered in the run, `newly_answered` rows the reverse. `reused` rows were not sent to a
+    model, because the job makes the same requests of them as the run; they keep the run's answers.
+    `notes` are remarks for the user.
     """
 
     run: str
@@ -72,7 +74,7 @@ class Diff:
         return made + [("note", text) for text in self.notes]
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a table row (dict) for each changed value."""
+        """Return a dict (row, input, column, old, new) for each changed value."""
         return [
             {"row": change.row, "input": change.input, "column": name, "old": before, "new": after}
             for change in self.changes
@@ -101,9 +103,11 @@ def changes_of(
     new: Sequence[AnswerValues],
     renamed: Mapping[str, str],
 ) -> tuple[Change, ...]:
-    """Return the changed rows; all four sequences have an entry for each sampled row.
+    """Return the sampled rows whose answer changed.
 
-    `numbers` are the row numbers. `renamed` maps columns of the new answers to the old names.
+    `numbers` are their row numbers, `inputs` their inputs as text, `old` and `new` the answers of
+    the run and of the job; each has one entry per sampled row. `renamed` maps column names of the
+    new answers to those of the old ones.
     """
     made = []
     for number, given, before, after in zip(numbers, inputs, old, new, strict=True):
@@ -125,7 +129,11 @@ def diff_of(
     reused: int,
     notes: tuple[str, ...],
 ) -> Diff:
-    """Return the comparison of `old` and `new` answers to the sampled rows, of `total` in all."""
+    """Return the comparison of the `old` and `new` answers to the sampled rows.
+
+    `changes` are the changed rows among them; the run has `total` rows. The other arguments are
+    fields of the result.
+    """
     low, high = interval(len(changes), len(old))
     if len(old) == total:  # nothing is left to be estimated
         low = high = len(changes) / total

@@ -1,4 +1,4 @@
-"""Predicts how long all rows would take, from the rate of the run that a job is compared with."""
+"""Predicts how long a run over all rows would take, from the rate of an earlier run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class PredictedTime:
 def predicted_time(
     job: Mapping[str, Any], model: Mapping[str, Any], rows: int, plan: Plan, before: RunReport
 ) -> PredictedTime:
-    """Return how long a run of a job would take to ask `rows` rows.
+    """Return how long a run of a job would take if `rows` rows go to the model.
 
-    `job` and `model` are as a plan of that run would record them; `plan` and `before` are the plan
-    and the report of an earlier run, whose rate is used. It holds only for the same model, engine,
-    `cluster` fields and `output.escalate`; otherwise the time is unknown.
+    `job` and `model` are what that run's plan would contain. `plan` and `before` are plan and
+    report of an earlier run, whose rate is assumed. The time is unknown if the two runs differ in
+    model, engine, `cluster` fields or `output.escalate` (prices aside), or if the earlier run
+    reused answers.
     """
     key = before.run_key
     differing = [
@@ -62,7 +63,7 @@ def predicted_time(
 
 
 def _without_prices(value: Any) -> Any:
-    """Return a job's values without prices and currency, at any depth; other values unchanged."""
+    """Return a value of a job without prices and currency at any depth of its mappings."""
     if not isinstance(value, Mapping):
         return value
     kept = {k: v for k, v in value.items() if not k.startswith("price_") and k != "currency"}

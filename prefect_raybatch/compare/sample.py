@@ -1,4 +1,4 @@
-"""Draws rows of a finished run: the input columns that its result keeps, and the answers."""
+"""Draws a sample of a finished run's rows, with the input columns and answers in its files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ AnswerValues = Mapping[str, Any] | None  # values by column; None for a failed r
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """A sample of a run's rows: their numbers (ascending), inputs and answers (None: failed).
+    """A sample of rows of a finished run, in order of row number.
 
-    The run has `total` rows.
+    `numbers` are the row numbers, `inputs` has the input columns of these rows, and `answers` their
+    values by column, None for a failed row. The run has `total` rows.
     """
 
     numbers: tuple[int, ...]
@@ -46,11 +47,12 @@ class DrawnRows:
 
 
 def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows: int) -> DrawnRows:
-    """Return `rows` rows of a finished run, chosen by a hash of row number and plan.
+    """Return a random sample of `rows` rows of a finished run.
 
-    So the same command always draws the same rows, and other row numbers in another run. Rows that
-    postprocess left out are never drawn, because no file has them. Raises `ConfigError` for a run
-    without rows, or without a result in data/ (`output.compact: false`).
+    It depends only on the run's plan, so the same command always draws the same rows; other runs
+    give other row numbers. `options` are store options. Rows that postprocess left out are never
+    drawn, because no file has them. Raises `ConfigError` for a run without rows, or without a
+    result in data/ (`output.compact: false`).
     """
     finish = compile_plan(plan).finish
     name = finish.row_number
@@ -83,9 +85,10 @@ def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows:
 
 
 def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[str]) -> list[str]:
-    """Return the columns among `names` that hold answers.
+    """Return the columns among `names` whose values are compared: the answers.
 
-    Leaves out input columns (`kept`) and details of answers, such as token counts or reasoning.
+    Leaves out the input columns `kept` in the result, and details such as token counts or
+    reasoning.
     """
     parsing = finish.parsing
     details = {finish.row_number, *finish.extras, PROBABILITIES, LOGPROBS}
@@ -95,9 +98,9 @@ def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[st
 
 
 def check_kept(sample: DrawnRows, needed: Mapping[str, str], run: str) -> None:
-    """Raise `ConfigError` if the run does not keep a column that the job needs.
+    """Raise `ConfigError` if the sample lacks an input column that the job needs.
 
-    `needed` is {column: job field that names it}.
+    `needed` is {column: job field that names it}; `run` names the sampled run in the message.
     """
     for name, field in needed.items():
         if name not in sample.inputs.column_names:
@@ -114,7 +117,10 @@ def _numbers(rows: pyarrow.dataset.Dataset, name: str) -> np.ndarray:
 
 
 def _inputs(answered: pa.Table, failed: pa.Table | None, columns: list[str]) -> pa.Table:
-    """Return the input columns that both tables have, answered rows first, then failed ones."""
+    """Return the inputs of the answered rows, then those of the failed rows.
+
+    These are the columns in `columns` that both tables have.
+    """
     if failed is None or not failed.num_rows:
         return answered.select(columns)
     names = [field.name for field in failed.schema.field("input").type]

@@ -30,12 +30,13 @@ from prefect_raybatch.words import counted
 class TunedCascade:
     """The outcome of the search for a cascade's threshold on a sample of rows.
 
-    `found` is the threshold, None if none keeps the share `agreement` of the larger model's
-    answers. `field` is the job's field for the threshold, `at_most` the job's
-    `output.escalate.at_most`. Of `rows` compared rows, `same` got the same answer from both models;
-    `unanswered` further sampled rows got no answer of the larger model. With the threshold,
-    `escalated` of all sampled rows go to the larger model; `low` and `high` are the ends of the
-    exact 95 % interval of that share.
+    With the threshold `found`, at least the share `agreement` of the answers equals the larger
+    model's, with `confidence`; None if there is no such threshold. `field` is the job field to set
+    to it. `first` and `larger` name the models. Both answered `rows` rows, and gave the same answer
+    for `same` of them; the larger model gave no answer for `unanswered` more sampled rows. With the
+    threshold, `escalated` of all sampled rows go to the larger model; `low` and `high` are the ends
+    of the exact 95 % interval for that share of all rows. `at_most` is the job's
+    `output.escalate.at_most`.
     """
 
     first: str
@@ -59,7 +60,7 @@ class TunedCascade:
 
     @property
     def sampled(self) -> int:
-        """Return the number of sampled rows, compared or not."""
+        """Return the number of sampled rows, including those that the larger model failed."""
         return self.rows + self.unanswered
 
     def lines(self) -> list[str]:
@@ -94,9 +95,9 @@ class TunedCascade:
 
 @dataclass(frozen=True)
 class SampleAnswers:
-    """A model's answer to each sampled row (None: failed), and how sure it was of each.
+    """A model's answer to each sampled row (None: failed), and how sure it was of the answer.
 
-    `sureness` is float[rows], as in `find_threshold`.
+    `sureness` is float[rows]: a probability or logprob; see `SampleAnswers.of`.
     """
 
     answers: list[Any]
@@ -112,9 +113,10 @@ class SampleAnswers:
     ) -> SampleAnswers:
         """Return the answers in the result of a finished run.
 
-        For the run of a first model, give its `cascade`: `sureness` is then the cascade's measure
-        (probability or logprob), and minus infinity for a row that failed in a way that escalates
-        it. All other rows have infinite sureness.
+        For a run of the first model, pass the `cascade`: the sureness of an answer is then the
+        cascade's measure (probability or logprob), and minus infinity for a row that failed in a
+        way for which the cascade asks the larger model. Without `cascade`, and for rows that failed
+        in another way, it is infinity.
         """
         table = report.to_arrow(options)
         numbers = table[finish.row_number].to_pylist()
@@ -138,7 +140,7 @@ def threshold_of_sample(
 ) -> TunedCascade:
     """Find the threshold of a cascade from the answers of both its models to the same rows.
 
-    Raises `ConfigError` if the sample is too small for any threshold to show the `agreement`.
+    Raises `ConfigError` if the sample is too small to show the `agreement`, whatever the threshold.
     """
     compared = comparable_rows(larger.answers)
     rows, need = int(compared.sum()), least_sample(agreement, CONFIDENCE)

@@ -1,1 +1,1 @@
-"""Compiles a validated job into what its run does."""
+"""Compiles a validated job into the spec of its run: the values that stages and driver use."""

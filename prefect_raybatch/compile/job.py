@@ -1,4 +1,4 @@
-"""Compiles a job into the spec of its run."""
+"""Compiles a job into the spec of its run (`RunSpec`), and makes the public copy for its plan."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ AUTO_RENAMED_COLUMNS = ("row_number", "column")
 
 @dataclass(frozen=True)
 class Planned:
-    """The parts of a run that its plan fixes: a resumed run takes them from here.
+    """Values that the plan fixes, so that a resumed run does not determine them again.
 
     The files and classes that the job names may have changed since the plan was made. `context` is
     the context length that `auto` resolved to; `schema` and `chat_template` are the texts that were
-    read from files or classes; each is None if the job does not use it. `names` maps a field of
-    AUTO_RENAMED_COLUMNS (row_number, column) to the column name that the plan has for it; a missing
-    field has its default name. `layout` is the layout of the result's files. `check` is how many
-    rows both models of a cascade answer: all attempts must choose the same random sample.
+    read from files or classes; each is None if the job does not use it. `names` maps `row_number`
+    and `column` (AUTO_RENAMED_COLUMNS) to the column names in the plan; a missing key stands for
+    the default name. `layout` is the layout of the result's files. `check` is how many rows both
+    models of a cascade answer: all attempts must choose the same random sample.
     """
 
     context: int | None
@@ -83,11 +83,12 @@ def compile_job(
 ) -> RunSpec:
     """Return the spec of a run of the job.
 
-    `columns` are the input's columns, None if they are not known yet: the result then keeps all
-    that the job does not exclude by name. `planned` is what the run's plan settled; without it the
-    job's chat template and answer schema are read now.
+    `columns` are the input's column names; None if they are not known yet, and then the result
+    keeps all columns that the job does not exclude by name. `planned` has the values that the run's
+    plan fixed; without it, chat template and answer schema are read from the job's files and
+    classes.
 
-    Raises `CorruptRun` if the plan lacks a decision that the job leaves to it.
+    Raises `CorruptRun` if the job leaves the context length to the plan and the plan has none.
     """
     if job.output.escalate.engine is not None:
         return _compile_cascade(job, columns, planned)
@@ -157,17 +158,20 @@ def _model_name(engine: Engine) -> str:
 
 
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
-    """Return the spec of a planned run, with the texts of files and classes that its plan keeps."""
+    """Return the spec of a run with this plan, with credentials from the job.
+
+    Texts of files and classes, and names of columns, are taken from the plan.
+    """
     return compile_job(job, decode_schema(plan.input_schema).names, Planned.of(plan))
 
 
 def compile_plan(plan: Plan) -> RunSpec:
-    """Return the spec of a planned run from its plan alone, so without credentials."""
+    """Return the spec of a run from its plan alone, which holds no credentials."""
     return compile_planned(planned_job(plan), plan)
 
 
 def planned_job(plan: Plan) -> BatchJob:
-    """Return the job as the plan of its run keeps it, without credentials."""
+    """Return the job that is recorded in the plan, without credentials."""
     return BatchJob.from_dict(plan.job, "plan.json")
 
 
@@ -288,7 +292,10 @@ def model_request(engine: Engine) -> ModelRequest:
 
 
 def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
-    """Return the hosted model of a job, None if it has none."""
+    """Return the spec of a job's hosted model for this `task`; None if the model is not hosted.
+
+    Raises `ConfigError` if the endpoint's block has not been loaded.
+    """
     if endpoint.block is not None and (endpoint.url is None or endpoint.model is None):
         raise ConfigError(
             f"engine.endpoint.block: {endpoint.block} is loaded by a flow or by raybatch run; set "
@@ -315,9 +322,10 @@ def endpoint_spec(endpoint: ModelEndpoint, task: str) -> EndpointSpec | None:
 def finish_spec(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> FinishSpec:
-    """Return the columns of the result, for an input with these `columns` (None: not known yet).
+    """Return the spec of the finish stage: the result's columns, and how an answer is processed.
 
-    Names that the plan fixed are taken from `planned`.
+    `columns` are the input's column names (None: not known yet). Column names that the plan fixed
+    are taken from `planned`.
     """
     output, kept = job.output, _kept(job, columns)
     names = planned.names if planned is not None else free_names(job, columns or ())
@@ -341,11 +349,11 @@ def finish_spec(
 
 
 def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
-    """Return {field of `output`: free name} where a kept input column has the default name.
+    """Return new names for result columns whose default name an input column already has.
 
-    The fields are those of AUTO_RENAMED_COLUMNS: {"row_number": "_row_2"}, for example, if the
-    result keeps an input column `_row`. `_named` uses a free name only if the job keeps the
-    default.
+    The keys are `row_number` and `column` (AUTO_RENAMED_COLUMNS), e.g. {"row_number": "_row_2"} if
+    the result keeps an input column `_row`. With output.postprocess, `column` is not renamed. A
+    name that the user set in the job is not replaced (see `_named`).
     """
     free: dict[str, str] = {}
     kept = _kept(job, columns)
@@ -362,9 +370,10 @@ def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
 
 
 def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
-    """Return which input columns the result keeps; None for all.
+    """Return the input columns that the result keeps; None means all.
 
-    Columns with images are left out, unless output.columns names them.
+    Image columns are left out unless output.columns names them, if `columns` (the input's) is
+    known.
     """
     images = job.prompt.images.columns
     if job.output.columns is not None or columns is None or not images:
@@ -373,16 +382,17 @@ def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def _named(output: Output, field: str, names: Mapping[str, str]) -> str:
-    """Return the column name that `field` of `output` sets.
+    """Return the name of the result column that `field` of `output` sets.
 
-    A default name is replaced by the name that `names` has for `field`, if any (see `free_names`).
+    If the job has the default name, it is replaced by `names[field]`, if that exists (see
+    `free_names`).
     """
     name: str = getattr(output, field)
     return names.get(field, name) if name == Output.model_fields[field].default else name
 
 
 def _schema(output: Output, planned: Planned | None) -> str | None:
-    """Return the text of the JSON Schema that answers must fit, None for free text."""
+    """Return the JSON Schema that answers must match, as text; None for free text."""
     if planned is not None and planned.schema is not None:
         return planned.schema
     return output.answer_form
@@ -438,10 +448,10 @@ def prices_of(cluster: Cluster) -> Prices:
 
 
 def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any]:
-    """Return the job's plain values as the run directory keeps them: without possible secrets.
+    """Return the job's plain values for the run directory, without anything that may be secret.
 
-    Store options, environment and URL signatures are left out. `finish` has the final names of the
-    result's columns.
+    Store options, environment variables, keys and URL signatures are left out. If `finish` is
+    given, columns that were renamed automatically get their final names.
     """
     value = job.to_dict()
     if finish is not None:
@@ -467,7 +477,7 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
 
 
 def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
-    """Remove what may be secret from the plain values of an engine."""
+    """Remove what may be secret from `value`, the plain values of `engine`."""
     value.pop("env", None)
     value.get("endpoint", {}).pop("key", None)
     for name in engine.given:
@@ -478,8 +488,9 @@ def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
 def _pooling_fields(job: BatchJob) -> dict[str, Any]:
     """Return the fields of vLLM's `PoolingParams` that the job sets, except `task`.
 
-    The model decides the task, see `model.tasks`: a job that scores pairs runs as `classify` if the
-    model reads both texts in one prompt, and as `embed` if it compares their vectors.
+    The task depends on the model (see `model.tasks`): a job that scores pairs runs as `classify` if
+    the model reads both texts in one prompt, and as `embed` if the vectors of the texts are
+    compared.
     """
     if job.engine.task == "embed" and not job.output.normalize:
         return {"use_activation": False}
@@ -493,9 +504,9 @@ TWO_REQUEST_TOKENS = 2  # tokens of an answer whose first one is asked for: few 
 
 
 def size_spec(job: BatchJob) -> SizeSpec:
-    """Return the sizes that a job sets.
+    """Return the values of a job from which the sizes of its run are computed.
 
-    A context length of `auto` counts as the model's own until it is measured.
+    A context length of `auto` is replaced by the model's own until it is measured.
     """
     engine, replicas = job.engine, job.engine.replicas
     if isinstance(replicas, int):
@@ -524,7 +535,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
 
 
 def _shards_in_flight(engine: Engine, images: bool) -> int | None:
-    """Return the most shards in flight in an engine; None to leave the number to `sizing`.
+    """Return the maximum number of shards in flight per engine; None if `sizing` decides.
 
     `images`: prompts may have images.
     """
@@ -534,7 +545,7 @@ def _shards_in_flight(engine: Engine, images: bool) -> int | None:
 
 
 def _sequences(engine: Engine) -> int | None:
-    """Return the most requests in flight in an engine; None to leave the number to `sizing`."""
+    """Return the maximum number of requests in flight per engine; None if `sizing` decides."""
     if engine.endpoint.asked:
         return engine.endpoint.max_in_flight
     return None if engine.max_num_seqs == "auto" else engine.max_num_seqs
@@ -558,7 +569,10 @@ def row_spec(job: BatchJob) -> RowSpec:
 
 
 def grammar_of(job: BatchJob) -> Grammar:
-    """Return the backend of the grammar that constrains the job's answers, "" without one."""
+    """Return the backend of the grammar that constrains answers: "guidance", "xgrammar" or "".
+
+    "" means that answers are not constrained.
+    """
     fields = job.drawn.given()
     typed = job.output.schema_model is not None
     if not (typed or fields.get("choice") or fields.get("structured_outputs")):
@@ -569,14 +583,14 @@ def grammar_of(job: BatchJob) -> Grammar:
 
 
 def answers_of(job: BatchJob) -> int:
-    """Return the number of answers to a row."""
+    """Return how many answers the model gives to each row (`n` of the sampling)."""
     return int(job.drawn.given().get("n") or 1)
 
 
 def _most_out(job: BatchJob) -> tuple[int, str]:
-    """Return the most tokens that a row's answers take, and the reason.
+    """Return (maximum number of output tokens of a row, what sets that maximum).
 
-    A prompt.function may ask for more or fewer in `sampling`, which is not known before it runs.
+    A prompt.function may set other sampling for a row; that is not known before it runs.
     """
     if pools(job.engine.task):
         return 1, "the task draws no tokens"

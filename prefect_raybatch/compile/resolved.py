@@ -1,4 +1,4 @@
-"""A job as one command sees it: its model resolved and its fingerprint computed, once."""
+"""Resolves a job for one command: reads its files, pins its model, computes its fingerprint."""
 
 from __future__ import annotations
 
@@ -44,16 +44,15 @@ from prefect_raybatch.storage import is_remote
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job with its texts read, its model as a plan pins it, and its identity.
+    """A job with its files read, its model pinned if possible, and its fingerprint (`identity`).
 
-    The texts are those of its chat template and answer schema.
-
-    `pinned_model` is None while only Hugging Face could tell the model's commit, which is no part
+    `job` has the texts of its chat template and answer schema. `pinned_model` is the model as a
+    plan records it; None while only Hugging Face could tell the model's commit, which is not part
     of the fingerprint. `checked`: `model.check` has checked the model's files. In a cascade,
     `first` is the job of the first model, and `pinned_model` is the larger model. `classifier` has
-    the bytes of the job's classifier file; `training` has the fields and the model that made the
-    vectors on which it was trained. `of` has checked that the job's fields are the same, and so is
-    its model (its name, while it is not pinned).
+    the bytes of the job's classifier file, and `training` the record of what it was trained on.
+    `of` has checked that the job has the fields and the model in that record (only the model's name
+    while it is not pinned).
     """
 
     job: BatchJob
@@ -71,11 +70,11 @@ class Resolved:
         model: Mapping[str, object] | None,
         retry: Mapping[str, object] | None = None,
     ) -> Resolved:
-        """Return the job resolved with `model`; `retry` is as for `fingerprint`.
+        """Return the job resolved with `model`; `retry` is that of `fingerprint`.
 
-        `model` is as a plan pins it, None if it is not pinned yet. Reads the files of the chat
-        template and the classifier. Raises `ConfigError` for a classifier that does not fit the
-        job.
+        `model` is the model as a plan records it, None if it is not pinned yet. Reads the files of
+        the chat template and the classifier. Raises `ConfigError` for a classifier that was trained
+        for other fields or another model.
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
@@ -97,7 +96,7 @@ class Resolved:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the model as a plan pins it; raise `ConfigError` if it is not pinned yet."""
+        """Return the model as a plan records it; raise `ConfigError` if it is not pinned yet."""
         if self.pinned_model is None:
             raise ConfigError(
                 f"engine.model: {self.job.engine.model} is not pinned to a commit; call `pinned` "
@@ -106,7 +105,10 @@ class Resolved:
         return dict(self.pinned_model)
 
     def check_encoder(self) -> None:
-        """Raise `ConfigError` if the classifier was trained on the vectors of another model."""
+        """Raise `ConfigError` if the classifier was trained on embeddings of another model.
+
+        Does nothing without a classifier.
+        """
         if self.training is not None:
             known = self.pinned_model
             identity = None if known is None else str(known["identity"])
@@ -114,14 +116,14 @@ class Resolved:
             self.training.check_encoder(name, model, identity)
 
     def with_adapters(self) -> dict[str, Any]:
-        """Return the model with the job's adapters pinned too, as a new plan keeps them."""
+        """Return the pinned model with the job's adapters pinned as well, for a new plan."""
         found = adapters.pin_adapters(self.request)
         return {**self.model, "adapters": found} if found else self.model
 
     def pinned(self) -> Resolved:
-        """Return the job with its Hugging Face names pinned to the commits that they mean now.
+        """Return the job with each Hugging Face model pinned to the commit that its name means now.
 
-        Raises `ConfigError` if a classifier was trained on the vectors of another commit.
+        Raises `ConfigError` if the classifier was trained on embeddings of another commit.
         """
         both = (self,) if self.first is None else (self, self.first)
         if all(one.pinned_model is not None for one in both):
@@ -134,7 +136,10 @@ class Resolved:
         return found
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
-        """Return the job with the failed rows `retry` (see `fingerprint`) as its input."""
+        """Return the job with the failed rows that `retry` names as its input.
+
+        `retry` is that of `fingerprint`.
+        """
         if retry == self.identity.retry:
             return self
         first = None if self.first is None else self.first.retrying(retry)
@@ -142,10 +147,11 @@ class Resolved:
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
-    """Return the job resolved; a resolved one is unchanged except for `retry`, if given.
+    """Return the job resolved, with `retry` (see `fingerprint`) as its input if that is given.
 
-    Uses the network only for files in remote folders. Raises `ConfigError` for a job that is not
-    trusted, a missing model, and functions that cannot be imported.
+    A job that is resolved already is not resolved again. Uses the network only for files in remote
+    folders. Raises `ConfigError` for a job that is not trusted, a missing model, and functions that
+    cannot be imported.
     """
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
@@ -158,9 +164,9 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
 
 @contextmanager
 def _larger_named(job: BatchJob) -> Iterator[None]:
-    """In a cascade, make a `ConfigError` from the `with` block name fields of the larger model.
+    """In the block, name the larger model's fields as the job does in each `ConfigError`.
 
-    An error about `engine.X` then names `output.escalate.to.X`, as the job does.
+    For a cascade, `engine.X` becomes `output.escalate.to.X`.
     """
     try:
         yield
@@ -171,17 +177,17 @@ def _larger_named(job: BatchJob) -> Iterator[None]:
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
-    """Return the pinned model if it is bundled or in a folder; None for a Hugging Face name."""
+    """Return the pinned model if it is bundled or in a folder; None for a name at Hugging Face."""
     name = request.name
     is_here = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if is_here else None
 
 
 def _classifier(job: BatchJob, identity: Identity) -> tuple[bytes | None, Training | None]:
-    """Return (bytes of the file, `Training`) of the job's classifier; (None, None) without one.
+    """Return (bytes of the job's classifier file, its `Training`); (None, None) without one.
 
-    Raises `ConfigError` if the file is no classifier or was replaced after `identity` was made, or
-    if the job makes other vectors than those that it was trained on.
+    Raises `ConfigError` if the file is not a classifier, if it was replaced after `identity` was
+    computed, or if the job's embeddings differ from those that it was trained on.
     """
     name = job.engine.classifier
     if name is None:
@@ -215,7 +221,7 @@ def _engine_arguments(job: BatchJob) -> dict[str, Any]:
 
 
 def _engine_parts(job: BatchJob) -> dict[str, Any]:
-    """Return the parts of a fingerprint that come from the engine of a job."""
+    """Return the parts of the fingerprint that come from fields of the job's `engine`."""
     found = answer_fields(job)
     return {name: value for name, value in found.items() if name.split(".")[0] == "engine"}
 
@@ -262,11 +268,12 @@ def fingerprint(
     model: Mapping[str, Any] | None = None,
     retry: Mapping[str, Any] | None = None,
 ) -> Identity:
-    """Return the SHA-256 of everything in the job that changes an answer, and its parts.
+    """Return the SHA-256 of everything in the job that can change an answer, and its parts by name.
 
-    For a classifier, and for a model in a local or s3:// folder, its content counts; a Hugging Face
-    name counts as written, because the plan pins its commit when the run begins. `retry` names the
-    failed rows that are the input ({parent, errors}), and replaces the source.
+    For a classifier, and for a model in a local or s3:// folder, the content of the files is
+    hashed; a Hugging Face name is hashed as written, because the plan pins its commit when the run
+    begins. `model` is the model as a plan records it, None if it is not pinned yet. `retry`
+    ({parent, errors}) names failed rows that are the input, in place of the source.
     """
     parts = answer_fields(job)
     if found := adapters.identities(model_request(job.engine)):
@@ -298,9 +305,9 @@ def fingerprint(
 
 
 def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint without credentials, for records and messages.
+    """Return the parts of a fingerprint for records and messages, without credentials.
 
-    The hash, in contrast, is computed from the parts with their credentials.
+    The fingerprint itself is computed from the parts with their credentials.
     """
     shown = {**parts, "engine": hide_argument(parts["engine"], "engine")}
     if (larger := parts.get(f"{CASCADE}to")) is not None:
@@ -322,9 +329,9 @@ LOOKED_UP = (
 
 
 def answer_fields(job: BatchJob) -> dict[str, Any]:
-    """Return the parts of the fingerprint that come from the job's own fields.
+    """Return the parts of the fingerprint that come from the job's own fields, by field name.
 
-    They include engine arguments that may be secret.
+    Unlike `shown_parts`, they may contain secrets.
     """
     values = job.model_dump(mode="json", exclude={"output": {"schema_model"}})
     parts = {

@@ -38,7 +38,7 @@ TEMPLATE: str = "What industry is this company in: {Company}"
 
 
 def demo_model_path() -> str:
-    """Return the bundled model's folder.
+    """Return the path of the bundled model's folder.
 
     Raises ``FileNotFoundError`` if the package was installed without its data files.
     """

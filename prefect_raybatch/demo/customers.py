@@ -1,7 +1,7 @@
-"""Deterministic customers file for the demo, and the true industry of every company in it.
+"""Generates the demo's customers file, and the true industry of every company in it.
 
 Row ``i`` is a pure function of ``(seed, i)``: values come from a counter-based hash, not from a
-random stream, so any range of rows can be made alone and no numpy release can change them.
+random stream. So any range of rows can be generated alone, and no numpy release can change them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _PLAIN = tuple(" " + suffix for suffix in lex.SUFFIXES)
 
 
 class _Word(NamedTuple):
-    """An industry word and its kind, the key in `_TEMPLATES` of the company names it goes into."""
+    """An industry word, and the kind of company names that contain it (a key of `_TEMPLATES`)."""
 
     text: str
     kind: str
@@ -89,10 +89,10 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Company(NamedTuple):
-    """A generated company: its full name, and the industry that is the right answer for it.
+    """A generated company: its full name, and its industry as the true ``label``.
 
-    ``stem`` is the invented, family or place name and ``word`` the industry word in its name. Both
-    decide whether it is for training or held out.
+    ``stem`` is the invented, family or place name and ``word`` the industry word in its name. The
+    two together decide whether the company is for training or held out (``is_heldout``).
     """
 
     name: str
@@ -110,7 +110,10 @@ def _mix(value: int) -> int:
 
 
 def _hash(seed: int, rows: np.ndarray, field: int) -> np.ndarray:
-    """Hash ``(seed, row, field)`` for each of ``rows``: uint64 in, uint64 out, shape (n,)."""
+    """Return a 64-bit hash of ``(seed, row, field)`` for each of ``rows``: uint64 of shape (n,).
+
+    ``field`` is the number of the value that is drawn for a row, e.g. 0 for its label.
+    """
     key = np.uint64(_mix(_mix(seed + _STEP) + (field + 1) * _STEP))
     value = rows * np.uint64(_STEP) + key
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX[0])
@@ -119,23 +122,30 @@ def _hash(seed: int, rows: np.ndarray, field: int) -> np.ndarray:
 
 
 def _pick(seed: int, rows: np.ndarray, field: int, size: int | np.ndarray) -> list[int]:
-    """Pick an index below ``size`` (one for all, or shape (n,)) for each of ``rows``."""
+    """Return a pseudorandom index below ``size`` for each of ``rows``.
+
+    ``size`` is one number, or an array with one for each row. For ``field`` see ``_hash``.
+    """
     high = _hash(seed, rows, field) >> np.uint64(32)
     picked: list[int] = (high % np.asarray(size, dtype=np.uint64)).tolist()
     return picked
 
 
 def is_heldout(stem: str, word: str) -> bool:
-    """Return whether a combination of name and industry word is held out from training.
+    """Return whether companies with this name and industry word are held out from training.
 
-    A stable hash holds out about one combination in eight, for any pattern, seed or row.
+    A stable hash of the two holds out about one combination in eight, whatever the rest of the
+    company's name, the seed or the row.
     """
     digest = blake2b(f"{stem}|{word}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % _HELDOUT_ONE_IN == 0
 
 
 def draw_companies(start: int, stop: int, seed: int = 7) -> list[Company]:
-    """Return the companies of rows ``start`` (included) to ``stop`` (excluded), from 0."""
+    """Return the companies of the rows from ``start`` up to, but not including, ``stop``.
+
+    Rows are numbered from 0.
+    """
     rows = np.arange(start, stop, dtype=np.uint64)
     labels = _pick(seed, rows, 0, len(LABELS))
     words = _pick(seed, rows, 1, _WORD_COUNTS[labels])
@@ -177,10 +187,10 @@ def _stream(seed: int) -> Iterator[Company]:
 def companies(count: int, seed: int, split: Split = "all") -> list[tuple[str, str]]:
     """Return ``count`` pairs of company name and true label.
 
-    ``"all"`` gives the companies of ``write_customers(path, count, seed)``, row by row, so it is
-    that file's answer key. ``"train"`` and ``"heldout"`` give the rows of that same sequence
-    whose combination of name and industry word is on that side of :func:`is_heldout`; the two
-    never share a combination, whatever their seeds. Names may repeat, as they do in the file.
+    ``"all"`` gives the companies in the rows of ``write_customers(path, count, seed)``, in order.
+    ``"train"`` and ``"heldout"`` give those of this sequence that :func:`is_heldout` assigns to
+    training or holds out, so the two never have a combination of name and industry word in common,
+    whatever the seeds. Names may repeat, as in the file.
 
     Raises ``ValueError`` for a negative count or an unknown split.
     """
@@ -212,7 +222,10 @@ _NOT_HOST = {ord(mark): None for mark in " &,.'-"}
 
 
 def _customer_rows(start: int, stop: int, seed: int) -> Iterator[tuple[object, ...]]:
-    """Yield CSV rows ``start`` to ``stop`` (0-based, end excluded), with ``COLUMNS`` in order."""
+    """Yield the CSV rows from ``start`` up to, but not including, ``stop``.
+
+    Rows are numbered from 0. A row has the values of ``COLUMNS`` in order.
+    """
     rows = np.arange(start, stop, dtype=np.uint64)
     ids = _hash(seed, rows, 10).tolist()
     firsts = _pick(seed, rows, 11, len(lex.FIRST_NAMES))
@@ -248,10 +261,11 @@ def _customer_rows(start: int, stop: int, seed: int) -> Iterator[tuple[object, .
 def write_customers(path: str | os.PathLike[str], rows: int = 10_000, seed: int = 7) -> Path:
     r"""Write a customers CSV with a header and ``rows`` data rows; return its path.
 
-    The bytes depend only on ``(rows, seed)``, and a longer file with the same seed starts with the
-    shorter one. Rows are streamed, so memory does not grow with ``rows``. The file appears whole or
-    not at all: it is written beside its place, then renamed over it. Missing parent folders are
-    created. UTF-8, ``\n`` line ends, quotes only if a name has a comma.
+    The bytes depend only on ``(rows, seed)``, and a file with more rows and the same seed begins
+    with the same rows. Rows are streamed, so memory does not grow with ``rows``. The file is
+    written under another name and renamed, so an incomplete file is never seen. Missing parent
+    folders are created. The text is UTF-8 with ``\n`` line ends; only names with a comma are
+    quoted.
 
     Raises ``ValueError`` for negative ``rows`` and ``OSError`` if the file cannot be written.
     """

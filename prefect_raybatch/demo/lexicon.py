@@ -5,12 +5,12 @@ Any change to a list changes every generated file; the demo model should then be
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Split on whitespace."""
+    """Return the words of a text, split on whitespace."""
     return tuple(text.split())
 
 
 def _phrases(text: str) -> tuple[str, ...]:
-    """Split on commas, for entries that hold spaces."""
+    """Return the phrases of a text, split on commas, because they contain spaces."""
     return tuple(" ".join(part.split()) for part in text.split(",") if part.strip())
 
 

@@ -1,1 +1,1 @@
-"""Trains a classifier on embeddings of answered rows, and measures which rows it could answer."""
+"""Trains a classifier on embeddings of a run's rows, and measures which rows it could answer."""

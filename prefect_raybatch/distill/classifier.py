@@ -1,7 +1,7 @@
-"""A linear classifier over embeddings: its training, and its file, which is JSON.
+"""A linear classifier over embeddings: trains it, applies it, and reads and writes its JSON file.
 
-It is the multinomial logistic regression of scikit-learn (`LogisticRegression`), with the same
-objective and minimizer, L-BFGS of scipy.
+It is a multinomial logistic regression with the objective and the minimizer (L-BFGS of scipy) of
+scikit-learn's `LogisticRegression`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ VECTOR_FIELDS = (
 
 @dataclass(frozen=True)
 class Training(StrictRecord):
-    """Record of what a classifier was trained on; a job that uses it must have the same.
+    """The record of what a classifier was trained on, with which a job that uses it must agree.
 
-    `encoder` is the embedding model as its job named it, `identity` its commit or the hash of its
-    files. `choice` are the labels of the job's `sampling.choice`, and `fields` the values of the
-    job fields that decide the vectors (VECTOR_FIELDS).
+    `encoder` is the embedding model's name in the job that embedded the rows, and `identity` its
+    commit or the hash of its files. `choice` are the labels in `sampling.choice`. `fields` is {job
+    field: value} for the fields that determine the embeddings (VECTOR_FIELDS).
     """
 
     encoder: str
@@ -56,13 +56,16 @@ class Training(StrictRecord):
     def of(
         cls, encoder: str, identity: str, choice: Sequence[str], parts: Mapping[str, Any]
     ) -> Training:
-        """Return the record for a job; `parts` are the values in its fingerprint, by job field."""
+        """Return the record of a training with these values.
+
+        `parts` are the parts of the fingerprint of the job that embedded the rows, by field.
+        """
         return cls(encoder, identity, tuple(choice), _vector_fields(parts))
 
     def check_fields(self, name: str, parts: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if a job would embed rows differently from the training.
+        """Raise `ConfigError` if a job's embeddings would differ from those of the training.
 
-        `parts` are the values in the job's fingerprint, by field; `name` is the classifier's file.
+        `parts` are the parts of the job's fingerprint, by field; `name` is the classifier's file.
         """
         fields = _vector_fields(parts)
         for field in VECTOR_FIELDS:
@@ -74,7 +77,10 @@ class Training(StrictRecord):
                 )
 
     def check_choice(self, name: str, choice: Sequence[str]) -> None:
-        """Raise `ConfigError` if the labels in a job's `choice` differ from the training's."""
+        """Raise `ConfigError` if the labels in a job's `choice` differ from the training's.
+
+        `name` is the classifier's file.
+        """
         for label in (*self.choice, *choice):
             if (label in self.choice) != (label in choice):
                 where = "the job" if label in self.choice else name
@@ -84,9 +90,11 @@ class Training(StrictRecord):
                 )
 
     def check_encoder(self, name: str, model: str, identity: str | None) -> None:
-        """Raise `ConfigError` if `model`, the job's, is not the encoder; `name` is the classifier.
+        """Raise `ConfigError` if a job's embedding model is not the one of the training.
 
-        `identity` is as in `Training`, None while a Hugging Face name is not pinned to a commit.
+        `name` is the classifier's file and `model` the job's model. `identity` is the model's
+        commit or the hash of its files; None while a Hugging Face name is not pinned, and then
+        names are compared.
         """
         named = identity is None and self.identity.startswith(f"{model}@")
         if named or identity == self.identity:
@@ -100,14 +108,14 @@ class Training(StrictRecord):
 
 
 def _pinned(model: str, identity: str | None) -> str:
-    """Return a model's name for an error, with its commit or file hash if known."""
+    """Return a model's name for an error, with its commit or the hash of its files if known."""
     if identity is None:
         return model
     return identity if "@" in identity else f"{model} (files {identity[:16]})"
 
 
 def _vector_fields(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of VECTOR_FIELDS from `parts` of a fingerprint, as JSON values by field."""
+    """Return {field: JSON value} of VECTOR_FIELDS, from the parts of a fingerprint."""
     found: dict[str, Any] = json.loads(dump({n: parts[n] for n in VECTOR_FIELDS if n in parts}))
     return found
 
@@ -119,11 +127,11 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Measured(StrictRecord):
-    """How well a classifier did in the test after its training on the run with key `run`.
+    """The result of testing a classifier after its training on the run with key `run`.
 
-    It learned from `learned` texts, and for `same` of `tested` other texts its label was the run's
-    answer. `trained` is when the rows had been embedded, in seconds since 1970, so that the same
-    training writes the same file.
+    It learned from `learned` texts. For `same` of `tested` other texts, its label was the run's
+    answer. `trained` is the time when the embedding run finished, in seconds since 1970; the time
+    of training itself would make equal trainings write different files.
     """
 
     run: str
@@ -135,9 +143,10 @@ class Measured(StrictRecord):
 
 @dataclass(frozen=True)
 class Classifier(StrictRecord):
-    """A linear classifier: weights and bias of each label, for vectors made as in `training`.
+    """A linear classifier: weights and bias for each of its labels.
 
-    `measured` is None only for a classifier that was never tested.
+    It takes embeddings that are made as `training` says. `measured` is the result of its test, None
+    if it was never tested. `format` is the version of the file format.
     """
 
     format: int
@@ -149,7 +158,7 @@ class Classifier(StrictRecord):
 
     @property
     def size(self) -> int:
-        """Return the dimension of the vectors."""
+        """Return the dimension of the vectors that it takes."""
         return len(self.weights[0])
 
     def probabilities(self, vectors: np.ndarray) -> np.ndarray:
@@ -171,7 +180,7 @@ class Classifier(StrictRecord):
         return np.array(self.weights, np.float64), np.array(self.bias, np.float64)
 
     def to_bytes(self) -> bytes:
-        """Return the classifier as a JSON file; raise `ConfigError` for one too large to read."""
+        """Return the classifier as JSON; raise `ConfigError` if it is too large to be read."""
         value = asdict(self)
         data = dump({n: item for n, item in value.items() if n != "measured" or item is not None})
         if len(data) > LARGEST_FILE:
@@ -183,9 +192,10 @@ class Classifier(StrictRecord):
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Classifier:
-        """Return the classifier in the bytes of file `name`; raise `ConfigError` for a bad file.
+        """Return the classifier in `data`; raise `ConfigError` if it is invalid or too large.
 
-        The file may come from anybody: it is only parsed, and its size is limited.
+        `name` is the file in errors. The file may come from an untrusted source: it is parsed as
+        JSON and no code in it is run.
         """
         if len(data) > LARGEST_FILE:
             raise ConfigError(
@@ -226,9 +236,10 @@ def classifier_identity(data: bytes) -> str:
 
 
 def read_file(uri: str, options: Mapping[str, object]) -> bytes:
-    """Return the bytes of the file that `engine.classifier` names, in a folder or a store.
+    """Return the bytes of the file that `engine.classifier` names: local, or in an object store.
 
-    `options` are those of the store. Raises `ConfigError` if the file is missing or too large.
+    `options` are the options of the store. Raises `ConfigError` if the file is missing or too
+    large.
     """
     folder, _, name = uri.rpartition("/")
     if not name:
@@ -245,7 +256,10 @@ def read_file(uri: str, options: Mapping[str, object]) -> bytes:
 
 
 def check_can_train(answers: Sequence[str | None]) -> None:
-    """Raise `ConfigError` if scipy is missing, or if no two answers (None: failed) differ."""
+    """Raise `ConfigError` if scipy is missing, or if the answers have fewer than two labels.
+
+    None stands for a row that failed and is ignored.
+    """
     _scipy_optimize()
     labels = {answer for answer in answers if answer is not None}
     if not labels:
@@ -258,11 +272,12 @@ def check_can_train(answers: Sequence[str | None]) -> None:
 
 
 def train(vectors: np.ndarray, answers: Sequence[str], training: Training) -> Classifier:
-    """Train a classifier on rows with these vectors and answers.
+    """Train a classifier on rows with these vectors and answers; return it.
 
-    Every fifth row serves to choose the strength of the penalty, by the log loss of a classifier
-    trained on the others; then all rows train the final one. Raises `ConfigError` if all answers
-    are equal.
+    First, classifiers with penalties of several strengths are trained on four of every five rows;
+    the strength with the least log loss on the other rows is used to train the final one on all
+    rows. `training` is the record for the file. Raises `ConfigError` if all answers are equal, or
+    if scipy is missing.
     """
     check_can_train(answers)
     labels, numbers = np.unique(np.array(answers, dtype=object), return_inverse=True)
@@ -289,11 +304,11 @@ def train(vectors: np.ndarray, answers: Sequence[str], training: Training) -> Cl
 def fit(
     vectors: np.ndarray, numbers: np.ndarray, labels: int, strength: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights [labels, dimension] and bias [labels] with the least penalized log loss.
+    """Return (weights[labels, dimension], bias[labels]) of the logistic regression.
 
-    `numbers` holds the index of each row's label, `labels` is their count. The sum of the
-    rows' log losses, times `strength`, and half the sum of the squared weights is minimized; the
-    bias has no penalty.
+    `numbers` has the index of each row's label; there are `labels` labels. They minimize `strength`
+    times the sum of the rows' log losses, plus half the sum of the squared weights; the bias has no
+    penalty.
     """
     optimize = _scipy_optimize()
     rows, size = vectors.shape

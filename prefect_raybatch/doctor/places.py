@@ -41,9 +41,10 @@ HOSTED_REMEDY = "correct the URL, model or key; or see this machine's DNS, proxy
 
 
 def check_policy(context: CheckContext) -> Iterator[CheckResult]:
-    """Report the operator's policy for submitted jobs, and whether it allows this job.
+    """Report what the operator's policy allows to submitted jobs, and whether it allows this job.
 
-    Raises `ConfigError` if the policy for jobs that their owner runs refuses the job.
+    Raises `ConfigError` if the other policy, for jobs that their owner runs by hand, refuses the
+    job.
     """
     operator = operator_policy()
     yield passed(
@@ -71,7 +72,7 @@ def check_policy(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def described(policy: JobPolicy) -> str:
-    """Return the policy's fields that allow something, with values; "nothing" without any."""
+    """Return a text with the policy's fields that allow something; "nothing" if there are none."""
     settings = {
         field.name: getattr(policy, field.name)
         for field in fields(policy)
@@ -152,9 +153,10 @@ def check_model(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _model_finding(engine: Engine, named: Callable[[str], str]) -> CheckResult:
-    """Check an engine's model; `named` returns an error text with its fields as the job has them.
+    """Check that an engine's model exists, or that its hosted model answers.
 
-    Raises `ConfigError`.
+    `named` returns an error text with the names that the engine's fields have in the job. Raises
+    `ConfigError` for a missing model.
     """
     try:
         request = model_request(engine)
@@ -173,7 +175,10 @@ def _hosted_model(hosted: EndpointSpec, named: Callable[[str], str]) -> CheckRes
 
 
 def _stored_model(request: ModelRequest) -> CheckResult:
-    """Check that a model can be downloaded, or that its folder is complete."""
+    """Check that a model's folder is complete, or that a model can be downloaded.
+
+    Raises `ConfigError` if neither a folder nor a model with this name is found.
+    """
     found = models.pin(request)  # raises ConfigError with what to do
     source = str(found["source"])
     if found["revision"]:
@@ -198,9 +203,9 @@ def _stored_model(request: ModelRequest) -> CheckResult:
 
 
 def _missing(files: set[str], index: bytes) -> list[str]:
-    """Return the files that a model folder lacks.
+    """Return what a model folder lacks, as file names or texts for the user.
 
-    `files` are its file names, `index` is the JSON that lists the files of its weights.
+    `files` are the names of its files, `index` is the JSON that lists the files of its weights.
     """
     missing = sorted(set(json.loads(index).get("weight_map", {}).values()) - files)
     if not any(name.endswith(WEIGHTS) for name in files):

@@ -62,7 +62,7 @@ except RayBatchError as error:
 
 
 def check_prefect(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the API answers, and that its version is compatible."""
+    """Check that Prefect's API answers, and that its version is compatible."""
     url = prefect_api()
     here = metadata.version("prefect")
     if url is None:
@@ -117,7 +117,10 @@ def _api_trouble() -> str:
 
 
 def prefect_api() -> str | None:
-    """Return Prefect's API URL from environment or profile; None if flows start a server."""
+    """Return the URL of Prefect's API from environment or profile; None if none is set.
+
+    Without one, a flow starts a temporary server.
+    """
     # Importing Prefect's settings takes a second.
     if "prefect.settings" not in sys.modules and not _may_name_api():
         return None
@@ -127,10 +130,10 @@ def prefect_api() -> str | None:
 
 
 def _may_name_api() -> bool:
-    """Return whether a variable or file that Prefect reads may name its API.
+    """Return whether a variable or file that Prefect reads may set the URL of its API.
 
-    If so, Prefect's settings must be imported to tell, because a file may also name another profile
-    or file.
+    If False, `prefect.settings` need not be imported, which takes a second. A file that only names
+    another profile or file counts as well.
     """
     if any(name.upper() in API_VARIABLES for name in os.environ):
         return True
@@ -142,9 +145,9 @@ def _may_name_api() -> bool:
 
 
 def _mentions(file: Path, text: bytes) -> bool:
-    """Return whether a settings file contains `text` (lower case), ignoring case.
+    """Return whether a settings file contains `text`, in upper or lower case.
 
-    True if an existing file cannot be read.
+    `text` must be in lower case. True for a file that exists and cannot be read.
     """
     try:
         return text in read_regular_file(file, MOST_SETTINGS_BYTES).lower()
@@ -264,7 +267,7 @@ def job_server(access: ClusterAccess) -> CheckResult:
 
 
 def _problem(problem: Problem) -> CheckResult:
-    """Return a problem of the cluster as a finding, whose remedy begins in lower case."""
+    """Return a problem of the cluster as a failed finding; its remedy begins in lower case."""
     return failed("cluster", problem.fault, f"{problem.remedy[0].lower()}{problem.remedy[1:]}")
 
 
@@ -295,14 +298,14 @@ def check_clock(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_store_clock(context: CheckContext) -> Iterator[CheckResult]:
-    """Compare this machine's clock with that of the object store alone."""
+    """Compare this machine's clock with the object store's, not with Prefect's."""
     yield from _compared(_store_clocks(context))
 
 
 def _compared(servers: Iterable[tuple[str, str]]) -> Iterator[CheckResult]:
-    """Compare this machine's clock with those of servers, given as (name, URL).
+    """Compare this machine's clock with the clocks of `servers`, given as (name, URL) pairs.
 
-    Without a server that tells its time there is no finding.
+    No finding if no server gives its time.
     """
     compared = []
     for name, url in servers:
@@ -330,7 +333,7 @@ def _store_clocks(context: CheckContext) -> Iterator[tuple[str, str]]:
 
 
 def _ahead(url: str) -> float | None:
-    """Return how many seconds this clock is ahead of the server's; None if unknown."""
+    """Return by how many seconds this machine's clock is ahead of a server's; None if unknown."""
     before = time.time()
     try:
         with open_without_redirects(url, REQUEST_SECONDS) as answer:
@@ -347,6 +350,6 @@ def _ahead(url: str) -> float | None:
 
 
 def _bare(url: str) -> str:
-    """Return scheme, host and path of a URL; the other parts may be credentials."""
+    """Return a URL with only scheme, host and path, because the other parts may be credentials."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"

@@ -1,4 +1,4 @@
-"""Checks a store by trying each operation that a run needs; finds a URL that tells its time."""
+"""Checks a store by trying each operation that a run needs; finds a URL for its clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNREPLACED = "none for runs: only a damaged file of a finished result cannot be 
 
 
 def check_output(context: CheckContext) -> Iterator[CheckResult]:
-    """Check the output of a job: one finding if all is well, else one for each failed step."""
+    """Check the output of a job: one finding if all is well, else one for each step that is not."""
     if (store := _output(context)) is None:
         return
     wrong = [one for one in check_steps(store) if one.mark != "pass"]
@@ -48,7 +48,7 @@ def check_output(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_store(context: CheckContext) -> Iterator[CheckResult]:
-    """Check the output of a job, with a finding for each step."""
+    """Check the output of a job, with a finding for each step, passed or failed."""
     if (store := _output(context)) is not None:
         yield from check_steps(store)
 
@@ -165,7 +165,10 @@ STORE_STEPS: Mapping[str, tuple[Operation, Callable[[Store, list[str]], None], s
 
 
 def clock_url(uri: str, options: Mapping[str, Any]) -> str | None:
-    """Return a URL of the store of `uri` whose HTTP answers tell its time; None for a folder."""
+    """Return a URL in the store of `uri` whose HTTP response has the store's time.
+
+    `options` are those of the store. None for a local folder.
+    """
     scheme = store_scheme(uri)
     if not scheme:
         return None

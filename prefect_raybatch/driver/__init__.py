@@ -1,1 +1,1 @@
-"""The loop over shards, and its monitoring."""
+"""The driver: it hands out shards, writes their commits, and monitors the attempt."""

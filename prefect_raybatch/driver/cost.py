@@ -1,9 +1,7 @@
 """Cost of a run: the time for which its engines hold GPUs, times the price of a GPU-hour.
 
-A hosted model costs its tokens, at their prices.
-
-Each attempt records its GPU time in its heartbeats, so a killed attempt is counted up to its last
-heartbeat.
+For a hosted model, it is the price of the tokens instead. Each attempt records its GPU time and
+cost in its heartbeats, so a killed attempt is counted up to its last heartbeat.
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ HOUR = 3600.0  # seconds
 
 @dataclass(frozen=True)
 class Spent:
-    """GPU-seconds of several attempts, and their cost at the price that applied to each.
+    """GPU-seconds and money that several attempts have spent.
 
-    `unpriced` counts the GPU-seconds of attempts that had no price.
+    `cost` is at the price that each attempt had. `unpriced` is how many of the `gpu_seconds` belong
+    to attempts without a price.
     """
 
     gpu_seconds: float = 0.0
@@ -36,9 +35,9 @@ class Spent:
     unpriced: float = 0.0
 
     def cost_at(self, price: float | None) -> float | None:
-        """Return the total cost, or None if it is unknown.
+        """Return the total cost, with unpriced GPU-seconds at `price` per GPU-hour.
 
-        Unpriced GPU-seconds are charged at `price` (per GPU-hour).
+        If `price` is None, returns None if there are unpriced GPU-seconds, or no cost at all.
         """
         if price is None and (self.unpriced or not self.cost):
             return None
@@ -46,9 +45,9 @@ class Spent:
 
 
 def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
-    """Add up what attempts have spent, according to their last heartbeats.
+    """Return what attempts have spent, by their last heartbeats.
 
-    `stores` are pairs of a run directory and the names of attempts in it.
+    `stores` has pairs (run directory, names of attempts in it).
     """
     seconds = cost = unpriced = 0.0
     for store, attempts in stores:
@@ -67,11 +66,12 @@ def spent_on(ledger: Ledger, plan: Plan) -> Spent:
 
 
 class CostMeter:
-    """Adds up the GPU-seconds of one attempt. Times are seconds of a monotonic clock.
+    """Adds up the GPU-seconds and the cost of one attempt.
 
     An engine holds its GPUs from the moment Ray creates its actor. An elastic pool requests more
-    engines than the cluster may have room for, so engines beyond `fewest` count only once they are
-    alive. `price` is per GPU-hour, and `before` what earlier attempts at the run have spent.
+    engines than the cluster may have room for, so engines beyond the first `fewest` count only
+    while they are alive. `price` is per GPU-hour, None if unknown. `before` is what earlier
+    attempts at the run have spent.
     """
 
     def __init__(
@@ -92,9 +92,10 @@ class CostMeter:
         self.tokens_cost: Callable[[], float] = lambda: 0.0  # of a hosted model, in this attempt
 
     def see(self, now: float, states: Mapping[str, int]) -> None:
-        """Charge the GPUs held since the last call for that time; then update them from `states`.
+        """Add the GPU-seconds since the last call, and note how many GPUs are held from now on.
 
-        `states` counts engine actors by Ray state, `now` is in seconds.
+        `states` is {Ray's actor state: number of engines}. `now` is in seconds of a monotonic
+        clock.
         """
         if self._at is not None:
             self.gpu_seconds += self.gpus * max(0.0, now - self._at)
@@ -104,7 +105,7 @@ class CostMeter:
 
     @contextmanager
     def holding(self, gpus: float) -> Iterator[None]:
-        """Charge `gpus` more GPUs for the duration of the block, e.g. of a precision trial."""
+        """Count `gpus` more GPUs as held during the block, e.g. for a precision trial."""
         self._beside += gpus
         try:
             yield
@@ -112,37 +113,41 @@ class CostMeter:
             self._beside -= gpus
 
     def continue_from(self, earlier: CostMeter, more: float = 0.0) -> CostMeter:
-        """Take over the GPU-seconds of an `earlier` meter of the same attempt; return this meter.
+        """Take over the GPU-seconds of an `earlier` meter of the same attempt; return self.
 
-        Adds `more` GPU-seconds, which were spent outside of both meters.
+        Adds `more` GPU-seconds, which neither meter has counted.
         """
         self.gpu_seconds = earlier.gpu_seconds + more
         return self
 
     @property
     def cost(self) -> float | None:
-        """Return the cost of this attempt so far; None if unknown."""
+        """Return the cost of this attempt so far; None without a price and without paid tokens."""
         gpus = None if self.price is None else self.gpu_seconds * self.price / HOUR
         tokens = self.tokens_cost()
         return (gpus or 0.0) + tokens if tokens else gpus
 
     @property
     def total_cost(self) -> float | None:
-        """Return the cost of all attempts at the run so far; None if unknown."""
+        """Return the known cost of all attempts at the run so far, this one included.
+
+        None if neither the cost of this attempt nor that of earlier ones is known.
+        """
         before, own = self.before.cost_at(self.price), self.cost
         return None if before is None and own is None else (before or 0.0) + (own or 0.0)
 
     def at_end(self, seconds_left: float | None) -> float | None:
-        """Return the expected cost of the run if it ends in `seconds_left`; None if unknown.
+        """Return the expected cost of the whole run if it ends in `seconds_left` seconds.
 
-        Assumes that the run keeps the GPUs that it holds now until it ends.
+        Assumes that the run keeps the GPUs that it holds now. None if the time, the price or the
+        cost so far is unknown.
         """
         if self.total_cost is None or self.price is None or seconds_left is None:
             return None
         return self.total_cost + self.gpus * seconds_left * self.price / HOUR
 
     def figures(self, seconds_left: float | None) -> JsonObject:
-        """Return the cost fields of a heartbeat."""
+        """Return the cost fields of a heartbeat; `seconds_left` is that of `at_end`."""
         found = {
             "cost": self.cost,
             "cost_run": self.total_cost,
@@ -155,7 +160,11 @@ class CostMeter:
 def check_cost(
     limits: Limits, cost: float | None, shards: int, committed: int, currency: str = ""
 ) -> None:
-    """Raise `CostExceeded` if the run has reached `limits.max_cost` and has shards left to do."""
+    """Raise `CostExceeded` if the run has reached `limits.max_cost` and has uncommitted shards.
+
+    Does nothing if the job sets no limit, or if `cost` is None (unknown). `shards` is the number of
+    all shards, `committed` of those that are committed.
+    """
     most = limits.max_cost
     if most is None or cost is None or cost < most or committed >= shards:
         return

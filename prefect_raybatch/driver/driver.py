@@ -1,7 +1,8 @@
-"""The loop that turns receipts into commits.
+"""The loop of one attempt: runs passes over the uncommitted shards and commits complete shards.
 
-It makes passes, keeps the error budget, and isolates rows that kill engines. It knows neither Ray
-nor Prefect: a pass is a function from work units to receipts, so tests run the loop without either.
+It fails the run when too many rows have failed, and isolates rows that kill engines. It imports
+neither Ray nor Prefect: a pass is a function from work units to receipts, so tests run the loop
+without either.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ COMMON = 5  # failures named in an error
 class RunPass(Protocol):
     """A pass: sends units through the stages and yields their receipts as they arrive.
 
-    `isolated` sends an engine one unit at a time.
+    With `isolated`, each engine gets only one unit at a time. A receipt whose `lost` is set says
+    why its unit has no result; a unit may also end without any receipt.
     """
 
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]: ...
@@ -75,9 +77,10 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """Rows and shards of another phase of a run, before or after the one whose progress is shown.
+    """Size of the run's other phase, which is over or still to come.
 
-    `failed` counts the rows of the run that are already known to fail because a request failed.
+    `rows` and `shards` are the planned numbers. `failed` counts the rows of the run that will fail
+    because their request failed in the phase that is over; 0 for a phase still to come.
     """
 
     rows: int = 0
@@ -87,17 +90,18 @@ class PhaseProgress:
 
 @dataclass
 class Progress:
-    """Progress of a run over all its attempts. Rates are of this attempt, in rows per second.
+    """Progress of one phase of a run, over all attempts at it.
 
-    `held_back` counts the failed rows of the shard that crossed the error budget. That shard is not
-    committed, so the tally does not include them. A run has two phases with reuse or `engine.order:
-    run` (requests, then rows) and in a cascade (one for each model). `before` holds the counts of
-    the phase that is over, `later` those of the one still to come; shown is the progress of
-    `whole`, the rows of all phases together. `core_deaths` counts deaths of an engine core whose
-    actor survived, reported with the shards that they cost; `process_deaths` counts deaths of the
-    actor processes, as Ray counts them. `rows_of_failed` counts failed rows, in the requests phase
-    all rows that wait for a failed request. `recent` holds (start of its work, rows) of the latest
-    commits, and `passed_on` the error classes of rows that the larger model of a cascade gets.
+    A run has two phases with reuse or `engine.order: run` (requests, then rows) and in a cascade
+    (one for each model). `rows`, `shards` and `tally` are of this phase, `before` and `later` of
+    the phase that is over and of the one still to come, and `whole` is the sum over all phases.
+    `rate` is of this attempt only. `held_back` counts the failed rows of the shard that crossed the
+    error budget; the tally lacks them, because that shard is not committed. `core_deaths` counts
+    deaths of an engine core whose actor survived, and `process_deaths` deaths of actor processes,
+    as Ray counts them. `rows_of_failed` counts failed rows; in a requests phase, all rows that wait
+    for a failed request. `recent` holds (start of the work, rows) for each of the latest commits.
+    `passed_on` holds the error classes with which a cascade's first model passes rows on to the
+    larger model; empty outside that phase.
     """
 
     rows: int
@@ -118,7 +122,7 @@ class Progress:
 
     @property
     def to_larger(self) -> int:
-        """Return how many rows failed at a cascade's first model and go on to the larger one."""
+        """Return how many rows a cascade's first model has passed on to the larger model."""
         failures = self.tally.failures.items() if self.passed_on else ()
         return sum(rows for key, rows in failures if key.error in self.passed_on)
 
@@ -135,8 +139,8 @@ class Progress:
     def unit(self) -> tuple[str, str]:
         """Return the singular and plural noun for what `whole` counts.
 
-        These are rows, or steps if the run has two phases: a step answers a request or fills in a
-        row.
+        That is ("row", "rows"), or ("step", "steps") if the run has two phases: a step answers a
+        request or fills in a row.
         """
         both = self.before.rows or self.later.rows
         return ("step", "steps") if both else ("row", "rows")
@@ -148,9 +152,10 @@ class Progress:
 
     @property
     def failed(self) -> int:
-        """Return the number of failed rows of the run, including those whose request failed.
+        """Return the number of failed rows of the run.
 
-        Those of a cascade's first model that go on to the larger one are not among them.
+        Includes rows that wait for a failed request, but not those that a cascade's first model
+        passed on to the larger model.
         """
         return max(self.before.failed, self.rows_of_failed, self.tally.failed) - self.to_larger
 
@@ -171,19 +176,19 @@ class Progress:
         return (self.rows - self.done) / self.rate if self.rate else None
 
     def add(self, commit: Commit, since: float) -> None:
-        """Count a commit; `since` is the time at which work on its rows began, for the rate."""
+        """Count a commit; for the rate, work on its rows began at `since` (seconds since 1970)."""
         before = self.tally.rows
         self.tally.add(commit)
         self.recent.append((since, self.tally.rows - before))
 
 
 class Driver:
-    """Drives one attempt at a run until all shards are committed or an error ends it.
+    """Drives one attempt at a phase until all its shards are committed or an error ends it.
 
     `observe` is called after each commit, and once more when the error budget is crossed; `on_stop`
-    receives the details of the crossing. `waiting` says how many rows of the run wait for each
-    request, so that a failed request counts as that many failed rows; None outside the requests
-    phase. `draining` returns whether the run is being drained, so that no more shards may start.
+    then gets the failed rows that crossed it. `waiting` is set in the requests phase only: it holds
+    how many rows wait for each request, all of which fail with the request. `draining` is called
+    before each pass and after an incomplete one; once it returns True, `run` raises `RunDrained`.
     """
 
     def __init__(
@@ -211,9 +216,9 @@ class Driver:
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:
-        """Count the shards that are already committed.
+        """Count the shards that are already committed, and return the progress.
 
-        Raise `ErrorBudgetExceeded` if shards are pending and too many rows have failed.
+        Raises `ErrorBudgetExceeded` if shards are pending although too many rows have failed.
         """
         listing = self.ledger.listing(self.plan)
         self.done = listing.done
@@ -235,9 +240,9 @@ class Driver:
 
         `quarantine(unit, why)` writes the piece for a single row that kills its engine and returns
         its receipt. `suspects` is the number of units that may be in flight in engines at once: if
-        no more are missing after a pass, the next pass isolates them.
+        no more than these are uncommitted after a pass, the next pass isolates them.
 
-        Raises the error of a fatal receipt, `ErrorBudgetExceeded`, `RunDrained`, or
+        Raises the error that a receipt reports as fatal, `ErrorBudgetExceeded`, `RunDrained`, or
         `EngineFailure` after STRIKES passes in a row without progress. Committed shards stay
         committed.
         """
@@ -277,7 +282,10 @@ class Driver:
         return self.progress
 
     def _go_again(self, units: Sequence[Unit], strikes: int) -> None:
-        """Log what is left after a pass; raise `EngineFailure` after too many without progress."""
+        """Log how many shards a pass left uncommitted.
+
+        Raises `EngineFailure` if `strikes`, the passes in a row without progress, reaches STRIKES.
+        """
         if strikes >= STRIKES:
             reason = next((lost[0][1] for lost in self._lost.values()), NO_RECEIPT)
             raise EngineFailure(
@@ -316,8 +324,9 @@ class Driver:
     def _probes(self) -> list[Unit]:
         """Return rows of committed shards to infer again, as a test that engines work at all.
 
-        Their answers are discarded. Empty once this attempt has a receipt, or without commits.
-        Needed because an earlier attempt may have left only rows that kill engines.
+        Their answers are discarded. They are needed because an earlier attempt may have left only
+        rows that kill engines. Returns [] if this attempt has received an answer, or if no shard is
+        committed.
         """
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
@@ -334,7 +343,7 @@ class Driver:
             self._commit(receipt.shard, whole)
 
     def _check_worker_code(self, receipt: Receipt) -> None:
-        """Warn once of workers whose code differs from the driver's."""
+        """Warn, once for each version, if the worker ran another version of this package."""
         theirs, own = receipt.where.get("code"), code_version()
         if theirs is None or theirs == own or theirs in self._codes:
             return
@@ -366,9 +375,11 @@ class Driver:
         self.observe(self.progress)
 
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
-        """Raise `ErrorBudgetExceeded` if the shard of `receipts` would cross the error budget.
+        """Raise `ErrorBudgetExceeded` if more rows failed than the job's limits allow.
 
-        The shard is not committed, so a run with a higher limit continues there.
+        Counts the failed rows of all committed shards and of `receipts`, which complete a shard
+        that is about to be committed; with [], only those of committed shards. As that shard stays
+        uncommitted, a later attempt with a higher limit runs it again.
         """
         more = sum(map(self._rows_of_failed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
@@ -400,18 +411,19 @@ class Driver:
         )
 
     def _rows_of_failed(self, record: Receipt | Commit) -> int:
-        """Return the failed rows of a receipt or commit.
+        """Return the number of failed rows in a receipt or commit.
 
-        A failed request counts each row that waits for it.
+        In the requests phase, a failed request counts as all the rows that wait for it.
         """
         if self.waiting is None:
             return len(record.failed)
         return self.waiting.count(record.shard, record.failed)
 
     def _stopped(self, stop: Stop, receipts: Sequence[Receipt]) -> Stop:
-        """Report the failed rows of the shard that will not be committed; return `stop` with them.
+        """Report that a shard crosses the error budget, by calling `observe` and `on_stop`.
 
-        Reads a sample of them from quarantine, and calls `observe` and `on_stop`.
+        `receipts` are those of the shard. Returns `stop` with the shard's number and a sample of
+        its failed rows, read from quarantine.
         """
         shard = receipts[0].shard
         pieces = [piece for receipt in receipts for piece in receipt.pieces]
@@ -444,26 +456,30 @@ class Driver:
     def _why_lost(self, unit: Unit) -> Loss:
         """Return why a unit failed in this pass: the last reason reported for any of its rows.
 
-        Other rows of its shard may have failed for another reason.
+        Other rows of its shard may have failed for another reason. Without a reported reason, an
+        engine death is assumed.
         """
         told = reversed(self._lost.get(unit.shard, []))
         found = (why for lost, why in told if lost.overlaps(unit))
         return next(found, Loss(ENGINE_DIED, NO_RECEIPT))
 
     def _rows_received(self) -> int:
-        """Return the rows that are committed or held by receipts, which measures progress."""
+        """Return the number of rows that are committed or held by receipts, to measure progress."""
         pending = np.flatnonzero(~self.done).tolist()
         return self.plan.rows - sum(map(self.coverage.lacking, pending))
 
     def _count_foreign_commits(self) -> None:
-        """Count the shards that another driver has committed meanwhile."""
+        """Count the commits that other drivers have made since the last call."""
         theirs = self.ledger.committed(self.plan) & ~self.done
         for shard in np.flatnonzero(theirs).tolist():
             self.coverage.drop(shard)
             self._count(shard, self.ledger.read_commit(self.plan, shard))
 
     def _lacking(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the parts of `units` that no driver has committed and that have no receipt."""
+        """Return the parts of `units` that no driver has committed and that have no receipt.
+
+        First counts the shards that other drivers have committed.
+        """
         self._count_foreign_commits()
         left = []
         gaps = {u.shard: self.coverage.gaps(u.shard) for u in units if not self.done[u.shard]}
@@ -477,10 +493,12 @@ class Driver:
     def _after_isolation(
         self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
     ) -> list[Unit]:
-        """Split each unit whose engine died while the unit was alone in it.
+        """Return the units for the next pass after one in which each engine had one unit at a time.
 
-        A single row whose engine died `limits.engine_deaths` times is quarantined. Returns the
-        units for the next pass, and counts the deaths of single rows in `deaths`.
+        `units` are those that got no receipt. A unit of several rows that may have killed its
+        engine is split. A single row is counted in `deaths`, and quarantined at its
+        `limits.engine_deaths`th death. Units that failed for other reasons are returned as they
+        are.
         """
         rest: list[Unit] = []
         for unit in units:

@@ -46,11 +46,13 @@ JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels wa
 class Counts:
     """A snapshot of `Progress` for other threads, taken in the driver's thread after a commit.
 
-    `at` and `window_start` are seconds since 1970. `commits` and `window_rows` belong to the window
-    over which the rate is computed, and are 0 before this attempt's first commit. `held_back`
-    counts the failed rows of the shard that crossed the error budget and is not committed,
-    `to_larger` those of a cascade's first model that go on to the larger one; `before` and `later`
-    are the rows of the run's other phases.
+    `rows` and `shards` are planned, `done` rows and `committed` shards are committed; `skipped`
+    counts the rows left out by `output.postprocess`. `at` and `window_start` are seconds since
+    1970. `commits`, `window_rows` and `window_start` are of the latest commits, over which the rate
+    is computed; they are 0 before this attempt's first commit. `held_back` counts the failed rows
+    of the shard that crossed the error budget and is not committed, `to_larger` the rows that a
+    cascade's first model has passed on to the larger one. `before` and `later` are the rows of the
+    run's other phases.
     """
 
     at: float
@@ -74,9 +76,9 @@ class Counts:
 
     @classmethod
     def whole(cls, progress: Progress) -> Counts:
-        """Return the counts over all phases of a run: this one, the one before and the later one.
+        """Return the counts of a whole run: of this phase, the one before it and the one after it.
 
-        `failed` counts the rows that wait for a failed request, not requests.
+        `failed` counts rows also in the requests phase: all that wait for a failed request.
         """
         own, before, later = cls.of(progress), progress.before, progress.later
         return replace(
@@ -113,23 +115,29 @@ class Counts:
         )
 
     def rate(self, now: float) -> float:
-        """Return rows per second over the latest commits; it falls while nothing is committed."""
+        """Return rows per second from the start of the latest commits until `now`.
+
+        `now` is in seconds since 1970. The rate falls while nothing is committed; it is 0 before
+        this attempt's first commit.
+        """
         return self.window_rows / max(now - self.window_start, 1e-6) if self.commits else 0.0
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The contents of a heartbeat.
+    """The current state of a run, as a driver writes it to the store for others.
 
-    Rates are per second, times are seconds; `at` and `last_commit` are seconds since 1970.
-    `engines` counts engine actors by Ray state. `alarms` counts the warnings of the present stall
-    and `quiet` is its duration; both are 0 while shards are being committed. `about` is a text on
-    the stall, on what the run waits for, or on its start. `dashboard` is the URL of Ray's
-    dashboard, "" if there is none. `held_back` counts the failed rows of the shard that
-    crossed the error budget, in addition to the committed `failed` rows. `to_larger` counts rows
-    that failed at a cascade's first model and go on to the larger one. `gpu_seconds` and `cost`
-    are of this attempt, `cost_run` is of the whole run so far and `cost_end` of the run when it
-    ends; an unknown cost is None.
+    Rates are per second, times are seconds; `at` and `last_commit` are seconds since 1970. `phase`
+    is one of PHASES, or UNHEARD or MAKING, which are never stored. `rows` and `shards` are planned,
+    `done` rows and `committed` shards are committed; `skipped` counts the rows left out by
+    `output.postprocess`. `engines` is {Ray's actor state: number of engines}. `alarms` counts the
+    warnings of the present stall and `quiet` is its duration; both are 0 while shards are being
+    committed. `about` is a text on the stall, on what the run waits for, or on its start.
+    `dashboard` is the URL of Ray's dashboard, "" if there is none. `held_back` counts the failed
+    rows of the shard that crossed the error budget, in addition to the committed `failed` rows.
+    `to_larger` counts the rows that a cascade's first model has passed on to the larger one.
+    `gpu_seconds` and `cost` are of this attempt, `cost_run` is of the whole run so far and
+    `cost_end` an estimate for the run at its end; an unknown cost is None.
     """
 
     at: float
@@ -186,10 +194,10 @@ class Heartbeat:
         )
 
     def with_committed(self, done: int) -> Heartbeat:
-        """Return this heartbeat, updated for a run that has `done` rows committed.
+        """Return this heartbeat, with its phase corrected for a run with `done` committed rows.
 
-        If the heartbeat has the phase "starting" but fewer rows than `done`, the engines have
-        started since it was written, so the phase becomes "inferring".
+        If it says that engines are starting but counts fewer rows than `done`, it is older than the
+        latest commit: the phase becomes "inferring". The other numbers stay.
         """
         if self.phase == STARTING and self.done < done:
             return replace(self, phase=INFERRING, about="")
@@ -201,7 +209,10 @@ class Heartbeat:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Heartbeat:
-        """Decode a heartbeat. Raise `CorruptRun` for anything that `to_bytes` does not write."""
+        """Decode a heartbeat; `what` names its record in error messages.
+
+        Raises `CorruptRun` for anything that `to_bytes` does not write.
+        """
         value = load(data, what)
         numbers = {f.name for f in fields(cls)} - set(TEXT_FIELDS) - {"engines"}
         try:
@@ -221,13 +232,13 @@ class Heartbeat:
 def to_larger_text(rows: int) -> str:
     """Return e.g. `, 12 to the larger model`, to append to a number of failed rows; "" for 0.
 
-    `rows` failed at a cascade's first model, so the larger one gets them.
+    `rows` counts the rows that a cascade's first model has passed on to the larger one.
     """
     return f", {rows:,} to the larger model" if rows else ""
 
 
 def alive(engines: Mapping[str, int]) -> int:
-    """Return the number of engines that Ray considers alive, from the states in a heartbeat."""
+    """Return the number of live engines, from the `engines` of a heartbeat."""
     return engines.get("ALIVE", 0)
 
 
@@ -268,20 +279,18 @@ def read_heartbeats(store: Store, attempts: Iterable[str]) -> dict[str, Heartbea
 
 
 def newest(store: Store) -> Heartbeat | None:
-    """Return the latest heartbeat of any driver of the run; None if there is none.
-
-    Followers in other processes read it.
-    """
+    """Return the latest heartbeat of any driver of the run; None if there is no readable one."""
     names = [i.path.rpartition("/")[2].removesuffix(".json") for i in store.list(HEARTBEATS)]
     names = [name for name in names if name.isalnum()]  # no copies that a tool made
     return max(read_heartbeats(store, names).values(), key=lambda beat: beat.at, default=None)
 
 
 def heartbeat_elsewhere(store: Store, counts: Counts, over: bool = False) -> Heartbeat:
-    """Return the last heartbeat of a driver in another process, or one built from `counts` alone.
+    """Return the latest heartbeat in the store, or one built from `counts` alone.
 
-    Builds one if there is no heartbeat, if it is stale, or if its driver ended although the run is
-    not `over`. A heartbeat may lag behind the commits (`Heartbeat.with_committed`).
+    It is built if there is no heartbeat, if the latest is older than SILENT_AFTER seconds, or if
+    its driver ended although the run is not `over`. A stored heartbeat may count fewer rows than
+    are committed (see `Heartbeat.with_committed`).
     """
     beat, now = newest(store), time.time()
     if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):
@@ -290,15 +299,15 @@ def heartbeat_elsewhere(store: Store, counts: Counts, over: bool = False) -> Hea
 
 
 def unheard(counts: Counts) -> Heartbeat:
-    """Return the state of a run whose driver in another process has not sent a heartbeat yet."""
+    """Build a heartbeat from `counts` for a run whose driver, in another process, has sent none."""
     return Heartbeat.of(counts, time.time(), phase=UNHEARD)
 
 
 class Ticker:
-    """Calls `work` every `seconds` from a separate thread, and once more on exit.
+    """A context manager that calls `work` every `seconds` in a thread, and once more on exit.
 
-    An exception from `work` is logged, once for each message, and never fails the run. The thread
-    inherits the caller's contextvars, so that Prefect finds the flow run in it.
+    An exception from `work` is logged, unless the last one had the same message, and never fails
+    the run. The thread inherits the caller's contextvars, so that Prefect finds the flow run in it.
     """
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]):

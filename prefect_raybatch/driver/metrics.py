@@ -114,7 +114,7 @@ class Endpoint:
             self._runs[job, run_key] = Served(state)
 
     def freeze(self, job: str, run_key: str) -> None:
-        """Keep the run's last values, because the object that supplies them is about to close."""
+        """Keep serving the run's present values, because its monitor is closing."""
         with self._scraped:
             served = self._runs[job, run_key]
             beat = served.state()
@@ -144,9 +144,9 @@ class Endpoint:
         yield completed
 
     def _noting_answers(self, app: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the WSGI application to note which completed runs a response has shown.
+        """Wrap the WSGI application to mark each completed run that a response has shown.
 
-        A response counts once it is sent: the process may end right after.
+        A run is marked only after the response was sent, because the process may end once it is.
         """
 
         def wrapped(environ: Any, start_response: Any) -> Iterator[bytes]:
@@ -164,7 +164,7 @@ class Endpoint:
     def wait_for_last_scrape(self) -> None:
         """Wait until a scrape has shown each completed run, at most LAST_SCRAPE_SECONDS.
 
-        Return at once if no scrape ever came.
+        Returns at once if the endpoint was never scraped.
         """
 
         def all_seen() -> bool:
@@ -183,7 +183,10 @@ _endpoints: dict[tuple[str, int], Endpoint] = {}
 
 
 def port() -> int | None:
-    """Return the port in RAYBATCH_METRICS_PORT; None if it is unset, empty or 0."""
+    """Return the port in RAYBATCH_METRICS_PORT; None if it is unset, empty or 0.
+
+    Raises `ConfigError` if it is not a port.
+    """
     text = os.environ.get(METRICS_PORT, "").strip()
     if not text.isdigit() and text:
         raise ConfigError(f"{METRICS_PORT}={text!r} must be a port. Write a number such as 9500")
@@ -195,10 +198,11 @@ def port() -> int | None:
 
 @contextmanager
 def serving(job: str, run_key: str, state: Callable[[], Heartbeat]) -> Iterator[None]:
-    """Serve the run's metrics at http://HOST:PORT/metrics if a port is set.
+    """Serve a run's metrics at http://HOST:PORT/metrics, if RAYBATCH_METRICS_PORT is set.
 
-    `state` is called during the block; the last values stay at the endpoint until the process ends.
-    If another process has the port, the run continues with a warning and without metrics.
+    Each scrape during the block calls `state`. The last values stay at the endpoint until the
+    process ends. If the port cannot be opened, the block runs without metrics, after a warning.
+    Raises `ConfigError` for an invalid port.
     """
     number = port()
     if number is None:

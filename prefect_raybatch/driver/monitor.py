@@ -50,7 +50,7 @@ LATE_PHASE_SECONDS = (
 
 
 class EngineStates(Protocol):
-    """Reports the state of a pipeline's engines; the methods are described at `Monitor`.
+    """The methods of a pipeline that report on its engines; `Monitor` describes the first three.
 
     `server_wait` returns why the run waits for a hosted model's server, "" if it does not.
     """
@@ -64,12 +64,12 @@ class EngineStates(Protocol):
 class Monitor:
     """Watches one attempt; an observer that passes each commit on to `observe`.
 
-    `engines` returns the number of engine actors by state, `starts` how far each engine has
-    started, and `deaths` how often each engine's process has died and which process it is; all
-    three may raise or hang. `on_started` is called once, after this attempt's first commit, with
-    the duration of each phase of the start. `meter` counts the costs. Use the monitor as a context
-    manager around the work. After it, `failure` is the error of a stall that must fail the run, and
-    `spent` the error of a cost limit that was reached.
+    `engines` returns {actor state: number of engines}. `starts` returns, for each engine, when it
+    began each phase of its start. `deaths` returns {actor id: (deaths so far, process and node)}.
+    All three may raise or hang. `on_started` is called once, after this attempt's first commit,
+    with the duration of each phase of the start. `meter` counts the costs. Use the monitor as a
+    context manager around the work. The caller must end the run once `failure` (the error of a
+    stall, with `limits.fail_on_stall`) or `spent` (that of a reached cost limit) is set.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class Monitor:
         leaving: Callable[[], Mapping[str, float | None]],
         ray_died: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set the URL of Ray's dashboard and the functions that query Ray's nodes.
+        """Set the URL of Ray's dashboard ("" if none) and the functions that query Ray's nodes.
 
-        `leaving` returns the nodes that are about to leave, `ray_died` whether Ray on this host has
-        died.
+        `leaving` returns {node: seconds until it ends, None if unknown} for nodes being drained;
+        `ray_died` returns whether Ray on this host has died.
         """
         self.dashboard, self.leaving, self.ray_died = dashboard, leaving, ray_died
         if dashboard:
@@ -150,9 +150,9 @@ class Monitor:
         self.deaths, self.server_wait = engines.deaths, engines.server_wait
 
     def set_waiting(self, why: str) -> None:
-        """Record what the run waits for, e.g. room on the cluster; `why` is "" once it continues.
+        """Record why the run waits, e.g. for room on the cluster; `why` is "" once it continues.
 
-        A waiting run does not stall.
+        A waiting run is not reported as stalled.
         """
         self._wait_reason = why
         self.starting.enter(ON_TURN if why else ON_CLUSTER)
@@ -170,7 +170,7 @@ class Monitor:
     def note_start(self) -> None:
         """Call `on_started`, once, with the phases of the first start that led to a commit.
 
-        Called while Ray can still be queried.
+        Does nothing before the first commit. Call it while Ray can still be queried.
         """
         if self.noted or self.starting.ended is None:
             return
@@ -234,7 +234,7 @@ class Monitor:
         return replace(found, **self.meter.figures(left))
 
     def _now(self, counts: Counts | None) -> Counts | None:
-        """Return the counts of the latest commit, with the current passes and engine deaths."""
+        """Return `counts` with the current passes and engine deaths; None if there are none yet."""
         progress = self._progress
         if counts is None or progress is None:
             return None
@@ -268,7 +268,7 @@ class Monitor:
             self.observe.on_heartbeat(self.beat())
 
     def _look_at_ray(self) -> None:
-        """Report once that Ray on this host has died, which ends this process within seconds."""
+        """Report, once, that Ray on this host has died: this process will end within seconds."""
         self._ray_died = self._ray_died + 1 if self.ray_died() else 0
         if self._ended or self._ray_died != DIED_LOOKS:
             return
@@ -283,9 +283,9 @@ class Monitor:
             self.observe.on_process_end(cause)
 
     def _look_at_engines(self) -> None:
-        """Update the engine states.
+        """Update the engine states, or keep the old ones if Ray does not answer.
 
-        Keeps the old ones if Ray does not answer, because costs and stalls must be checked anyway.
+        An error is only logged, because costs and stalls must be checked in any case.
         """
         try:
             self._states, self._unheard = self._questions["engines"](self.engines), ""
@@ -319,10 +319,10 @@ class Monitor:
         self._left = frozenset(leaving)
 
     def look_at_deaths(self) -> None:
-        """Count each engine process that died since the last call, and warn of it.
+        """Count each engine process that died since the last call, and log a warning for it.
 
-        Ray restarts engines several times, which takes minutes in which nothing else reports the
-        death.
+        Ray restarts a dead engine by itself, which takes minutes; until then nothing else reports
+        it.
         """
         with self._counting:
             dead = self._ask_deaths()
@@ -359,7 +359,10 @@ class Monitor:
             )
 
     def _look_at_start(self) -> None:
-        """Query the engines' start-up phases until they have started."""
+        """Query the engines' start-up phases until the first commit of a pass.
+
+        Shortly after the first commit of the attempt, calls `note_start`.
+        """
         ended = self.starting.ended
         if ended is not None and time.time() - ended > LATE_PHASE_SECONDS:
             self.note_start()
@@ -414,7 +417,7 @@ class Monitor:
 
 
 def probe(store: Store) -> str:
-    """List the folder of commits, and describe the outcome and how long it took."""
+    """List the folder of commits; describe how long that took, or the error."""
     began = time.monotonic()
     try:
         next(iter(store.list(COMMITS)), None)

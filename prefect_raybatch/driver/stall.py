@@ -49,10 +49,10 @@ class Flowing:
 
 
 def starts(counts: Counts, passes: int) -> bool:
-    """Return whether the engines of the current pass are still starting.
+    """Return whether the engines of the current pass are still starting: it has no commit yet.
 
     `counts` are those of the latest commit, `passes` is the number of passes begun. Commits of
-    earlier attempts do not show that engines have started.
+    earlier attempts do not count.
     """
     return not counts.commits or passes > counts.passes
 
@@ -116,9 +116,10 @@ def interruptible(
 ) -> RunPass:
     """Wrap a pass so that errors returned by `failure()` and `halted()` end it.
 
-    The error of `failure()` is raised while the pass waits for a receipt, that of `halted()` at any
-    time. Ray cannot be interrupted from outside, so the pass runs in a separate thread. `stop` is
-    called when the pass is abandoned and must make it end; a thread that hangs is left behind.
+    The error of `failure()` is raised while the pass waits for a receipt, that of `halted()` also
+    between receipts. Ray cannot be interrupted from outside, so the pass runs in a separate thread.
+    If it is abandoned, `stop` is called and must make the pass end; a thread that still does not
+    end is left running.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
@@ -147,7 +148,7 @@ def interruptible(
 
 
 class _PassInThread:
-    """A pass in a separate thread, which waits until each receipt is taken."""
+    """Runs a pass in a separate thread, which waits with each receipt until `take` is called."""
 
     def __init__(self, run_pass: RunPass, units: Sequence[Unit], isolated: bool) -> None:
         self._receipts: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -170,7 +171,7 @@ class _PassInThread:
         return item
 
     def leave(self, stop: Callable[[], None]) -> None:
-        """Take no more receipts; `stop` the pass unless it has ended."""
+        """Accept no more receipts; call `stop` to end the pass, unless it has ended."""
         self._left.set()
         if not self._ended:
             _give_up(stop)

@@ -33,13 +33,16 @@ class Starting:
         self._end: float | None = None
 
     def enter(self, phase: str) -> None:
-        """Enter a phase; a phase entered again continues to accumulate time."""
+        """Begin a phase; if it was entered before, its durations add up."""
         with self._lock:
             self._close(self.clock())
             self._phase = phase
 
     def again(self) -> None:
-        """Begin another pass, with new engines in an existing cluster."""
+        """Begin another pass, with new engines in an existing cluster.
+
+        From the second pass on, the durations start again at 0.
+        """
         with self._lock:
             self._close(self.clock())
             if self._phase == ON_WORKERS:  # the second pass, or a later one
@@ -70,9 +73,9 @@ class Starting:
         self._since = now
 
     def seconds(self) -> dict[str, float]:
-        """Return {phase: seconds so far} in the order of time; the last phase is still running.
+        """Return {phase: seconds so far} in chronological order.
 
-        Phases that were never reported are left out.
+        The last phase may still be running. Phases that were never reported are left out.
         """
         with self._lock:
             now = self._end or self.clock()
@@ -94,9 +97,9 @@ class Starting:
             return _rounded(found)
 
     def text(self) -> str:
-        """Return a text with the duration of each phase and how many engines are ready.
+        """Return the duration of each phase and, with several engines, how many are ready.
 
-        For example `cluster 3 s, workers 2 s, imports 9 s, weights 12 s`.
+        For example `cluster 3 s, workers 2 s, imports 9 s (1 of 2 engines ready)`.
         """
         text = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds().items())
         known = self._engines
@@ -109,15 +112,18 @@ class Starting:
 def _since(start: float, began: list[tuple[float, str]]) -> list[tuple[float, str]]:
     """Return the phases in `began` without those that ended before `start`.
 
-    The phase in progress at `start` then begins there. Phases are (start time, name), in the order
-    of time.
+    A phase that was in progress at `start` gets `start` as its start time. Phases are (start time,
+    name), in chronological order.
     """
     over = sum(at <= start for at, _ in began[1:])
     return [(max(at, start), name) for at, name in began[over:]]
 
 
 def _how_far_behind(marks: Marks) -> tuple[int, float]:
-    """Sort key: larger for an engine that is in an earlier phase, then for a slower one."""
+    """Return a sort key that is larger for an engine in an earlier phase.
+
+    In the same phase, it is larger for the engine that entered it later.
+    """
     order = (*ENGINE_PHASES, STEPPED)
     phase = max(order.index(name) for name in marks)
     return -phase, marks[order[phase]]

@@ -1,8 +1,8 @@
 """Why an attempt stopped over its error budget: how many rows had failed, and a sample of them.
 
-The shard that would cross the limit is not committed, so no commit counts its failed rows. They are
-kept in the attempt's record for people; correctness never depends on them. `failed_sample` adds
-failed rows of committed shards.
+The shard that crossed the limit is not committed, so its failed rows are in no commit. They are
+recorded at the end of the attempt instead, only to inform people. `failed_sample` adds failed rows
+of committed shards.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Stop:
-    """An attempt that stopped over its error budget.
+    """How an attempt crossed its error budget.
 
     Of the `rows` planned, `failed` had failed, and the limit allows `allowed`. `held_back` of the
-    failed rows belong to `shard`, which was not committed. `tried` counts the rows that had been
-    tried; None if unknown.
+    failed rows belong to `shard`, which was not committed; `sample` holds some of these. `tried`
+    counts the rows that had been tried; None if unknown.
     """
 
     failed: int
@@ -64,7 +64,7 @@ class Stop:
 
     @classmethod
     def from_note(cls, note: JsonObject) -> Stop | None:
-        """Read the stop from the note of an attempt's end; None if it has none or is unreadable."""
+        """Read the stop from the record of an attempt; None if it has none or an unreadable one."""
         try:
             value = dict(note["stopped"])
             value["sample"] = tuple(Sample(**one) for one in value["sample"])
@@ -85,18 +85,18 @@ class Stop:
         return text
 
     def share(self) -> str:
-        """Describe how many of the tried rows failed."""
+        """Return how many rows failed, of those tried; of all planned rows if that is unknown."""
         if self.tried is None:
             return f"{self.failed:,} of {counted(self.rows, 'row')} failed"
         return f"{self.failed:,} of {counted(self.tried, 'row')} tried failed"
 
     def rest(self) -> str:
-        """Return the end of a sentence: how many rows were not tried; "" if none or unknown."""
+        """Return the end of a sentence on how many rows were not tried; "" if none or unknown."""
         left = 0 if self.tried is None else self.rows - self.tried
         return f"; {left:,} {'was' if left == 1 else 'were'} not tried" if left > 0 else ""
 
     def lines(self) -> list[str]:
-        """Return a line for each of the first SAID failed rows of the sample."""
+        """Return one line for each of the first SAID (2) failed rows of the sample."""
         return [
             f"row {one.row:,}: {one.stage}: {one.error}: {_short(one.message, LINE)}"
             for one in self.sample[:SAID]
@@ -106,11 +106,11 @@ class Stop:
 def failed_rows(
     store: Store, pieces: Iterable[Piece], start: int, numbers: Callable[[], RowNumbers]
 ) -> tuple[Sample, ...]:
-    """Return the first failed rows in the quarantine `pieces` of one shard.
+    """Return up to KEPT (20) failed rows from the quarantine files among a shard's `pieces`.
 
-    `start` is the shard's first row in the run's input, and `numbers` returns what maps positions
-    there to row numbers, which in a retry are those of the original input. Rows that cannot be read
-    are left out, because the sample only explains a stop.
+    `start` is the position of the shard's first row in the run's input. `numbers` reads the table
+    that turns such positions into row numbers; in a retry run these are the numbers of the original
+    input. Unreadable pieces are skipped, because the sample is only for display.
     """
     found: list[Sample] = []
     for piece in pieces:
@@ -147,8 +147,9 @@ def failed_sample(
 ) -> list[Sample]:
     """Return up to `most` failed rows of a run whose latest attempt ended with `stop`.
 
-    They come from the shard that crossed the error budget, which has no commit, and from committed
-    shards. Rows that cannot be read are left out, because the sample only explains.
+    They are sorted by row number, and come from the shard that crossed the error budget and from
+    committed shards. Unreadable rows, or an unreadable run, are only logged, because the sample is
+    for display.
     """
     try:
         return _sample(Ledger(open_store(uri, options)), most, stop)
@@ -158,7 +159,7 @@ def failed_sample(
 
 
 def last_stop(uri: str, options: StoreOptions | None) -> Stop | None:
-    """Return the stop of a run's latest attempt if that was over its error budget, else None.
+    """Return the stop of a run's latest attempt; None if it did not cross its error budget.
 
     Earlier attempts do not count. Also returns None if the run cannot be read.
     """
@@ -182,7 +183,7 @@ def _sample(ledger: Ledger, most: int, stop: Stop | None) -> list[Sample]:
 
 
 def _latest_stop(ledger: Ledger) -> Stop | None:
-    """Return the stop of the latest attempt if that was over its error budget, else None."""
+    """Return the stop of the latest readable attempt; None if it did not cross its error budget."""
     notes = []
     for name in ledger.attempts():
         try:

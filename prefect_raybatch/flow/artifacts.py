@@ -1,4 +1,4 @@
-"""Prefect artifacts: their keys, and one version of each per flow run."""
+"""Creates and updates Prefect artifacts: their keys, and one version of each per flow run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ MOST_FOUND = 50  # artifacts with one key to read for a flow run, one for each o
 def artifact_key(job: str) -> str:
     """Return the artifact key of a job: its name in lower-case letters, digits and dashes.
 
-    If the name contains other characters, two dashes and a hash of it follow, so that no other job
-    has the key. It does not depend on the run, so each run is a version of one artifact.
+    If that differs from the job's name, two dashes and a hash of the name follow, so that no other
+    job has the key. All runs of a job have the same key, so Prefect shows them as versions of one
+    artifact.
     """
     plain = _plain(job)
     mark = "" if job == plain else f"--{_mark(job)}"
@@ -49,10 +50,10 @@ def tune_key(job: str) -> str:
 
 
 def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
-    """Create the artifact, or update the one that this flow run has under the key; return its id.
+    """Create an artifact, or update the one this flow run already has under `key`; return its id.
 
-    A retry and the end of a run then continue the same artifact. With `run_key`, the description
-    ends with that key, and only an artifact of that run is updated.
+    A retry of the flow run thus updates the artifact of its first try. With `run_key`, the
+    description ends with `of_run(run_key)`, and only an artifact with that ending is updated.
     """
     if run_key is not None:
         artifact.description = f"{artifact.description} {of_run(run_key)}"
@@ -72,7 +73,10 @@ def of_run(run_key: str) -> str:
 
 
 def _existing(key: str, run_key: str | None) -> UUID | None:
-    """Return the latest artifact of the current flow run with this key and run, if any."""
+    """Return the current flow run's latest artifact with this key, None if there is none.
+
+    With `run_key`, only artifacts of that run count.
+    """
     current = flow_run.get_id()
     if current is None:
         return None
@@ -92,7 +96,7 @@ def _existing(key: str, run_key: str | None) -> UUID | None:
 
 
 def update(id: UUID, artifact: Artifact) -> None:
-    """Replace data and description of the artifact `id` by those of `artifact`."""
+    """Replace data and description of the stored artifact `id` by those of `artifact`."""
     _make_harmless(artifact)
     data: Any = artifact.format(_sync=True)  # type: ignore[call-arg]
     client = get_client(sync_client=True)

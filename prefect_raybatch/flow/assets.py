@@ -28,15 +28,16 @@ VARIES = re.compile(r"\{run_|[*?\[]")  # where a URI begins to differ from run t
 def asset_key(output: str, job: str) -> str:
     """Return the asset key of a job's results, which is the same for every run.
 
-    It consists of the output URI (file:// for local folders, up to {run_date} or {run_key}) and the
-    job's name. `_` replaces characters that Prefect does not allow. A key that is too long keeps
-    its end, followed by a hash, so that no two outputs share a key.
+    It consists of the output URI, up to the first folder whose name contains {run_date} or
+    {run_key}, and the job's name. A local folder becomes a file:// URI. `_` replaces characters
+    that Prefect does not allow. A key that is too long loses its beginning. If the key was changed
+    in either way, a hash follows, so that no two outputs share a key.
     """
     return _key(f"{_fixed(output)}/{job}/")
 
 
 def source_keys(source: Source) -> list[str]:
-    """Return the asset keys of a job's sources, at most UPSTREAM.
+    """Return the asset keys of a job's sources, of the first UPSTREAM (20) at most.
 
     A source that is the result of a run gets the asset key of the job that wrote it.
     """
@@ -48,7 +49,7 @@ def source_keys(source: Source) -> list[str]:
 
 
 def _named(uri: str) -> str:
-    """Return a URI for display: without user, password and query."""
+    """Return a URI for display: without user, password, query, and what varies (see `_fixed`)."""
     scheme, mark, rest = _fixed(uri).partition("://")
     if not mark:
         return _fixed(uri)
@@ -57,7 +58,10 @@ def _named(uri: str) -> str:
 
 
 def _result_of(uri: str, options: dict[str, Any]) -> str | None:
-    """Return the asset key of the job whose run wrote the result at `uri`; None if no run did."""
+    """Return the asset key of the job whose run wrote the result at `uri`.
+
+    None if `uri` is a pattern, or if no readable run is there.
+    """
     place = uri.rstrip("/").removesuffix("/data")
     if VARIES.search(place):
         return None
@@ -69,7 +73,7 @@ def _result_of(uri: str, options: dict[str, Any]) -> str | None:
 
 
 def _fixed(uri: str) -> str:
-    """Return the folder part of a URI before its first run-dependent part, such as {run_date}."""
+    """Return a URI up to its first folder or file name with a wildcard, {run_date} or {run_key}."""
     found = VARIES.search(uri)
     if found is None:
         return uri.rstrip("/")
@@ -107,9 +111,9 @@ def metadata(report: RunReport) -> dict[str, Any]:
 def materialize_result(report: RunReport, name: str, output: str, source: Source) -> bool:
     """Record the result as an asset with row count and location, and its inputs as upstream assets.
 
-    `name` is the job's name; `output` is its output URI before {run_date} and {run_key} are filled
-    in, if known; `source` is the job's source with its credentials. Return whether the result was
-    recorded: an error is only logged, because the result exists in any case.
+    `name` is the job's name. `output` is its output URI as written in the job, with {run_date} and
+    {run_key} if it has them. `source` is the job's source with its credentials. Returns whether the
+    result was recorded: an error is only logged, because the result exists in any case.
     """
     try:
         key = asset_key(output, name)

@@ -22,9 +22,10 @@ NO_ANSWER = (httpx.TransportError, OSError)  # raised by calls that got no answe
 class ApiWatch:
     """Detects outages of Prefect's API from the calls that one thread makes to it.
 
-    The thread makes each call in a `with` block of `within`. `look` is called from another thread,
-    because Prefect's client retries for a minute before a call raises. `since` is the time on
-    `clock` at which an outage began that an earlier watch saw and that is not over; None without.
+    The thread makes each call in a `with watch.within():` block. `look` must be called regularly
+    from another thread, because Prefect's client retries for a minute before a call raises. Pass
+    `since`, a time on `clock`, to continue an outage that began then and was seen by an earlier
+    watch.
     """
 
     def __init__(self, clock: Callable[[], float], since: float | None = None):
@@ -63,11 +64,14 @@ class ApiWatch:
             )
 
     def pop_outage(self) -> float | None:
-        """Return the seconds of an outage that has ended, each only once; None if there is none."""
+        """Return the length in seconds of an outage that has ended; None if there is none.
+
+        Each outage is returned once.
+        """
         return self._outages.pop() if self._outages else None
 
     def look(self) -> None:
-        """Report once per outage that the API is unreachable."""
+        """Log, once per outage, that the API has not answered for OUTAGE_SECONDS."""
         since = self._since
         if self._said or since is None or self.clock() - since < OUTAGE_SECONDS:
             return
@@ -80,9 +84,10 @@ class ApiWatch:
         )
 
     def continue_outage(self) -> ApiWatch | None:
-        """Return a watch that continues an open outage in the next task; None if there is none.
+        """Return a new watch that continues an ongoing outage; None if there is none.
 
-        This watch then reports nothing more, because a thread of the task may still be in a call.
+        Call it when the task ends. This watch then reports nothing more of that outage, though a
+        thread of the task may still be in a call.
         """
         since, self._since = self._since, None
         return None if since is None else ApiWatch(self.clock, since)
@@ -93,10 +98,10 @@ _UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: the watch that a task left
 
 @contextmanager
 def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
-    """Yield the watch of Prefect's API for a task.
+    """Yield an `ApiWatch` for a task.
 
-    It continues an outage that began in an earlier task of the flow run, so that its end and its
-    length are reported.
+    If an earlier task of the flow run ended during an outage, the watch continues it, so that the
+    end and the whole length of the outage are reported.
     """
     run = flow_run.get_id() or ""
     watch = _UNANSWERED.pop(run, None) or ApiWatch(clock)
@@ -117,7 +122,10 @@ class _OneLine(logging.Filter):
 
 @contextmanager
 def outages_logged_once() -> Iterator[None]:
-    """Report each outage in one line, in place of the long messages of Prefect's clients."""
+    """Suppress the long messages of Prefect's clients about an outage in the block.
+
+    `ApiWatch` reports each outage in one line instead.
+    """
     added = _OneLine()
     loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal")]
     loggers.append(logging.getLogger("prefect._internal.concurrency"))

@@ -40,7 +40,10 @@ class CancelWatch:
         self._since: float | None = None  # when the flow run was first found Cancelling
 
     def look(self) -> None:
-        """Send SIGTERM to this process if the flow run has been Cancelling for `grace` seconds."""
+        """Send SIGTERM to this process if its flow run has been Cancelling for `grace` seconds.
+
+        Does so once, and only if the process handles SIGTERM.
+        """
         if self.run is None or self.run in NOTICED:
             return
         state = None

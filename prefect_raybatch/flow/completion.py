@@ -29,10 +29,10 @@ CONFIRM_SECONDS = 15.0  # for Prefect to confirm an event
 class CompletionEvents:
     """The events of one completed run.
 
-    An event is recorded in the run directory once Prefect has confirmed it, so that a repeat of the
-    command sends only what is missing. Its id follows from the plan, the event's name and `version`
-    alone, so that a receiver can drop an event that comes twice, as Prefect itself does. An event
-    with another `version` (any text) is sent again, e.g. after publishing to one more target.
+    An event is recorded in the run directory once Prefect has confirmed it, so that repeating the
+    command sends only the events that are missing. The id of an event depends only on the plan, the
+    event's name and `version`, so that a receiver can drop duplicates, as Prefect does. `version`
+    is any text; with a new one an event is sent again, e.g. after publishing to one more target.
     """
 
     def __init__(self, run: Run, job: str, options: StoreOptions | None):
@@ -52,7 +52,8 @@ class CompletionEvents:
     def send(self, name: str, version: str = "", **payload: object) -> None:
         """Send the event `name`, unless a confirmed send with this `version` is recorded.
 
-        An event that Prefect does not confirm is queued, and sent again by a repeat of the command.
+        An event that Prefect does not confirm is queued; it is sent again if the command is
+        repeated.
         """
         if self.is_sent(name, version):
             return
@@ -86,7 +87,7 @@ class CompletionEvents:
 
 
 def send_confirmed(**fields: Any) -> None:
-    """Send an event and wait until Prefect has confirmed it; raise if it does not."""
+    """Send an event with these fields; raise an exception if Prefect does not confirm it."""
     event = Event(**fields)
     within(CONFIRM_SECONDS, lambda: asyncio.run(_send(event)))
 

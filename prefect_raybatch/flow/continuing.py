@@ -32,11 +32,12 @@ BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_fai
 
 @dataclass(frozen=True)
 class FlowStart:
-    """How the outermost flow run was started.
+    """How the outermost flow run (id `run`) was started.
 
-    `deployment` is FLOW/DEPLOYMENT. `flow_parameters` are the parameters that differ from the
-    deployment's; without a deployment, all of them. `takes` are the names of all parameters; `job`
-    is the job parameter, None for flows that take no job. `start` is the scheduled start.
+    `deployment` is FLOW/DEPLOYMENT, None without one. `flow_parameters` are the parameters that
+    differ from the deployment's; without a deployment, all of them. `takes` holds the names of all
+    parameters of the flow. `start` is the scheduled start. `job` is the value of the parameter
+    `job`, None for flows that have none.
     """
 
     run: UUID
@@ -60,7 +61,8 @@ class FlowStart:
     def parameters(self, run_key: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters, secrets masked, with which a new flow run continues the run.
 
-        `changes` maps dotted names of job fields to values; they are added to `overrides`.
+        `run_key` is added for flows that take one. `changes` maps dotted names of job fields to new
+        values; they are added to the parameter `overrides`.
         """
         values = {name: value for name, value in self.flow_parameters.items() if value is not None}
         if self.takes >= RUN_PARAMETERS:
@@ -102,7 +104,10 @@ def _started(client: SyncPrefectClient, run: FlowRun) -> FlowStart:
 
 
 def root_run() -> UUID | None:
-    """Return the id of the outermost flow run, whose retry keeps the run key; None outside one."""
+    """Return the id of the outermost flow run; None outside a flow run.
+
+    It stays the same when that flow run is retried, so the run key derived from it does, too.
+    """
     with suppress(Exception):
         return UUID(str(flow_run.get_root_flow_run_id()))
     return None
@@ -111,9 +116,9 @@ def root_run() -> UUID | None:
 def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> str:
     """Return the command that continues the run; `run_key` is None if not known yet.
 
-    `changes` maps dotted names of job fields to new values. Without any, a flow run of a deployment
-    is continued by `prefect flow-run retry`, which keeps its job; with `new_run`, by a new flow
-    run, which uses the job that the deployment has when it starts.
+    `changes` maps dotted names of job fields to new values. A flow run of a deployment is retried
+    with the job it had. With `changes` or `new_run`, the command starts a new flow run instead,
+    with the job that the deployment has by then.
     """
     if words := typed_words(run_key, changes):
         return shlex.join(words)
@@ -145,8 +150,8 @@ def _new_run(deployment: str, parameters: Mapping[str, Any]) -> str:
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
     """Return the call of a flow as Python.
 
-    Mappings such as jobs, which may contain secrets, are shown as variable names, except
-    `overrides`.
+    Mappings may contain secrets, so they are shown as the name of a variable; `overrides`, whose
+    secrets are already masked, is shown in full.
     """
     texts = []
     for name, value in parameters.items():
@@ -156,7 +161,10 @@ def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
 
 
 def _as_parameter(value: Any) -> str:
-    """Return a value as `prefect deployment run` takes it: JSON, or a text that is not JSON."""
+    """Return a value as an argument of `prefect deployment run`: as JSON, or a text as it is.
+
+    A text that is itself valid JSON is encoded as JSON, so that it remains a text.
+    """
     if not isinstance(value, str):
         return json.dumps(value)
     with suppress(ValueError):
@@ -174,9 +182,10 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
-    """Return the parameters with secrets masked; `job` is the job that `overrides` change.
+    """Return a flow run's parameters with secrets masked.
 
-    For an invalid job, keep only values that are known to be public.
+    `job` is the job to which the parameter `overrides` applies. If it is invalid, all texts are
+    masked unless they are known to be public.
     """
     shown = dict(parameters)
     if "job" in shown:
@@ -195,7 +204,7 @@ def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _numbers_alone(value: Any) -> Any:
-    """Return a value with its texts masked unless they are surely public; numbers stay."""
+    """Return a value with all texts masked that are not known to be public; other values stay."""
     if isinstance(value, Mapping):
         return {name: _numbers_alone(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

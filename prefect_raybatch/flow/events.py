@@ -27,10 +27,10 @@ EVENT_TEXT = 500  # characters of an error's message in an event
 
 
 class RunEvents:
-    """Emits the events of one run.
+    """Emits the Prefect events of one run.
 
-    Prefect adds the flow run and its relatives as related resources. During an outage of its API,
-    Prefect queues events and logs those that it cannot send.
+    Prefect adds the flow run, its flow and its deployment as related resources. During an outage of
+    its API, Prefect queues events, and logs those that it cannot send.
     """
 
     def __init__(self, run_key: str, job: str):
@@ -57,9 +57,10 @@ class RunEvents:
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:
-        """Emit an event if the block exceeds a limit, is drained or fails for good.
+        """Emit an event if the block crosses the error budget or cost limit, is drained, or fails.
 
-        The task that runs the block is retried `retries` times after transient errors.
+        A transient error counts as a failure only on the last of the task's `retries`. The
+        exception is raised again.
         """
         try:
             yield
@@ -68,9 +69,9 @@ class RunEvents:
             raise
 
     def failed(self, error: Exception, retries: int) -> bool:
-        """Emit the events of an error as `failures` does; return whether the run failed for good.
+        """Emit the events for an error (see `failures`); return whether the run failed for good.
 
-        False if the run was drained, or if Prefect retries the task.
+        False if the run was drained, or if Prefect still retries the task.
         """
         text = str(error)[:EVENT_TEXT]
         if isinstance(error, RunDrained):  # requested by an operator, so no failure
@@ -87,11 +88,12 @@ class RunEvents:
 
 
 class LiveEvents:
-    """Turns heartbeats into events.
+    """Turns heartbeats into Prefect events.
 
-    Reports commits (coalesced), stalls, more than `reported` failed rows, a run that will take
-    longer than `deadline` seconds, one that costs almost `max_cost`, and one that takes at least
-    twice the `usual` seconds of the job's runs. `run` is the run directory.
+    Reports commits (several in one event), stalls, more than `reported` failed rows, a run that
+    will take longer than `deadline` seconds, one whose cost is near `max_cost` or will exceed it,
+    and one that takes at least twice the `usual` seconds of the job's runs. `run` is the run
+    directory. Each kind except commits and stalls is reported once. Call `started` first.
     """
 
     usual: float | None = None
@@ -119,8 +121,8 @@ class LiveEvents:
     def started(self, beat: Heartbeat, worked: float = 0.0) -> None:
         """Emit the start event; must be called first.
 
-        Shards that are already committed are not reported later. `worked` are the seconds of
-        earlier attempts.
+        The shards in `beat` that are already committed are not reported later. `worked` is the
+        seconds that earlier attempts took; it counts towards the deadline.
         """
         self._committed = self._first = beat.committed
         self._worked = worked
@@ -135,7 +137,7 @@ class LiveEvents:
         self.events.emit("prefect.away", run=self.run, seconds=round(seconds), about=about)
 
     def see(self, beat: Heartbeat, now: float) -> None:
-        """Emit the events that a heartbeat gives rise to; `now` is monotonic, in seconds."""
+        """Emit the events that a new heartbeat calls for; `now` is monotonic, in seconds."""
         if beat.alarms > self._alarms:
             self.events.emit(
                 "run.stalled", run=self.run, seconds=beat.quiet, about=beat.about, **_figures(beat)
@@ -156,7 +158,7 @@ class LiveEvents:
         self._commits(beat, now)
 
     def _look_at_cost(self, beat: Heartbeat) -> None:
-        """Emit `cost.high` once if the cost is near `max_cost` or is expected to exceed it."""
+        """Emit `cost.high` once 80 % of `max_cost` are spent or the forecast exceeds it."""
         if self.max_cost is None or self.told_dear or beat.cost_run is None:
             return
         end = beat.cost_end if self._is_steady(beat) else None
@@ -179,7 +181,7 @@ class LiveEvents:
         """Emit `time.high` once for a slow run, `deadline.risk` once if it will miss its deadline.
 
         The rate is used only after `STEADY` commits, because the first ones include the engines'
-        start. Time that an attempt waits before it starts does not count, as in the report.
+        start. Time in which the run waits for a cluster to be created does not count.
         """
         if beat.phase in (MAKING, UNHEARD):
             return

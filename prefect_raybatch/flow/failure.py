@@ -80,8 +80,9 @@ PLAIN_MESSAGE = "plain"  # attribute of an explained error: its message before t
 class Cause:
     """The failure of a task and what to do about it.
 
-    `error` is the name of the exception's class. `run` is the run directory, if known; `rows` are
-    examples of failed rows.
+    `task` and `job` are names. `error` is the name of the exception's class, `remedy` the advice
+    and `command` a command line that carries it out. `run` is the run directory, None if unknown;
+    `rows` are examples of failed rows.
     """
 
     task: str
@@ -131,13 +132,13 @@ def explained(
     stop: Callable[[], Stop | None] = lambda: None,
     limits: Limits | None = None,
 ) -> Iterator[None]:
-    """Explain an exception of the block, then raise it again.
+    """Explain an exception of the block in Prefect, then raise it again.
 
-    The explanation is logged, shown as an artifact and appended to the message. `RunDrained` is
-    only reported as an event, and an exception after which Prefect retries the task (`retries`
-    times) is only raised. `name` is the job's name; `run_key` and `run`, the run directory, are
-    None if not known yet. `sample` returns failed rows, `stop` the counts of failed and tried rows
-    when the error budget ended the run, and `limits` are those of the job.
+    The explanation is logged, shown as an artifact and appended to the message. Two exceptions are
+    raised without it: `RunDrained`, and one after which Prefect retries the task (`retries` times).
+    `task` is the task's name, `name` the job's. `run_key` and the run directory `run` are None if
+    not known yet. `sample` returns examples of failed rows. `stop` returns the numbers of failed
+    and tried rows; it is called if the error budget ended the run. `limits` are the job's.
     """
     try:
         yield
@@ -167,9 +168,10 @@ def is_explained(error: object) -> bool:
 
 
 def _kind_and_message(error: BaseException) -> tuple[str, str]:
-    """Return class and message of an error.
+    """Return the name of an error's class, and its message.
 
-    Errors of Ray contain tracebacks of other processes, of which only the last line is returned.
+    Messages of Ray's errors contain tracebacks of other processes; only their last line is
+    returned.
     """
     if type(error).__module__.partition(".")[0] != "ray":
         return type(error).__name__, str(error)
@@ -178,7 +180,10 @@ def _kind_and_message(error: BaseException) -> tuple[str, str]:
 
 
 def _remedy(error: BaseException) -> str:
-    """Return what to do about an error; for a wrong field, name the deployment that contains it."""
+    """Return what to do about an error.
+
+    For a `ConfigError` in a deployment's flow run, names the deployment whose job to change.
+    """
     if type(error) is ConfigError and (start := continuing.started()) and start.deployment:
         return (
             f"Change the field that the message names in deployment {start.deployment}, then run "
@@ -208,7 +213,7 @@ def command_for(
 ) -> str:
     """Return the command that fixes the error or continues the run.
 
-    `limits` are the job's, `run` is the run directory. `stop` has the counts of failed and tried
+    `limits` are the job's; `run` is the run directory. `stop` holds the numbers of failed and tried
     rows if the error budget ended the run, else it is None.
     """
     if isinstance(error, CorruptRun) and run:
@@ -225,10 +230,11 @@ def command_for(
 
 
 def raised_limits(limits: Limits, stop: Stop | None) -> dict[str, float]:
-    """Return {field: value} of higher limits on failed rows, with which the run can pass.
+    """Return {job field: value} with higher limits on failed rows, which should let the run pass.
 
-    They are at least twice the present `limits`, with room for the share of failed rows so far.
-    Empty if almost all rows that were tried failed, since no limit helps then.
+    They are at least twice the present `limits`, and at least 1.5 times what the failed share of
+    the tried rows predicts for the whole run. Returns {} if over 90 % of the tried rows failed,
+    because no limit helps then.
     """
     share = stop.failed / stop.tried if stop is not None and stop.tried else 0.0
     if share > HOPELESS:
@@ -246,10 +252,10 @@ def raised_limits(limits: Limits, stop: Stop | None) -> dict[str, float]:
 
 
 def crash_advice() -> str | None:
-    """Return how to continue the run after a crash; None for a run without a deployment.
+    """Return a text on how to continue the run if it crashes; None without a deployment.
 
-    Logged in advance, because a run that lost its process or host can log nothing more, and the
-    Prefect page shows the first lines of the log.
+    It is logged when a run begins, because a run that loses its process or host cannot log any
+    more. The Prefect page shows the first lines of the log.
     """
     start = continuing.started()
     if start is None or start.deployment is None:
@@ -261,9 +267,9 @@ def crash_advice() -> str | None:
 
 
 def log_crash(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Log why Prefect marked a flow run Crashed, and how to continue; a crash hook of our flows.
+    """Log why Prefect marked a flow run Crashed, and how to continue it.
 
-    Prefect's worker passes the arguments by these names.
+    Register it as the `on_crashed` hook of a flow. Prefect passes the arguments by these names.
     """
     with get_client(sync_client=True) as client:
         task_runs = client.read_task_runs(
@@ -279,7 +285,10 @@ def log_crash(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
 
 
 def crash_text(message: str, run: UUID, is_complete: bool) -> str:
-    """Return why a flow run crashed, from Prefect's message, and how to continue it."""
+    """Return why the flow run `run` crashed, and how to continue it.
+
+    `message` is that of its state. With `is_complete`, the result exists and nothing is left to do.
+    """
     cause = LEASE_CRASH if message.startswith(CANCELLED_BY_PREFECT) else f"Crashed: {message}"
     if is_complete:
         return f"{cause} The result is complete."
@@ -322,9 +331,9 @@ def _table(rows: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 class _ShortErrors(logging.Filter):
-    """Drops the tracebacks that Prefect logs for the task and for the flow of an explained error.
+    """Drops the tracebacks that Prefect logs for an error that is already explained.
 
-    Prefect's message about a lost lease (`LEASE_LOST`) is replaced by advice.
+    Replaces Prefect's message about a lost lease (`LEASE_LOST`) with advice.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

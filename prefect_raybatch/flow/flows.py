@@ -54,14 +54,14 @@ from prefect_raybatch.runs.run import Run, complete_before
 
 
 def titled(title: str) -> Any:
-    """Return a parameter's title in the Prefect form, which otherwise shows its name."""
+    """Return the annotation that gives a flow's parameter this title in the Prefect form."""
     return Field(json_schema_extra={"title": title})
 
 
 def in_form_order(flow: Flow[..., Any], last: str) -> None:
-    """Put the parameter named `last` last in a flow's form, which else follows the signature.
+    """Show the parameter `last` last in a flow's form; the others stay in the signature's order.
 
-    Calls still follow the function's own signature.
+    Calls of the flow are not affected.
     """
     signature = inspect.signature(flow.fn, eval_str=True)
     named = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values()]
@@ -100,16 +100,20 @@ def key_of(
 
 
 def with_changes(job: BatchJob, overrides: Mapping[str, Any] | None, limit: int | None) -> BatchJob:
-    """Return the job with some fields changed, e.g. {"sampling.max_tokens": 99}.
+    """Return the job with the fields in `overrides` changed, e.g. {"sampling.max_tokens": 99}.
 
-    `limit` is source.limit. Raises `ConfigError` for an unknown field and for an invalid job.
+    `limit`, unless None, replaces source.limit. Raises `ConfigError` for an unknown field and for
+    an invalid job.
     """
     changes = {**(overrides or {}), **({} if limit is None else {"source.limit": limit})}
     return edited(job, changes, "overrides")
 
 
 def named_by_run_key() -> str:
-    """Return the run key as the flow run's name, so that its run directory can be found."""
+    """Return the name of the current flow run: its run key, which also names its run directory.
+
+    For an invalid job, returns the parameter `run_key` or the job's name.
+    """
     values = flow_run.get_parameters()
     key = values.get("run_key")
     try:
@@ -183,7 +187,10 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
 def _recorded_unplanned(
     job: BatchJob, run_key: str | None, scheduled_for: datetime | None, run_date: date | None
 ) -> Iterator[None]:
-    """Record a flow run that fails before its run directory is known, for the run history."""
+    """Record, for the run history, that the block failed, and raise the error again.
+
+    The block determines the run directory, so a failed flow run would have no record otherwise.
+    """
     try:
         yield
     except Exception as error:
@@ -203,9 +210,10 @@ def _recorded_unplanned(
 
 
 def _record_invalid(parameters: Mapping[str, Any], error: Exception) -> None:
-    """Record a flow run with an invalid job, for the run history.
+    """Record, for the run history, a flow run whose job is invalid (`error`).
 
-    Prefect fails such a flow run before it calls the flow.
+    Prefect fails such a flow run before it calls the flow. Does nothing if the job is not a
+    mapping.
     """
     job, key, start = (parameters.get(name) for name in ("job", "run_key", "scheduled_for"))
     if not isinstance(job, Mapping):
@@ -234,10 +242,10 @@ in_form_order(batch_inference, last="job")
 def _filled(
     job: BatchJob, key: str, scheduled_for: datetime | None, run_date: date | None
 ) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in, if the tasks need that.
+    """Return the job with {run_date} and {run_key} filled in, or unchanged.
 
-    If both follow from the run key, return the job unchanged: the tasks fill them in, and the
-    unchanged output URI is the same for all runs of the job.
+    Unchanged if both values follow from the run key: then the tasks fill them in, and Prefect sees
+    the same output URI for all runs of the job.
     """
     if not job_placeholders(job):
         return job
@@ -294,14 +302,17 @@ def _ended_drained(drained: RunDrained) -> Any:
 
 
 def _ended_cancelled(signal: TerminationSignal, key: str) -> Any:
-    """Return the state of a flow run that ended itself when cancelled; else raise the signal."""
+    """Return the state of a flow run that ended itself because its worker missed the cancellation.
+
+    For any other termination, raises `signal`. `key` is the run key.
+    """
     if not ended_by_cancellation():
         raise signal
     return Cancelled(message=f"{ENDED_BY_ITSELF} Continue with: {command(key, {}, False)}")
 
 
 def call_flow(flow: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the flow `flow` and return its result; raise `RunDrained` if it ended drained."""
+    """Call the flow and return its result; raise `RunDrained` if it ended drained."""
     end_by_sigterm()
     try:
         return flow(*arguments, **options)
@@ -316,8 +327,8 @@ def _finalize_and_publish(
 ) -> RunReport:
     """Finalize the run and publish it to all targets of the job; return its report.
 
-    The report is the data of a Completed state, which Prefect unpacks. Its message is the verdict
-    on the run, or says that the run was already complete.
+    The returned object is a Completed state, from which Prefect takes the report for the flow's
+    callers. Its message is the verdict on the run, or says that the run was complete before.
     """
     report = finalize_run(job, run, progress)
     if job.output.publish:

@@ -31,7 +31,7 @@ WhenInvalid = Callable[[Mapping[str, Any], Exception], None]
 class JobFlow(Flow[P, R]):
     """A flow that hides the `$ref` of JSON Schemas in its parameters from Prefect.
 
-    `when_invalid` is called with parameters that Prefect rejects.
+    `when_invalid(parameters, error)` is called with parameters that fail validation, if set.
     """
 
     when_invalid: WhenInvalid | None = None
@@ -112,7 +112,10 @@ _maintain: Any = vars(flow_engine).get(_NAME)  # internal to Prefect, so it may 
 
 
 def maintain_lease(*arguments: Any, **options: Any) -> AbstractContextManager[None]:
-    """Maintain a lease as Prefect does, but end no flow run of a `JobFlow` if that fails."""
+    """Maintain a lease as Prefect does, except that a lost lease does not end a `JobFlow`.
+
+    Replaces Prefect's internal `maintain_concurrency_lease`, whose arguments it takes.
+    """
     context = FlowRunContext.get()
     if context is not None and isinstance(context.flow, JobFlow):
         options[_RAISES] = False

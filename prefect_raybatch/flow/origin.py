@@ -1,12 +1,12 @@
-"""Tells whether a flow or task run came through Prefect's API; finds its pull steps' folder.
+"""Tells whether a job came through Prefect's API, and adds a deployment's folder to `sys.path`.
 
 Anybody who may use the API can choose the parameters of a deployment's flow runs, and of flow runs
 that a block's `trigger` creates. So the operator's policy limits their jobs. It does not limit a
 flow that its owner calls in their own process, from a script or by `raybatch run`.
 
-Prefect makes the folder of a deployment's pull steps the working directory, which Ray's workers can
-import user functions from, but not the driver. Only the operator who deploys chooses the folder;
-the policy says which modules a job may name.
+Prefect makes the folder of a deployment's pull steps the working directory. Ray's workers can
+import user functions from there, but the driver cannot until the folder is in `sys.path`. Only the
+operator who deploys chooses the folder; the policy says which modules a job may name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ TASK_WORKER = "prefect.task_worker"  # imported only where deferred tasks are se
 
 
 def comes_through_api() -> bool:
-    """Return whether the current work came through Prefect's API; True if that is unknown."""
+    """Return whether the current flow or task run was created through Prefect's API.
+
+    True if that cannot be found out; False outside of Prefect.
+    """
     of_flow, of_task = FlowRunContext.get(), TaskRunContext.get()
     if of_flow is None and of_task is None:
         return False
@@ -60,8 +63,8 @@ def _is_scheduled(run: FlowRun) -> bool:
 def _root_is_scheduled(run_id: str | None) -> bool:
     """Return whether the root flow run has a deployment or a work queue.
 
-    `run_id` is the current flow run and only the cache key: each check of a job needs the answer,
-    and Prefect is asked once per flow run.
+    `run_id`, the current flow run, only serves as the cache key: Prefect is asked once for each
+    flow run, although each check of a job calls this.
     """
     with get_client(sync_client=True) as client:
         return _is_scheduled(client.read_flow_run(UUID(flow_run.get_root_flow_run_id())))
@@ -71,7 +74,10 @@ register_origin_check(comes_through_api)
 
 
 def add_pull_folder() -> None:
-    """Add the working directory to `sys.path`, last, if pull steps of the deployment chose it."""
+    """Append the working directory to `sys.path` if the deployment has pull steps.
+
+    An error of Prefect's API is only logged.
+    """
     root = root_run()
     if root is None:
         return

@@ -1,4 +1,4 @@
-"""What the Prefect page shows of an active run: progress, a table, log lines, events."""
+"""The Prefect page of an active run: progress, a table of its state, log lines, events."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class Page(Listener):
     """Shows a run in the Prefect page; a context manager around the work.
 
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
-    receive the same updates immediately. `written` is the job's output URI before {run_date} is
-    filled in, where its earlier runs are. `sizes` are the sizes that the job sets.
+    receive the same updates immediately. `sizes` are the sizes that the job sets. `written` is the
+    job's output URI before {run_date} is filled in, from which earlier runs are found; None if that
+    is `output.uri`.
     """
 
     def __init__(
@@ -152,10 +153,11 @@ class Page(Listener):
         self._beat, self._heard = beat, self.clock()
 
     def on_process_end(self, cause: str) -> None:
-        """Mark the flow runs Crashed and end this process, as Ray would some seconds later.
+        """Mark the flow runs Crashed and end this process at once, as Ray would some seconds later.
 
         A retry may begin as soon as they are marked. Prefect's worker tracks one process per flow
-        run: if this one ended after the retry's had started, it would remove the retry's folder.
+        run and removes its folder when it ends. So this process must end before that of the retry
+        starts.
         """
         for observer in self.observers:
             if isinstance(observer, Listener):
@@ -165,9 +167,10 @@ class Page(Listener):
             os._exit(1)
 
     def tick(self) -> None:
-        """Update the parts of the page that have changed and are due.
+        """Update the parts of the page that have changed, each at its own minimum interval.
 
-        A part that the API rejects is retried when it is next due; the others are still shown.
+        If the API rejects a part, the others are still shown, and the part is retried when it is
+        due again.
         """
         now = self.clock()
         beat = self.state(now)
@@ -212,9 +215,9 @@ class Page(Listener):
             raise failed
 
     def _show_history(self) -> None:
-        """Show the history of the job, with scheduled runs that never started.
+        """Show the history of the job, including scheduled runs that never started.
 
-        Also pass the usual time of its runs to `self.events`.
+        Also sets the usual duration of the job's runs in `self.events`.
         """
         try:
             page = read_history(self.job_name, self.uri, self.options)
@@ -226,7 +229,7 @@ class Page(Listener):
             put_history(with_deployment_runs(page, self.uri), self.run.run_key)
 
     def _worked(self) -> float:
-        """Return for how many seconds earlier attempts have worked; 0 if unknown."""
+        """Return the total seconds that earlier attempts took; 0 if there are none or unknown."""
         try:
             ledger = Ledger(open_store(self.run.uri, self.options))
             plan = ledger.load_plan()
@@ -305,9 +308,9 @@ class Page(Listener):
         return True
 
     def show(self, artifact: Artifact, kind: str) -> None:
-        """Create the artifact of this kind, or update the existing one of this flow run.
+        """Create this flow run's artifact of this `kind`, or update the one that exists.
 
-        A retry then continues the artifact, and it does not get a new version every few seconds.
+        Updating avoids a new version every few seconds, and a retry continues the same artifact.
         """
         known = self._artifacts.get(kind)
         with self.api.within():
@@ -321,7 +324,10 @@ class Page(Listener):
 def live_rows(
     beat: Heartbeat, unit: tuple[str, str] = ROW_UNIT, currency: str = ""
 ) -> list[dict[str, str]]:
-    """Return the table of the run's current state; `unit` is the counted noun and its plural."""
+    """Return the run's current state as table rows {"": name, "now": value}.
+
+    `unit` is (singular, plural) of what is counted.
+    """
     figures = {
         "state": f"{beat.phase}: {beat.about}" if beat.about else beat.phase,
         unit[1]: f"{beat.done:,} of {beat.rows:,}",
@@ -340,10 +346,10 @@ def live_rows(
 
 
 def starting(beat: Heartbeat) -> str:
-    """Return the progress of the start, e.g. `starting engines: cluster 3 s, imports 9 s`.
+    """Return the phase with details, e.g. `starting engines: cluster 3 s, imports 9 s`.
 
-    While a cluster is created for the run, return what the run waits for. After the start return
-    "", or the limit of a hosted model if it holds the run up.
+    While a cluster is created for the run, the details say what that waits for; while a hosted
+    model's limit holds requests back, they name it. Otherwise returns "".
     """
     told = beat.phase in (STARTING, MAKING, INFERRING) and beat.about
     return f"{beat.phase}: {beat.about}" if told else ""
@@ -358,7 +364,11 @@ def cost_figures(beat: Heartbeat, currency: str = "") -> dict[str, str]:
 
 
 def progress_line(beat: Heartbeat, unit: tuple[str, str] = ROW_UNIT) -> str:
-    """Return progress in one line: rows, share, failures, and rate with time left, or the phase."""
+    """Return progress in one line: rows, share, failures, and the rate with the time left.
+
+    While the time left is unknown, shows the phase instead. `unit` is (singular, plural) of what is
+    counted.
+    """
     share = beat.done / beat.rows if beat.rows else 1.0
     waits = beat.phase == WAITING and not beat.alarms and beat.about
     pace = starting(beat) or (f"{beat.phase}: {beat.about}" if waits else beat.phase)
@@ -378,19 +388,19 @@ def _failed(beat: Heartbeat) -> str:
 
 
 def active_flow_runs() -> list[UUID]:
-    """Return the ids of the outermost flow run and, if it is another, of the current one.
+    """Return the id of the outermost flow run and, if that is another one, of the current flow run.
 
-    The list is empty outside of a flow run.
+    Returns [] outside of a flow run.
     """
     root, current = root_run(), flow_run.get_id()
     return [] if root is None else list(dict.fromkeys((root, UUID(str(current or root)))))
 
 
 def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
-    """Send queued log lines, and mark flow runs Crashed by `cause`; the first is the outermost.
+    """Send queued log lines to Prefect, then mark flow runs as Crashed, for the reason `cause`.
 
-    Otherwise the worker marks them, with only the exit status as the reason; Prefect keeps the
-    mark that comes first. A failure is logged.
+    `flow_runs` holds ids, the outermost first. Without this the worker would mark them, with only
+    the exit status as the reason; Prefect keeps the first mark. An error is only logged.
     """
     text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
 

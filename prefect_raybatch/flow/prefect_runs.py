@@ -52,9 +52,10 @@ WAITS = ("AwaitingConcurrencySlot", "the run before it is still active; it start
 class PrefectRun:
     """The latest flow run of one run key.
 
-    The job's name, output URI and `run_key` come from the flow run's parameters and are None if it
-    has none; a missing run key follows from the job's name and `start`. `seconds` is the time
-    spent Running. `reason` says why it did not complete; "" if it is at work or completed.
+    `job` (a name), `output` (a URI) and `run_key` are the values in the flow run's parameters, None
+    if missing there; `key` derives a missing run key from the job's name and `start`. `seconds` is
+    the time spent Running. `reason` says why the flow run is not completed, "" if it is active or
+    completed; `command` is what the operator can run then.
     """
 
     job: str | None
@@ -113,10 +114,11 @@ def _or_nothing(read: Any) -> list[PrefectRun]:
 def with_prefect_runs(
     page: HistoryPage, prefect_runs: Iterable[PrefectRun], output: str, most: int
 ) -> HistoryPage:
-    """Return the page with runs added that only Prefect has records of; keep the newest `most`.
+    """Add to a history the incomplete runs of which only Prefect has records.
 
-    Runs on the page get Prefect's reason and time. `output` is the output URI as written in the
-    job; runs of other jobs and outputs are ignored.
+    Keeps the newest `most` runs. Runs already on the page get Prefect's time and, if they recorded
+    neither result nor failure, its state and reason. `output` is the output URI as written in the
+    job; flow runs of other jobs and outputs are ignored.
     """
     lines = {line.run_key: line for line in page.runs}
     for prefect_run in prefect_runs:
@@ -160,7 +162,8 @@ def _explained(line: HistoryLine, run: PrefectRun) -> HistoryLine:
 def is_same_place(place: str | None, output: str) -> bool:
     """Return whether two output URIs are the same; True if `place` is None.
 
-    If one is a relative folder, only the last names are compared.
+    If both are local and one is relative, only their last path components are compared, because the
+    working directory of its flow run is unknown.
     """
     if place is None:
         return True
@@ -171,9 +174,10 @@ def is_same_place(place: str | None, output: str) -> bool:
 
 
 def _read(client: SyncPrefectClient, deployment: UUID | None) -> list[PrefectRun]:
-    """Return a `PrefectRun` for each run key of a deployment, newest first; None means of all.
+    """Return a `PrefectRun` for each run key among the latest flow runs, newest first.
 
-    If a missed run was repeated later, the later flow run counts.
+    None for `deployment` means all deployments of `batch_inference`. Of several flow runs with the
+    same run key, job and output, the one that was expected to start last counts.
     """
     ours = FlowFilter(name=FlowFilterName(any_=["batch_inference"]))
     which = FlowRunFilterDeploymentId(is_null_=False)
@@ -200,7 +204,7 @@ def _read(client: SyncPrefectClient, deployment: UUID | None) -> list[PrefectRun
 
 
 def _prefect_run(client: SyncPrefectClient, run: FlowRun) -> PrefectRun | None:
-    """Return the `PrefectRun` of a flow run; None if it is not due yet or is about to start."""
+    """Return the `PrefectRun` of a flow run; None if it is not due yet, or about to start."""
     given = run.parameters
     job = given.get("job")
     job = job if isinstance(job, Mapping) else {}
@@ -231,10 +235,11 @@ def _prefect_run(client: SyncPrefectClient, run: FlowRun) -> PrefectRun | None:
 
 
 def _outcome(client: SyncPrefectClient, run: FlowRun) -> tuple[str, str, str]:
-    """Return (state in one word, reason, command) of a flow run that did not complete.
+    """Return (state in one word, reason, command) of a flow run.
 
-    All three are "" for a flow run that is completed or not due; reason and command are "" for an
-    active one.
+    `reason` says why it is not completed, and `command` is what to run then. All three are "" if
+    the flow run is completed, not due yet or about to start; the last two are "" if it is running
+    or being cancelled.
     """
     state, retry = run.state, f"prefect flow-run retry {run.id}"
     if state is None:

@@ -66,9 +66,9 @@ OPEN = [
 
 
 def owner(retries: int = 0) -> Owner:
-    """Return the current flow run as the owner of a Ray job; outside of Prefect, it has no id.
+    """Return the current flow run as the owner of a Ray job; outside of Prefect, one without an id.
 
-    The task that follows the job is retried `retries` times.
+    `retries` is how often Prefect retries the task that follows the job.
     """
     current, api = flow_run.get_id(), prefect_api() or ""
     if current is None:
@@ -101,10 +101,11 @@ def owner(retries: int = 0) -> Owner:
 
 @dataclass(frozen=True)
 class Action:
-    """An action of `reconcile_jobs` or `restart_crashed`; in a dry run, not carried out.
+    """What `reconcile_jobs` or `restart_crashed` did, or would do in a dry run, and why.
 
-    `what` is stopped, crashed, restarted, deleted or kept; `job` is the id of a Ray job, the run
-    key of a crashed flow run, or the name of a RayCluster.
+    `what` is stopped, crashed, restarted, deleted or kept. `job` is the id of a Ray job, the run
+    key of a crashed flow run, or the name of a RayCluster. `flow_run` is the id of the flow run
+    that it belongs to, None if there is none.
     """
 
     what: str
@@ -118,14 +119,15 @@ def reconcile_jobs(
 ) -> list[Action]:
     """Reconcile the Ray jobs at `job_server` with the flow runs of this Prefect API.
 
-    Stops jobs whose flow run has ended and which no other flow run follows. Flow runs that are
-    still Running `grace` seconds after their job ended without success, or whose job the server
-    does not learn of within `settle` seconds, become Crashed. A saved RayCluster block
-    (ray-cluster/NAME) can stand for the server and its credentials.
+    Stops jobs whose flow run has ended and which no other flow run follows. Marks flow runs Crashed
+    that are still Running although, for `grace` seconds, their job has been over without success or
+    unknown to the server; they are checked again after `settle` seconds. `job_server` is a URL, or
+    the name of a saved RayCluster block (ray-cluster/NAME), whose credentials are then used.
 
-    kubernetes/NAMESPACE, or a block with `kubernetes`, stands for the clusters that runs have
-    created there: those whose lease has expired, because no live flow renews it, are deleted.
-    Raises `JobServerUnavailable`, `ClusterUnavailable`, `ConfigError`.
+    If it is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs have created
+    there are checked instead: those whose lease has expired, because no live flow renews it, are
+    deleted. With `dry_run`, nothing is changed. Raises `JobServerUnavailable`, `ClusterUnavailable`
+    or `ConfigError`.
     """
     access = _access(job_server)
     if access.kubernetes is not None:
@@ -181,11 +183,11 @@ def _access(job_server: str) -> ClusterAccess:
 def restart_crashed(
     most: int = RESTARTS, hours: float = RESTART_WITHIN, dry_run: bool = False
 ) -> list[Action]:
-    """Reschedule crashed flow runs of deployments.
+    """Reschedule flow runs of deployments that crashed within the last `hours`.
 
-    Each keeps its parameters and its run key, so it continues from the committed shards. Takes only
-    flow runs that crashed within the last `hours`, each at most `most` times, and none if another
-    flow run works on the same run key.
+    Each keeps its parameters and its run key, so it continues from the committed shards. A flow run
+    is left alone if it has crashed more than `most` times, or if another flow run with its run key
+    is active or completed. With `dry_run`, nothing is changed.
     """
     since = time.time() - hours * 3600
     actions = []
@@ -211,7 +213,7 @@ def restart_crashed(
 
 
 def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the latest crashed flow run of each run key, of our flows with a deployment."""
+    """Return the crashed flow runs of our flows with a deployment; the latest for each run key."""
     flow_runs = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
         flow_run_filter=FlowRunFilter(
@@ -265,7 +267,10 @@ def _stop_orphans(
 
 
 def _has_ended(client: SyncPrefectClient, ray_job: RayJob) -> tuple[bool, str]:
-    """Return whether the flow run that submitted the job has ended for good, and why or why not."""
+    """Return whether the flow run that submitted the job has ended for good, and a text on why.
+
+    False if that is unknown, or if a retry of a crashed flow run is to follow the job.
+    """
     submitter = ray_job.metadata.get("raybatch_flow_run")
     if not submitter:
         return False, "it was submitted outside Prefect"

@@ -1,4 +1,4 @@
-"""The run history of a job as an artifact, and the drift of its answers."""
+"""Shows the run history of a job as an artifact, and sends events if a completed run is unusual."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FlowNotes:
-    """Notes about a run that a flow and its tasks share, beside their parameters.
+    """What a flow and its tasks tell each other about a run, besides their parameters.
 
-    `output` is the job's output URI before {run_date} is filled in. `remarks` say what is unusual
-    about the completed run; `seconds` is its whole time, Prefect's own start included.
+    `output` is the job's output URI before {run_date} is filled in. Once the run is completed,
+    `remarks` say what is unusual about it, and `seconds` is its whole duration, including Prefect's
+    own start.
     """
 
     output: str
@@ -47,7 +48,7 @@ _notes: ContextVar[FlowNotes | None] = ContextVar("flow_notes", default=None)
 
 @contextmanager
 def flow_notes(output: str) -> Iterator[FlowNotes]:
-    """Yield new notes, which tasks in the block share through a context variable."""
+    """Yield new `FlowNotes`; tasks called in the block find them through a context variable."""
     notes = FlowNotes(output)
     token = _notes.set(notes)
     try:
@@ -76,9 +77,10 @@ def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPa
 
 
 def with_deployment_runs(page: HistoryPage, uri: str) -> HistoryPage:
-    """Return the history with the deployment's runs added that only Prefect has records of.
+    """Return the history with the runs added of which only Prefect has records.
 
-    `uri` is the output URI as written in the job.
+    These are runs of the deployment of the current flow run. `uri` is the output URI as written in
+    the job.
     """
     return with_prefect_runs(page, runs_of_deployment(), uri, RUNS_SHOWN)
 
@@ -100,11 +102,11 @@ def put_history(page: HistoryPage, run_key: str) -> None:
 def show_history(
     name: str, output: Output, run_key: str, uri: str | None = None
 ) -> tuple[HistoryPage, HistoryLine] | None:
-    """Show the history of the job `name` whose run has just ended.
+    """Show, as artifacts, the history of the job `name` whose run `run_key` has just ended.
 
-    `output` has the credentials; `uri` is its URI as written in the job. Return the history and the
-    run's line if that is completed, else None. An error here is only logged and never fails the
-    run.
+    `output` has the credentials. `uri` is the output URI as written in the job; None if that is
+    `output.uri`. Returns the history and the run's line in it; None if the run is not completed, or
+    after an error, which is only logged.
     """
     try:
         written = uri or output.uri
@@ -126,8 +128,9 @@ def send_history_events(
 ) -> None:
     """Show the history of the job `name`; send events if its completed run is unusual.
 
-    `uri` is the output URI as written in the job. If the input was `limited`, the run's rows and
-    time are not compared with earlier runs. An error of the history is only logged.
+    Also adds the remarks to the `FlowNotes`. `uri` is as in `show_history`. With `limited`, only
+    part of the input was read, so rows and duration are not compared with earlier runs. An error of
+    the history is only logged.
     """
     shown = show_history(name, output, events.run.run_key, uri)
     if shown is None:
@@ -153,10 +156,10 @@ def send_history_events(
 
 
 def _send_fallen(events: CompletionEvents, line: HistoryLine, share: str) -> None:
-    """Send one event if `share`, ACCURACY or AGREEMENT, fell below that of the job's first runs.
+    """Send one event if accuracy or agreement (`share`) fell below that of the job's first runs.
 
-    It names all measurements by which it fell: golden rows, the judge, the larger model. It is sent
-    again if their e-values (`quality/alarm.py`) change, e.g. after another judgement.
+    The event names each measurement that fell: golden rows, the judge, the larger model. It is sent
+    again if their e-values (`quality/alarm.py`) have changed, e.g. after another judgement.
     """
     found = [(way, series) for way, series in line.series.items() if series.measure == share]
     fallen = {way: series for way, series in found if series.rings}
@@ -182,9 +185,9 @@ def _send_few_rows(events: CompletionEvents, line: HistoryLine, text: str) -> No
 
 
 def _send_drift(events: CompletionEvents, line: HistoryLine, changed: Callable[[], str]) -> None:
-    """Send one event for all shifts beyond the usual differences between runs (drift).
+    """Send one event with all shifts of the answers beyond the usual differences between runs.
 
-    `changed` names the fields of the job that changed since the run before, if any.
+    `changed` returns the names of the job's fields that changed since the run before, "" if none.
     """
     if not line.drift or events.is_sent("answers.drifted"):
         return

@@ -79,9 +79,9 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Report the progress of flows called in the block to `observer` too.
+    """Pass the progress of flow runs started in the block to `observer`, besides their own display.
 
-    An observer cannot be a parameter of a flow, because Prefect stores these.
+    An observer cannot be a parameter of a flow, because Prefect stores the parameters.
     """
     token = _observers.set((*_observers.get(), observer))
     try:
@@ -145,6 +145,8 @@ def plan_retry(
 ) -> Retry | NothingToRetry:
     """Plan the retry of failed rows of the finished run at `run_dir`, or load its existing plan.
 
+    `errors` are the error classes to retry, None for all. `overrides` are changed fields of the
+    job; `job` replaces the run's job. Returns `NothingToRetry` if there are no rows to retry.
     Raises `ConfigError`, `CorruptRun`, `PlanMismatch` (never retried) or `StoreUnavailable`.
     """
     check_run_place(run_dir)
@@ -204,7 +206,8 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
 def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
     """Write the result, verify its coverage, then write the report and `_SUCCESS`.
 
-    This completes the run, unless `output.publish` names targets: then `publish_run` does.
+    `progress` is what `infer_shards` returned; it adds figures to the report. The event
+    `run.completed` is sent here, or by `publish_run` if `output.publish` names targets.
 
     Raises `IncompleteRun` if shards are missing and `CorruptRun` if the coverage is wrong.
     """
@@ -238,7 +241,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
 
 def _send_completed(events: CompletionEvents, report: RunReport) -> None:
-    """Send the event of a completed run; again once it is published to a further target."""
+    """Send the event that a run is completed, once for each set of targets it is published to."""
     published = [publication.target for publication in report.published]
     events.send(
         "run.completed",
@@ -304,7 +307,10 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
 @contextmanager
 def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
-    """Explain errors of a planned run with some of its failed rows, and show the run history."""
+    """Explain an error of the block, with examples of failed rows, and show the run history.
+
+    First checks that the policy allows the run's directory and the job. The run has a plan.
+    """
 
     def options() -> dict[str, Any] | None:
         return with_blocks(render_placeholders(job, run.run_key)).output.options or None
@@ -338,7 +344,11 @@ def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
 
 @contextmanager
 def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
-    """After an explained exception, record the command to continue and show the run history."""
+    """Show the run history if the block fails with an explained error, and raise the error again.
+
+    Also records in the run directory the command that continues the run. Does nothing for errors of
+    the store, and for jobs that the policy does not allow.
+    """
     try:
         yield
     except Exception as error:
@@ -360,7 +370,10 @@ def _is_allowed(job: BatchJob) -> bool:
 
 
 def _loaded(job: BatchJob, run_key: str) -> BatchJob:
-    """Return the job with its credentials and placeholders filled in, as far as that works."""
+    """Return the job with its placeholders filled in and its blocks loaded.
+
+    After an error, returns what was done until then. {run_date} is today if the key has no date.
+    """
     with suppress(RayBatchError):
         job = render_placeholders(job, run_key, date_of_key(run_key) or today())
         job = with_blocks(job)
@@ -373,14 +386,14 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
 
 
 def _sender(job: BatchJob, run: Run) -> Sender:
-    """Return who sends the judge's job to a cluster that receives jobs: this flow run."""
+    """Return the data for sending the judge's job to a cluster, on behalf of this flow run."""
     return Sender(render_placeholders(job, run.run_key), flow_runs.owner(RETRY["retries"]))
 
 
 def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:
-    """End this process if the flow run is cancelled during the block and its worker does not.
+    """End this process if its flow run is cancelled during the block and no worker ends it.
 
-    Does so only for a job with a judge, which may work as long as inference.
+    Does so only for a job with a judge, because judging may take as long as inference.
     """
     if not job.quality.judge.asked:
         return nullcontext()
@@ -388,9 +401,9 @@ def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:
 
 
 def _job_of(run_dir: str) -> str:
-    """Return the name of a run's job, for its artifacts.
+    """Return the name of a run's job, for the keys of its artifacts.
 
-    The name of the directory if the plan is missing or unreadable.
+    Returns the name of the directory if the plan is missing or unreadable.
     """
     with suppress(RayBatchError, OSError):
         plan = Ledger(open_store(run_dir)).load_plan()
@@ -429,9 +442,10 @@ def _report_page(report: RunReport) -> MarkdownArtifact:
 
 
 class _PageLogs:
-    """Sends this package's log lines to the Prefect page while a task of this process is active.
+    """Sends this package's log lines to the Prefect page while one of its blocks is active.
 
-    Counts concurrent tasks, so that no line is shown twice, and none is lost when one task ends.
+    Each task runs in such a block. They are counted, so that no line is shown twice, and none is
+    lost when one of several tasks ends.
     """
 
     def __init__(self) -> None:
@@ -474,7 +488,11 @@ logs_in_page = _PageLogs()
 
 
 def with_blocks(job: BatchJob) -> BatchJob:
-    """Return the job with the credentials and the cluster access of its blocks."""
+    """Return the job with the credentials and addresses of the Prefect blocks that it names.
+
+    They may be of its source, output, hosted models and cluster. Raises `ConfigError` if a block
+    cannot be loaded.
+    """
     check_blocks(job)
     source, output = job.source.credentials_block, job.output.credentials_block
     job = with_store_options(

@@ -1,8 +1,9 @@
 """Makes texts storable for Prefect: printable characters that its database accepts.
 
-PostgreSQL rejects NUL, and JSON half a surrogate pair. Prefect's server drops the whole batch of an
-event with one, including other runs' events, and rejects a final state with one, so the flow run
-stays Running forever. A control character would reach the terminal of whoever reads the log there.
+PostgreSQL rejects NUL, and JSON cannot hold half a surrogate pair. If an event contains one,
+Prefect's server drops its whole batch, including events of other runs. If the final state of a flow
+run contains one, the server rejects the state, so the flow run stays Running forever. A control
+character would reach the terminal of whoever reads the log there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FORMATTER = logging.Formatter()
 
 
 def prefect_text(text: str) -> str:
-    """Return the text with characters replaced that Prefect cannot store or show."""
+    """Return the text with escapes in place of characters that Prefect cannot store or show."""
     return visible(storable(text))
 
 
@@ -27,7 +28,7 @@ def prefect_text_in(value: Any) -> Any:
 
 
 def make_storable(error: BaseException) -> None:
-    """Make the message of an error storable, because Prefect puts it into a state."""
+    """Change an error in place so that its message can be stored in a Prefect state."""
     try:
         message = str(error)
         if prefect_text(message) == message:

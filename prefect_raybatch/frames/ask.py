@@ -1,4 +1,4 @@
-"""Asks a model about each row of a DataFrame: runs in a cache folder, and answers as columns."""
+"""Asks a model about each row of a DataFrame; a call is a run in a cache folder."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Schema = Mapping[str, Any] | str | type["BaseModel"]
 class RowsFailed(RayBatchError):
     """Some rows have no answer, and the call has `errors="raise"`.
 
-    The answers to the other rows are stored: the next call takes them.
+    The answers to the other rows are stored; the same call reuses them.
     """
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of all calls; the help of `ask` says what they do."""
+    """Options of `ask`, `embed`, `classify` and `score`; the help of `ask` describes them."""
 
     settings: Mapping[str, object]
     errors: Literal["column", "raise"]
@@ -63,7 +63,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class AskOptions(CallOptions, total=False):
-    """Options of `ask`; its help says what they do."""
+    """Options of `ask`; its help describes them."""
 
     choice: Sequence[str] | None
     labels: Sequence[str] | None
@@ -78,10 +78,10 @@ class AskOptions(CallOptions, total=False):
 
 @dataclass(frozen=True)
 class Answered:
-    """Answers to the rows of a call: `data` with the answer columns, and the run behind it.
+    """The caller's data with the answer columns (`data`), and the run that answered.
 
-    `run` is the run directory, for `open_run` and `raybatch report`. Data without rows has no run:
-    `report` is None then, and `run` is empty.
+    `run` is the run directory, for `open_run` and `raybatch report`. If the data has no rows, there
+    is no run: `report` is None and `run` is "".
     """
 
     data: Any
@@ -103,10 +103,10 @@ def ask(data: Data, prompt: str, *, model: str, **options: Unpack[AskOptions]) -
 def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) -> Any:
     """Ask a model about each row; return the data with the answers as new columns.
 
-    `data` is a pandas or Polars DataFrame, a pyarrow Table, a list of dicts, or a list of texts or
-    a pandas Series: the column of these two is called `text` unless the Series has a name, and they
-    come back as a list of dicts and as a DataFrame. In `prompt` {Column} is replaced by the row's
-    value. Index and order are kept; a row without an answer has nulls.
+    `data` is a pandas or Polars DataFrame, a pyarrow Table or a list of dicts. It may also be a
+    list of texts, which comes back as a list of dicts, or a pandas Series, which comes back as a
+    DataFrame; their column is `text` unless the Series has a name. In `prompt` {Column} stands for
+    the row's value. Index and order are kept; a row without an answer has nulls.
 
     model         Hugging Face name, folder, s3:// folder, or `demo`
     choice        labels; each answer is exactly one of them. May be called `labels`
@@ -131,13 +131,13 @@ def ask(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]) ->
     engine        replaces the engine stage in tests
 
     Each call is a run in the cache. A call with the same values, prompt and options continues after
-    a crash, an interrupt or a restart, and returns the stored answers once it was complete; rows
-    that failed in the engine are asked again, except for an answer that would be cut off again. A
-    call about other data asks only requests that no complete call made. With temperature 0, equal
-    rows are asked once.
+    a crash, an interrupt or a restart. Once complete, it returns the stored answers, and asks again
+    only about rows that failed in the engine, unless the answer would be cut off again. A call with
+    other data sends only requests that no complete call has sent. With temperature 0, equal rows
+    are asked about once.
 
-    Raises `ConfigError` for wrong data or options before an engine starts, and the errors of a run,
-    whose committed answers the next call takes.
+    Raises `ConfigError` for wrong data or options before an engine starts, and the errors of a run;
+    the next call reuses the committed answers.
     """
     return ask_run(data, prompt, model=model, **options).data
 
@@ -175,9 +175,9 @@ def ask_run(data: Any, prompt: str, *, model: str, **options: Unpack[AskOptions]
 
 
 def _by_our_names(options: AskOptions) -> Any:
-    """Return the options, with familiar names such as `labels` (FAMILIAR) replaced by ours.
+    """Return the options, with other libraries' names (FAMILIAR) such as `labels` replaced by ours.
 
-    Raises `ConfigError` for an option given by both names.
+    Raises `ConfigError` if an option is given under both names.
     """
     named: dict[str, object] = dict(options)
     for familiar, ours in FAMILIAR.items():
@@ -204,7 +204,8 @@ def classify(
 ) -> Data:
     """Label a text of each row with a classification model; return the data with a label column.
 
-    A further column, `column` with the ending `_probabilities`, has the probability of each label.
+    `text` is a template such as "{title}. {abstract}". The probability of each label is in a second
+    column, whose name is `column` followed by `_probabilities`.
     """
     answers: Data = _pooled(data, "classify", text, model, column, options).data
     return answers
@@ -287,7 +288,7 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
 
 
 def _check_options(name: str, options: CallOptions) -> None:
-    """Raise TypeError for an unknown option, as Python does, and `ConfigError` for a bad value.
+    """Raise `TypeError` for an unknown option, as Python does, and `ConfigError` for a bad value.
 
     `name` is the called function, such as `ask`.
     """
@@ -315,7 +316,10 @@ def _check_options(name: str, options: CallOptions) -> None:
 
 
 def _place(cache: str | os.PathLike[str] | None) -> str:
-    """Return the folder of the runs; create a missing local one, readable by its owner only."""
+    """Return the folder or URI for the runs and inputs of calls; None is the default cache.
+
+    Creates a missing local folder, readable by its owner only.
+    """
     if cache is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         cache = os.environ.get(ANSWERS_VARIABLE) or Path(home) / "prefect_raybatch" / "answers"
@@ -328,10 +332,11 @@ def _place(cache: str | os.PathLike[str] | None) -> str:
 def _job(
     name: str, fields: dict[str, Any], settings: Mapping[str, object] | None, place: str
 ) -> BatchJob:
-    """Return the job of a call of function `name`; its input, `source.uri`, is set later.
+    """Return the job of a call of the function `name`; the caller must still set `source.uri`.
 
-    `settings` ({"group.field": value}) override `fields`. Runs with the same prompt, sampling and
-    engine share a folder of the cache `place`, so that each can reuse the answers of the others.
+    `settings` ({"group.field": value}) override `fields`. Unless they set `output.uri`, runs with
+    the same prompt, sampling and engine share a folder of the cache `place`, so that each can reuse
+    the answers of the others.
     """
     runs, where = f"{place}/runs", f"the job of {name}()"
     made = {
@@ -360,7 +365,10 @@ def _columns_of(job: BatchJob) -> list[str]:
 
 
 def _stored(table: pa.Table, place: str) -> str:
-    """Write the input to `place`/inputs, named by its hash, unless stored; return its URI."""
+    """Write the input to `place`/inputs as a Parquet file named by its hash; return the file's URI.
+
+    Does nothing if the file exists.
+    """
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
@@ -372,11 +380,11 @@ def _stored(table: pa.Table, place: str) -> str:
 
 
 def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -> pa.Table:
-    """Return the answer columns with a row for each input row; nulls where a row failed.
+    """Return the answer columns with one row for each input row; a row without an answer has nulls.
 
-    `number` names the column with the number of the input row. Columns in `expected` that the
-    result lacks because all rows failed are added as nulls. If a row failed, column REASON holds
-    the reason of each failure.
+    `number` names the result's column of row numbers. Columns in `expected` that the result lacks,
+    because all rows failed, are added as nulls. If any row failed, the column REASON says why, and
+    is null for the other rows.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,4 +1,4 @@
-"""Turns the data of a caller into a table, and answers back into data of the same kind."""
+"""Turns a caller's data into an Arrow table, and adds answers to data of the same kind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ AddColumns = Callable[["pa.Table"], Any]
 
 
 def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
-    """Return (columns `fields` of the data, function that adds columns to it, its column names).
+    """Return the columns `fields` as a table, a function that adds columns, and all column names.
 
-    Other columns are not read, so they may hold any Python object. Raises `ConfigError` for data of
-    another kind, a missing column, and values that no Arrow type holds.
+    The function takes a table with as many rows and returns a copy of the caller's data with its
+    columns added. Other columns of the data are not read, so they may hold any Python object.
+    Raises `ConfigError` for data of another kind, a missing or duplicate column, and values that no
+    Arrow type holds.
     """
     import pyarrow as pa
 
@@ -49,7 +51,7 @@ def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns
 def _normal(table: pa.Table) -> pa.Table:
     """Return the table with all texts as Arrow's `string` and without metadata.
 
-    Equal texts of pandas, Polars and Arrow are then the same input.
+    So equal data has the same hash as input, whether it comes from pandas, Polars or Arrow.
     """
     import pyarrow as pa
 

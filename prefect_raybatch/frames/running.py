@@ -1,4 +1,4 @@
-"""Runs a call of `ask`: continues its newest run, and keeps the engine for the next call."""
+"""Runs the job of a call such as `ask`, and keeps the engine for the next call."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ REDRAW_SECONDS = 0.2  # time between two states of the bar in a notebook
 
 
 class _KeptEngines:
-    """The engines of this process that wait for the next call."""
+    """Keeps the engines of this process running for the next call."""
 
     def __init__(self) -> None:
         self._stack: ExitStack | None = None
 
     def keep(self, seconds: float) -> None:
-        """Let engines, also those already waiting, wait `seconds` for the next call.
+        """Keep engines running until `seconds` have passed without a call, also those now idle.
 
         Does nothing in a block of `warm_engines`, which sets the time itself.
         """
@@ -82,10 +82,10 @@ def run_call(
 
 
 def _newest_run(resolved: Resolved) -> Run:
-    """Return the newest run of a call, which is planned if the call has none.
+    """Return the newest run of a call's job; plans one if there is none.
 
-    If that run is finished and a retry may answer some of its failed rows, return a new run, which
-    asks only about these rows, because it reuses the answers of the others.
+    If the newest run is finished, but a retry may answer some of its failed rows, plans another
+    one. That reuses the answers of the other rows, so it sends requests only for the failed ones.
     """
     job, key = resolved.job, resolved.identity.fingerprint[:KEY_LENGTH]
     root = open_store(job.output.uri, job.output.options or None)
@@ -100,8 +100,9 @@ def _newest_run(resolved: Resolved) -> Run:
 def _may_succeed(prompt: Prompt, sampling: Sampling, report: RunReport) -> bool:
     """Return whether a retry may answer some of the failed rows.
 
-    A row that made no request (a null, a prompt that is too long) fails again, unless the prompt
-    comes from a function or has images. A deterministic answer that was cut off is cut off again.
+    A row that failed before its request (a null, a prompt that is too long) fails again, unless the
+    prompt comes from a function or has images. With temperature 0, an answer that was cut off is
+    cut off again.
     """
     prompts_vary = prompt.function is not None or bool(prompt.images.columns)
     answers_vary = prompts_vary or sampling.temperature > 0

@@ -1,9 +1,10 @@
 """The program with which Ray starts an engine's actor: has it forked, or becomes Python itself.
 
 Run as `python -I -S launcher.py SOCKET PYTHON PROGRAM ...`: it asks the process that listens at
-SOCKET for a fork that runs PROGRAM, and lives as long as the fork. If no process answers within
-`IMPORTS_WAIT`, or its fork ends before it runs PROGRAM, this executes `PYTHON PROGRAM ...`, as Ray
-would have done. It uses the standard library alone, so that it costs some hundredths of a second.
+SOCKET for a fork that runs PROGRAM, and ends when the fork does. If no process answers within
+`IMPORTS_WAIT`, or the fork ends before it runs PROGRAM, the launcher executes `PYTHON PROGRAM ...`,
+as Ray would have done. It imports only the standard library, so it costs some hundredths of a
+second.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class WorkerCall:
 
 
 def receive(caller: socket.socket) -> WorkerCall | None:
-    """Tell a caller that it may send its call, and return the call; None if that fails."""
+    """Tell the launcher at the socket `caller` to send its request, and return the request.
+
+    None if the request is invalid or does not arrive in time.
+    """
     caller.settimeout(CALL_WAIT)
     caller.sendall(FORK_REQUEST)
     streams: list[int] = []
@@ -64,9 +68,9 @@ def receive(caller: socket.socket) -> WorkerCall | None:
 
 
 def reply(caller: socket.socket) -> None:
-    """Tell the caller that this process is its fork and about to run the program.
+    """Tell the launcher at `caller` that this process is its fork and about to run the program.
 
-    Raises OSError if the caller has given up.
+    Raises OSError if the launcher has given up.
     """
     caller.sendall(SIZE.pack(os.getpid()))
 
@@ -74,9 +78,9 @@ def reply(caller: socket.socket) -> None:
 def forked_worker(path: str, words: list[str]) -> int | None:
     """Have the server at socket `path` fork a process that runs `words`; return its process id.
 
-    None if the server forks none. The fork's environment, folder, streams and limits
-    are those of this process. Raises OSError if no reply comes within `CALL_WAIT`: the fork may
-    run already.
+    The fork gets this process's environment, folder, streams and limits. Returns None if the server
+    forks nothing. Raises OSError if no reply comes within `CALL_WAIT`; the fork may be running
+    then.
     """
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(IMPORTS_WAIT)
@@ -138,7 +142,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def main(path: str, python: str, words: list[str]) -> None:
-    """Run `words` in a fork and wait for its end, or else in this process with `python`.
+    """Run `words` in a fork and wait for its end; without a fork, become `python` and run them.
 
     `path` is the socket of the process that forks.
     """

@@ -4,7 +4,7 @@ Run as `python -P -m prefect_raybatch.imports.server LISTENER ALIVE` with two in
 a listening UNIX socket, and the read end of a pipe whose other end closes when this process is no
 longer needed. The workers that it has forked live on.
 
-A fork must not inherit a CUDA context or a thread of Python's. If an import has made one, this
+A fork must not inherit a CUDA context or a Python thread. If an import has created one, this
 process ends, and the workers that wait for it start as usual.
 """
 
@@ -71,10 +71,11 @@ def main(listener: int, alive: int) -> None:
 
 
 def _import_engine() -> None:
-    """Import what an engine's processes need, but not Ray, which must be loaded in the fork.
+    """Import what the processes of an engine need, except Ray.
 
-    When it is loaded, Ray reads from the environment for which job the process is. One of vLLM's
-    modules tries to import Ray for multi-node engines, which are not started from here.
+    A fork must import Ray itself, because Ray reads at import from the environment which job the
+    process belongs to. One of vLLM's modules tries to import Ray for engines on several nodes; no
+    such engine is started from here.
     """
     sys.modules["ray"] = cast(ModuleType, None)  # so it is not found
     try:
@@ -88,10 +89,10 @@ def _import_engine() -> None:
 def _packages_listed_beside() -> Iterator[None]:
     """List the installed packages in another process while this one imports in the `with` block.
 
-    When it is imported, transformers calls `importlib.metadata.packages_distributions`, which reads
-    files of every package: up to 2 seconds where hundreds are installed. In the block, that
-    function returns what the other process has found, and lists the packages here only if the other
-    process failed.
+    On import, transformers calls `importlib.metadata.packages_distributions`, which takes up to 2
+    seconds where hundreds of packages are installed, because it reads files of each. In the block,
+    that function returns what the other process has found; if that process failed, it lists the
+    packages here.
     """
     words = [sys.executable, "-P", "-c", LIST_PACKAGES]
     none = subprocess.DEVNULL
@@ -119,11 +120,12 @@ def _may_fork() -> bool:
 
 
 def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> WorkerCall | None:
-    """Fork the worker that `caller` asks for; return the call in the fork, and None here.
+    """Fork the worker that the launcher at `caller` requests.
 
-    Does not fork if the worker would load other modules or libraries than this process, because its
-    variables `LOADED_BY` differ from `loaded_by`, the values here. The fork keeps the descriptors
-    that imports have opened: NVML fails in a fork whose /dev/nvidia* descriptors are closed.
+    Returns the request in the fork, and None in this process. Does not fork if the worker would
+    load other modules or libraries, because its values of the variables `LOADED_BY` differ from
+    this process's values, `loaded_by`. The fork keeps the descriptors that imports have opened:
+    NVML fails in a fork whose /dev/nvidia* descriptors are closed.
     """
     call = receive(caller)
     if call is None:
@@ -140,10 +142,10 @@ def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> Worke
 
 
 def _become(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
-    """Turn this process, a fork, into the worker: reply to the caller, then run the program.
+    """Turn this process, a fork, into the worker: reply to `caller`, then run the call's program.
 
-    `apart`: vLLM's core gets a process of its own. The process exits when the program ends, after
-    its exit handlers. If it ends before the reply, the caller starts a worker itself.
+    `apart`: vLLM's core is to run in a separate process. This process exits when the program ends,
+    and runs its exit handlers. If it ends before the reply, the launcher starts a worker itself.
     """
     try:
         _take_over(call)

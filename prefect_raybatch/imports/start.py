@@ -32,8 +32,8 @@ class ImportProcess:
     def __init__(self, python: str, engine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Start the process with the interpreter `python`.
 
-        Its environment is that of this process, overridden by `engine`, an engine's variables;
-        `defaults` fill gaps.
+        Its environment variables are `defaults`, overridden by those of this process, overridden by
+        `engine`, the variables of an engine.
         """
         self.python, self.engine = python, dict(engine)
         with contextlib.ExitStack() as undo:
@@ -61,7 +61,7 @@ class ImportProcess:
             self._undo = undo.pop_all()
 
     def program(self) -> str:
-        """Return the command line that Ray runs in place of Python, to get an actor forked."""
+        """Return the command that Ray must run in place of Python, so that an actor is forked."""
         words = [self.python, "-I", "-S", launcher.__file__, self._socket, self.python]
         return shlex.join(words)
 
@@ -83,11 +83,12 @@ _current: ImportProcess | None = None
 def import_process(
     python: str | None, engine: Mapping[str, str] | None, defaults: Mapping[str, str]
 ) -> Iterator[None]:
-    """In the `with` block, fork new engine actors of this machine from one process with vLLM.
+    """Fork engine actors that start on this machine from one process that imports vLLM.
 
-    The process begins to import at once. Its environment is this one's, overridden by `engine`, the
-    variables of the engines; `defaults` fill gaps. `python` is the interpreter of Ray's workers;
-    None stands for this process's interpreter. No process starts
+    Use it in a `with` block; it applies to actors that start in the block. The process begins to
+    import at once. Its environment variables are `defaults`, overridden by those of this process,
+    overridden by `engine`, the variables of the engines. `python` is the interpreter of Ray's
+    workers, by default this process's. No process starts
 
     - within another such block,
     - if `engine` is None: no engine starts here,
@@ -118,9 +119,9 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def actor_options(engine: Mapping[str, str] | None) -> dict[str, object]:
-    """Return Ray's actor options that have an actor with environment `engine` forked.
+    """Return the options with which Ray forks an actor from the process that imports vLLM.
 
-    Empty if no process imports vLLM, or if it was started with another `engine`.
+    {} if there is no such process, or if it was started with other variables than `engine`.
     """
     process = _current
     if process is None or engine is None or dict(engine) != process.engine:

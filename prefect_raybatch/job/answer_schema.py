@@ -1,8 +1,8 @@
-"""`output.schema_model`: the required form of an answer, as the text of a JSON Schema.
+"""`output.schema_model`: the JSON Schema that answers must match, as text.
 
-A job gives the schema inline, as a file or as a pydantic class; a plan keeps its text. The schema
-is text and not a mapping because a model writes properties in the order of the schema, and records
-sort the names of mappings.
+A job gives the schema inline, as a file or as a pydantic class; a plan stores its text. It is text
+and not a mapping because a model writes properties in the order of the schema, whereas the records
+of a run sort the keys of mappings.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def form_of_class(value: object) -> object:
 
 
 def check_form(value: str | dict[str, Any]) -> str:
-    """Return output.schema_model as text: a JSON Schema, a .json file or package.module:Class.
+    """Check the value of output.schema_model, and return it as text.
 
-    A mapping becomes JSON text, because Prefect treats each mapping with a `$ref` in a flow's
-    parameters as a block, and sorts the names of other mappings. Raises ValueError for anything
-    else.
+    It may be a JSON Schema (a mapping or its text), the name of a .json file, or
+    package.module:Class. A mapping becomes JSON text, because Prefect takes each mapping with a
+    `$ref` in a flow's parameters for a block, and sorts the keys of other mappings. Raises
+    ValueError for anything else.
     """
     if isinstance(value, dict):
         return json.dumps(_parsed(value), ensure_ascii=False, separators=(",", ":"))
@@ -67,10 +68,10 @@ def check_form(value: str | dict[str, Any]) -> str:
 
 
 def schema_text(value: str | Mapping[str, object]) -> str:
-    """Return the JSON Schema of answers (inline, of a file or of a class) as the text in a plan.
+    """Return the JSON Schema to store in a plan, from the value of output.schema_model.
 
-    Raises `ConfigError` for a file or class that cannot be loaded, and for a schema that is invalid
-    or that no engine accepts.
+    Loads it if the value names a file or class. Raises `ConfigError` for a file or class that
+    cannot be loaded, and for a schema that is invalid or that no engine accepts.
     """
     try:
         schema = _loaded(value)
@@ -150,7 +151,10 @@ def _module_class(name: str) -> object:
 
 
 def _check(schema: dict[str, Any]) -> None:
-    """Raise ValueError for an invalid JSON Schema, or one that refers to another document."""
+    """Raise ValueError for a JSON Schema that is invalid, too large, or that vLLM cannot enforce.
+
+    References to other documents, anchors and dynamic references are rejected.
+    """
     check_schema_limits(schema)
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
@@ -183,7 +187,7 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """Raise ValueError with what llguidance, if installed, rejects in a schema.
+    """Raise ValueError with the reason if llguidance rejects a schema; nothing if not installed.
 
     vLLM would reject every request with such a schema.
     """
@@ -195,9 +199,9 @@ def _check_grammar(schema: dict[str, Any]) -> None:
 
 
 def closed(part: object) -> object:
-    """Return a copy of (a part of) a schema, with `additionalProperties: false` where it is unset.
+    """Return a schema, or a part of one, with `additionalProperties: false` where it is unset.
 
-    Only objects with named `properties` get it.
+    Only objects with named `properties` get it. The argument is not changed.
     """
     if isinstance(part, list):
         return [closed(item) for item in part]
@@ -222,12 +226,11 @@ def schema_sampling_fields(sampling: Mapping[str, object], schema: str | None) -
 
 
 def schema_engine_fields(given: Mapping[str, object], schema: str | None) -> dict[str, Any]:
-    """Return vLLM's engine arguments `given`, completed for answers that fit `schema`.
+    """Return vLLM's engine arguments `given`, with those added that answers matching `schema` need.
 
-    Arguments that the job sets are unchanged. If `schema` is None, nothing is added.
-
-    The arguments forbid blanks between the parts of the JSON, because models can continue with
-    blanks until max_tokens. vLLM accepts this setting for an engine, and not for a request.
+    If `schema` is None, nothing is added. What the job sets itself is kept. The added arguments
+    choose the grammar's backend and forbid blanks between the parts of the JSON, because models can
+    continue with blanks until max_tokens. vLLM accepts this setting only for a whole engine.
     """
     if schema is None:
         return dict(given)

@@ -37,8 +37,8 @@ MIXED = ("patternProperties", "unevaluatedProperties", "dependencies", *COMPOSED
 class AnswerShape:
     """Type of one value of an answer.
 
-    `names`: a struct's properties; `item`: the type in a list or map; `why`: why the value is kept
-    as JSON text and has no type of its own.
+    `names` holds a struct's properties, `item` is the type of the values in a list or map. `why`
+    says why a value of kind json is stored as JSON text instead of a column type of its own.
     """
 
     kind: AnswerKind
@@ -65,9 +65,9 @@ class AnswerShape:
         return pa.field(name, self.type(), nullable=self.nullable)
 
     def texts(self, place: str) -> Iterator[tuple[str, str]]:
-        """Yield (place, reason) of each part of this value that is kept as JSON text.
+        """Yield (path, reason) for each part of this value that is kept as JSON text.
 
-        `place` is the dotted name of the value, with which the yielded places begin.
+        Paths begin with `place`, the dotted name of the value itself, e.g. `person.names[]`.
         """
         if self.kind == "json":
             yield place, self.why
@@ -79,9 +79,9 @@ class AnswerShape:
 
 @lru_cache(maxsize=8)
 def columns_of(text: str) -> dict[str, AnswerShape]:
-    """Return the columns of the schema's root object, by name in order.
+    """Return {column: type} of the properties of a JSON Schema's root object, in order.
 
-    Raises `ConfigError` if the root is no object with known properties.
+    `text` is the schema. Raises `ConfigError` if the root is not an object with known properties.
     """
     schema = _Schema(json.loads(text))
     shape = _shape(schema, schema.root, ())
@@ -96,10 +96,10 @@ def columns_of(text: str) -> dict[str, AnswerShape]:
 
 @dataclass
 class _Schema:
-    """A JSON Schema, and how many column types (shapes) were made from it so far.
+    """A JSON Schema, with the number of column types (shapes) created from it so far.
 
-    Each $ref creates its target's type anew, so a short schema of references to references can have
-    more columns than memory holds.
+    Each $ref creates the type of its target once more, so a short schema of nested references could
+    have more columns than memory holds.
     """
 
     root: dict[str, Any]
@@ -115,7 +115,7 @@ class _Schema:
 
 
 def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
-    """Return the shape of `part` of a schema; `path` are the references that lead to it."""
+    """Return the shape of `part` of a schema; `path` holds the $ref targets that led to it."""
     schema.count_shape()
     if not isinstance(part, dict):
         return AnswerShape(
@@ -142,9 +142,10 @@ def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
 
 
 def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
-    """Return the only member of a union besides null, and whether the union has null.
+    """Return the only member of a union besides null, and whether the union allows null.
 
-    None for a union of several members, and for a part that is no union.
+    A union is an anyOf, oneOf or allOf, or a list of types. Returns None if it has several members,
+    and if `part` is no union.
     """
     composed = [word for word in COMPOSED if word in part]
     if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):

@@ -97,8 +97,8 @@ class BatchJob(Group):
     def drawn(self) -> Sampling:
         """The sampling from which the sizes of a run are computed.
 
-        A task that pools takes one step and reserves no tokens for the answer; an
-        output.schema_model counts as structured output, without reading its file or class.
+        For embed, classify and score, which generate no text, it allows one token for an answer. An
+        output.schema_model counts as structured output; its file or class is not read.
         """
         if pools(self.engine.task):
             return Sampling(max_tokens=1)
@@ -109,7 +109,7 @@ class BatchJob(Group):
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether a run stores raw answers, which its own rows and later runs then use."""
+        """Whether a run stores its raw answers, for its own equal requests and for later runs."""
         return self.reuse is not None or self.output.keep_answers is not None
 
     @field_validator("reuse")
@@ -133,21 +133,28 @@ class BatchJob(Group):
 
     @property
     def fixed_form(self) -> str | None:
-        """The job field that fixes the form of all answers; None if each row may set a form."""
+        """The name of the job field that fixes the format of all answers.
+
+        None if there is none; each row may then set a format of its own.
+        """
         if self.output.schema_model is not None:
             return "output.schema_model"
         return "output.probabilities" if self.output.probabilities else None
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], where: str = "job") -> BatchJob:
-        """Return the validated job; raise `ConfigError` with each wrong field and its remedy."""
+        """Return the validated job.
+
+        Raises `ConfigError` with each wrong field and its remedy; `where` names the job in the
+        message.
+        """
         return cls._validated(value, where)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> BatchJob:
-        """Return the job of a file, with `~` and variables in its paths expanded.
+        """Return the job of a YAML file, with `~` and environment variables in its paths expanded.
 
-        Raises `ConfigError` if it is missing, not YAML or not a job.
+        Raises `ConfigError` if the file is missing, not YAML, or not a valid job.
         """
         content = read_job_file(path)
         value, faults = expanded(content.value)
@@ -188,7 +195,7 @@ OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
 
 
 def check_task(job: BatchJob) -> None:
-    """Raise ValueError that names a field which does not apply to the job's task."""
+    """Raise ValueError if a field that is set does not apply to the job's engine.task."""
     task = job.engine.task
     if task != "score" and job.prompt.second is not None:
         raise ValueError(
@@ -241,7 +248,7 @@ def _check_pooling(job: BatchJob, task: str) -> None:
 
 
 def check_classifier(job: BatchJob) -> None:
-    """Raise ValueError for a field that does not go with a classifier outside of a cascade."""
+    """Raise ValueError for fields that conflict with a classifier used without a cascade."""
     if job.engine.classifier is None or job.output.escalate.engine is not None:
         return
     refused = {
@@ -280,7 +287,7 @@ def _set(group: Group) -> list[str]:
 
 
 def check_without_images(job: BatchJob) -> None:
-    """Raise ValueError for a field that needs images in a job without any."""
+    """Raise ValueError if a job without images sets a field that needs them."""
     if job.prompt.images.used:
         return
     if job.source.media_root is not None:
@@ -295,7 +302,7 @@ def check_without_images(job: BatchJob) -> None:
 
 
 def check_with_images(job: BatchJob) -> None:
-    """Raise ValueError for a setting of the engine that does not go with images."""
+    """Raise ValueError if a job with images sets a field that cannot be combined with them."""
     engine = job.engine
     if not job.prompt.images.used:
         return
@@ -316,7 +323,7 @@ def check_with_images(job: BatchJob) -> None:
 
 
 def check_precision(job: BatchJob) -> None:
-    """Raise ValueError for `try-fp8` in a job in which it cannot be tried, or has no effect."""
+    """Raise ValueError if the job sets `try-fp8` where it cannot be tried or has no effect."""
     tries = precision_tries(job.engine)
     if not tries:
         return
@@ -334,7 +341,10 @@ def check_precision(job: BatchJob) -> None:
 
 
 def check_quality(job: BatchJob) -> None:
-    """Raise ValueError for golden rows that cannot be compared with the result."""
+    """Raise ValueError if golden rows or a judge cannot be used with this job.
+
+    This includes other fields of `quality` that are set without them.
+    """
     quality, output = job.quality, job.output
     if quality.golden is None:
         needed = "quality.golden or quality.judge" if quality.at_least else "quality.golden"
@@ -413,7 +423,10 @@ def check_reasoning_parser(job: BatchJob) -> None:
 
 
 def check_logprobs(job: BatchJob) -> None:
-    """Raise ValueError for sampling.logprobs that is no number, or too large."""
+    """Raise ValueError if sampling.logprobs is not a number from 0 to the maximum.
+
+    The same if it is combined with output.probabilities.
+    """
     logprobs = job.sampling.extra.get("logprobs")
     if logprobs is None:
         return
@@ -442,7 +455,10 @@ def check_logprobs(job: BatchJob) -> None:
 
 
 def check_probabilities(job: BatchJob) -> None:
-    """Raise ValueError for output.probabilities in a job without labels, or with too many."""
+    """Raise ValueError if output.probabilities is set without labels, or with too many of them.
+
+    The same if it is combined with sampling.n.
+    """
     if not job.output.probabilities or pools(job.engine.task):
         return
     if not job.sampling.choice:
@@ -459,7 +475,7 @@ def check_probabilities(job: BatchJob) -> None:
 
 
 def check_answer_schema(job: BatchJob) -> None:
-    """Raise ValueError for sampling that does not go with output.schema_model."""
+    """Raise ValueError for sampling fields that cannot be combined with output.schema_model."""
     sampling = job.sampling
     if job.output.schema_model is None:
         return
@@ -480,7 +496,7 @@ def check_answer_schema(job: BatchJob) -> None:
 
 
 def check_own_code(job: BatchJob) -> None:
-    """Raise ValueError for a function in a file or notebook if the run is sent as a Ray job."""
+    """Raise ValueError if a run sent as a Ray job uses a function in a file or notebook."""
     cluster = job.cluster
     server = (
         "job_server" if cluster.job_server else "kubernetes" if cluster.kubernetes.asked else ""
@@ -499,7 +515,7 @@ def check_own_code(job: BatchJob) -> None:
 
 
 def check_endpoint(job: BatchJob) -> None:
-    """Raise ValueError for a field that has no meaning, or is not supported, with an endpoint."""
+    """Raise ValueError for a field that has no effect or is unsupported with engine.endpoint."""
     if job.engine.endpoint.asked is None:
         return
     for group, allowed in (("engine", HOSTED_ENGINE), ("sampling", HOSTED_SAMPLING)):
@@ -556,12 +572,12 @@ def check_endpoint(job: BatchJob) -> None:
 
 
 def check_batch(job: BatchJob) -> None:
-    """Raise ValueError for a field that does not go with an OpenAI batch file, or needs one."""
+    """Raise ValueError for fields that conflict with an OpenAI batch file as input, or need one."""
     check_batch_file(job.source, job.prompt.function, job.sampling, job.engine.task, job.output)
 
 
 def check_max_tokens(job: BatchJob) -> None:
-    """Raise ValueError for a hosted model without a limit on the length of answers."""
+    """Raise ValueError if engine.endpoint is set and sampling.max_tokens is null."""
     if job.sampling.max_tokens is None and job.engine.endpoint.asked is not None:
         raise ValueError(
             "sampling.max_tokens: null needs vLLM, which knows the context; with engine.endpoint "
@@ -570,7 +586,7 @@ def check_max_tokens(job: BatchJob) -> None:
 
 
 def check_cascade(job: BatchJob) -> None:
-    """Raise ValueError for a field that does not go with output.escalate."""
+    """Raise ValueError for fields that conflict with output.escalate, and for missing ones."""
     escalate = job.output.escalate
     if escalate.engine is None:
         return
@@ -611,7 +627,7 @@ def check_cascade(job: BatchJob) -> None:
 
 
 def _errors_of(job: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    """Return the errors of a job (plain values) after `changes` to it; "" if it is then valid."""
+    """Return the errors of a job (plain values) with `changes` ({field: value}); "" if valid."""
     try:
         BatchJob.from_dict(with_fields(job, changes), "job")
     except ConfigError as error:
@@ -620,7 +636,7 @@ def _errors_of(job: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
 
 
 def check_token_limit(job: BatchJob) -> None:
-    """Raise ValueError if a row's answer alone may fill a hosted model's tokens per minute."""
+    """Raise ValueError if one answer may use up a hosted model's tokens_per_minute."""
     endpoint, answer = job.engine.endpoint, job.sampling.max_tokens
     limit = endpoint.tokens_per_minute
     if limit is None or endpoint.batch or pools(job.engine.task) or job.prompt.function is not None:

@@ -1,6 +1,7 @@
-"""Finds conflicts of a cascade or classifier for which several checks would advise differently.
+"""Finds conflicts of a cascade or classifier with other fields of a job.
 
-Each conflict has one remedy, after which the job is accepted.
+They are found before the other checks, several of which would fail with contradictory advice. Each
+conflict has one remedy, after which the job is accepted.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _of_first_model(engine: Engine, sampling: Sampling, output: Output) -> Itera
 
 
 def _of_probabilities(sampling: Sampling, output: Output) -> Iterator[str]:
-    """Yield the conflicts of other fields with output.escalate.when.probability_below."""
+    """Yield the conflicts of output.escalate.when.probability_below with other fields."""
     if sampling.extra.get("logprobs") is not None:
         yield (
             f"{WHEN}.probability_below cannot be combined with sampling.logprobs; remove "
@@ -118,7 +119,7 @@ def _of_probabilities(sampling: Sampling, output: Output) -> Iterator[str]:
 
 
 def _fields_of_text(prompt: Prompt, sampling: Sampling) -> list[str]:
-    """Return the names of fields that are set and that only a model that generates text uses."""
+    """Return the names of set fields that only a model that generates text uses."""
     changed = sampling.model_dump(exclude_defaults=True)
     fields = [f"sampling.{name}" for name, value in changed.items() if value is not None]
     names = ("system", *OF_A_CHAT)

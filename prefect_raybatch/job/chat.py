@@ -29,9 +29,9 @@ def is_template_text(value: str) -> bool:
 
 
 def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    """Return `prompt.chat_template_kwargs` with names in a fixed order (see `_ordered`).
+    """Return `prompt.chat_template_kwargs` with keys in a fixed order (see `_ordered`).
 
-    Raises ValueError for values that are no JSON, and for arguments that the run itself sets.
+    Raises ValueError for values that are not JSON, and for arguments that the run sets itself.
     """
     for name in value:
         if name in RESERVED_ARGUMENTS:
@@ -41,9 +41,9 @@ def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_tools(value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return `prompt.tools` with names in a fixed order (see `_ordered`).
+    """Return `prompt.tools` with keys in a fixed order (see `_ordered`); None stays None.
 
-    Raises ValueError that names an invalid tool.
+    Raises ValueError for an empty list and for an invalid or duplicate tool.
     """
     if value is None:
         return None
@@ -91,10 +91,10 @@ def _json(value: object) -> Any:
 
 
 def _ordered(value: object) -> object:
-    """Return a value with the names of its mappings sorted, those of FIELDS_FIRST first.
+    """Return a JSON value with the keys of its mappings sorted, those in FIELDS_FIRST first.
 
-    Templates write tools in the order of their names. Records and Prefect's database keep no order,
-    and the prompts of a retry must equal those of its run.
+    Chat templates write tools in the order of their keys. The records of a run and Prefect's
+    database do not keep the order, and the prompts of a retry must equal those of its run.
     """
     if isinstance(value, list):
         return [_ordered(inner) for inner in value]

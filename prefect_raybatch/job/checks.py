@@ -67,7 +67,10 @@ def run_checks(checks: Iterable[Callable[[CheckedValue], None]], value: CheckedV
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of `90s`, `15m`, `2h`, `3d`; raise `ConfigError` for anything else."""
+    """Return a duration such as `90s`, `15m`, `2h` or `3d` in seconds.
+
+    Raises `ConfigError` for anything else.
+    """
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; write for example 90s, 15m, 2h or 3d")
@@ -75,7 +78,10 @@ def seconds_of(text: str) -> float:
 
 
 def check_duration(text: str | None) -> str | None:
-    """Return a duration above zero as `seconds_of` takes it; raise ValueError otherwise."""
+    """Return the text of a duration above zero, such as 15m (see `seconds_of`); None stays None.
+
+    Raises ValueError for anything else.
+    """
     if text is not None:
         try:
             seconds = seconds_of(text)
@@ -87,7 +93,10 @@ def check_duration(text: str | None) -> str | None:
 
 
 def without_user(uri: str) -> str:
-    """Return `uri`; raise ValueError, without quoting it, if it contains a user or a password."""
+    """Return `uri`; raise ValueError if it contains a user or a password.
+
+    The message does not quote `uri`. An account in an abfss:// or similar URI is allowed.
+    """
     if names_account(uri):
         return uri
     bucket = uri.partition("://")[2].partition("/")[0]
@@ -106,7 +115,7 @@ def without_user(uri: str) -> str:
 
 
 def check_options(uri: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError for options that the store of `uri` does not have."""
+    """Raise ValueError if the store of `uri` does not support one of the options."""
     try:
         check_cloud_options(uri, options)
     except ValueError as error:
@@ -114,7 +123,10 @@ def check_options(uri: str, options: Mapping[str, object]) -> None:
 
 
 def check_uri(uri: str) -> str:
-    """Return a local path, file:// or the URI of an object store; raise ValueError otherwise."""
+    """Return `uri` if it is a local path, file:// or the URI of a supported object store.
+
+    Raises ValueError otherwise.
+    """
     if not uri or not uri.strip() or "\x00" in uri:
         raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
     without_user(uri)
@@ -135,7 +147,7 @@ def check_uri(uri: str) -> str:
 
 
 def missing_path(path: str | os.PathLike[str]) -> str:
-    """Return the message that a local path does not exist, with the folder that should have it."""
+    """Return a message that a local path does not exist; it names the folder looked in."""
     given = os.fspath(path).removeprefix("file://")
     folder, name = os.path.split(os.path.abspath(os.path.expanduser(given)))
     start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
@@ -150,7 +162,7 @@ def is_web(uri: str) -> bool:
 
 
 def check_web(uri: str) -> str:
-    """Return the http(s) URL of a file; raise ValueError otherwise."""
+    """Return `uri`, an http(s) URL; raise ValueError unless its path ends in a file name."""
     without_user(uri)
     place = uri.partition("://")[2].partition("#")[0].partition("?")[0]
     host, _, path = place.partition("/")
@@ -160,9 +172,9 @@ def check_web(uri: str) -> str:
 
 
 def check_function(name: str) -> str:
-    """Return `package.module:function` or `file.py:function`; raise ValueError otherwise.
+    """Return `name` if it is written as `package.module:function` or `file.py:function`.
 
-    Imports nothing.
+    Raises ValueError otherwise. Imports nothing.
     """
     if FILE_FUNCTION.match(name):
         if "://" in name:
@@ -176,7 +188,7 @@ def check_function(name: str) -> str:
 
 
 def class_name(value: object) -> str | None:
-    """Return `value` if it is package.module:Class or file.py:Class, else None."""
+    """Return `value` if it is a text like package.module:Class or file.py:Class, else None."""
     is_name = isinstance(value, str) and (FUNCTION.match(value) or FILE_FUNCTION.match(value))
     return str(value) if is_name else None
 
@@ -185,7 +197,7 @@ def template_fields(template: str) -> tuple[str, ...]:
     """Return the column names that a template uses, in order of first use.
 
     Only plain `{Column}` fields are allowed ({{ and }} are literal braces). Attribute or index
-    access, conversions and format specs are rejected, because a job file is untrusted input.
+    access, conversions and format specs raise ValueError, because a job file is untrusted input.
     """
     names: list[str] = []
     try:
@@ -216,8 +228,8 @@ def refuse_unknown(
 ) -> None:
     """Raise ValueError that lists the fields in `given` that are neither in `known` nor in `ours`.
 
-    `known` are vLLM's fields; if None, nothing is checked. `where` begins each message, `between`
-    joins them.
+    `known` are vLLM's fields and `ours` this package's; if `known` is None, nothing is checked.
+    `where` begins the message about each field; `between` separates the messages.
     """
     unknown = [name for name in given if known is not None and name not in known | ours]
     if known is not None and unknown:
@@ -230,10 +242,10 @@ def refuse_unknown(
 def unknown_too(
     kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
 ) -> Iterator[None]:
-    """Within the block, which validates a group of fields, add unknown fields to its errors.
+    """If the block raises a ValidationError, add the unknown fields of the validated group to it.
 
-    Otherwise they would be reported only after the other errors are fixed. `kind` is the group,
-    `value` its plain values; `known` returns vLLM's fields, None for no check.
+    So they are reported together with the other errors. `kind` is the class of the group, and
+    `value` its plain values; `known` returns the names of vLLM's fields, None for no check.
     """
     try:
         yield
@@ -282,7 +294,10 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
 
 
 def not_finite(value: object) -> str | None:
-    """Return where a plain value has a NaN or an infinity, such as `.bias.3`; None if nowhere."""
+    """Return the path of the first NaN or infinity in a plain value, such as `.bias.3`.
+
+    "" if the value is itself one; None if there is none.
+    """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
     if isinstance(value, Mapping):
@@ -297,9 +312,9 @@ def not_finite(value: object) -> str | None:
 
 
 def check_run_key(key: str) -> str:
-    """Return a run key, which is one path segment.
+    """Return a run key if it is a valid path segment, of letters, digits, '.', '_' and '-'.
 
-    Raises `ConfigError` for anything that could leave the folder of the runs.
+    Raises `ConfigError` for anything else, which could leave the folder of the runs.
     """
     if not NAME.match(key) or ".." in key:
         raise ConfigError(

@@ -21,12 +21,12 @@ RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterAccess:
-    """How to reach a cluster: by address, by job server, or as created from `kubernetes`.
+    """How to reach a cluster: by `address`, by `job_server`, or by creating it from `kubernetes`.
 
-    All three are None for a local cluster. `token` is Ray's authentication token, by default the
-    environment's token; `headers` are sent with each request to the job server, including the
-    token. `block` names the Prefect block with these settings, None if the job has them. The repr
-    hides token and headers.
+    All three are None for a local cluster. `token` is Ray's authentication token; None stands for
+    the environment's token. `headers`, which include the token, are sent with each request to the
+    job server. `block` names the Prefect block with these settings, None if the job has them. The
+    repr hides token and headers.
     """
 
     address: str | None = None
@@ -38,7 +38,7 @@ class ClusterAccess:
 
     @property
     def remote(self) -> bool:
-        """Return whether runs are submitted as Ray jobs, and so do not work in this process."""
+        """Return whether runs are submitted as Ray jobs instead of being driven by this process."""
         return self.job_server is not None or self.kubernetes is not None
 
 
@@ -131,7 +131,11 @@ class Cluster(Group):
 
     @property
     def access(self) -> ClusterAccess:
-        """How to reach the cluster. Raises `ConfigError` if its block is not loaded."""
+        """How to reach the cluster.
+
+        Raises `ConfigError` if the job names a block whose settings were not loaded
+        (`with_blocks`).
+        """
         if self._access is not None:
             return self._access
         if self.block is not None:
@@ -153,7 +157,7 @@ class Cluster(Group):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the job names a running cluster, a block, or one to create on Kubernetes."""
+        """Whether the job sets an address other than local, a block, or a cluster on Kubernetes."""
         address = self.address not in (None, LOCAL)
         return bool(address or self.block or self.kubernetes.asked)
 

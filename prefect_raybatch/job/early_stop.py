@@ -1,11 +1,11 @@
-"""When an answer out of several labels (`sampling.choice`) is certain before it is complete.
+"""Decides when an answer to `sampling.choice` can be cut short: once only one label is possible.
 
 The grammar of a choice accepts a token only if its bytes continue one of the labels, so each token
-of an answer is the end or at least one byte of a label. After
+of an answer either ends it or adds at least one byte of a label. After
 
     cap = (bytes of the longest common prefix of two labels) + 1
 
-tokens an answer has ended, or its bytes are those of only one label.
+tokens, an answer has ended, or its bytes occur in only one label.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty"
 def may_stop_early(arguments: Mapping[str, Any]) -> bool:
     """Return whether answers may be cut short in an engine with these vLLM arguments.
 
-    They may if xgrammar alone decides which tokens are allowed.
+    They may if only xgrammar's grammar, and no other argument, decides which tokens are allowed.
     """
     forms = arguments.get("structured_outputs_config") or {}
     backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)
@@ -42,9 +42,10 @@ def may_stop_early(arguments: Mapping[str, Any]) -> bool:
 
 
 def labels_to_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the labels of a request whose answer may be cut short once one label is certain.
+    """Return the labels of a request whose answer may be cut short once only one label is possible.
 
-    `fields` are its sampling fields. Returns None for any other request.
+    `fields` are the request's sampling fields. Returns None if they do not ask for a label, or if
+    another field needs the whole answer.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     labels = _labels(given)
@@ -56,7 +57,10 @@ def labels_to_cut_short(fields: Mapping[str, Any]) -> Sequence[str] | None:
 
 
 def may_continue_answer(fields: Mapping[str, Any]) -> bool:
-    """Return whether a second request can continue an answer that was cut short."""
+    """Return whether a second request could continue an answer that was cut short.
+
+    `fields` are the request's sampling fields. False with several answers, a seed or penalties.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
     if given.get("n", 1) != 1 or "seed" in given:
         return False
@@ -64,7 +68,7 @@ def may_continue_answer(fields: Mapping[str, Any]) -> bool:
 
 
 def label_cap(labels: Sequence[str]) -> int:
-    """Return the number of tokens after which only one label is left, for any tokenizer."""
+    """Return after how many tokens, of any tokenizer, an answer can only be one of the labels."""
     texts = sorted({label.encode() for label in labels})
     return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
 
@@ -76,7 +80,7 @@ def _shared(one: bytes, other: bytes) -> int:
 
 
 def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the allowed answers of a request, or None if it has no list of them.
+    """Return the allowed answers in a request's sampling fields; None if these do not list any.
 
     They are in `choice` or `structured_outputs.choice`.
     """
@@ -86,7 +90,10 @@ def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the labels of a request if nothing else constrains its answer; else None."""
+    """Return the labels in a request's sampling fields; None without labels.
+
+    Also None if another structured output constrains the answer, or a label is no text.
+    """
     form = given.get("structured_outputs")
     if form is not None and not (isinstance(form, Mapping) and set(form) == {"choice"}):
         return None

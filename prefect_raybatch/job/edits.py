@@ -1,4 +1,4 @@
-"""A job with fields changed or its placeholders filled in, before it is compiled."""
+"""Changes fields of a job, or fills in its placeholders, before it is compiled."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from prefect_raybatch.job.placeholders import day_of_run, placeholders_in, rende
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
-    """Return the job with fields changed, such as {"source.limit": 5}, checked as a job file is.
+    """Return the job with the fields in `changes` replaced, e.g. {"source.limit": 5}; validated.
 
-    `where` names the job in messages. If the cluster's settings were loaded from a block, they are
-    kept unless the job then names another block. Raises `ConfigError` for an unknown field, and if
-    the changed job is invalid.
+    `where` names the job in messages. Settings of the cluster that were loaded from a block are
+    kept unless the changed job names another block. Raises `ConfigError` for an unknown field, and
+    if the changed job is invalid.
     """
     if not changes:
         return job
@@ -39,17 +39,17 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
 
 
 def job_of_fields(fields: Mapping[str, Any], changes: Mapping[str, object], where: str) -> BatchJob:
-    """Return the validated job of plain values `fields`, with `changes` made as by `edited`."""
+    """Return the validated job with the plain values `fields`, changed as by `edited`."""
     return edited(BatchJob.from_dict(fields, where), changes, where)
 
 
 def first_of(job: BatchJob) -> BatchJob:
-    """Return the job in which the first model of a cascade answers all rows."""
+    """Return the job with which a cascade's first model answers all rows."""
     return edited(job, first_changes(job.to_dict()), "the first model of the cascade")
 
 
 def larger_of(job: BatchJob) -> BatchJob:
-    """Return the job of the larger model of a cascade; the job itself without a cascade."""
+    """Return the job with which a cascade's larger model answers rows; without a cascade, `job`."""
     if job.output.escalate.engine is None:
         return job
     return edited(job, larger_changes(job.to_dict()["output"]), "output.escalate.to")
@@ -58,8 +58,8 @@ def larger_of(job: BatchJob) -> BatchJob:
 def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = None) -> BatchJob:
     """Return the job that judges the rows of the file `rows`; its runs are written below `runs`.
 
-    That job uses the cluster of `job` and may cost at most `max_cost` (None: no limit). A hosted
-    judge is asked from this machine if the cluster takes only Ray jobs.
+    It may cost at most `max_cost` (None: no limit). It runs on the cluster of `job`; but if that
+    accepts only Ray jobs, a hosted judge is called from this machine.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
     access = job.cluster.access_if_loaded
@@ -77,7 +77,10 @@ def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def shown_job(job: object) -> dict[str, Any] | None:
-    """Return a job, or the fields of one, with its secrets masked; None if it is not valid."""
+    """Return a job's plain values with secrets masked; None if it is not valid.
+
+    `job` is a `BatchJob`, or a mapping of its plain values.
+    """
     if isinstance(job, Mapping):
         with suppress(ConfigError, TypeError, ValueError):
             job = BatchJob.from_dict(job)
@@ -108,19 +111,20 @@ def with_store_options(
 
 
 def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
-    """Return the job with a block's fields in `engine.endpoint`; the job's have precedence.
+    """Return the job with the `fields` of its Prefect block added to `engine.endpoint`.
 
-    Raises `ConfigError` if the job has another URL, which would get the block's key.
+    Fields that the job sets take precedence. Raises `ConfigError` if the job sets another URL than
+    the block, because that server would get the block's key.
     """
     made = _endpoint_of_block("engine.endpoint", job.engine.endpoint, fields)
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
 
 
 def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
-    """Return the job with a block's fields in `quality.judge.endpoint`; the job's have precedence.
+    """Return the job with the `fields` of its Prefect block added to `quality.judge.endpoint`.
 
-    Raises `ConfigError` as `with_endpoint_fields` does, and if limits.max_cost needs prices that
-    neither job nor block has.
+    Fields that the job sets take precedence. Raises `ConfigError` if the job sets another URL than
+    the block, and if limits.max_cost needs prices that neither the job nor the block has.
     """
     quality, judge = job.quality, job.quality.judge
     own = ModelEndpoint.model_validate(judge.endpoint)
@@ -138,10 +142,10 @@ def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
 def _endpoint_of_block(
     where: str, endpoint: ModelEndpoint, fields: Mapping[str, object]
 ) -> ModelEndpoint:
-    """Return `endpoint` with the fields of its Prefect block added; its own take precedence.
+    """Return `endpoint` with the `fields` of its Prefect block added; its own take precedence.
 
-    Raises `ConfigError` if its URL is not the block's, whose key must go nowhere else. `where` is
-    the job field that the message names.
+    Raises `ConfigError` if it has another URL than the block, because the block's key must not be
+    sent there. `where` is the job field that the message names.
     """
     own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
     own = {name: value for name, value in own.items() if value is not None}
@@ -154,10 +158,10 @@ def _endpoint_of_block(
 
 
 def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
-    """Return the job with the text of `output.schema_model` in place of a class or file.
+    """Return the job with `output.schema_model` as the text of a JSON Schema; unchanged if not set.
 
-    `text` is by default the schema that the class or file holds now. Raises `ConfigError` for one
-    that cannot be loaded, or that no engine accepts.
+    `text` is the schema; by default it is loaded from the class or file. Raises `ConfigError` if
+    that cannot be loaded, or if no engine accepts it.
     """
     if job.output.schema_model is None:
         return job
@@ -167,14 +171,14 @@ def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
 
 
 def with_template_text(job: BatchJob, text: str) -> BatchJob:
-    """Return the job with `text` as its chat template, in place of a file's name."""
+    """Return the job with `text` as its chat template, which may have been the name of a file."""
     return job.model_copy(update={"prompt": job.prompt.model_copy(update={"chat_template": text})})
 
 
 def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
-    """Return the job with each `try-fp8` replaced by the `decided` engine arguments.
+    """Return the job with its `try-fp8` fields replaced by the engine arguments `decided`.
 
-    {}: the model is used in the precision in which it is stored.
+    With {}, these fields are unset: the model is used in the precision in which it is stored.
     """
     if not precision_tries(job.engine):
         return job
@@ -189,16 +193,16 @@ def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
 
 
 def job_placeholders(job: BatchJob) -> set[str]:
-    """Return which of the placeholders run_date and run_key a job uses.
+    """Return which of the placeholders run_date and run_key must be filled in before a run.
 
-    In the targets of output.publish only {run_date} counts: publishing fills in {run_key}, because
-    a retry run has another key.
+    A {run_key} in the targets of output.publish does not count: it is filled in when publishing,
+    because a retry run has another key.
     """
     return _location_placeholders(job) | ({"run_date"} if targets_are_dated(job.output) else set())
 
 
 def locations_are_dated(job: BatchJob) -> bool:
-    """Return whether {run_date} is in a job's input, or in the place where its runs are written."""
+    """Return whether {run_date} is used in the job's source or in output.uri."""
     return "run_date" in _location_placeholders(job)
 
 
@@ -213,21 +217,24 @@ def targets_are_dated(output: Output) -> bool:
 
 
 def render_for_today(job: BatchJob) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in as for a run planned today."""
+    """Return the job with {run_date} and {run_key} filled in as for a run scheduled today."""
     return render_placeholders(job, f"{job.name}-{today():%Y%m%d}T000000Z")
 
 
 def render_placeholders(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in.
+    """Return the job with {run_date} and {run_key} filled in; unchanged without placeholders.
 
-    Without `run_date`, use the date in the run key; raise `ConfigError` if there is none. A job
-    without placeholders is unchanged.
+    A {run_key} in publish targets is left. Without `run_date`, the date in the run key is used;
+    raises `ConfigError` if there is none.
     """
     return render_targets(render_locations(job, run_key, run_date), run_key, run_date)
 
 
 def render_locations(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in, except in its publish targets."""
+    """Return the job with {run_date} and {run_key} filled in, except in output.publish.
+
+    Arguments and errors are those of `render_placeholders`.
+    """
     words = _location_placeholders(job)
     if not words:
         return job
@@ -237,7 +244,10 @@ def render_locations(job: BatchJob, run_key: str, run_date: date | None = None) 
 
 
 def render_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Return the job with {run_date} filled in, only in its publish targets."""
+    """Return the job with {run_date} filled in only in output.publish.
+
+    Arguments and errors are those of `render_placeholders`.
+    """
     if not targets_are_dated(job.output):
         return job
     when = day_of_run(run_key, run_date)

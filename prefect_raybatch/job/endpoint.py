@@ -143,9 +143,10 @@ class ModelEndpoint(Group):
 
 
 def models_beside_endpoints(value: Mapping[str, Any]) -> dict[FieldPlace, str]:
-    """Return {place of the field: error} for each `model` that a job file sets beside `endpoint`.
+    """Return {path of the field: error} for each `model` that a job file sets beside an `endpoint`.
 
-    The validated job does not show whether a default value was written in the job file.
+    `value` holds the plain values of the file: in a validated job, a `model` that was written
+    cannot be told from the default.
     """
     faults: dict[FieldPlace, str] = {}
     for place in (("engine",), ("output", "escalate", "to")):
@@ -162,7 +163,7 @@ def models_beside_endpoints(value: Mapping[str, Any]) -> dict[FieldPlace, str]:
 
 
 def check_endpoint_url(url: str) -> str:
-    """Return the URL without a slash at its end; raise ValueError if it is no base URL."""
+    """Return the URL without a slash at its end; raise ValueError if it is not a base URL."""
     without_user(url)
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -177,7 +178,10 @@ def check_endpoint_url(url: str) -> str:
 
 
 def check_key(key: str) -> str:
-    """Return the key; raise ValueError, without quoting it, if no HTTP header can hold it."""
+    """Return the API key; raise ValueError, without quoting it, if it cannot be sent in a header.
+
+    A bare name of an environment variable is rejected, too: it must be written as ${NAME}.
+    """
     if not HEADER_TEXT.fullmatch(key):
         raise ValueError(
             "is empty or contains spaces or control characters; write ${NAME} of an environment "

@@ -180,7 +180,7 @@ class Engine(Group):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Return True for `env`, and for vLLM arguments without a field here."""
+        """Return whether `name` is `env` or a vLLM argument that is no field of this class."""
         return name == "env" or name not in cls.model_fields
 
     _model = field_check("model", "adapter", by=without_user)
@@ -240,7 +240,7 @@ class Engine(Group):
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the vLLM arguments that the job sets and that are no field here, {name: value}."""
+        """Return the vLLM arguments that the job sets besides the fields of this class, by name."""
         return dict(self.model_extra or {})
 
     @property
@@ -250,9 +250,9 @@ class Engine(Group):
 
     @property
     def context(self) -> int | None:
-        """`max_model_len` in tokens; None for the model's own, and for `auto`.
+        """`max_model_len` as a number of tokens; None if it is not set or `auto`.
 
-        `decide` of the compiled spec later replaces `auto` by a number.
+        For `auto`, the compiled spec's `decide` chooses the number later.
         """
         return None if self.max_model_len == "auto" else self.max_model_len
 
@@ -262,7 +262,7 @@ class Engine(Group):
 
 
 def _check_shared_gpu(engine: Engine) -> None:
-    """Raise ValueError if engines that each use several GPUs are to share a GPU."""
+    """Raise ValueError if several engines share a GPU although each engine uses several GPUs."""
     shares = engine.engines_per_gpu != "auto" and engine.engines_per_gpu > 1
     if shares and engine.gpus_per_replica > 1:
         raise ValueError(
@@ -272,7 +272,7 @@ def _check_shared_gpu(engine: Engine) -> None:
 
 
 def _check_spanning(engine: Engine) -> None:
-    """Raise ValueError if an engine that may span nodes has fewer than two GPUs."""
+    """Raise ValueError if an engine that may span nodes has only one GPU, or runs on CPUs."""
     if not engine.spans_nodes:
         return
     if engine.gpus_per_replica == 1:
@@ -291,9 +291,9 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """Return the settings to try in this order until one passes, each {engine argument: value}.
+    """Return the settings to try in this order until one passes, each {engine argument: "fp8"}.
 
-    First all `try-fp8` of the job together, then each alone; [] if the job has none.
+    First all fields that are `try-fp8` together, then each alone; [] if there are none.
     """
     names = [name for name in PRECISION_FIELDS if engine.given.get(name) == TRY_FP8]
     if not names:
@@ -303,6 +303,6 @@ def precision_tries(engine: Engine) -> list[dict[str, str]]:
 
 
 def without_tries(engine: Engine) -> dict[str, Any]:
-    """Return an engine's vLLM arguments, {name: value}, without those that are `try-fp8`."""
+    """Return the engine's vLLM arguments, {name: value}, except those whose value is `try-fp8`."""
     undecided = {name for tried in precision_tries(engine) for name in tried}
     return {name: value for name, value in engine.given.items() if name not in undecided}

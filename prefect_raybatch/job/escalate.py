@@ -111,9 +111,10 @@ class Escalate(Group):
 
 
 def check_second_engine(value: Mapping[str, Any], who: str, may_name_block: bool = False) -> None:
-    """Raise ValueError if a mapping is no engine of a second model; `who` names that model.
+    """Raise ValueError if `value` is not a valid engine for a second model of the job.
 
-    `may_name_block`: the endpoint may name a saved Prefect block.
+    `who` is what the message calls that model. With `may_name_block`, its endpoint may be a saved
+    Prefect block.
     """
     try:
         engine = Engine.model_validate(value)
@@ -157,9 +158,9 @@ OF_LARGER_ALONE: dict[str, object] = {
 
 
 def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
-    """Return {field: new value} that makes a job with a cascade the job of its first model.
+    """Return {field: new value} that turns a job with a cascade into the job of its first model.
 
-    `job` are the job's plain values.
+    `job` holds the job's plain values.
     """
     output, logprobs = job["output"], job.get("sampling", {}).get("logprobs")
     when, classifies = output["escalate"].get("when", {}), "classifier" in job.get("engine", {})
@@ -183,13 +184,13 @@ def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
 
 
 def larger_fields(error: str) -> str:
-    """Return an error text about the larger model with its fields named as in output.escalate."""
+    """Return an error about the larger model, with output.escalate.to.X in place of engine.X."""
     return re.sub(r"(?<![\w.])engine\.", "output.escalate.to.", error)
 
 
 def larger_changes(output: Mapping[str, Any]) -> dict[str, object]:
-    """Return {field: new value} that makes a job with a cascade the job of its larger model.
+    """Return {field: new value} that turns a job with a cascade into the job of its larger model.
 
-    `output` are the plain values of the job's group `output`.
+    `output` holds the plain values of the job's group `output`.
     """
     return {"output.escalate": {}, "engine": output["escalate"]["to"]}

@@ -1,6 +1,6 @@
-"""`~`, $NAME and ${NAME} in the paths and URIs of a job file that its owner runs.
+"""Expands `~`, $NAME and ${NAME} in the paths and URIs of a job file that its owner runs.
 
-Jobs that come from elsewhere (Prefect's API, a job server) are never expanded: their authors would
+Jobs that come from elsewhere (Prefect's API, a job server) are never expanded: their authors could
 read the environment of the machine where the flow runs.
 """
 
@@ -43,9 +43,10 @@ Faults = dict[FieldPlace, str]
 
 
 def expanded(value: Mapping[str, Any]) -> tuple[dict[str, Any], Faults]:
-    """Return (values of a job file with its paths expanded, {place of a field: what is wrong}).
+    """Return a copy of the values of a job file with paths expanded, and {path of a field: error}.
 
-    Expands nothing in a job that comes through Prefect's API or a job server.
+    An error is a variable that is not set. Nothing is expanded in a job that comes through
+    Prefect's API or a job server.
     """
     made, faults = copy.deepcopy(dict(value)), Faults()
     if policy_in_force().limited:
@@ -86,9 +87,9 @@ def _expanded(value: object, place: FieldPlace, faults: Faults) -> object:
 
 
 def anchored(value: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values of a job file, with `folder` put before each relative `file.py:NAME`.
+    """Return the values of a job file with `folder` put before each relative `file.py:NAME`.
 
-    Such values name functions and classes. Changes `value`.
+    NAME is a function or class. Changes `value` in place.
     """
     for field in FUNCTION_FIELDS:
         group, name = field.split(".")

@@ -1,4 +1,4 @@
-"""Explains what is wrong with a job's fields, one per line: where, what is wrong, what to write."""
+"""Explains what is wrong with a job, a line for each fault: field, what is wrong, what to write."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def explain(
     text: YamlText = NO_TEXT,
     more: Mapping[FieldPlace, str] | None = None,
 ) -> str:
-    """Return a pydantic error as lines that name the field, what is wrong, and the value.
+    """Return the errors in a job as lines that name the field, what is wrong, and the value.
 
+    `error` is pydantic's, about the class `model`; `more` maps paths of fields to further errors.
     `where` begins each line. `text` is the job file, for line numbers and for values as written.
-    `more` maps places to further errors.
     """
     found = [] if error is None else error.errors(include_url=False)
     items = [(item, *_place(model, item["loc"])) for item in found]
@@ -92,9 +92,10 @@ def explain(
 
 
 def _line_of(message: str, place: FieldPlace, text: YamlText) -> int | None:
-    """Return the line number, in `text`, of the field that a message is about.
+    """Return the number of the line in `text` that a message about `place` refers to.
 
-    This is the field below `place` with which the message begins, else `place` itself.
+    If the message begins with the name of a field inside `place`, this is the line of that field.
+    None if unknown.
     """
     first = re.match(r"\w+(\.\w+)*", message)
     inner = (*place, *first[0].split(".")) if first else place
@@ -103,9 +104,9 @@ def _line_of(message: str, place: FieldPlace, text: YamlText) -> int | None:
 
 
 def _joined(messages: list[str]) -> Iterator[str]:
-    """Yield the lines of the messages about one place, of which those of a union become one.
+    """Yield the lines of the messages about one field, with those about types joined into one line.
 
-    That one is such as "must be a number or a list (value: ...)".
+    For example "must be a number or a list (value: ...)" for a union.
     """
     value = messages[-1][messages[-1].find(" (value: ") :] if " (value: " in messages[-1] else ""
     plain = [message.removesuffix(value) for message in messages]
@@ -138,7 +139,7 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
 
 
 def _fault(item: ErrorDetails) -> str:
-    """Return what is wrong with a value: a text of MUST_BE, or the message of our own check."""
+    """Return what is wrong with a value, by MUST_BE or else by the message of our own check."""
     needed = MUST_BE.get(item["type"])
     if needed is None:
         text: str = item["msg"].removeprefix("Value error, ")
@@ -153,15 +154,15 @@ def _fault(item: ErrorDetails) -> str:
 
 
 def _nearest_name(place: FieldPlace, kind: object) -> str | None:
-    """Return the field of `kind` most similar to an unknown one; None if none is similar."""
+    """Return the field of the group `kind` most similar to the end of `place`; None if none is."""
     close = get_close_matches(str(place[-1]), sorted(_names(kind)), n=1)
     return close[0] if close else None
 
 
 def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
-    """Return the message about a value `given` where the group `kind` (a mapping) must be.
+    """Return the message about a value `given` that is not a mapping of the fields of `kind`.
 
-    `name` is the group's last name.
+    `name` is the last part of the path of that group of fields.
     """
     first, field = next(iter(kind.model_fields.items()))
     kinds = (field.annotation, *get_args(field.annotation))
@@ -179,9 +180,10 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
 
 
 def _no_text(given: object, written: str | None, hidden: bool) -> str:
-    """Return the message about a value that must be text and that YAML read as something else.
+    """Return the message about a value that must be text, but which YAML read as something else.
 
-    `given` is what YAML read, `written` its original text, if known. `hidden`: do not quote it.
+    `given` is what YAML read, `written` the original text, None if unknown. `hidden`: do not quote
+    it.
     """
     if isinstance(given, dict):
         return "must be text and is a mapping; put quotes around text that begins with {"
@@ -207,11 +209,11 @@ def _no_text(given: object, written: str | None, hidden: bool) -> str:
 
 
 def _place(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[FieldPlace, object, bool]:
-    """Return (names, kind, branch) of the place of an error.
+    """Return (path, type, is_branch) for the location `loc` of a pydantic error.
 
-    `names`: the place as a user writes it, without pydantic's names of union branches; `kind`: what
-    is expected there, for an unknown field its group; `branch`: whether the place ends with a union
-    branch.
+    The path is as a user writes it, without pydantic's names for members of unions. The type is
+    what is expected there; for an unknown field, the class of its group. `is_branch` is true if
+    `loc` ends with the name of a union's member.
     """
     kind: object = model
     names: list[int | str] = []

@@ -1,7 +1,7 @@
-"""Parses source.filter: a small part of SQL's WHERE.
+"""Parses source.filter: a small part of SQL's WHERE, the same for all formats.
 
-One language for all formats. NOT is moved inwards while parsing, so the result is AND and OR over
-conditions on one column, each of which can be passed to any format's own reader.
+NOT is moved inwards while parsing, so the result is AND and OR over conditions on one column, each
+of which can be passed to any format's own reader.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ _OPPOSITE = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def parse_filter(text: str) -> Condition:
-    """Return the conditions of a filter.
+    """Parse the text of a filter and return its condition.
 
-    Raises ValueError with the position and what is expected.
+    Raises ValueError with the position and what is expected there.
     """
     if not text.strip():
         raise ValueError("is empty; write a condition such as amount > 10, or remove it")
@@ -124,7 +124,7 @@ class _Token:
 
     @property
     def keyword(self) -> str:
-        """Return the token in capitals if it may be a keyword or is a sign, else ""."""
+        """Return a word or sign in capitals; "" for a number, a quoted text or the end."""
         return self.value.upper() if self.kind in ("word", "sign") else ""
 
 

@@ -1,4 +1,4 @@
-"""Says in one line what is wrong with a user's function, with its file and line."""
+"""Checks the functions that a job names, with messages that give the function's file and line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from prefect_raybatch.errors import ConfigError
 def check_defined_in(
     value: object, module: str, attribute: str, field: str, place: str | None = None
 ) -> None:
-    """Raise `ConfigError` unless a function or class is defined in the module that names it.
+    """Raise `ConfigError` unless the function or class is defined in `module`.
 
-    A name that a module only imports may be anything, such as `subprocess.check_call`. `place` is
-    how the job names the module, by default as `module`.
+    A name that a module only imports may be anything, such as `subprocess.check_call`. `attribute`
+    is the name in the module, `field` the job field that names it, and `place` how the job writes
+    the module, by default as `module`.
     """
     while isinstance(value, (functools.partial, functools.partialmethod)):
         value = value.func
@@ -44,7 +45,10 @@ def check_defined_in(
 
 
 def check_call(function: Callable[..., Any], name: str, field: str) -> None:
-    """Raise `ConfigError` if a function cannot be called with one argument, the row."""
+    """Raise `ConfigError` if a function cannot be called with a row, or is async or a generator.
+
+    `name` is how the job names it, in the job field `field`.
+    """
     called = (function, type(function).__call__)  # the latter counts if it is an object
     if any(inspect.iscoroutinefunction(one) for one in called):
         raise ConfigError(f"{field}: {name} is async{defined_at(function)}; write it with `def`")
@@ -66,13 +70,13 @@ def check_call(function: Callable[..., Any], name: str, field: str) -> None:
 
 
 def defined_at(function: object) -> str:
-    """Return the file and line of a function in parentheses, "" if it has none."""
+    """Return " (FILE, line N)" for a function, to append to a message; "" if that is unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def import_failure(module: str, error: BaseException) -> str:
-    """Return in a line what a module's own code raised on import, and where."""
+    """Return a one-line message: what a module's own code raised on import, and where."""
     if isinstance(error, SyntaxError):
         reason, place = error.msg, f"{error.filename}, line {error.lineno}"
     else:

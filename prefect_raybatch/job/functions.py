@@ -1,6 +1,7 @@
 """Loads the functions that a job names.
 
-They come from modules that the operator installed; a job's owner may also use `own_code`.
+They come from modules that the operator installed; the owner of a job may also use files and
+notebooks (`own_code`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ UNLISTED = ("__mp_main__", "_distutils_hack", "builtins", "test")
 
 
 def check_module(module: str, field: str) -> None:
-    """Raise `ConfigError` unless the policy allows functions of `module`. Imports nothing."""
+    """Raise `ConfigError` if `module` is part of Python or not allowed by the policy.
+
+    `field` is the job field that names it. Imports nothing.
+    """
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in UNLISTED:
         raise ConfigError(
@@ -44,7 +48,7 @@ def check_module(module: str, field: str) -> None:
 def check_place(name: str, field: str) -> None:
     """Raise `ConfigError` unless the policy in force allows the function or class `name`.
 
-    `name` is e.g. package.module:function. Imports nothing.
+    `name` is e.g. package.module:function, in the job field `field`. Imports nothing.
     """
     if is_own_code(name):
         check_owner(name, field)
@@ -55,7 +59,8 @@ def check_place(name: str, field: str) -> None:
 def load_function(name: str, field: str) -> Callable[..., Any]:
     """Return the callable `package.module:function`, `file.py:function` or `__main__:function`.
 
-    Raises `ConfigError` that names `field` if it cannot be loaded, or called with a row.
+    Raises `ConfigError` that names the job field `field` if it cannot be loaded, or cannot be
+    called with a row.
     """
     if is_own_code(name):
         own = name if isinstance(name, OwnFunction) else OwnFunction(name, field)
@@ -91,18 +96,17 @@ def _module_function(name: str, field: str) -> Callable[..., Any]:
 
 
 def _is_inside(module: str, error: ImportError) -> bool:
-    """Return whether the module was found, and an import within it failed."""
+    """Return whether the module itself was found, so that `error` is of an import inside it."""
     missing = error.name or ""
     return not (module == missing or module.startswith(f"{missing}."))
 
 
 def source_digest(name: str, field: str) -> str:
-    """Return the SHA-256 of the source file of the function's module.
+    """Return the SHA-256 of the source file that defines a function, so that helpers there count.
 
-    It changes with a helper in the same file too.
-
-    Falls back to the function's own source, then to its name (a builtin has none). A function that
-    is sent to the workers by value is also pickled on trial: raises `ConfigError` if that fails.
+    Without a source file, it is that of the function's own source, else of its name (for a
+    builtin). A function that is sent to the workers by value is pickled on trial. Raises
+    `ConfigError` if the function cannot be loaded or pickled.
     """
     function = load_function(name, field)
     if is_own_code(name):

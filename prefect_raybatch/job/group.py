@@ -37,10 +37,9 @@ def field(default: Any = ..., *, title: str, text: str, **kwargs: Any) -> Any:
 def field_check(
     *fields: str, by: Callable[[Any], object], mode: Literal["before", "after"] = "after"
 ) -> Any:
-    """Return a pydantic validator that calls `by` with the value of each of the fields.
+    """Return a pydantic validator that replaces the value of each of the fields by `by(value)`.
 
-    With mode "after", None is not checked. The field gets what `by` returns; if that is None, it
-    keeps its value.
+    If `by` returns None, the value is kept. With mode "after", `by` is not called for None.
     """
 
     def check(value: object) -> object:
@@ -57,7 +56,7 @@ TABS = {
 
 
 def show_plainly(field: dict[str, Any]) -> None:
-    """Simplify unions in a field's schema, for Prefect's form.
+    """Simplify unions in a field's JSON schema, in place, for Prefect's form.
 
     The form shows a union as tabs named after Python's types, and users must find the right tab
     first. So an optional field becomes a plain one without a default (Prefect's server accepts null
@@ -114,9 +113,9 @@ class Group(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema, with each field as the Prefect form shows it best.
+        """Return the schema, with unions simplified and fields in the order of this class.
 
-        The form sorts fields by `position`, else by name.
+        Prefect's form sorts fields by `position`, else by name.
         """
         schema = handler(core_schema)
         # As what is written out, a group is any object: which keys are hidden is told only then.

@@ -102,5 +102,5 @@ class Images(Group):
 
     @property
     def most(self) -> int:
-        """Return how many images a row may have."""
+        """Return the maximum number of images of a row."""
         return self.per_row or 1

@@ -1,4 +1,4 @@
-"""A job as plain values: read from its file, changed field by field."""
+"""Reads a job file as plain values, and changes such values field by field."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ MAX_VALUES = 100_000  # in a job file; a few aliases of aliases can stand for bi
 
 
 def read_job_file(path: str | Path) -> YamlText:
-    """Return the content of a job file.
+    """Return the content of a job file, with the lines of its fields.
 
-    Raises `ConfigError` if it is missing, not YAML, no mapping, or repeats a key.
+    Raises `ConfigError` if it is missing, not YAML, not a mapping, or too large, or if it repeats a
+    key.
     """
     from prefect_raybatch.job.yaml_text import read_yaml
 
@@ -56,10 +57,10 @@ def read_job_file(path: str | Path) -> YamlText:
 
 
 def with_line(message: str, path: str) -> str:
-    """Return a message about a field with the job file and the line of the field put in front.
+    """Return a message about a field with the job file and the field's line number put before it.
 
-    The message is unchanged if it does not begin with a field of the file, or the file is
-    unreadable.
+    The message is unchanged if it does not begin with a field that is in the file, or if the file
+    is unreadable.
     """
     named = re.match(r"(\w+(?:\.\w+)+): ", message)
     if named is None:
@@ -78,9 +79,9 @@ def with_line(message: str, path: str) -> str:
 
 
 def with_fields(value: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
-    """Return a job as plain values with `changes` ({"sampling.max_tokens": 99}) made in a copy.
+    """Return a copy of a job's plain values with `changes`, e.g. {"sampling.max_tokens": 99}.
 
-    Missing groups are created; raises `ConfigError` if a field is used as a group.
+    Missing groups are created. Raises `ConfigError` if a field is used as a group.
     """
     made = copy.deepcopy(dict(value))
     for field, new in changes.items():
@@ -95,7 +96,7 @@ def with_fields(value: Mapping[str, Any], changes: Mapping[str, object]) -> dict
 
 
 def _fits(value: object) -> bool:
-    """Return whether a value holds at most MAX_VALUES values; stops counting there."""
+    """Return whether `value` has at most MAX_VALUES values, counting nested ones and aliases."""
     waiting, seen = [value], 0
     while waiting and seen <= MAX_VALUES:
         seen += 1

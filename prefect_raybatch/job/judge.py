@@ -95,7 +95,7 @@ class Judge(Group):
 
     @property
     def name(self) -> str:
-        """Return the name of the judge's model, or of its block while that is not loaded."""
+        """Return the name of the judge's model; of its Prefect block if that is not loaded yet."""
         return str(self.model or self.endpoint.get("model") or self.endpoint.get("block"))
 
     @property
@@ -143,9 +143,10 @@ def judge_job(
 
 
 def _cluster(cluster: Mapping[str, Any], judge: Judge) -> dict[str, Any]:
-    """Return the fields of the judge's cluster: the job's, or this machine with the job's prices.
+    """Return the fields of the judge's cluster: usually those of the job's.
 
-    This machine asks a hosted judge if the job's runs are submitted as Ray jobs.
+    If the job's runs are submitted as Ray jobs, a hosted judge is called from this machine; then
+    only the prices and the currency are kept.
     """
     remote = ("job_server", "kubernetes")
     if judge.model or not any(cluster.get(name) for name in remote):
@@ -155,7 +156,7 @@ def _cluster(cluster: Mapping[str, Any], judge: Judge) -> dict[str, Any]:
 
 
 def judge_fields(error: str) -> str:
-    """Return an error about the judge's job, with its fields named as in quality.judge."""
+    """Return an error about the judge's job with its fields renamed to those of quality.judge."""
     error = error.replace("prompt.template", "quality.judge.prompt")
     error = re.sub(r"\bengine\.(model|endpoint)\b", r"quality.judge.\1", error)
     return re.sub(r"(?<![\w.])engine\.", "quality.judge.engine.", error)

@@ -41,7 +41,10 @@ SHAPE = (
 
 
 def quantity(text: object) -> Decimal:
-    """Return the value of a quantity such as 500m, 8 or 32Gi; raise ValueError otherwise."""
+    """Return the value of a Kubernetes quantity such as 500m, 8 or 32Gi.
+
+    Raises ValueError for anything else.
+    """
     match = None if isinstance(text, bool) else QUANTITY.fullmatch(str(text))
     if match is None:
         raise ValueError(
@@ -53,7 +56,11 @@ def quantity(text: object) -> Decimal:
 
 @dataclass(frozen=True)
 class PodShape:
-    """Settings of a cluster's pods without a manifest: the job's fields, defaults filled in."""
+    """Sizes of the pods of a cluster without a manifest: the job's fields, with defaults filled in.
+
+    `workers` is the number of worker pods and `gpus` the GPUs of each. The other fields are
+    Kubernetes quantities of one pod, such as 500m or 32Gi.
+    """
 
     workers: int
     gpus: int
@@ -65,7 +72,7 @@ class PodShape:
 
     @property
     def head_ray_cpus(self) -> int:
-        """Return the CPUs that Ray is told about on the head."""
+        """Return the number of CPUs that Ray may use on the head: whole ones, at least 1."""
         return max(1, int(quantity(self.head_cpu)))
 
 
@@ -300,9 +307,9 @@ class Kubernetes(Group):
 
 
 def check_manifest(value: Mapping[str, object]) -> None:
-    """Raise ValueError that names the field of a RayCluster that a run cannot use.
+    """Raise ValueError if a run cannot use this RayCluster manifest; the message names the field.
 
-    A credential in clear text is such a field.
+    Credentials in clear text are refused, too.
     """
     kind = (value.get("apiVersion"), value.get("kind"))
     if kind != ("ray.io/v1", "RayCluster"):

@@ -129,7 +129,7 @@ class Limits(Group):
     _known_duration = field_check("deadline", by=check_duration)
 
     def _limits(self) -> dict[str, float]:
-        """Return {field: value} of the set limits of failed rows, else of the default limit."""
+        """Return {field: value} of the limits on failed rows; the default limit if none is set."""
         given = {
             name: getattr(self, name) for name in FAILED_LIMITS if getattr(self, name) is not None
         }
@@ -138,9 +138,8 @@ class Limits(Group):
     def allowed(self, rows: int) -> int:
         """Return how many of `rows` planned rows may fail; the lowest of several limits counts.
 
-        A fraction is rounded down; `max_failed_fraction` above 0 allows at least one row, and below
-        1 not all of them, so that one failed row of 20 does not fail a run, and a run whose only
-        row failed does not pass.
+        A fraction is rounded down, but above 0 it allows at least one row, and below 1 never all of
+        them. So one failed row of 20 does not fail a run, and a run whose only row failed fails.
         """
         allowed = []
         for name, value in self._limits().items():
@@ -152,13 +151,13 @@ class Limits(Group):
         return min(allowed)
 
     def sentence_start(self, rows: int) -> str:
-        """Return the limits to begin a sentence: "limits.max_failed_rows 2 (2 rows) allows"."""
+        """Return the start of a sentence, such as "limits.max_failed_rows 2 (2 rows) allows"."""
         fields = [f"limits.{name} {value}" for name, value in self._limits().items()]
         words = counted(self.allowed(rows), "row")
         return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
-        """Return the number of failed rows, of `rows`, above which the quarantine is reported."""
+        """Return the number of failed rows, of `rows`, above which warning and event are sent."""
         return (
             self.allowed(rows) // 2 if self.warn_failed is None else _share(self.warn_failed, rows)
         )

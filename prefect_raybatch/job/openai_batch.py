@@ -1,4 +1,4 @@
-"""Jobs whose input is an OpenAI batch file: fields that the file decides or that it excludes."""
+"""Jobs whose input is an OpenAI batch file: the job fields that it sets, and those it excludes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ ANSWER_EXTRAS = ("finish_reason", "prompt_tokens", "output_tokens")
 
 
 def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a job, with those added that follow from a batch file as its input.
+    """Return the fields of a job, with those added that an OpenAI batch file as its input implies.
 
-    Fields that the job itself sets are unchanged. Groups of a wrong type are left to later checks.
+    Fields that the job sets are kept, but output.extras is extended, and for a hosted model
+    sampling.max_tokens: null becomes a number. Unchanged for another input, and if a group is not a
+    mapping, which later checks report.
     """
     source = _fields(job.get("source"))
     if source is None or source.get("format") != BATCH_FORMAT:
@@ -59,9 +61,9 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _decided_fields(engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the fields that a batch file as input decides, as {group: {field: value}}.
+    """Return the fields that a batch file as input implies, as {group: {field: value}}.
 
-    `engine` are the fields of the job's engine.
+    `engine` holds the fields of the job's engine.
     """
     if engine.get("task") == "embed":
         return {"prompt": {"function": EMBEDDING_REQUEST}}
@@ -83,12 +85,12 @@ def _is_hosted(engine: Mapping[str, Any]) -> bool:
 
 
 def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job without those that an OpenAI batch file as its input decides.
+    """Return the fields of a job without those that `with_batch_fields` added.
 
-    After other fields are changed, `with_batch_fields` sets them anew, to suit the change. Fields
-    that the job itself sets stay, unless equal to the decided value. `job` has the validated
-    groups, `fields` their plain values without defaults. Returns `fields` if the source is no batch
-    file, or if the requests are not made by the function that `with_batch_fields` would set.
+    Used before other fields are changed: `with_batch_fields` then adds them again, to suit the
+    change. Fields with another value than the added one stay. `job` has the validated groups,
+    `fields` their plain values without defaults. Returns `fields` if the source is no batch file,
+    or if prompt.function is not the one that `with_batch_fields` would set.
     """
     decided = _decided_fields(fields.get("engine", {}))
     own_function = job["prompt"].function != decided["prompt"]["function"]
@@ -109,12 +111,12 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
 
 
 def _unset(group: Mapping[str, Any], *names: str) -> bool:
-    """Return whether each of these fields is missing in the group, or None."""
+    """Return whether all of these fields are missing in the group, or None."""
     return all(group.get(name) is None for name in names)
 
 
 def _fields(group: object) -> dict[str, Any] | None:
-    """Return the fields that are set in a group; None if it is no group."""
+    """Return the fields that are set in a group; None if it is neither model nor mapping."""
     if isinstance(group, BaseModel):
         return {name: value for name, value in group if name in group.model_fields_set}
     return dict(group) if isinstance(group, Mapping) else None
@@ -123,7 +125,7 @@ def _fields(group: object) -> dict[str, Any] | None:
 def check_batch_file(
     source: Source, function: str | None, sampling: Sampling, task: str, output: Output
 ) -> None:
-    """Raise ValueError for a field that does not go with an OpenAI batch file, or needs one."""
+    """Raise ValueError for fields that conflict with an OpenAI batch file as input, or need one."""
     if source.format != BATCH_FORMAT:
         if source.served_as is not None:
             raise ValueError(

@@ -227,7 +227,7 @@ class Output(Group):
 
     @property
     def parsed_columns(self) -> dict[str, str]:
-        """{job field: column} of the columns that parsers fill in addition to the answer's."""
+        """{job field: column name} for the columns that the reasoning and tool parsers add."""
         fields = {}
         if self.reasoning_parser:
             fields["output.reasoning_column"] = self.reasoning_column
@@ -242,7 +242,7 @@ class Output(Group):
 
     @property
     def answer_form(self) -> str | None:
-        """The JSON Schema of each answer, as text.
+        """The JSON Schema of answers, as text; None if the job has none.
 
         A file or class is read at each call, unless the job holds its text already
         (`with_answer_schema`).
@@ -254,7 +254,7 @@ class Output(Group):
 
     @property
     def fails_cut_off(self) -> bool:
-        """Return whether a truncated answer fails its row."""
+        """Return whether every truncated answer fails its row."""
         return self.on_cut_off == "fail" or self.schema_model is not None
 
 
@@ -270,13 +270,13 @@ def _check_column_names(output: Output) -> None:
 
 
 def _check_files(output: Output) -> None:
-    """Raise ValueError for publish targets without compact, which writes the published files."""
+    """Raise ValueError for publish targets without `compact`, because its files are published."""
     if output.publish and not output.compact:
         raise ValueError("publish needs the files in data/, and compact is off; set compact: true")
 
 
 def _check_types(output: Output) -> None:
-    """Raise ValueError for output.schema without output.postprocess, whose columns it types."""
+    """Raise ValueError for output.schema without output.postprocess, whose columns it describes."""
     if output.output_schema is not None and output.postprocess is None:
         raise ValueError(
             "schema needs postprocess, whose columns it describes; set postprocess, or remove "
@@ -285,7 +285,7 @@ def _check_types(output: Output) -> None:
 
 
 def _check_parsers(output: Output) -> None:
-    """Raise ValueError for a parser that does not go with the form of the answers."""
+    """Raise ValueError for a parser that cannot be combined with probabilities or a schema."""
     if output.probabilities and output.reasoning_parser is not None:
         raise ValueError(
             "probabilities and reasoning_parser exclude each other: probabilities are taken "
@@ -299,7 +299,7 @@ def _check_parsers(output: Output) -> None:
 
 
 def _check_cut_off(output: Output) -> None:
-    """Raise ValueError if truncated answers are to be kept and to match a schema."""
+    """Raise ValueError if truncated answers are to be kept although answers must match a schema."""
     if output.schema_model is not None and output.on_cut_off == "keep":
         raise ValueError(
             "on_cut_off: keep cannot be combined with schema_model, which a truncated answer "

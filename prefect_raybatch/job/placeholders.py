@@ -1,6 +1,6 @@
 """{run_date} and {run_key}: placeholders in the input and output locations of a job.
 
-`job.edits` fills them in once, where a run begins, and everything after that sees plain names. So
+`job.edits` fills them in once, where a run begins; later code sees only the filled-in locations. So
 they must have the same values each time that the run is begun, resumed or looked for.
 """
 
@@ -23,7 +23,11 @@ PLACEHOLDER_NAMES = frozenset(("run_date", "run_key"))
 
 
 def check_placeholders(text: str) -> str:
-    """Return `text`; raise ValueError for a word in braces that resembles a placeholder."""
+    """Return `text`; raise ValueError for an unknown placeholder such as {run_day}.
+
+    Refuses a format in {run_key:...} too. Braces whose content does not begin with run_ are
+    ignored.
+    """
     for name, form in _WORD.findall(text):
         if name not in PLACEHOLDER_NAMES:
             raise ValueError(f"{{{name}}} is not a placeholder{nearest(name, PLACEHOLDER_NAMES)}")
@@ -33,21 +37,21 @@ def check_placeholders(text: str) -> str:
 
 
 def placeholders_in(*texts: str | None) -> set[str]:
-    """Return which placeholders the texts contain."""
+    """Return which of run_date and run_key are placeholders in any of the texts."""
     return {name for text in texts if text for name, _ in _WORD.findall(text)} & PLACEHOLDER_NAMES
 
 
 def date_of_key(run_key: str) -> date | None:
-    """Return the date in a default run key, or None.
-
-    It is the date of the scheduled start in UTC.
-    """
+    """Return the UTC date of the scheduled start in a default run key; None for any other key."""
     start = start_of_key(run_key)
     return start.date() if start else None
 
 
 def start_of_key(run_key: str) -> datetime | None:
-    """Return the scheduled start in UTC in a default run key; None for any other key."""
+    """Return the scheduled start (UTC) in a default run key; None for any other key.
+
+    Also found in the keys of retry runs and repaired runs, which end in .r1, .m1 and so on.
+    """
     stamp = _STAMP.search(run_key)
     try:
         return datetime.strptime(f"{stamp[1]}Z", "%Y%m%dT%H%M%S%z") if stamp else None
@@ -56,7 +60,7 @@ def start_of_key(run_key: str) -> datetime | None:
 
 
 def date_of(text: str) -> date:
-    """Return the date of a text such as 2026-07-01; raise `ConfigError` for any other."""
+    """Parse a date such as 2026-07-01; raise `ConfigError` if the text is no ISO date."""
     try:
         return date.fromisoformat(text)
     except ValueError:
@@ -68,9 +72,10 @@ def today() -> date:
 
 
 def render_target_changes(changes: Mapping[str, object], run_date: date) -> dict[str, object]:
-    """Return changes of fields with {run_date} filled in for the targets in `output.publish`.
+    """Return `changes` with {run_date} filled in for the targets in `output.publish`.
 
-    Targets of a wrong form are unchanged, for the job's checks to refuse.
+    `changes` maps dotted job fields to new values. Only `uri` and `table` of each target are filled
+    in. Invalid targets are unchanged; the job's checks reject them later.
     """
     filled = dict(changes)
     targets = changes.get("output.publish")
@@ -91,7 +96,11 @@ def _dated_target(target: object, run_date: date) -> object:
 
 
 def render_text(text: str, run_key: str | None, run_date: date | None) -> str:
-    """Return `text` with {run_key} and {run_date} filled in; a placeholder for None stays."""
+    """Return `text` with {run_key} and {run_date} filled in.
+
+    A placeholder whose value is None stays. {run_date:FORMAT} uses a strftime format; the default
+    is %Y-%m-%d.
+    """
 
     def word(match: re.Match[str]) -> str:
         if match[1] == "run_key" and run_key is not None:
@@ -104,10 +113,10 @@ def render_text(text: str, run_key: str | None, run_date: date | None) -> str:
 
 
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
-    """Return the folder that contains all dated folders of a URI, and a pattern for each level.
+    """Return the folder of a URI above its first placeholder, and a pattern for each level below.
 
-    Each pattern matches the folder names of one level, the first directly below that folder.
-    Without placeholders, return the URI and no patterns.
+    The first pattern matches names directly in that folder, the next one names one level deeper,
+    and so on. For a URI without placeholders, return the URI and no patterns.
     """
     first = _WORD.search(uri)
     if first is None:

@@ -152,7 +152,7 @@ class Prompt(Group):
     def columns(self) -> dict[str, str]:
         """The input columns that the prompt names, as {column: job field that names it}.
 
-        The columns that a function reads are unknown.
+        Without image columns, and without columns that `prompt.function` reads, which are unknown.
         """
         named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
         for name in template_fields(self.second or ""):
@@ -169,7 +169,7 @@ class Prompt(Group):
 def _check_form(prompt: Prompt) -> None:
     """Raise ValueError unless exactly one of template, function and messages is set.
 
-    Other fields must suit it.
+    Raises it as well if continue_final_message is combined with a template or a prefill.
     """
     if [prompt.template, prompt.function, prompt.messages].count(None) != 2:
         raise ValueError("set exactly one of template, function and messages")
@@ -185,7 +185,7 @@ def _check_form(prompt: Prompt) -> None:
 
 
 def _check_without_images(prompt: Prompt) -> None:
-    """Raise ValueError for settings of images in a prompt without any."""
+    """Raise ValueError if a prompt that uses no images has other settings in `images`."""
     if not prompt.images.used and prompt.images != Images():
         raise ValueError(
             "images.columns is empty; name the image columns, or set images.per_row if a "
@@ -194,7 +194,10 @@ def _check_without_images(prompt: Prompt) -> None:
 
 
 def _check_with_images(prompt: Prompt) -> None:
-    """Raise ValueError for fields that do not go with images."""
+    """Raise ValueError for settings that cannot be combined with images.
+
+    Does nothing if the prompt uses no images.
+    """
     if not prompt.images.used:
         return
     if prompt.template is not None and not prompt.images.columns:

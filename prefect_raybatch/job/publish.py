@@ -117,13 +117,17 @@ class PublishTarget(Group):
         return self.name or self.format
 
     def place(self, run_key: str) -> str:
-        """Return the location for display and records; ${NAME} stays, so that no secret shows."""
+        """Return the location as text for display and records, with {run_key} filled in.
+
+        It is the URI, or without one the catalog's name or URI, and then #TABLE if a table is set.
+        ${NAME} stays, so that no secret shows.
+        """
         where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
         whole = f"{where}#{self.table}" if self.table else where
         return whole.replace("{run_key}", run_key)
 
     def filled(self, run_key: str) -> PublishTarget:
-        """Return the target with run key and environment variables filled in.
+        """Return a copy of the target with {run_key} and environment variables (${NAME}) filled in.
 
         Raises `ConfigError` for an unset variable.
         """
@@ -138,7 +142,10 @@ class PublishTarget(Group):
         return self.model_copy(update=changed)
 
     def public(self) -> dict[str, Any]:
-        """Return the target as the run directory keeps it: without possible credentials."""
+        """Return the target as plain values for the run directory, without possible credentials.
+
+        Omits `options` and masked catalog properties.
+        """
         value = self.model_dump(mode="json", exclude_defaults=True)  # hidden, as for others
         value.pop("options", None)
         if "catalog" in value:

@@ -1,4 +1,4 @@
-"""The pods of `cluster.kubernetes`: their resources, and whether the job's engines can fit."""
+"""The pods of `cluster.kubernetes`: their resources, and whether the job's engines fit on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefect_raybatch.words import counted
 
 
 class PodGroup(NamedTuple):
-    """Identical pods: how many, and the GPUs and CPUs that Ray has on each."""
+    """Identical pods: `pods` is their number, `gpus` and `cpus` are what Ray has on each."""
 
     name: str
     pods: int
@@ -30,9 +30,9 @@ class PodGroup(NamedTuple):
 
 
 def check_made_cluster(access: ClusterAccess, engine: Engine, larger: Engine | None) -> None:
-    """Raise `ConfigError` if the cluster that a job creates can never hold its engines.
+    """Raise `ConfigError` if the cluster that a job creates can never hold the job's engines.
 
-    Does nothing if the job creates none. `larger` is the second engine of a cascade.
+    Does nothing if the job creates no cluster. `larger` is the second engine of a cascade, or None.
     """
     if access.kubernetes is None:
         return
@@ -45,9 +45,10 @@ def check_made_cluster(access: ClusterAccess, engine: Engine, larger: Engine | N
 
 
 def check_shape(kubernetes: Kubernetes, engine: Engine) -> None:
-    """Raise `ConfigError` if the cluster can never hold the job's engines.
+    """Raise `ConfigError` if the workers have too few GPUs for the fewest replicas of the engine.
 
-    A manifest that is unusable is refused too. Contacts no server.
+    Raises it for an unusable manifest too. Engines on CPUs always pass, and so does engine.device:
+    auto if no worker has a GPU. Contacts no server.
     """
     groups = worker_groups(kubernetes)
     if engine.device == "cpu":
@@ -139,12 +140,16 @@ def _of_pod(group: Mapping[str, Any], resource: str) -> float:
 
 
 def _whole(amount: object) -> float:
-    """Return a quantity as Kubernetes passes it to KubeRay: fractions are rounded up."""
+    """Return a Kubernetes quantity such as 500m as a number, rounded up as KubeRay gets it."""
     return float(math.ceil(quantity(amount)))
 
 
 def given_manifest(kubernetes: Kubernetes) -> dict[str, Any] | None:
-    """Return the user's own RayCluster, checked; None if the fields define it."""
+    """Return the RayCluster of `manifest` or `manifest_file`; None if neither is set.
+
+    Raises `ConfigError` if the file cannot be read, or does not contain exactly one valid
+    RayCluster.
+    """
     if kubernetes.manifest is not None:
         return copy.deepcopy(kubernetes.manifest)
     if kubernetes.manifest_file is None:

@@ -50,11 +50,14 @@ class Sampling(Group):
 
     @property
     def expected_tokens(self) -> int:
-        """The most tokens of an answer; an assumed number if only the context limits it."""
+        """Maximum tokens of an answer; ASSUMED_TOKENS if only the model's context limits it."""
         return ASSUMED_TOKENS if self.max_tokens is None else self.max_tokens
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that are set, as plain values that an engine takes."""
+        """Return the sampling fields that are not None, as plain values for an engine.
+
+        Without `max_tokens`, a number larger than any context stands for it.
+        """
         fields = self.model_dump(mode="json")
         if self.max_tokens is None:
             fields["max_tokens"] = WHOLE_CONTEXT
@@ -62,7 +65,7 @@ class Sampling(Group):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """vLLM's sampling fields that the job sets and that have no field here, {name: value}."""
+        """vLLM's sampling fields that the job sets beyond those of this class, {name: value}."""
         return dict(self.model_extra or {})
 
     @field_validator("choice")

@@ -1,7 +1,7 @@
-"""Limits of a JSON Schema for answers: no schema that hangs a plan or that no engine enforces.
+"""Limits for JSON Schemas of answers, checked before any library processes the schema.
 
-A schema is untrusted text. Grammars are built from it and answers are validated with it, so its
-size, its nesting and its counts are limited before any library sees it.
+A schema is untrusted text from which grammars are built and with which answers are validated. A
+huge or self-referring one would never finish, and engines do not enforce integers beyond 2^53.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
 
 def check_schema_limits(schema: object) -> None:
-    """Raise ValueError, with the place in the schema, if the schema exceeds a limit."""
+    """Raise ValueError if a JSON Schema is too large or deep, or checking it might never end.
+
+    Checks the depth, the number of schemas, counts such as maxItems, numbers beyond 2^53, and $refs
+    that lead back to themselves.
+    """
     _check_depth(schema)
     for number, (place, part) in enumerate(parts_of(schema), 1):
         if number > MOST_PARTS:
@@ -53,9 +57,10 @@ def check_schema_limits(schema: object) -> None:
 def parts_of(
     part: Any, place: str = "", by_name: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, schema) of each schema in `part`, which is a schema, or a list of schemas.
+    """Yield (place, schema) of `part`, if it is a schema, and of each schema nested in it.
 
-    `by_name`: `part` maps names to schemas, as `properties` does. `place` is that of `part`.
+    `part` is a schema, a list of schemas, or with `by_name` a mapping of names to schemas such as
+    `properties`. `place` is the dotted path of `part` in the whole schema, "" for the root.
     """
     if isinstance(part, dict) and not by_name:
         yield place or "the root", part
@@ -67,7 +72,10 @@ def parts_of(
 
 
 def target_of(schema: object, reference: str) -> Any:
-    """Return the part of `schema` to which a $ref refers; raise ValueError if there is none."""
+    """Return the part of `schema` to which a $ref refers; raise ValueError if there is none.
+
+    `reference` is a path within the schema, such as #/$defs/Item.
+    """
     at: Any = schema
     for name in reference.lstrip("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -142,7 +150,7 @@ def _values_in(value: object) -> Iterator[object]:
 
 
 def _check_references(schema: object) -> None:
-    """Raise ValueError if references lead back to a schema without entering a property or item.
+    """Raise ValueError if a $ref leads back to its own schema without entering a property or item.
 
     Validating any answer with such a schema would never end.
     """

@@ -90,9 +90,11 @@ _PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
 
 def hide_options(value: object, name: str = "") -> Any:
-    """Return store options with values masked, except empty ones, booleans and harmless ones.
+    """Return store options with each value masked unless it is empty, boolean, or harmless by name.
 
-    Names decide which values are harmless (`safe_option`); in URLs, credentials are masked.
+    `value` is a mapping of options or, if `name` is given, the value of the option `name`.
+    `safe_option` decides which names are harmless. In values that are not masked, URLs are shown as
+    by `hide_path`.
     """
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
@@ -102,15 +104,20 @@ def hide_options(value: object, name: str = "") -> Any:
 
 
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an Iceberg catalog's properties, masked except for those named in CATALOG or OPTIONS.
+    """Return an Iceberg catalog's properties with values masked unless their names are harmless.
 
-    A value such as ${NAME} is shown, because the variable's value is not in the job.
+    Harmless are the names in CATALOG and those of `safe_option`. A value with ${NAME} is shown,
+    because the variable's value is not in the job. URLs in values that are shown lose their
+    credentials.
     """
     return {name: _shown_property(str(name), inner) for name, inner in value.items()}
 
 
 def catalog_secrets(properties: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the secret texts in a catalog's properties, in which ${NAME} is already filled in."""
+    """Yield the secret texts in a catalog's properties, in which ${NAME} is already filled in.
+
+    For a value such as ID:SECRET, yields both the whole and the parts after each colon.
+    """
     for name, inner in properties.items():
         if isinstance(inner, Mapping):
             yield from catalog_secrets(inner)
@@ -131,9 +138,9 @@ CATALOG_PLACE = ("type", "name", "uri", "warehouse", "prefix")
 
 
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of a catalog that identify it, none of them a credential.
+    """Return the properties that identify a catalog, without credentials, for the job in a plan.
 
-    Masked parts become `...`, so that the job in a plan is still valid.
+    In place of each credential is `...`, not the usual mask, with which the job would be invalid.
     """
     return {
         name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
@@ -142,24 +149,30 @@ def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties that identify a catalog, for the fingerprint, without users in URLs.
+    """Return the properties that identify a catalog, for the fingerprint, with credentials masked.
 
-    A part of a URL's path that resembles a token stays, because it may be the name of a warehouse.
+    Masks users, passwords and signatures in URLs. A part of a URL's path that resembles a token
+    stays, because it may be the name of a warehouse. Without such properties, returns {"name":
+    "default"}.
     """
     place = {name: _without_users(value[name]) for name in CATALOG_PLACE if name in value}
     return place or {"name": "default"}
 
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment variables with values masked, except those that VARIABLES match."""
+    """Return environment variables with each value masked unless the name is harmless.
+
+    `safe_variable` decides which names are harmless. Of http(s) URLs in the other values, only the
+    host is shown.
+    """
     return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 
 
 def hide_argument(value: object, name: str) -> Any:
-    """Return an engine argument with the texts masked that are credentials by their name.
+    """Return an engine argument with credentials masked, recognized by names such as api_key.
 
-    The name of an enclosing mapping counts like the text's own. Of URLs in other texts, only the
-    host is shown.
+    `name` is the argument's name. All texts in a mapping with such a name, or in an argument of
+    FREE_ARGUMENTS, are masked. Other texts are shown as by `hide_path`.
     """
     if isinstance(value, Mapping):
         above = name if ARGUMENT.search(name) or name in FREE_ARGUMENTS else None
@@ -172,9 +185,10 @@ def hide_argument(value: object, name: str) -> Any:
 
 
 def hide_path(value: object) -> Any:
-    """Return a text with each http(s) URL masked except for its host.
+    """Return a text in which all that follows the host of an http(s) URL is masked.
 
-    Many services put a credential into the path. Other texts are treated as in `hide_users`.
+    Many services put a credential into the path. In other URLs, masks what `hide_users` masks. A
+    value that is no text is unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -187,9 +201,9 @@ def hide_path(value: object) -> Any:
 
 
 def hide_users(value: object) -> Any:
-    """Return a text without user, password, signature and tokens in its URLs.
+    """Return a text with users, passwords, signatures and tokens masked in its URLs.
 
-    Values that are no text are unchanged.
+    A value that is no text is unchanged.
     """
     return hide_tokens(_without_users(value)) if isinstance(value, str) else value
 
@@ -199,7 +213,7 @@ def _without_users(value: object) -> Any:
 
 
 def hide_tokens(text: str, mask: str = MASK) -> str:
-    """Return a text in which the parts of http(s) URLs' paths that look like tokens are masked."""
+    """Return `text` with `mask` for path segments of http(s) URLs that look like tokens."""
 
     def shown(match: re.Match[str]) -> str:
         before, segments = "", []
@@ -212,7 +226,10 @@ def hide_tokens(text: str, mask: str = MASK) -> str:
 
 
 def _is_token(segment: str, before: str) -> bool:
-    """Return whether a part of a path may be a credential, by its form or the part `before` it."""
+    """Return whether a path segment may be a credential, by its form or the segment `before` it.
+
+    Commits, checksums, and names in RAYBATCH_SAFE_NAMES count as harmless.
+    """
     if not segment or _named(segment) or set(segment) <= set("*.") or _DIGEST.fullmatch(segment):
         return False
     for part in segment.split(";"):
@@ -235,7 +252,7 @@ def recorded(url: str) -> str:
 
 
 def unsigned(url: str) -> str:
-    """Return a URL without its signature, for the fingerprint.
+    """Return a URL without the parameters that sign it and without fragment, for the fingerprint.
 
     Signatures expire, so they differ between runs of a job, and they are secret.
     """
@@ -246,7 +263,7 @@ def unsigned(url: str) -> str:
 
 
 def hide_signature(url: str) -> str:
-    """Return a URL with its signature masked, and any password among its parameters."""
+    """Return a URL with masked values for the parameters that sign it or hold a password."""
 
     def shown(match: re.Match[str]) -> str:
         name = unquote(match[2])
@@ -272,7 +289,7 @@ def safe_variable(name: str) -> bool:
 
 
 def is_masked(value: object) -> bool:
-    """Return whether a value contains a masked text, at any depth."""
+    """Return whether a value contains a masked text, at any depth of mappings and lists."""
     if isinstance(value, Mapping):
         return any(is_masked(inner) for inner in value.values())
     if isinstance(value, list):
@@ -281,7 +298,10 @@ def is_masked(value: object) -> bool:
 
 
 def masked(shown: object, where: str) -> Iterator[str]:
-    """Yield the dotted names of masked values in `shown`; each begins with `where`."""
+    """Yield the dotted names of masked values in `shown`, a value of a job at the path `where`.
+
+    Each name begins with `where`. A list counts as one value.
+    """
     if isinstance(shown, Mapping):
         for name, inner in shown.items():
             yield from masked(inner, f"{where}.{name}")

@@ -283,14 +283,14 @@ class Source(Group):
 
     @property
     def most_rows(self) -> int | None:
-        """The most rows that limit or sample let through; None for any number."""
+        """Maximum number of rows to read, by `limit` or `sample`; None if neither is set."""
         return self.sample if self.limit is None else self.limit
 
     @property
     def table_format(self) -> str | None:
-        """The table format given by format or by the URI's scheme.
+        """Key in TABLE_FORMATS to which `format`, `catalog` or the URI points; None for files.
 
-        A folder with format auto may be a table as well; only its files show that.
+        A folder with format auto may turn out to be a table when its files are listed.
         """
         if self.format in TABLE_FORMATS:
             return self.format
@@ -302,13 +302,19 @@ class Source(Group):
 
     @property
     def stored(self) -> bool:
-        """Return whether the URIs name files and folders, not a table in a catalog."""
+        """Whether all URIs name files or folders, on disk, in object stores or at http(s) URLs.
+
+        False for a catalog, a database or a Hugging Face dataset.
+        """
         schemes = (*SCHEMES, *WEB_SCHEMES)
         return not self.catalog and all(scheme_of(uri) in schemes for uri in self.uris)
 
 
 def _check_query(source: Source) -> None:
-    """Raise ValueError for a database without a query, and for a query without a database."""
+    """Raise ValueError for a database without a query, and for a query without a database.
+
+    Raises it as well for `types` with a table format whose columns have types.
+    """
     if source.table_format == "sql" and source.query is None:
         raise ValueError("query: is required for a database; write the SELECT to read")
     if format_of_scheme(scheme_of(source.uris[0])) == "sql":
@@ -326,7 +332,7 @@ def _check_query(source: Source) -> None:
 
 
 def _check_single_table(source: Source) -> None:
-    """Raise ValueError for a table beside other entries, or for one read in another format."""
+    """Raise ValueError if a table is one of several entries of `uri`, or contradicts `format`."""
     formats = {format_of_scheme(scheme_of(uri)) for uri in source.uris} - {None}
     name = source.table_format
     if formats - {name}:
@@ -341,7 +347,7 @@ def _check_single_table(source: Source) -> None:
 
 
 def _check_catalog_and_version(source: Source) -> None:
-    """Raise ValueError for a catalog or a version that the format does not have."""
+    """Raise ValueError for `catalog` without Iceberg, and for `version` with plain files."""
     if source.catalog and source.table_format != "iceberg":
         raise ValueError(
             "catalog applies only to Iceberg tables; remove it, or set format: iceberg"
@@ -351,7 +357,10 @@ def _check_catalog_and_version(source: Source) -> None:
 
 
 def _check_hub(source: Source) -> None:
-    """Raise ValueError for fields of Hugging Face datasets on other sources."""
+    """Raise ValueError for `config` or `split` on a source that is no Hugging Face dataset.
+
+    Raises it as well for a dataset's version in both `uri` and `version`.
+    """
     on_hub = scheme_of(source.uris[0]) == "hf"
     if source.config is not None and not on_hub:
         raise ValueError(
@@ -374,7 +383,7 @@ def _check_sample(source: Source) -> None:
 
 
 def _check_options(source: Source) -> None:
-    """Raise ValueError for options that the store of an entry does not have."""
+    """Raise ValueError for options that the store (such as S3) of one of the URIs lacks."""
     for uri in source.uris:
         check_options(uri, source.options)
 

@@ -21,10 +21,10 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:,\s*(?:tz=)?([\w/+:-]+))?\]"
 class TableFormat:
     """A format of versioned tables that `source.format` may name.
 
-    `title`: its official spelling. `module`: what must be importable; `extra`: the extra of `pip
-    install "prefect-raybatch[EXTRA]"` that installs it. `schemes`: the schemes of its URIs; one
-    that no object store uses determines the format. `version`: the valid forms of source.version,
-    in words for an error; None if nothing can be pinned.
+    `title`: its official spelling. `module`: the Python module that reads it. `extra`: the extra of
+    `pip install "prefect-raybatch[EXTRA]"` that installs it. `version`: the valid forms of
+    source.version, in words for an error; None if the format has no versions. `schemes`: the
+    schemes of its URIs; one that is not also an object store's identifies the format.
     """
 
     title: str
@@ -69,18 +69,21 @@ HUB_NAME = re.compile(
 
 
 def scheme_of(uri: str) -> str:
-    """Return the scheme of a URI in lower case, without a driver after a +; "" for a path."""
+    """Return the scheme of a URI in lower case, without a driver (+psycopg); "" for a path."""
     return uri.split("://", 1)[0].lower().partition("+")[0] if "://" in uri else ""
 
 
 def format_of_scheme(scheme: str) -> str | None:
-    """Return the table format that a scheme determines; None for a scheme of an object store."""
+    """Return the table format of a scheme; None for that of a path, object store or http(s)."""
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A dataset of the Hugging Face Hub as `source.uri` names it."""
+    """A dataset of the Hugging Face Hub as `source.uri` names it.
+
+    `repository` is OWNER/NAME; `revision` is None if the URI has none.
+    """
 
     repository: str
     revision: str | None
@@ -99,7 +102,7 @@ def hub_name(uri: str) -> HubName:
 
 
 def check_catalog_code(properties: Mapping[str, object]) -> None:
-    """Raise ValueError for properties of a catalog that name Python to import."""
+    """Raise ValueError for properties of a catalog that name Python code to import."""
     for name, value in properties.items():
         if "impl" in str(name).lower() or (isinstance(value, Mapping) and "impl" in value):
             raise ValueError(
@@ -109,7 +112,7 @@ def check_catalog_code(properties: Mapping[str, object]) -> None:
 
 
 def check_catalog(properties: Mapping[str, object]) -> None:
-    """Raise ValueError for catalog properties that name Python to import, and for a password."""
+    """Raise ValueError for catalog properties that name Python code, or a user in a URL."""
     check_catalog_code(properties)
     for name, value in properties.items():
         if isinstance(value, str) and USERINFO.search(value):

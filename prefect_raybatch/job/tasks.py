@@ -9,10 +9,13 @@ VectorType = Literal["float32", "float16"]
 
 
 def pools(task: str) -> bool:
-    """Return whether a task runs on vLLM's pooling runner: one step, no output tokens."""
+    """Return whether a task runs on vLLM's pooling runner: one step, no output tokens.
+
+    True for every task but generate.
+    """
     return task != "generate"
 
 
 def probabilities(column: str) -> str:
-    """Return the name of the column with the probability of each label."""
+    """Return the name of the column with the probability of each label, for answers in `column`."""
     return f"{column}_probabilities"

@@ -32,10 +32,10 @@ CANONICAL = re.compile(r"arrow\.(?!py_extension_type)")  # plain data under anot
 
 
 def check_trust(job: BatchJob) -> None:
-    """Raise `ConfigError` for anything in a job that the policy in force does not allow.
+    """Raise `ConfigError` for the first thing in a job that the policy in force does not allow.
 
-    Checks code, settings, folders, hosts and secrets. Contacts no server, and imports no user
-    module.
+    Checks functions and classes, engine settings, folders, hosts, variables, blocks and pods.
+    Contacts no server, and imports no user module.
     """
     policy = policy_in_force()
     for field, name in (
@@ -55,7 +55,10 @@ def check_trust(job: BatchJob) -> None:
 
 
 def check_reach(job: BatchJob, policy: JobPolicy) -> None:
-    """Raise `ConfigError` for the first folder, host, variable or block that the policy rejects."""
+    """Raise `ConfigError` for the first folder, host, variable or block that the policy rejects.
+
+    Does nothing under the policy of a job's owner.
+    """
     if not policy.limited:
         return
     reach = Reach(policy)
@@ -105,7 +108,10 @@ def _check_model(reach: Reach, group: str, engine: Engine) -> None:
 
 
 def check_blocks(job: BatchJob) -> None:
-    """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow."""
+    """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow.
+
+    Does nothing under the policy of a job's owner.
+    """
     if reach := limited_reach():
         _check_blocks(reach, job)
 
@@ -156,7 +162,7 @@ def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = Corr
     """Raise `error` for a column whose type may run code when it is read.
 
     Ray's object columns, for example, are unpickled, which runs whatever the file's writer put
-    there.
+    there. `where` is the file or schema, for the message.
     """
     for field in schema:
         for name in _extensions(field):

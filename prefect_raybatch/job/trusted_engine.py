@@ -1,4 +1,8 @@
-"""The engine arguments and variables that a job may set: by vLLM's own types, otherwise by name."""
+"""Checks which engine arguments and environment variables a job may set.
+
+A value is allowed if vLLM's own type for it limits it to harmless values; otherwise the policy must
+allow the argument by name.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,10 @@ NAMES_CODE = frozenset(("custom_class",))  # words of vLLM's own lists that have
 
 
 def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
-    """Raise `ConfigError` naming the first variable or argument that the job may not set."""
+    """Raise `ConfigError` for the first variable or argument that the policy does not allow.
+
+    A variable is also rejected for a value that may be a path or URL.
+    """
     file = f"the file of {POLICY_FILE}" + (f", {policy.title}" if policy.limited else "")
     for name, value in engine.env.items():
         if not policy.may_set_variable(name):
@@ -52,9 +59,9 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
 
 
 def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of what the policy does not allow in the value of argument `name`.
+    """Yield the dotted names of those parts of an engine argument that the policy does not allow.
 
-    `kind` is the type of the argument in vLLM, Any if unknown.
+    `name` is the dotted name of `value`; `kind` is its type in vLLM, Any if unknown.
     """
     yield from _runs_code(name, value, policy)
     if _is_harmless(value) or policy.may_set_argument(name):
@@ -79,7 +86,11 @@ def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> 
 
 
 def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of switches, at any depth, that run code and are not allowed."""
+    """Yield the dotted names of those arguments of ENGINE_CODE that are set and not allowed.
+
+    They make vLLM run code or programs. Looks into `value`, the value of argument `name`, at any
+    depth.
+    """
     last = name.rpartition(".")[2]
     if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
         yield name
@@ -90,7 +101,7 @@ def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
 
 
 def _allows(policy: JobPolicy, name: str) -> bool:
-    """Return whether the policy names the switch itself; a mapping around it does not count."""
+    """Return whether the policy names the argument itself, not only a mapping around it."""
     return bool({name, name.rpartition(".")[2]} & set(policy.engine_arguments))
 
 
@@ -110,7 +121,7 @@ def _is_known_text(name: str, value: str, kind: object, policy: JobPolicy) -> bo
 
 
 def _options(kind: object) -> Iterator[object]:
-    """Yield the types of a union, without their bounds (`Annotated`)."""
+    """Yield the types that a union consists of, without their bounds (`Annotated`)."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is not None and get_origin(kind) not in (list, set, dict, tuple, Literal):
@@ -121,7 +132,10 @@ def _options(kind: object) -> Iterator[object]:
 
 
 def _is_word_list(kind: object) -> bool:
-    """Return whether a type allows only texts of a `Literal`; vLLM then rejects any other."""
+    """Return whether the only texts that a type allows are those of a `Literal`.
+
+    vLLM then rejects any other text.
+    """
     options = [option for option in _options(kind) if option is not type(None)]
     literals = [option for option in options if get_origin(option) is Literal]
     plain = [option for option in options if option in (int, float, bool)]
@@ -131,7 +145,7 @@ def _is_word_list(kind: object) -> bool:
 def _kind_in(kind: object, key: str) -> object:
     """Return the type of the value at `key` in a mapping of type `kind`, a dict or a class.
 
-    Returns Any for a key that the class does not have, None if vLLM does not type the values.
+    Returns Any for a key that the class does not have, None if the type is unknown.
     """
     for option in _options(kind):
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -71,7 +71,7 @@ class Reach:
             self._refuse(field, f"name the host {shown}", _add("it to hosts"))
 
     def connect_url(self, field: str, url: str) -> None:
-        """Check the host of a URL. Rejects a URL in which libraries could see another host."""
+        """Check the host and port of a URL; reject one in which libraries may see another host."""
         match = AUTHORITY.fullmatch(url)
         if match is None or int(match["port"] or 0) > MOST_PORT:
             self._refuse(
@@ -95,13 +95,13 @@ class Reach:
             self._refuse(field, "reach private addresses", _add("allow_private: true"))
 
     def variables(self, field: str, value: object) -> None:
-        """Reject each ${NAME} in `value`, however deep, that the policy does not let jobs name."""
+        """Reject each ${NAME} in `value`, at any depth, that the policy does not allow."""
         for text in _texts(value):
             for match in VARIABLE.finditer(text):
                 self.secret(field, match[1])
 
     def model(self, field: str, name: str) -> None:
-        """Check a model or an adapter: bundled, in a folder, or on Hugging Face."""
+        """Check reading a model or adapter from its path or URL, or else access to Hugging Face."""
         local = name.startswith((".", "/", "~", "file:")) or os.path.exists(name)
         if local or (ANY_URL.match(name) and not name.startswith("hf://")):
             self.read(field, name)
@@ -109,7 +109,7 @@ class Reach:
             self.connect(field, HUB_HOST)
 
     def options(self, field: str, options: Mapping[str, object]) -> None:
-        """Check store options: their names, hosts and variables."""
+        """Check store options: names, and the hosts, regions and variables in values."""
         for name, value in options.items():
             where = f"{field}.{name}"
             if name not in STORE_OPTIONS:
@@ -134,12 +134,12 @@ class Reach:
                         self.connect_url(where, text)
 
     def region(self, field: str, value: object) -> None:
-        """Reject a region that is more than a word: clients put it into the name of the host."""
+        """Reject a region that is not a plain name: clients make it part of a host's name."""
         if value is not None and not re.fullmatch(REGION, str(value)):
             self._refuse(field, "use this region name", "write a plain name, such as eu-central-1")
 
     def catalog(self, field: str, catalog: Mapping[str, object], writes: bool) -> None:
-        """Check the properties of a catalog: their names, hosts, folders and variables.
+        """Check a catalog's type, and its properties: names, hosts, regions, folders, variables.
 
         `writes`: the job writes to the catalog's tables.
         """
@@ -163,7 +163,7 @@ class Reach:
                 self.connect_url(where, text)
 
     def database(self, field: str, url: str, writes: bool) -> None:
-        """Check a database's URL: its dialect, parameters, and its file or its host.
+        """Check a database's URL: dialect, driver, parameters, and the file or host.
 
         `writes`: the job writes to the database.
         """
@@ -208,29 +208,29 @@ def _add(what: str) -> str:
 
 
 def limited_reach() -> Reach | None:
-    """Return the checks of the policy in force; None if it is the policy of a job's owner.
+    """Return a `Reach` for the policy in force; None under the policy of a job's owner.
 
-    The owner's policy limits no places.
+    That policy limits no folders, hosts, variables or blocks.
     """
     policy = policy_in_force()
     return Reach(policy) if policy.limited else None
 
 
 def check_run_place(uri: str) -> None:
-    """Raise `ConfigError` if the policy in force does not allow work in this run directory."""
+    """Raise `ConfigError` if the policy in force does not allow writing to a run directory."""
     if reach := limited_reach():
         reach.write("run directory", uri)
 
 
 def check_output_place(uri: str, options: Mapping[str, object]) -> None:
-    """Raise `ConfigError` if the policy in force does not allow writing to an output."""
+    """Raise `ConfigError` if the policy in force does not allow an output or its store options."""
     if reach := limited_reach():
         reach.write("output.uri", uri)
         reach.options("output.options", options)
 
 
 def check_run_read(uri: str) -> None:
-    """Raise `ConfigError` if the policy in force does not allow reading this run directory."""
+    """Raise `ConfigError` if the policy in force does not allow reading the run directory `uri`."""
     if reach := limited_reach():
         reach.read("run directory", uri)
 
@@ -238,14 +238,15 @@ def check_run_read(uri: str) -> None:
 def check_store_options(field: str, options: Mapping[str, object]) -> None:
     """Raise `ConfigError` for store options that the policy in force does not allow.
 
-    They decide which host gets requests signed with this machine's credentials.
+    Options decide which host gets requests signed with this machine's credentials. `field` is the
+    job field of the options, for the error.
     """
     if reach := limited_reach():
         reach.options(field, options)
 
 
 def check_links(uris: Sequence[str]) -> None:
-    """Raise `ConfigError` for a listed file that a link takes out of the allowed folders."""
+    """Raise `ConfigError` for an input file that is a symbolic link out of the allowed folders."""
     if reach := limited_reach():
         for uri in uris:
             if "://" not in uri and os.path.realpath(uri) != uri:
@@ -262,7 +263,8 @@ def check_table_files(uris: Iterable[str]) -> None:
 def url_check(field: str) -> Callable[[str], None]:
     """Return a function that raises `ConfigError` for a URL of a host that is not allowed.
 
-    The function uses the policy in force now, also when another thread calls it later.
+    The function uses the policy in force now, even when another thread calls it later. `field` is
+    the job field in the error.
     """
     reach = limited_reach()
 
@@ -274,15 +276,18 @@ def url_check(field: str) -> Callable[[str], None]:
 
 
 def check_server(field: str, url: str) -> None:
-    """Raise `ConfigError` if the policy in force does not allow a job server or address."""
+    """Raise `ConfigError` if the policy in force does not allow a job server or a Ray address.
+
+    `url` may lack a scheme.
+    """
     if reach := limited_reach():
         reach.connect_url(field, url if "://" in url else f"//{url}")
 
 
 def database_file(url: str) -> str | None:
-    """Return the file of a SQLite or DuckDB URL; None for a database in memory.
+    """Return the path of a SQLite or DuckDB URL's file; None for a database in memory.
 
-    In the forms with `file:` or `?mode=`, returns the path alone.
+    A `file:` before the path and parameters after it are removed.
     """
     place = url.partition("://")[2].partition("?")[0].partition("/")[2]
     if place.startswith("file:"):

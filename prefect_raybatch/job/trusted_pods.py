@@ -1,4 +1,4 @@
-"""The Kubernetes clusters that a job may create: names, numbers, and the contents of pods."""
+"""Checks the Kubernetes clusters that jobs create: names, numbers, and the contents of pods."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_made_pods(cluster: Cluster, policy: JobPolicy) -> None:
 
 
 def check_pods(kubernetes: Kubernetes, policy: JobPolicy) -> None:
-    """Raise `ConfigError` naming the first thing that the policy does not allow."""
+    """Raise `ConfigError` for the first setting of the cluster that the policy rejects."""
     limits, reach = policy.kubernetes, Reach(policy)
     namespace = kubernetes.namespace
     reserved = namespace is not None and RESERVED_NAMESPACES.fullmatch(namespace)
@@ -75,9 +75,10 @@ def check_pods(kubernetes: Kubernetes, policy: JobPolicy) -> None:
 
 
 def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the most pods of each group of workers, including what an autoscaler may add.
+    """Yield the maximum number of pods of each worker group in the spec of a RayCluster.
 
-    KubeRay creates at least `minReplicas`, also without an autoscaler.
+    Includes what an autoscaler may add, and `minReplicas`, which KubeRay creates even without one.
+    Raises `ConfigError` for a number that is no integer.
     """
     for at, group in enumerate(spec["workerGroupSpecs"]):
         numbers = {name: group.get(name) for name in POD_NUMBERS if group.get(name) is not None}
@@ -102,7 +103,10 @@ def _check_names(
 
 
 def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> None:
-    """Reject variables of pods that decide what a process there loads, or which policy it has."""
+    """Raise `ConfigError` for an environment variable that a job may not set on pods.
+
+    Such a variable could decide which code a process loads. Does nothing under the owner's policy.
+    """
     for name in names:
         if policy.limited and not policy.may_set_variable(name):
             raise ConfigError(
@@ -187,7 +191,7 @@ def _check_container(container: Mapping[str, Any], place: str, policy: JobPolicy
 
 
 def _check_request(value: object, place: str) -> None:
-    """Reject a probe or hook of a host other than the pod, because the kubelet contacts it."""
+    """Reject a pod's probe or hook that names a host, because the kubelet would contact it."""
     for kind, request in _mapping(value, place).items():
         if kind in ("httpGet", "tcpSocket") and "host" in _mapping(request, f"{place}.{kind}"):
             _refuse_pod(f"{place}.{kind}.host")
@@ -218,9 +222,9 @@ def _check_fields(value: Mapping[str, Any], known: Iterable[str], place: str) ->
 
 
 def _mapping(value: object, place: str) -> Mapping[str, Any]:
-    """Return a mapping as it is, and {} for None; reject any other value.
+    """Return a mapping unchanged, or {} for None; raise `ConfigError` for any other value.
 
-    `place` names it in the error.
+    `place` is the value's dotted path, for the error.
     """
     if value is not None and not isinstance(value, Mapping):
         _refuse_pod(place)

@@ -13,9 +13,10 @@ VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def fill_variables(value: object, where: str) -> Any:
-    """Return `value` with the variables in its texts filled in, at any depth.
+    """Return a text, or the texts in nested mappings, with environment variables filled in.
 
-    Raises `ConfigError` for an unset one.
+    Any other value, such as a list, is unchanged. Raises `ConfigError` for an unset variable;
+    `where` is the field of `value`, for the error.
     """
     if isinstance(value, Mapping):
         return {name: fill_variables(inner, f"{where}.{name}") for name, inner in value.items()}

@@ -1,4 +1,4 @@
-"""YAML as its author wrote it: its values, and the original text of each."""
+"""Parses YAML and keeps the original text and line of each value, for exact error messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _Dumper.add_representer(str, _quoted_text)
 
 
 def visible_yaml(value: object, **options: Any) -> str:
-    """Return the value as YAML, with hidden characters shown as escapes."""
+    """Return the value as YAML, with hidden characters shown as escapes.
+
+    `options` are passed to `yaml.dump`.
+    """
     text: str = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, **options)
     # What is left of them stands in double quotes, where these escapes mean the same.
     return visible(text)
@@ -48,15 +51,16 @@ def visible_yaml(value: object, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class YamlText:
-    """A YAML text: its `value`, and the nodes that it was parsed into."""
+    """A parsed YAML text: its `value`, and the root of its nodes, None for an empty text."""
 
     value: Any
     root: yaml.Node | None = None
 
     def words(self, place: Sequence[int | str]) -> str | None:
-        """Return the original text at `place` (names and numbers from the top).
+        """Return the text of the unquoted scalar at `place`, as the author wrote it.
 
-        None for a quoted text, a collection, or a value that is not in the text.
+        `place` is a path of mapping keys and list indexes from the root. Returns None for quoted
+        text, a mapping or list, or a value that is not in the text.
         """
         nodes = self._nodes(place)
         node = nodes[-1][0] if len(nodes) > len(place) else None
@@ -64,16 +68,17 @@ class YamlText:
         return str(node.value) if node is not None and plain else None
 
     def line(self, place: Sequence[int | str]) -> int | None:
-        """Return the line, from 1, in which the value at `place` is named.
+        """Return the line, from 1, of the key or list item at `place`.
 
-        If the value is missing, return the line of the enclosing group, or None if that is the
+        `place` is a path of mapping keys and list indexes from the root. For a missing value,
+        returns the line of the innermost group on the path that exists, or None if that is the
         whole text.
         """
         nodes = self._nodes(place)
         return nodes[-1][1] if len(nodes) > 1 else None
 
     def _nodes(self, place: Sequence[int | str]) -> list[tuple[yaml.Node, int]]:
-        """Return the nodes on the way to `place` as far as they exist, each with its line."""
+        """Return the nodes on the path to `place` that exist, each with the line of its key."""
         if self.root is None:
             return []
         nodes = [(self.root, 1)]
@@ -100,8 +105,8 @@ NO_TEXT = YamlText(None)
 def read_yaml(text: str) -> YamlText:
     """Parse a YAML text.
 
-    Raises ValueError with the line of a syntax error, or with the keys that are repeated in a
-    mapping, of which YAML readers silently take the last.
+    Raises ValueError, with the lines, for a syntax error and for a key that is repeated in a
+    mapping (YAML readers silently take the last), and for over 100,000 values.
     """
     try:
         return _read(text)
@@ -133,10 +138,11 @@ def _read(text: str) -> YamlText:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
-    """Return how many values a node stands for.
+    """Return how many values a node contains, itself included.
 
-    The target of an alias or a merge key (<<) counts each time. Raises ValueError for an alias to
-    an enclosing node.
+    The target of an alias or a merge key (<<) counts each time. `sizes` caches the results by node
+    id; None marks a node that is being counted. Raises ValueError for an alias to an enclosing
+    node.
     """
     if id(node) not in sizes:
         sizes[id(node)] = None
@@ -156,7 +162,11 @@ def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:
 
 
 def _repeated(node: yaml.Node, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:
-    """Yield (line, message) for each key below `node` that is repeated in its mapping."""
+    """Yield (line, message) for each key below `node` that is repeated in its mapping.
+
+    `name` is the dotted path of `node`, with a period at the end; `seen` holds the ids of visited
+    nodes.
+    """
     if id(node) in seen:  # an alias
         return
     seen.add(id(node))
@@ -250,7 +260,10 @@ _CAUSES = (
 
 
 def _problem(error: yaml.MarkedYAMLError, lines: Sequence[str]) -> str:
-    """Return where a text is not valid YAML, and the likely cause with its remedy."""
+    """Return an error message that says where a text is invalid YAML, and a likely remedy.
+
+    `lines` are the lines of the text.
+    """
     problem, mark = error.problem or "", error.problem_mark or error.context_mark
     cause = ", ".join(filter(None, (error.context, error.problem)))
     if problem == "mapping values are not allowed here" and mark is not None:

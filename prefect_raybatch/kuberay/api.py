@@ -74,7 +74,7 @@ class KubeApi:
 
     @contextmanager
     def briefly(self, seconds: float) -> Iterator[None]:
-        """Limit retries in the block to `seconds`, because a user who cancels waits for it."""
+        """Limit retries in the block to `seconds`, because a user who cancels waits for them."""
         before = self.patience, self._timeout
         self.patience, self._timeout = seconds, (seconds / 4, seconds / 2)
         try:
@@ -133,7 +133,10 @@ class KubeApi:
         return gone is not None
 
     def clusters(self, limit: int | None = None) -> list[KubeObject]:
-        """Return the RayClusters of the namespace that runs of this package created."""
+        """Return the RayClusters of the namespace that runs of this package created.
+
+        `limit` is the most to return; None for all.
+        """
         found = self._ask(
             *("list", PLURAL, "", self._custom.list_namespaced_custom_object),
             label_selector=f"{MANAGED_BY}={MADE_HERE}",
@@ -150,7 +153,10 @@ class KubeApi:
         return list((found or {}).get("items", ()))
 
     def warnings(self, name: str) -> list[KubeObject]:
-        """Return warnings about the RayCluster and its pods, oldest first."""
+        """Return Warning events of the RayCluster `name` and its pods, oldest first.
+
+        An event belongs to them if the name of its object begins with `name`.
+        """
         found = self._ask(
             *("list", "events", "", self._core.list_namespaced_event),
             field_selector="type=Warning",
@@ -163,7 +169,7 @@ class KubeApi:
         return sorted(about, key=lambda event: str(event.get("lastTimestamp") or ""))
 
     def forbidden(self) -> list[str]:
-        """Return the missing permissions of this user, e.g. `create rayclusters`."""
+        """Return the permissions that a run needs and this user lacks, e.g. `list pods`."""
         return [
             f"{verb} {resource}"
             for (group, resource), verbs in VERBS.items()
@@ -239,7 +245,11 @@ class KubeApi:
             pause = min(2 * pause, LONGEST_API_PAUSE)
 
     def _raise_refused(self, error: Any, verb: str, resource: str, name: str) -> None:
-        """Raise the error for a rejected request; return if only the object `name` is missing."""
+        """Raise the error for a rejected request; return if only the object `name` is missing.
+
+        Raises `Conflict`, `InsufficientResources` or, for what a user must fix, `ConfigError`.
+        `error` is the client's ApiException.
+        """
         status = _status(error.body)
         message = str(status.get("message") or error.reason or error.status)
         details = status.get("details") or {}
@@ -285,7 +295,7 @@ def quota_text(message: str) -> str:
 
 
 def _status(body: Any) -> KubeObject:
-    """Return the Status object of an answer; empty if there is none."""
+    """Parse the Status object in the body of an error response; {} if there is none."""
     try:
         status = json.loads(body or "{}")
     except (TypeError, ValueError):
@@ -294,10 +304,11 @@ def _status(body: Any) -> KubeObject:
 
 
 def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
-    """Return the client and its default namespace.
+    """Return a Kubernetes client, and the namespace of its configuration (None without one).
 
-    A kubeconfig context in the job or KUBECONFIG takes precedence over the service account of a
-    pod, and that over the kubeconfig in the home directory.
+    A kubeconfig context in the job, or KUBECONFIG, takes precedence over the service account of the
+    pod in which this runs, and that over the kubeconfig in the home directory. Raises `ConfigError`
+    if there is none of these, or the client is not installed.
     """
     try:
         from kubernetes import client, config

@@ -27,7 +27,11 @@ NAME_PART = 22
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that owns a cluster: its key, directory, job and fingerprint."""
+    """The run that owns a cluster.
+
+    `run_key` is its key, `job` the job's name, `run` the run directory, `flow_run` the Prefect flow
+    run that creates the cluster, None outside Prefect.
+    """
 
     run_key: str
     job: str
@@ -37,7 +41,7 @@ class RunIdentity:
 
     @property
     def name(self) -> str:
-        """Return the cluster's name, at most 40 characters, which is the same in every flow."""
+        """The cluster's name, which all flows derive from the run key. At most 40 characters."""
         part = re.sub(r"[^a-z0-9]+", "-", self.run_key.lower()).strip("-")[:NAME_PART].strip("-")
         return f"raybatch-{part}-{_digest(self.run_key)[:8]}"
 
@@ -64,11 +68,10 @@ def label_value(text: str) -> str:
 
 
 def ray_cluster(kubernetes: Kubernetes, owner: RunIdentity) -> KubeObject:
-    """Return the RayCluster to create for the run `owner`, without its holder and deadline.
+    """Return the RayCluster to create for the run `owner`.
 
-    `kubernetes` are the job's settings in cluster.kubernetes.
-
-    Raises `ConfigError` for an unusable manifest file.
+    `kubernetes` are the job's settings in cluster.kubernetes. The caller adds the annotations of
+    holder and deadline. Raises `ConfigError` for an unusable manifest file.
     """
     body = given_manifest(kubernetes) or _from_fields(kubernetes)
     spec = body["spec"]
@@ -98,7 +101,8 @@ def spec_hash(spec: JsonMapping) -> str:
 def differences(wanted: object, there: object, where: str = "spec") -> Iterator[str]:
     """Yield a text for each field in which the existing object `there` differs from `wanted`.
 
-    Additional fields of the existing object are ignored, because Kubernetes adds defaults.
+    Additional fields of the existing object are ignored, because Kubernetes adds defaults. `where`
+    is the dotted path of both objects, with which each text begins.
     """
     if isinstance(wanted, Mapping) and isinstance(there, Mapping):
         for name, inner in wanted.items():
@@ -111,7 +115,7 @@ def differences(wanted: object, there: object, where: str = "spec") -> Iterator[
 
 
 def workers_wanted(spec: JsonMapping) -> int:
-    """Return the number of pods of all worker groups."""
+    """Return the number of pods of all worker groups in the spec of a RayCluster."""
     return sum(group.pods for group in groups_of(spec))
 
 

@@ -45,7 +45,10 @@ class PodsState:
 def pods_state(
     pods: Sequence[JsonMapping], wanted: int, warnings: Sequence[JsonMapping] = ()
 ) -> PodsState:
-    """Return the state of a cluster of `wanted` workers, from its pods and its warnings."""
+    """Return the state of a cluster that should have `wanted` workers.
+
+    `pods` are its pods and `warnings` its Warning events, oldest first, as Kubernetes returns them.
+    """
     alive = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     ready = [pod for pod in alive if _is_ready(pod)]
     kinds = [pod["metadata"].get("labels", {}).get(NODE_TYPE) for pod in ready]

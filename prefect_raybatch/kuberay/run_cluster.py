@@ -4,12 +4,12 @@ There is at most one per run, and each is deleted in the end:
 
 - Its name is derived from the run key: of several flows, one creates it and the others find it. An
   existing cluster is used only if its labels, run directory and spec are this run's.
-- A flow that uses it writes itself as the holder, only if the cluster is unchanged, and renews the
-  deadline while it lives. A later flow replaces it as the holder; a former holder neither renews
-  nor deletes.
-- The holder deletes it at the end of its work, however that ends, unless the run's Ray job
-  continues without the flow. Then the next flow finds both or, after the deadline, `delete_expired`
-  deletes the cluster, if it has not changed since it was read.
+- A flow that uses it records itself as the holder, unless the cluster has changed since it was
+  read, and renews the deadline while the flow lives. A later flow replaces it as the holder; a
+  former holder neither renews the deadline nor deletes the cluster.
+- The holder deletes the cluster when the holder's work ends, in whatever way, unless the run's Ray
+  job continues without the flow. Then the next flow finds both or, after the deadline,
+  `delete_expired` deletes the cluster, if it has not changed since it was read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
 
 
 class RunCluster:
-    """The RayCluster of the run `owner`; `tell` gets a text about what the run waits for."""
+    """The RayCluster of the run `owner`. As a context manager, it creates and holds the cluster.
+
+    `tell` is called with short texts about what the run waits for, such as `head not ready, 8 s`.
+    Leaving the block does not delete the cluster: call `end` or `leave` within it.
+    """
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class RunCluster:
         )
 
     def __enter__(self) -> RunCluster:
-        """Create the cluster or take it over, and keep it alive for the block."""
+        """Create the cluster or take it over, and renew its deadline until the block is left."""
         self.attach()
         self._ticker.__enter__()
         return self
@@ -104,7 +108,9 @@ class RunCluster:
     def attach(self) -> None:
         """Ensure that the cluster exists and that this flow holds it.
 
-        Raises `ConfigError` if the name is taken, or if the cluster has another job or spec.
+        Waits while a former cluster of that name terminates. Raises `ConfigError` if the name
+        belongs to something else, or if the cluster has another job or spec, and `ClusterNotReady`
+        if the former cluster does not terminate in time or other flows win RACES times.
         """
         body = ray_cluster(self.kubernetes, self.owner)
         body["metadata"]["annotations"] |= self._claim()
@@ -230,7 +236,11 @@ class RunCluster:
     # --- keep and end -----------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Extend the deadline while this flow is the holder."""
+        """Extend the cluster's deadline if this flow is the holder.
+
+        If another flow has become the holder, logs that, and this flow neither renews nor deletes
+        any more.
+        """
         if not self._held:
             return
         found = self.api.get(self.name)
@@ -259,9 +269,10 @@ class RunCluster:
     def end(self, keep: bool = False, for_successor: bool = False) -> None:
         """Delete the cluster if this flow holds it.
 
-        With `keep`, it stays for the job's keep time (`keep_seconds`), and with `for_successor`
-        for at least SUCCESSOR_SECONDS, for a run that follows.
-        A failure is only logged, so that it does not hide how the run ended.
+        With `keep`, the cluster stays for the job's keep time (`keep_seconds`) and has no holder;
+        with `keep` and `for_successor`, for at least SUCCESSOR_SECONDS, so that a run that follows
+        can use it. If that time is 0, the cluster is deleted all the same. A failure is only
+        logged, so that it does not hide how the run ended.
         """
         if not self._held:
             return
@@ -299,9 +310,9 @@ class RunCluster:
                 continue  # the KubeRay operator may change the cluster's status at any time
 
     def end_left_over(self) -> None:
-        """Delete the cluster that another flow left of a complete run, unless it is being kept.
+        """Delete the cluster that another flow left behind for this run, which is complete.
 
-        A failure is only logged.
+        Does nothing if the cluster is being kept on purpose. A failure is only logged.
         """
         try:
             with self.api.briefly(END_WITHIN):
@@ -317,10 +328,11 @@ class RunCluster:
 
 @dataclass(frozen=True)
 class Expired:
-    """A cluster of a run that `delete_expired` looked at.
+    """A run's cluster that `delete_expired` examined, whether expired or not.
 
-    `over`: it was deleted because its lease expired, or would be without a dry run. `why` is the
-    reason for deleting or keeping it.
+    `over`: its lease has expired, and it was deleted (in a dry run, it would be). `why` is the
+    reason for deleting or keeping it. `flow_run` is the Prefect flow run that created it, None if
+    unknown.
     """
 
     name: str
@@ -333,7 +345,7 @@ class Expired:
 def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
     """Delete the run clusters in the namespace whose lease has expired; return all run clusters.
 
-    A dry run deletes nothing.
+    A missing or unreadable deadline counts as expired. A dry run deletes nothing.
     """
     clusters = []
     for found in api.clusters():

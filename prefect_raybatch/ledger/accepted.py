@@ -44,15 +44,19 @@ _RECORDS = TypeAdapter(tuple[Accepted, ...])
 
 
 def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
-    """Return {"accepted": differences} to add to an attempt's note; {} if there are none."""
+    """Return {"accepted": differences} to merge into a record; {} if there are no differences.
+
+    The record is that of an attempt or of a Ray job.
+    """
     differences = [asdict(one) for one in accepted]
     return {"accepted": differences} if differences else {}
 
 
 def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
-    """Return the differences that `accepted_note` added to an attempt's note; () if there are none.
+    """Return the differences that `accepted_note` put into a record; () if there are none.
 
-    Raises `CorruptRun` if they are malformed; its message calls the note `what`.
+    `note` is the record, and `what` its name for the message of `CorruptRun`, which is raised if
+    the differences are malformed.
     """
     return read_json(_RECORDS, dump(note.get("accepted") or []), f"accepted in {what}")
 
@@ -60,7 +64,7 @@ def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
 def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
     """Return the accepted differences of all attempts at a run, each once, oldest first.
 
-    A damaged note is logged and left out.
+    A missing or damaged record of an attempt is logged and left out.
     """
     differences: dict[tuple[str, str, str], Accepted] = {}
     for name in ledger.attempts():

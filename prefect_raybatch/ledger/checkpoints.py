@@ -1,8 +1,8 @@
-"""Commit records folded into few files, so that a resume needs hundreds of reads and not 250,000.
+"""Checkpoints: copies of many commit records in few files, so that a resume reads fewer objects.
 
-Only a cache: commit records alone say which shards are done. A folded copy is used only if it
-matches the store's fresh listing, else the record is read; so a checkpoint that is lost, old, torn
-or of another run costs only time.
+A resume then needs hundreds of reads, not 250,000. Checkpoints are only a cache: commit records
+alone say which shards are done. A copy is used only if it matches the store's fresh listing, else
+the record is read; so a checkpoint that is lost, old, torn or of another run costs only time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
 @dataclass(frozen=True)
 class Listing:
-    """The commits in a fresh listing of commits/, for each shard.
+    """The commit records that a fresh listing of commits/ shows, by shard.
 
     `done`: bool[shards], True for a shard with a commit record. `sizes`: int32[shards], bytes of
     the record. `md5`: 16 bytes for each shard, or b"" where the store's ETag is no MD5 (local disk,
-    multipart uploads, some encryptions). `strays` are the first files in commits/ that are not
-    commit records, such as copies made by a tool.
+    multipart uploads, some encryptions). `strays`: paths of files in commits/ that are not commit
+    records, such as copies made by a tool; at most MOST_STRAYS.
     """
 
     done: np.ndarray
@@ -76,9 +76,10 @@ class Listing:
         return self.md5[shard] == hashlib.md5(body, usedforsecurity=False).digest()
 
     def fits(self, shard: int, body: bytes) -> bool:
-        """Return whether `body` can be the stored record.
+        """Return whether `body` can be the stored record of the shard.
 
-        Decided by checksum, or by size where the store has no checksum, since records never change.
+        Compares the checksum, or only the size if the store has no checksum. A size is good
+        evidence, because records never change.
         """
         if self.md5[shard]:
             return self.proves(shard, body)
@@ -86,7 +87,7 @@ class Listing:
 
 
 class Folder:
-    """Collector of commits that writes a checkpoint file after each FOLD of them, or FOLD_BYTES."""
+    """Collects commits and writes a checkpoint file whenever they reach FOLD or FOLD_BYTES."""
 
     def __init__(self, store: Store, plan_hash: str):
         self.store, self.plan_hash = store, plan_hash
@@ -100,9 +101,10 @@ class Folder:
             self.flush(1)
 
     def flush(self, least: int = LEAST_COMMITS) -> None:
-        """Write the collected commits to one file, if there are at least `least`.
+        """Write the collected commits to one checkpoint file, if there are at least `least`.
 
-        A failure is only logged.
+        Otherwise they stay collected. A failure is only logged, and these commits are in no
+        checkpoint.
         """
         if len(self._lines) < least:
             return
@@ -116,9 +118,10 @@ class Folder:
 
 
 class Copies:
-    """Copies of commit records from checkpoints, by shard; each can be taken once.
+    """Copies of commit records from checkpoints, by shard. Take each at most once.
 
-    `confirmed(shard, bytes)` returns whether the bytes are the stored record of the shard.
+    `confirmed(shard, bytes)` returns whether the bytes are the stored record of the shard; copies
+    on disk are confirmed again when they are read.
 
     The first HELD_BYTES of copies are held in memory and later ones on the local disk (TMPDIR), as
     far as it has room, so memory grows by only 12 bytes a shard.
@@ -190,10 +193,10 @@ class Copies:
 
 
 def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copies:
-    """Return the records in checkpoints of which `listing` confirms that the store has the same.
+    """Return the copies in checkpoint files that `listing` shows to be equal to the stored records.
 
     `exact` requires proof by checksum; otherwise a matching size is enough where the store has no
-    checksum.
+    checksum. Close the result after use.
     """
     confirmed = listing.proves if exact else listing.fits
     planned = range(len(listing.done))

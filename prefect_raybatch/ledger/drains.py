@@ -29,9 +29,9 @@ DRAIN_LOOK = 2.0  # seconds between two reads of the request by one process
 
 @dataclass(frozen=True)
 class Drain(StrictRecord):
-    """`_raybatch/drain.json`: the attempts that are to stop.
+    """`_raybatch/drain.json`: the ids of the attempts that are to stop.
 
-    `by` is who asked for it (user@host), `at` when, in seconds since 1970.
+    `by` is the user who asked for it (user@host), `at` the time in seconds since 1970.
     """
 
     attempts: tuple[str, ...]
@@ -77,11 +77,11 @@ class Draining:
         return self._known
 
     def look(self) -> bool:
-        """Read the request now; return whether the attempt is to stop.
+        """Read the request now, unless one was already seen; return whether the attempt is to stop.
 
-        The driver calls this and not the object, which may have read up to DRAIN_LOOK seconds ago:
-        if its engines saw the request since then and skipped shards, the driver would take that for
-        engine deaths.
+        The driver calls this instead of the object itself, whose result may be DRAIN_LOOK seconds
+        old: if the driver's engines had seen a request in that time and skipped shards, the driver
+        would take the skipped shards for engine deaths.
         """
         if self._known:
             return True

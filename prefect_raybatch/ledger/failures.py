@@ -1,4 +1,4 @@
-"""Why rows failed and why shards were lost, as values and as the text in records."""
+"""Reasons why rows failed, or were lost with an engine or node, as objects and as record text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW_ALONE = 16  # units that a pass surely tries one at a time before engines ar
 
 @dataclass(frozen=True)
 class Loss:
-    """The reason why rows were lost in a stage, without an answer or an error of their own.
+    """The reason why rows were lost in a stage, with neither an answer nor an error of their own.
 
     `kind` is the name of an error class, or "" if unknown. `fatal`: it would happen again, so the
     run stops. `counted`: the engine death that caused it was already counted, with another lost
@@ -42,12 +42,12 @@ class Loss:
 
     @classmethod
     def of(cls, error: BaseException) -> Loss:
-        """Return the loss for an error; it is fatal unless a retry can help."""
+        """Return the loss that an error causes; it is fatal unless the error is transient."""
         return cls(type(error).__name__, str(error), not is_transient(error))
 
     @classmethod
     def parse(cls, text: str, fatal: bool = False) -> Loss:
-        """Return the loss whose `str` is `text`."""
+        """Return the loss whose `str` is `text`, which is `KIND: message` or only a message."""
         match = _LOSS.match(text)
         return cls(match[1], match[2], fatal) if match else cls("", text, fatal)
 
@@ -109,9 +109,10 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
 
 
 def alike(failures: Failures) -> Counter[FailureKey]:
-    """Return failure counts in which messages that differ only in numbers count as one.
+    """Merge failure counts whose keys differ only in the numbers in their messages.
 
-    Each number that differs becomes `N`.
+    In the merged message, each number that differs becomes `N`. Of messages that may have been cut,
+    only the first SURE characters are compared.
     """
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:
@@ -127,7 +128,10 @@ def alike(failures: Failures) -> Counter[FailureKey]:
 
 
 def _in_common(messages: Sequence[str]) -> str:
-    """Return the common form of messages that differ in numbers or in where they were cut."""
+    """Return one message for several that differ only in numbers or in where they were cut.
+
+    Each number that differs becomes `N`.
+    """
     if len(messages) == 1:
         return messages[0]
     words = [_NUMBER.split(message) for message in messages]
@@ -139,7 +143,7 @@ def _in_common(messages: Sequence[str]) -> str:
 
 
 def failure_texts(failures: Failures) -> dict[str, int]:
-    """Return failure counts in the form of records: {"stage|class|message": rows}."""
+    """Return failure counts as records hold them: {"stage|class|message": rows}."""
     texts: dict[str, int] = {}
     for key, rows in failures.items():
         text = str(key)

@@ -34,7 +34,7 @@ class Member:
 
     @property
     def failed(self) -> int:
-        """Return the number of quarantined rows of a finished run."""
+        """Return the number of quarantined rows; raise `CorruptRun` if the run is not finished."""
         if self.summary is None:
             raise CorruptRun(
                 f"{self.ledger.store.uri} is not finished: it has no _SUCCESS. Finish it first"
@@ -44,10 +44,11 @@ class Member:
 
 @dataclass
 class Family:
-    """A root run and its retries, by key: the root first, then children by number.
+    """A root run and its retry runs (children), by run key: the root first, then by number.
 
-    `base` is the root's key and `root` the folder of all runs; `next_key` is free for the next
-    child. `strays` has one sentence for each run directory that is unreadable or does not belong.
+    `base` is the root run's key and `root` the folder that contains all the runs; `next_key` is the
+    free key for the next child. `strays` has one sentence for each child directory that is
+    unreadable or whose parent is not in the family.
     """
 
     root: Store
@@ -60,9 +61,9 @@ class Family:
         return [member for member in self.members.values() if member.plan.parent == key]
 
     def is_taken(self, member: Member) -> bool:
-        """Return whether all failed rows of `member`, a finished run, are in child runs.
+        """Return whether the runs that retry rows of `member` contain all its failed rows.
 
-        Unfinished child runs count, too.
+        Unfinished retry runs count, too. Raises `CorruptRun` if `member` is not finished.
         """
         taken = sum(child.plan.rows for child in self.children(member.key))
         return taken >= member.failed
@@ -120,9 +121,10 @@ def load_family(root: Store, key: str) -> Family:
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
-    """Read the run directory `key` and add its run to the family if it belongs there.
+    """Read the run directory `key` and add its run to the family if its parent is a member.
 
-    Return its plan, the error if it cannot be read, or None if it holds no run.
+    Return the run's plan, the error if it cannot be read, or None if the directory holds no run.
+    Problems are added to `family.strays`.
     """
     try:
         member = _member(root, key)
@@ -140,7 +142,10 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
 
 
 def _first(root: Store, member: Member) -> Member:
-    """Return the root run of `member`'s family; `member` itself if it has no parent."""
+    """Return the root run of `member`'s family; `member` itself if it has no parent.
+
+    Raises `CorruptRun` if a run on the way is missing or unreadable.
+    """
     seen = {member.key}
     while member.plan.parent is not None:
         parent = member.plan.parent
@@ -168,7 +173,7 @@ def _member(root: Store, key: str) -> Member | None:
 
 
 def check_named(ledger: Ledger, plan: Plan) -> None:
-    """Raise `CorruptRun` unless the run directory is named by its run key."""
+    """Raise `CorruptRun` unless the run directory has the name of its run key."""
     if plan.run_key != ledger.store.uri.rpartition("/")[2]:
         raise CorruptRun(
             f"{ledger.store.uri} holds run {plan.run_key!r}, and retries find a run by the name of "

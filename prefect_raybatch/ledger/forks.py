@@ -1,4 +1,4 @@
-"""Forks: runs that continue another run under another key after a repair.
+"""Forks: repaired runs, which continue another run under another key.
 
 The old run only names its fork. A reader that follows the name checks that the fork's plan names
 the plan of the old run.
@@ -26,29 +26,32 @@ def fork_key(key: str) -> str:
 
 
 def forks_of(key: str) -> int:
-    """Return how many forks led to run `key`; 0 if it is not a fork."""
+    """Return how many repairs, one after the other, led to run `key`: 2 for X.m2, 0 for X."""
     match = _FORK.match(key)
     return int(match["number"]) if match else 0
 
 
 def original_key(plan: Plan) -> str:
-    """Return the run key of a plan, or if its run was made by repairs, that of the first run."""
+    """Return the key of the run with which repairs began; without repairs, the plan's run key."""
     match = _FORK.match(plan.run_key) if plan.forked_from is not None else None
     return match["base"] if match else plan.run_key
 
 
 def forked(plan: Plan) -> dict[str, str]:
-    """Return `Plan.forked_from` for a fork of the run with this plan."""
+    """Return what `Plan.forked_from` is in a fork of this plan's run: its key and plan hash."""
     return {"run_key": plan.run_key, "plan": plan.hash}
 
 
 def supersede(ledger: Ledger, key: str) -> None:
-    """Record in a run that its fork `key` continues it."""
+    """Record in the run of `ledger` that its fork `key` continues it."""
     put_record(ledger.store, SUPERSEDED_BY, dump({"by": key}))
 
 
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
-    """Follow a run's fork, that fork's fork and so on; return ledger and plan of the last run."""
+    """Follow a run's fork, that fork's fork and so on; return ledger and plan of the last run.
+
+    Stops at a fork that is missing, unreadable or of another run, and after MOST_FORKS.
+    """
     for _ in range(MOST_FORKS):
         fork = _next(ledger, plan)
         if fork is None:

@@ -41,8 +41,9 @@ LEDGERS = (OF_ROWS, OF_ASKS, OF_LARGER, OF_FIRST)
 class RowCounts(StrictRecord):
     """Row counts of a run that reuses answers, by the source of the answer.
 
-    `reused`: an earlier run. `asked`: a request made for this row. `merged`: a request made for
-    another row. `none`: the row makes no request.
+    `reused`: an earlier run's answer. `asked`: the answer to a request made for this row. `merged`:
+    the answer to the equal request of another row. `none`: no answer, since the row makes no
+    request.
     """
 
     reused: Count = 0
@@ -113,11 +114,12 @@ class AnswersByRow(StrictRecord):
 
 @dataclass(frozen=True)
 class RetryShare(StrictRecord):
-    """The rows of a retry of a cascade that may go to the larger model: `sent` and `more` rows.
+    """How many rows of a retry of a cascade may go to the larger model.
 
-    The first run has `rows` rows, of which it and all its retries together may send the share
-    `output.escalate.at_most`. `sent` rows of this retry were sent by earlier runs and may go again;
-    `table` is the name of the table with their positions. Of other rows, at most `more` may go.
+    The first run has `rows` rows; it and all its retries together may send at most the share
+    `output.escalate.at_most` of them. `sent` rows of this retry were already sent by earlier runs
+    and may go again: `table` is the name of the table with their positions. Of the other rows of
+    this retry, at most `more` may go.
     """
 
     rows: Count
@@ -130,20 +132,21 @@ class RetryShare(StrictRecord):
 class Increment(StrictRecord):
     """The value of `Plan.increment`: how a run reuses or keeps answers.
 
-    `ledger` is `rows` in the run itself and `asks` in its requests phase. In a cascade it is
-    `larger` in the run itself and `first` in the run of its first model; `asks` then is the plan by
-    which the first model answers all rows, and only `ledger`, `context` and, in a retry with
-    `output.escalate.at_most`, `share` are set besides.
+    `ledger` says whose plan this is in. In a run that reuses answers, it is `rows` in the run's own
+    plan and `asks` in the plan of its requests phase. In a cascade, it is `larger` in the run's own
+    plan and `first` in the plan of its first model. The field `asks` of the run's own plan holds
+    that second plan. In a cascade's own plan, of the other fields only `context` and, in a retry
+    with `output.escalate.at_most`, `share` are set.
 
     `context` is the hash of what all requests have in common, `parts` the values behind it.
     `merge`: equal requests are made once, if sampling gives them equal answers. `places` names
     tables with (kind, at) for each input row: the source of its answer (NO_REQUEST to MERGED_ROW)
     and the answer's index there. `reused` are the files of reused answers, `earlier` the runs that
-    they come from, newest first; `differs` lists the fields whose values differ from those of
-    `earlier`, so that nothing was reused. `asks` is the plan of the requests phase. In that phase's
-    plan, `weights` names the table with the number of rows that wait for each request. `rows`
-    counts the input rows of the run. `seconds` is the engine time of one earlier answer, None if
-    unknown. `precision` is the earlier decision of a job with `try-fp8`.
+    they come from, newest first. `differs` lists the fields that differ from the runs in `earlier`,
+    so that nothing was reused. `weights`, in a requests phase, names the table with the number of
+    rows that wait for each request. `rows` counts the input rows of the run. `seconds` is the
+    engine time of one earlier answer, None if unknown. `precision` is the earlier decision of a job
+    with `try-fp8`.
     """
 
     ledger: str
@@ -163,7 +166,7 @@ class Increment(StrictRecord):
     share: RetryShare | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, without those that have their default."""
+        """Return the fields as plain values, leaving out defaults except ledger and context."""
         value, usual = asdict(self), asdict(Increment(self.ledger, self.context))
         needed = ("ledger", "context")
         return {k: v for k, v in value.items() if k in needed or v != usual[k]}
@@ -175,7 +178,7 @@ class Increment(StrictRecord):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Return the names of the tables that this record names, in addition to the plan's."""
+        """Return the names of the tables to which this record refers: places, weights and share."""
         share = [self.share.table] if self.share is not None else []
         return (*self.places, *([self.weights] if self.weights else []), *share)
 
@@ -185,10 +188,11 @@ class Answers(StrictRecord):
     """The record of the files that hold a finished run's raw answers.
 
     They can be reused until `until` (seconds since 1970), or as long as the run exists if None;
-    `raybatch reap` deletes them afterwards. `seconds` is the engine time of one answer, None if no
-    run measured it. `rejected` holds, by file path, the positions of answers whose rows all failed;
-    they are not reused. `checksum` is the SHA-256 of the record with `checksum` None; None in a
-    record without one.
+    `raybatch reap` deletes them afterwards. `plan` is the plan's hash; `context` and `parts` are as
+    in `Increment`. `seconds` is the engine time of one answer, None if no run measured it.
+    `rejected` holds, by file path, the positions of answers whose rows all failed; they are not
+    reused. `checksum` is the SHA-256 of the record with `checksum` None; None in a record without
+    one.
     """
 
     run_key: str
@@ -207,7 +211,7 @@ class Answers(StrictRecord):
         return self.until is not None and time.time() >= self.until
 
     def usable(self, part: AnswerPart) -> np.ndarray:
-        """Return bool[answers] for one of the files: True for those that may be reused.
+        """Return bool[rows] for one of the files: True for answers that may be reused.
 
         Raise `CorruptRun` if the file's positions in `rejected` are malformed.
         """
@@ -225,7 +229,7 @@ class Answers(StrictRecord):
         put_record_if_absent(store, ANSWERS_RECORD, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return the record with its checksum."""
+        """Return the record, with its checksum, as the bytes of a JSON file."""
         return dump(asdict(replace(self, checksum=self._sum())))
 
     def _sum(self) -> str:
@@ -233,7 +237,10 @@ class Answers(StrictRecord):
 
 
 def increment_of(plan: Plan) -> Increment | None:
-    """Return `Plan.increment` decoded; None if the run neither reuses nor keeps answers."""
+    """Return `Plan.increment` decoded; None if the run neither reuses nor keeps answers.
+
+    Raises `CorruptRun` if it is malformed.
+    """
     if plan.increment is None:
         return None
     increment = read_json(_INCREMENT, dump(plan.increment), "plan.json: increment")
@@ -260,9 +267,9 @@ def is_first_phase(plan: Plan) -> bool:
 
 
 def ledgers_of(ledger: Ledger, plan: Plan) -> tuple[Ledger, ...]:
-    """Return the ledger of a run and, if it has one, of its requests phase or its first model.
+    """Return the ledger of a run, followed by that of its requests phase or first model, if any.
 
-    Only a cascade has a first model.
+    The latter may not have begun yet.
     """
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
@@ -271,7 +278,10 @@ def ledgers_of(ledger: Ledger, plan: Plan) -> tuple[Ledger, ...]:
 
 
 def read_answers(store: Store) -> Answers | None:
-    """Return the record of a run's raw answers; None if it keeps none."""
+    """Return the record of a run's raw answers; None if it keeps none.
+
+    Raises `CorruptRun` if the record is malformed, damaged or from a newer version.
+    """
     try:
         data = read_record(store, ANSWERS_RECORD)
     except FileNotFoundError:
@@ -289,7 +299,10 @@ def read_answers(store: Store) -> Answers | None:
 
 
 def read_answers_by_row(store: Store, plan: Plan) -> AnswersByRow | None:
-    """Return the record of the files with answers in row order; None if the run has none."""
+    """Return the record of the files with answers in row order; None if the run has none.
+
+    Raises `CorruptRun` if the record is malformed, or of another plan or version.
+    """
     try:
         data = read_record(store, BY_ROW_RECORD)
     except FileNotFoundError:
@@ -309,7 +322,10 @@ def requests_ledger(store: Store) -> Ledger:
 
 
 def has_begun(ledger: Ledger, plan: Plan, committed: bool) -> bool:
-    """Return whether a shard of a run is `committed`, or one of its requests phase is."""
+    """Return whether a shard of the run, or of its requests phase or first model, is committed.
+
+    `committed` says whether one of the run's own shards is.
+    """
     increment = increment_of(plan)
     if committed or increment is None or increment.asks is None:
         return committed
@@ -319,10 +335,11 @@ def has_begun(ledger: Ledger, plan: Plan, committed: bool) -> bool:
 
 
 def begin_requests_phase(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
-    """Return ledger and plan of a run's requests phase; None if the run has none.
+    """Return ledger and plan of a run's requests phase or first model; None if it has none.
 
-    Writes the phase's plan unless it exists. Every caller writes the same bytes, which are part of
-    the run's own plan. Raises `CorruptRun` if the folder holds another plan.
+    `store` is the run directory, and `increment` is from the run's plan. Writes the phase's plan
+    unless it exists: every caller writes the same bytes, which are part of the run's own plan.
+    Raises `CorruptRun` if the folder holds another plan.
     """
     if increment.asks is None:
         return None
@@ -337,10 +354,10 @@ def begin_requests_phase(store: Store, increment: Increment) -> tuple[Ledger, Pl
 
 
 def input_store(store: Store, plan: Plan) -> Store:
-    """Return the run directory that holds the snapshot of a run's input, usually `store` itself.
+    """Return the run directory with the snapshot of a run's input, usually `store` itself.
 
-    The first model of a cascade has a run directory inside the cascade's, and reads the cascade's
-    snapshot. Raises `CorruptRun` if its directory is not inside a run's.
+    For the first model of a cascade, whose run directory lies inside the cascade's, it is the
+    cascade's directory. Raises `CorruptRun` if the first model's directory is not inside a run's.
     """
     increment = increment_of(plan)
     if increment is None or increment.ledger != OF_FIRST:
@@ -354,9 +371,10 @@ def input_store(store: Store, plan: Plan) -> Store:
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
-    """Return the files of raw answers of the run at `store`: reused ones, then its own.
+    """Return the files of raw answers of the run at `store`: reused ones, then those it inferred.
 
-    Writes the plan of the requests phase if it is missing (see `begin_requests_phase`).
+    Those it inferred are left out until its requests phase is complete. Writes the plan of the
+    requests phase if it is missing (see `begin_requests_phase`).
     """
     begun = begin_requests_phase(store, increment)
     success = begun[0].finished(begun[1]) if begun is not None else None
@@ -391,7 +409,8 @@ class RequestWeights:
 def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> RequestWeights | None:
     """Read how many rows wait for each request of a requests phase.
 
-    None if `increment`, from the plan of `ledger`, is not that of a requests phase.
+    `ledger` and `shards` are those of the requests phase, and `increment` is from its plan. Returns
+    None for any other run. Raises `CorruptRun` if the table does not match `shards`.
     """
     if increment.weights is None:
         return None

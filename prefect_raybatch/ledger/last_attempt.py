@@ -1,7 +1,7 @@
 """The record of the last attempt at a run, from before its plan to its end.
 
-It is for people; correctness does not depend on it. A directory with this record and no plan is not
-a run.
+It informs people; correctness does not depend on it. A directory with this record and no plan is
+not a run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ RECORD_SECONDS = 5.0  # for which a remote store is retried to read or write the
 
 @dataclass(frozen=True)
 class LastAttempt:
-    """An attempt at run `run_key` of `job`.
+    """The last attempt at run `run_key` of `job`.
 
-    `phase` is planning, inference, finalizing, measuring or judging (the last two of a complete
-    run). `started` and `ended` are in seconds since 1970; `ended` is None while it works, if it
-    succeeded or was killed. `outcome` is failed, stopped, drained or "". `error` is the class and
-    `message` the text of the exception that ended it. `command` runs the job again, "" if it is
-    unknown. `by` is user@host.
+    `phase` is the step it reached: planning, inference, finalizing, measuring or judging (the last
+    two on a complete run). `started` and `ended` are in seconds since 1970; `ended` is None while
+    it works, and if it succeeded or was killed. `outcome` is failed, stopped, drained, or "" if it
+    works, succeeded or was killed. `error` is the class and `message` the text of the exception
+    that ended it. `command` runs the job again, "" if it is unknown. `by` is user@host and `pid`
+    the process there.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -68,7 +69,10 @@ class LastAttempt:
 
     @property
     def unmeasured(self) -> str:
-        """Return why the answers of a complete run were not measured or judged; "" if they were."""
+        """Return why this attempt did not measure or judge the answers of a complete run.
+
+        Returns "" if it did, or if it ended before that step.
+        """
         what = {MEASURING: "accuracy not measured", JUDGING: "not judged"}.get(self.phase)
         if what is None or not self.outcome:
             return ""
@@ -77,7 +81,7 @@ class LastAttempt:
 
     @property
     def unmeasured_advice(self) -> str:
-        """Return `unmeasured` with what to do."""
+        """Return `unmeasured` followed by what a user can do."""
         return f"{self.unmeasured.rstrip('.')}; {advice(self.first_step)}"
 
     @property
@@ -117,7 +121,10 @@ def not_waiting(store: Store) -> Store:
 
 
 def cut_to_characters(text: str, most: int) -> str:
-    """Return a text as one storable line of at most `most` characters; a cut one ends in `...`."""
+    """Return a text as one line of at most `most` characters; one that was cut ends in `...`.
+
+    White space becomes single blanks, and characters that cannot be stored are replaced.
+    """
     text = storable(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -134,7 +141,10 @@ def read_last_attempt(store: Store) -> LastAttempt | None:
 
 
 def unmeasured_attempt(store: Store) -> LastAttempt | None:
-    """Return the attempt that could not measure or judge a complete run; None if none failed."""
+    """Return the last attempt if it failed to measure or judge a complete run, else None.
+
+    A stopped or drained attempt counts, too.
+    """
     attempt = last_attempt_of(store)
     return attempt if attempt is not None and attempt.unmeasured else None
 

@@ -76,12 +76,12 @@ def commit_path(shard: int) -> str:
 
 
 def piece_path(name: str) -> str:
-    """Return the path of a piece, by its name in receipts and commits."""
+    """Return the path of a piece, given the name that receipts and commits use for it."""
     return f"{PIECES}/{name}"
 
 
 def table_path(name: str) -> str:
-    """Return the path of a table, by its name in the plan."""
+    """Return the path of a table, given the name that the plan uses for it."""
     return f"{TABLES}/{name}"
 
 
@@ -94,12 +94,12 @@ def heartbeat_path(attempt: str) -> str:
 
 
 def job_path(number: int) -> str:
-    """Return the path of the record of a run's Ray job, by its number."""
+    """Return the path of the record about the run's Ray job with this number."""
     return f"{JOBS}/{number:04d}.json"
 
 
 def job_end_path(number: int) -> str:
-    """Return the path of the record that a Ray job wrote when it ended."""
+    """Return the path of the record that the run's Ray job with this number wrote when it ended."""
     return f"{JOBS}/{number:04d}.end.json"
 
 
@@ -109,7 +109,7 @@ def published_path(target: str) -> str:
 
 
 def partial_path(name: str, file: str = "") -> str:
-    """Return the path of a partial result, or of a file in it."""
+    """Return the path of the partial result `name`, or of a file in it."""
     return f"{PARTIAL_FOLDER}/{name}/{file}".rstrip("/")
 
 

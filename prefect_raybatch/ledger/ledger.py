@@ -1,7 +1,7 @@
 """Plan and commit records in the run directory, and the proof that shards are covered.
 
-Knows neither Ray nor Prefect. docs/exactly-once.md has the rules; a comment marks each line that
-follows from one of them, with the reason.
+Knows neither Ray nor Prefect. docs/exactly-once.md has the rules for exactly-once shards; a comment
+marks each line that follows from one of the rules, with the reason.
 """
 
 from __future__ import annotations
@@ -78,13 +78,11 @@ class Ledger:
             return None
 
     def create_plan(self, plan: Plan, tables: Mapping[str, bytes]) -> Plan:
-        """Write the plan and its tables (name: content) unless the run has a plan.
-
-        Return the run's plan: this one, or the one of an earlier writer.
+        """Create the run's plan with its tables ({name: content}), or return the existing plan.
 
         Tables are written first, under names with their hash, so that plan.json never names a table
-        that is missing or belongs to another plan. A writer that loses the race adopts the winner's
-        plan if it is the same job's; else `PlanMismatch` is raised.
+        that is missing or belongs to another plan. Raises `PlanMismatch` if the existing plan has
+        another fingerprint.
         """
         for name, data in tables.items():
             put_table(self.store, name, data)
@@ -116,13 +114,13 @@ class Ledger:
         return [uris] if isinstance(uris, str) else list(uris)
 
     def numbers(self, plan: Plan) -> RowNumbers:
-        """Return the row number of each row of the run's input."""
+        """Return the numbers of the run's rows: their positions in the input of its root run."""
         if plan.numbers_table is None:
             return RowNumbers(plan.rows)
         return read_numbers(self.table(plan.numbers_table), plan.rows)
 
     def classifier(self, plan: Plan) -> bytes | None:
-        """Return the classifier's file, which the plan keeps; None if the job has no classifier."""
+        """Return the classifier's file, which the plan keeps, as bytes; None without classifier."""
         name = plan.classifier_table
         return None if name is None else read_classifier(self.table(name))
 
@@ -133,10 +131,11 @@ class Ledger:
     # --- commits ----------------------------------------------------------------------------
 
     def listing(self, plan: Plan) -> Listing:
-        """Return which shards have a commit record, by a fresh listing.
+        """List commits/ anew and return which shards have a commit record.
 
         Only names that this package writes count. Copies beside them, such as `00000001 2.json`,
-        say nothing about a shard and are listed as strays.
+        prove nothing and are returned as strays. Raises `CorruptRun` for a shard that the plan does
+        not have.
         """
         listing = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
@@ -152,7 +151,7 @@ class Ledger:
         return listing
 
     def committed(self, plan: Plan) -> np.ndarray:
-        """Return bool[shards]: which shards have a commit record, by a fresh listing."""
+        """List commits/ anew and return bool[shards]: True for a shard with a commit record."""
         return self.listing(plan).done
 
     def is_committed(self, shard: int) -> bool:
@@ -167,13 +166,13 @@ class Ledger:
         on_fault: Callable[[CorruptRun], None] | None = None,
         copies: bool = True,
     ) -> Iterator[Commit]:
-        """Yield the commits that `listing` shows, by shard, from checkpoints where possible.
+        """Yield the commits that `listing` shows, in shard order, from checkpoints where possible.
 
-        `exact`: take a record from a checkpoint only if the store's checksum proves it. Without
-        `copies` all records are read from the store, to find those that were damaged although the
-        listing still shows the checksum of the intact record. `on_read` is called with each commit
-        that no checkpoint supplied. A record that is no commit of this plan raises `CorruptRun`, or
-        goes to `on_fault` and is left out.
+        `exact`: take a record from a checkpoint only if the store's checksum proves it. `copies`
+        False: read all records from the store and none from checkpoints, which finds records that
+        were damaged although the listing still shows the intact checksum. `on_read` is called with
+        each commit that no checkpoint supplied. For a record that is no commit of this plan, calls
+        `on_fault` with the error and continues; without `on_fault`, raises `CorruptRun`.
         """
         shards = np.flatnonzero(listing.done).tolist()
         none = Copies(plan.shards, listing.fits)
@@ -197,9 +196,9 @@ class Ledger:
                 yield commit
 
     def every_commit(self, plan: Plan) -> Iterator[Commit]:
-        """Yield the commits of all shards of a complete run, also those that a listing lacks.
+        """Yield the commits of all shards of a complete run, including any that a listing lacks.
 
-        Raises `CorruptRun` if one is missing.
+        Those come last. Raises `CorruptRun` if a commit is missing or malformed.
         """
         listing = self.listing(plan)
         yield from self.commits(plan, listing)
@@ -224,9 +223,10 @@ class Ledger:
             raise CorruptRun(f"{path} is missing, although its shard was committed") from None
 
     def commit(self, plan: Plan, rows: int, receipts: list[Receipt]) -> Commit | None:
-        """Commit a shard of `rows` rows by one put-if-absent. Return None if another driver won.
+        """Commit a shard of `rows` rows by one put-if-absent; return None if another driver won.
 
-        Raises `CorruptRun` unless the receipts are disjoint and cover exactly [0, rows).
+        Raises `CorruptRun` unless the receipts are disjoint and cover exactly the positions [0,
+        rows).
         """
         parts = [receipt.held for receipt in receipts]
         held = disjoint(part for part in parts if part)
@@ -255,10 +255,10 @@ class Ledger:
     # --- the end ----------------------------------------------------------------------------
 
     def finished(self, plan: Plan | None = None) -> Success | None:
-        """Return the `_SUCCESS` record of `plan`, or None while the run is not complete.
+        """Return the `_SUCCESS` record of a run, or None while it is not complete.
 
-        The plan is read if it is None. Raises `CorruptRun` for a malformed record, one of another
-        plan, or one beside which there is no plan.
+        `plan` is the run's plan; it is read if None. Raises `CorruptRun` if the record is malformed
+        or of another plan, or if there is a record and no plan.
         """
         plan = plan or self.load_plan()
         if plan is None:
@@ -281,9 +281,9 @@ class Ledger:
         put_success(self.store, success)
 
     def note_attempt(self, attempt: str, info: JsonObject) -> None:
-        """Write `info` on an attempt: who drives the run, since when and from where.
+        """Write the record `info` of an attempt: who drives the run, since when and from where.
 
-        It is for people; correctness does not depend on it.
+        It informs people; correctness does not depend on it.
         """
         put_record(self.store, attempt_path(attempt), dump(dict(info)))
 
@@ -302,11 +302,11 @@ class Ledger:
 
 
 class Coverage:
-    """Receipts of unfinished shards, collected by position until they cover a shard.
+    """Collects the receipts of uncommitted shards until their positions cover a shard.
 
     Ray runs a task again after a death, possibly with other block boundaries. Adding up row counts
     would then commit shards with some rows lost and others doubled, so positions are compared, and
-    a receipt that overlaps an earlier one is rejected whole.
+    a receipt that overlaps an earlier one is ignored as a whole.
     """
 
     def __init__(self, shards: Shards):
@@ -315,9 +315,10 @@ class Coverage:
         self._held: dict[int, Positions] = {}
 
     def add(self, receipt: Receipt) -> list[Receipt] | None:
-        """Add a receipt. Return all receipts of its shard once they cover it, else None.
+        """Add a receipt; return all receipts of its shard once they cover it, else None.
 
-        Ignores a receipt that is empty, overlaps an earlier one, or exceeds the shard.
+        Ignores a receipt that is empty, overlaps an earlier one, or exceeds the shard. A covered
+        shard is then forgotten, so the caller must commit it.
         """
         held = receipt.held
         shard = self._shards[receipt.shard]
@@ -342,7 +343,7 @@ class Coverage:
         return self._shards[shard].rows - len(self._held.get(shard, NO_POSITIONS))
 
     def drop(self, shard: int) -> None:
-        """Forget a shard that another driver committed."""
+        """Forget the receipts of a shard, because another driver committed it."""
         self._held.pop(shard, None)
         self._parts.pop(shard, None)
 
@@ -366,7 +367,7 @@ def _try(plan: Plan, shard: int, body: bytes) -> Commit | CorruptRun:
 
 
 def _commonest(failures: Failures) -> Failures:
-    """Return the FAILURES most frequent failures, and others summed by stage and error class.
+    """Keep the FAILURES most frequent failure counts, and sum the others by stage and error class.
 
     Messages that differ from row to row would make the record as large as the rows.
     """

@@ -24,7 +24,7 @@ class PieceRow:
 
 
 def put_manifest(store: Store, pieces: Sequence[PieceRow]) -> str:
-    """Write the manifest and return the name of its table."""
+    """Write the manifest, a table that lists these pieces, and return the table's name."""
     data = _table(pieces)
     name = f"manifest-{digest(data)[:16]}.parquet"
     put_table(store, name, data)
@@ -50,8 +50,8 @@ def _table(pieces: Sequence[PieceRow]) -> bytes:
 def pieces_named(store: Store, success: Success) -> set[str]:
     """Return the names of the pieces that are the result of a finished run without compaction.
 
-    Raises `CorruptRun` if no manifest is named or its pieces do not hold all rows: only a complete
-    manifest can tell which pieces are orphans.
+    Raises `CorruptRun` if `_SUCCESS` names no manifest, or if the manifest's pieces do not hold all
+    rows: only a complete manifest can tell which other pieces are orphans.
     """
     name = success.manifest
     if name is None:

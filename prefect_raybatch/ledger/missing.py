@@ -37,7 +37,11 @@ def need_plan(ledger: Ledger) -> Plan:
 
 
 def no_run(store: Store) -> RayBatchError:
-    """Return the error for a `store` without a plan."""
+    """Return the error for a run directory without a plan, for the caller to raise.
+
+    It is `CorruptRun` if there are commits, else `NoSuchRun` with a hint such as runs of similar
+    names.
+    """
     if next(iter(store.list(COMMITS)), None) is not None:
         return CorruptRun(f"{store.uri} has commits, but no {PLAN}. Restore that file")
     attempt = read_last_attempt(store)

@@ -19,11 +19,10 @@ REPEATS_ROWS = 4096  # rows that tell whether a column's values repeat
 class PartFiles:
     """Writer of the files part-00000.parquet and so on in `folder`, numbered from `first` on.
 
-    `rows` is the number of rows in the part being written.
-
-    A part appears complete when it is finished, and is then checked against what was written.
-    Raises StoreError if the local disk (TMPDIR) is full, and the store's errors; `discard` cleans
-    up after any of them.
+    `write` adds rows to the current part, on local disk; `finish` stores the part as a whole, and
+    checks that the store holds what was written. `rows` is the number of rows in the current part.
+    Raises StoreError if the local disk (TMPDIR) is full, and the store's errors; call `discard`
+    after any of them.
     """
 
     def __init__(self, store: Store, folder: str, first: int = 0) -> None:
@@ -48,7 +47,7 @@ class PartFiles:
         self.rows += table.num_rows
 
     def _begun(self, begin: Callable[[str], Any]) -> Any:
-        """Return the writer of the current part; `begin` opens one if there is none."""
+        """Return the Parquet writer of the current part; open one with `begin(path)` if needed."""
         if self._local is None:
             self._local = tempfile.TemporaryDirectory(prefix="raybatch-")
             self._writer = begin(self._path)
@@ -74,14 +73,14 @@ class PartFiles:
         return part, info
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
-        """Store a local file whose checksums are `sums`.
+        """Store the file at `local_path`, whose checksums are `sums`, as `path`.
 
         Return SHA-256 and info of the stored file. A subclass may keep an existing file instead.
         """
         return sums.sha256, put_file_proved(self._store, path, local_path, sums)
 
     def discard(self) -> None:
-        """Delete the part being written."""
+        """Delete the local file of the current part; do nothing if there is none."""
         if self._local is None:
             return
         if self._writer is not None:
@@ -92,10 +91,11 @@ class PartFiles:
 
 
 def dictionary_columns(table: pa.Table) -> bool | list[str]:
-    """Return the columns of `table`, a first row group, to write with a dictionary; True for all.
+    """Return the columns to write with dictionary encoding; True for all columns.
 
-    These are the columns whose values repeat: a dictionary of values that hardly repeat costs a
-    quarter of the writing time, and space.
+    These are the columns whose values repeat in the first rows of `table`, a file's first row
+    group. For values that hardly repeat, a dictionary costs space and a quarter of the writing
+    time. A table with nested columns gives True.
     """
     import pyarrow.compute as pc
 

@@ -58,9 +58,10 @@ class PartLayout(StrictRecord):
     """Which shards' rows go into which result file, decided once: `_raybatch/layout.json`.
 
     `plan` is the plan's hash. `rule` says in words how the shards were divided into files,
-    `file_bytes` is the size that it used. `schemas` holds the schema of data and of quarantine
-    files (by kind), without the column `row_number`, as Arrow IPC in base64. `table` is the name,
-    which contains a hash, of the Parquet table with one `PartSpan` per file.
+    `file_bytes` is the size that it used. `row_number` is the name of the column with row numbers.
+    `schemas` holds the schema of data and of quarantine files (by kind), without that column, as
+    Arrow IPC in base64. `table` is the name, which contains a hash, of the Parquet table with one
+    `PartSpan` per file.
     """
 
     plan: str
@@ -87,7 +88,8 @@ class ShardSums:
 def choose_spans(sums: ShardSums, file_bytes: int) -> tuple[PartSpan, ...]:
     """Divide the shards into files by the rule WHOLE_SHARDS; return files of data and quarantine.
 
-    A file gets at most `file_bytes` of pieces (besides the rule's other limits), or one shard.
+    The pieces of a file's shards have at most `file_bytes` in total, unless a single shard has
+    more.
     """
     spans: list[PartSpan] = []
     for kind in KINDS:
@@ -124,12 +126,12 @@ def put_layout(ledger: Ledger, made: PartLayout, spans: Sequence[PartSpan]) -> N
 
 
 def layout_table(spans: Sequence[PartSpan]) -> str:
-    """Return the name of the table of these spans, which holds its hash."""
+    """Return the name for the table of these spans; it contains the table's hash."""
     return f"layout-{digest(spans_table(spans))[:16]}.parquet"
 
 
 def read_layout(ledger: Ledger, plan: Plan) -> tuple[PartLayout, tuple[PartSpan, ...]] | None:
-    """Return the layout of a run, None if there is none yet.
+    """Return the layout of a run and its files; None if no layout is recorded yet.
 
     Raises `CorruptRun` for a file that is not a layout, or that belongs to another plan.
     """

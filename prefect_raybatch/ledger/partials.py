@@ -40,8 +40,8 @@ _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\
 class MissingRows(StrictRecord):
     """The rows that a partial result lacks, because they were not committed.
 
-    `rows` and `shards` are their numbers, `ranges` the first `MAX_RANGES_LISTED` ranges of their
-    row numbers, as (first, last). `more` counts the ranges not listed.
+    `rows` counts them and `shards` their shards. `ranges` are the first `MAX_RANGES_LISTED` ranges
+    of their row numbers, as (first, last); `more` counts the ranges not listed.
     """
 
     rows: Count
@@ -59,7 +59,10 @@ class MissingRows(StrictRecord):
         return cls(rows, len(pending), ranges, sum(1 for _ in spans))
 
     def text(self, most: int = 5) -> str:
-        """Describe the missing rows, e.g. as `1,200 rows (400 to 799, 1,600 to 2,399)`."""
+        """Describe the missing rows, e.g. as `1,200 rows (400 to 799, 1,600 to 2,399)`.
+
+        Names at most `most` ranges, and the number of others.
+        """
         named = [f"{first:,} to {last:,}" for first, last in self.ranges[:most]]
         left = len(self.ranges) - len(named) + self.more
         named += [f"and {left:,} more ranges"] if left else []
@@ -84,9 +87,12 @@ def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator
 
 @dataclass(frozen=True)
 class PartialResult(StrictRecord):
-    """`partial/_UUID/_PARTIAL.json`: what a partial result holds and what it lacks.
+    """`partial/_UUID/_PARTIAL.json`: the record of a partial result.
 
-    `at` is when its commits were listed, in seconds since 1970; `by` is user@host.
+    `name` is _UUID, `plan` the plan's hash. `rows` counts the run's rows; `data`, `quarantine` and
+    `skipped` (rows left out) count those that are committed. `at` is when the commits were listed,
+    in seconds since 1970; `by` is user@host. `row_number` is the name of the column with row
+    numbers.
     """
 
     warning: str
@@ -104,7 +110,7 @@ class PartialResult(StrictRecord):
     row_number: str = "_row"
 
     def of(self, kind: str) -> list[Part]:
-        """Return the files of data or quarantine, sorted by name."""
+        """Return the files of `kind` (data or quarantine), sorted by path."""
         inside = partial_path(self.name, f"{DATA_FOLDER}/")
         return sorted(
             (part for part in self.parts if part.path.startswith(f"{inside}/") == (kind == "data")),
@@ -130,7 +136,7 @@ def new_partial_name() -> str:
 
 
 def split_partial(uri: str) -> tuple[str, str | None]:
-    """Return (run directory, name of the partial result in it or None) of a URI."""
+    """Split the URI of a partial result into (run directory, name); (URI, None) for another URI."""
     match = _PLACE.match(uri)
     return (match["run"], match["name"]) if match else (uri, None)
 

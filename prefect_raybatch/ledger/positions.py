@@ -37,7 +37,7 @@ class Positions:
     def of(cls, numbers: np.ndarray) -> Positions:
         """Return the set of these integers, which may be in any order.
 
-        Raises ValueError for a repeated integer, or one that no shard can have.
+        Raises ValueError for an integer that is repeated, negative, or not below MOST_POSITIONS.
         """
         if not len(numbers):
             return cls()
@@ -54,9 +54,9 @@ class Positions:
 
     @classmethod
     def spans(cls, *ranges: Range) -> Positions:
-        """Return the set of half-open ranges in ascending order.
+        """Return the set of all positions in these half-open ranges.
 
-        Raises ValueError for other ranges.
+        Raises ValueError unless the ranges are ascending, disjoint and within [0, MOST_POSITIONS).
         """
         if len(ranges) > FEW_RANGES:
             try:

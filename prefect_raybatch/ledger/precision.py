@@ -20,9 +20,10 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Disagreement(StrictRecord):
-    """A row whose answer changed, by its number in the input.
+    """A sampled row whose answer changed with the engine arguments that were tried.
 
-    `stored` and `tried` are its answers with the model as stored and as tried, cut to a length.
+    `row` is its number in the input. `stored` is the answer of the model as stored, `tried` that
+    with these arguments; both may be cut.
     """
 
     row: Count

@@ -76,7 +76,10 @@ def read_record(store: Store, path: str) -> bytes:
 
 
 def read_table(store: Store, name: str, by: str = "plan.json") -> bytes:
-    """Return a table that the record `by` names, checked against the hash in its name."""
+    """Return a table that the record `by` names, checked against the hash in its name.
+
+    Raises `CorruptRun` if it is missing, too large, or does not match the hash.
+    """
     try:
         data = read_record(store, layout.table_path(name))
     except FileNotFoundError:

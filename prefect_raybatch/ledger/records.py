@@ -111,7 +111,7 @@ _DIGITS = 64
 
 
 def with_checksum(record: bytes) -> bytes:
-    """Return a JSON object whose first field is the SHA-256 of the object without it."""
+    """Return the JSON object `record` with its SHA-256 added as the first field, `checksum`."""
     return _CHECKSUM + digest(record).encode() + b'",' + record[1:]
 
 
@@ -134,10 +134,10 @@ class InputFile:
     `uri` is absolute, or relative to the run directory for a file of the snapshot. `rows` counts
     the rows that the run reads from it.
 
-    `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place. The
-    first two change whenever it is written, and at other times too; `footer` (a hash) then tells
-    whether it is still the same file; for other files all three are None. `values` are (column,
-    value as text) of the columns that only its path gives, such as year=2024.
+    `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place, None
+    for other files. If ctime or inode has changed, the file may have been written, or not;
+    `footer`, a hash of its Parquet footer, decides. `values` are (column, value as text) of the
+    columns that only the file's path gives, such as year=2024.
     """
 
     uri: str
@@ -153,7 +153,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """Input rows [start, start + rows), the unit of reading, inference and commits."""
+    """Input rows [start, start + rows), which are read, inferred and committed together."""
 
     id: int
     start: int
@@ -162,7 +162,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Unit:
-    """Work for one pass through the stages: positions [offset, offset + rows) of a shard.
+    """Positions [offset, offset + rows) of a shard, which go through the stages together.
 
     Usually a whole shard. After an engine death, a shard is divided into smaller units.
     """
@@ -177,7 +177,7 @@ class Unit:
         return self.shard == other.shard and first < last
 
     def without(self, other: Unit) -> list[Unit]:
-        """Return the parts of this unit before and after the other one."""
+        """Return what is left of this unit without the positions of `other`: 0, 1 or 2 units."""
         if not self.overlaps(other):
             return [self]
         ends = ((self.offset, other.offset), (other.end, self.end))
@@ -193,10 +193,11 @@ class Unit:
 class Plan(StrictRecord):
     """The record of a run: its input, shards and fingerprint. Written once, never changed.
 
-    `shards_table` and `files_table` name Parquet files under `_raybatch/` with their hash in the
-    name. `input_schema` is an Arrow IPC schema in base64. `hash` is the SHA-256 of the record's
-    bytes and stands in every commit. `row_bytes` is the mean number of input bytes in a row, used
-    to compute sizes such as sequences and rows per shard.
+    `parts` are the job's values that `fingerprint` covers. `shards_table` and `files_table` name
+    Parquet files under `_raybatch/` with their hash in the name. `input_schema` is an Arrow IPC
+    schema in base64. `hash` is the SHA-256 of the record's bytes and stands in every commit.
+    `row_bytes` is the mean number of input bytes in a row, used to compute sizes such as sequences
+    and rows per shard.
 
     A run that retries failed rows has the run key of its `parent` and a `numbers_table`: the row
     number of each of its rows in the root's input. `context` is set if engine.max_model_len is
@@ -280,7 +281,10 @@ class Plan(StrictRecord):
 
 @dataclass(frozen=True)
 class Piece:
-    """A Parquet file that the finish stage wrote; `kind` is data or quarantine."""
+    """A Parquet file that the finish stage wrote for a shard; `kind` is data or quarantine.
+
+    `positions` are the positions of its rows in the shard.
+    """
 
     path: str
     kind: PieceKind
@@ -292,9 +296,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The outcome of one pass of a shard, or of a part of it, through the stages.
+    """The outcome of a unit in the stages: which positions of the shard its pieces hold.
 
-    If the rows were lost in a stage, `lost` has the reason and the receipt holds no positions;
+    `good` rows are in data pieces, `failed` ones in quarantine pieces, and `skipped` ones were left
+    out. If the rows were lost in a stage, `lost` has the reason and the receipt holds no positions;
     `part` then is (first position, number of positions) of the lost rows, None for the whole shard.
     `failures` counts failed rows by reason. `where` names node and process of the finish stage, and
     the engine.
@@ -318,7 +323,7 @@ class Receipt:
 
     @property
     def unit(self) -> Unit:
-        """Return the unit of the lost positions or, if none were, of the first to the last held."""
+        """The unit of the lost rows; without any, from the first to the last position held."""
         if self.lost is not None:
             return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
         held = self.good | self.failed | self.skipped
@@ -354,6 +359,8 @@ class Commit:
     """The only record that a shard is finished; written once by put-if-absent.
 
     `token` is new for every write, so that a writer can tell its own record from another's.
+    `committed` is in seconds since 1970. `good` to `failures` combine those of the shard's
+    receipts, `where` is that of the last one.
     """
 
     shard: int

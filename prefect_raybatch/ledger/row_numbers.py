@@ -34,7 +34,7 @@ class RowNumbers:
         return np.arange(self.rows, dtype=np.int64) if self.table is None else self.table
 
     def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (positions of the `numbers` in the run, the numbers that are not in it)."""
+        """Return (positions of those `numbers` that are in the run, numbers that are not in it)."""
         if self.table is None:
             return numbers, numbers[:0]
         known = among(self.table, numbers)

@@ -13,12 +13,15 @@ from prefect_raybatch.spec.run import Identity
 
 
 def difference(old: JsonObject, new: JsonObject) -> list[str]:
-    """Return a line `field: old -> new` for each differing field, also of nested groups."""
+    """Return a line `field: old -> new` for each field in which two fingerprints' parts differ.
+
+    Fields of nested groups have dotted names.
+    """
     return [f"{key}: {before} -> {after}" for key, (before, after) in differing(old, new).items()]
 
 
 def differing(old: JsonObject, new: JsonObject) -> dict[str, tuple[str, str]]:
-    """Return {field: (old, new)} of the differences, as short texts."""
+    """Return {dotted field: (old, new)} where two fingerprints' parts differ, as short texts."""
     differences = {}
     flat_old, flat_new = _flat(bounded_parts(old)), _flat(bounded_parts(new))
     for key in sorted(set(flat_old) | set(flat_new)):
@@ -35,10 +38,11 @@ def check_same(
     left_out: Collection[str] = (),
     accepts: bool = False,
 ) -> None:
-    """Raise `PlanMismatch` with the differences if `plan` was made by another job than `identity`.
+    """Raise `PlanMismatch`, listing the differences, unless `plan` is of the job `identity`.
 
-    `where` names the run in the message. Differences in the fields `left_out` are ignored, because
-    a person accepted them. `accepts`: the command has --accept, so the message may suggest it.
+    They must have the same fingerprint. `where` names the run in the message. Differences in the
+    fields `left_out` are ignored, because a person accepted them. `accepts`: the command has
+    --accept, so the message may suggest it.
     """
     if plan.fingerprint == identity.fingerprint:
         return
@@ -62,7 +66,10 @@ def check_same(
 
 
 def _changed_code(key: str, plan: Plan, identity: Identity, accepts: bool) -> str:
-    """Return a line about the field `key` if it is a user function's changed code, else ""."""
+    """Return a line saying that a user function's code changed, or "" if `key` is not its code.
+
+    `key` is a differing field, such as prompt.function.source.
+    """
     field, _, last = key.rpartition(".")
     function = identity.parts.get(field)
     if last != "source" or function is None or plan.parts.get(field) != function:

@@ -1,4 +1,4 @@
-"""Records which events of a completed run were sent."""
+"""Records which events of a completed run were sent, so that none is sent twice."""
 
 from __future__ import annotations
 

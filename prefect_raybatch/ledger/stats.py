@@ -40,14 +40,15 @@ def _folded(rule: str) -> Any:
 class ShardStats:
     """Measurements of one shard, or of several combined. Unknown ones are None.
 
-    Each field says how it is combined. `started` and `ended` are seconds since 1970: the first and
-    last moment in its engine and finish stages. `read_s` to `finish_s` are the seconds in each
-    stage. `reused` to `asked` count rows of a run that reuses answers, by the source of the answer.
-    `flops` to `idle_s` are the engine's work since it finished the shard before, and what its GPUs
-    could have done meanwhile (stages/meter.py); several shards are in an engine at once, so only
-    the sums mean something. The fields from `samples` on describe the engine and its node while the
-    shard was in it (stages/load.py). `others` are figures with other names, which are summed:
-    answers and input rows counted by value, and measurements of a newer version.
+    The metadata of each field says how it is combined: sum, first, last, mean or peak. `started`
+    and `ended` are seconds since 1970: the first and last moment in the shard's engine and finish
+    stages. `read_s` to `finish_s` are the seconds in each stage. `reused` to `asked` count rows of
+    a run that reuses answers, by the source of the answer. `flops` to `idle_s` are the engine's
+    work since it finished the shard before, and what its GPUs could have done meanwhile
+    (stages/meter.py); several shards are in an engine at once, so only the sums mean something. The
+    fields from `samples` on describe the engine and its node while the shard was in it
+    (stages/load.py). `others` are figures with other names, which are summed: answers and input
+    rows counted by value, and measurements of a newer version.
     """
 
     rows: float | None = _folded(SUM)
@@ -90,7 +91,7 @@ class ShardStats:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> ShardStats:
-        """Return the measurements that `to_dict` encoded."""
+        """Build from {name: value} as `to_dict` returns it; unknown names go into `others`."""
         if values.keys() <= _RULES.keys():
             known, others = values, {}
         else:
@@ -137,7 +138,7 @@ _CHOSEN: Mapping[str, Callable[[float, float], float]] = {
 
 
 class StatsFold:
-    """The measurements of shards combined so far; shards are added one by one, in bounded memory.
+    """Combines the measurements of shards, which are added one by one, in bounded memory.
 
     An unknown measurement (None) of a shard is left out, e.g. from the mean.
     """
@@ -176,9 +177,10 @@ class StatsFold:
 
 
 def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, float]:
-    """Return {value: rows} of a column, without rare values if there are over MOST_COUNTED values.
+    """Return {value: rows} of a column's values, without rare ones if it has over MOST_COUNTED.
 
-    A value is rare if fewer than 1 of MOST_COUNTED `rows` have it.
+    `rows` is the number of rows with a value. A value is rare if fewer than rows / MOST_COUNTED
+    rows have it.
     """
     if len(counts) <= MOST_COUNTED:
         return dict(counts)

@@ -52,9 +52,9 @@ def read_json(adapter: TypeAdapter[Checked], data: bytes | str, what: str) -> Ch
 
 
 def _refuse_strangers(adapter: TypeAdapter[Any], text: bytes, what: str) -> None:
-    """Raise `CorruptRun` for too many unknown keys, for each of which pydantic would hold an error.
+    """Raise `CorruptRun` for a record with over MOST_KEYS keys that are not names of fields.
 
-    Errors for millions of keys would take several GB.
+    pydantic would hold an error in memory for each: several GB for millions of keys.
     """
     if text.count(b":") <= MOST_KEYS:
         return

@@ -52,11 +52,12 @@ INLINE_PARTS = 1000  # files that stand in the record itself
 class Success:
     """The record of a finished run: rows by outcome, result files in order, and when it finished.
 
-    `plan` is the plan's hash, `finished` in seconds since 1970. `layout` names the table of the
-    layout that the files follow. Without compaction the pieces are the result, and `manifest` names
-    the table that lists them. Above INLINE_PARTS files, the stored record has no `parts`, but names
-    the table that lists them as `parts_table`. `accepted` are the differences from the plan's job
-    that a person accepted at some attempt.
+    `rows` counts all rows, `skipped` the rows left out. `plan` is the plan's hash, `finished` in
+    seconds since 1970. `layout` names the table of the layout that the files follow. Without
+    compaction the pieces are the result, and `manifest` names the table that lists them. Above
+    INLINE_PARTS files, the stored record has no `parts`, but names the table that lists them as
+    `parts_table`. `accepted` are the differences from the plan's job that a person accepted at some
+    attempt.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -116,7 +117,7 @@ class Success:
         return success
 
     def of(self, kind: str) -> list[Part]:
-        """Return the files of data or quarantine, sorted by name."""
+        """Return the result files of `kind` (data or quarantine), sorted by path."""
         return sorted(
             (p for p in self.parts if (_folder_of(p) == DATA_FOLDER) == (kind == "data")), key=_path
         )
@@ -234,7 +235,10 @@ def strays(paths: Iterable[str], named: Iterable[str]) -> list[str]:
 
 
 def check_no_strays(store: Store, parts: Iterable[Part]) -> None:
-    """Raise `CorruptRun` naming a file in the result's folders that is none of its `parts`."""
+    """Raise `CorruptRun` naming a file in the result's folders that is not one of its `parts`.
+
+    Files that readers of a folder skip are allowed (see `strays`).
+    """
     unexpected = strays(_listed(store, RESULT_FOLDERS.values()), (part.path for part in parts))
     if unexpected:
         more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""

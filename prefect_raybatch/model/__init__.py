@@ -1,1 +1,1 @@
-"""Resolves and pins the model of a job, and estimates what it takes of a GPU."""
+"""Resolves and pins the model of a job, and estimates how much GPU memory it takes."""

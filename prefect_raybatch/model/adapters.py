@@ -87,7 +87,8 @@ def check_adapters_fit(
 ) -> None:
     """Raise `ConfigError` for an adapter that does not fit the model or that vLLM cannot load.
 
-    Warn if only the name of its base model differs.
+    `config` is the model's config.json. Logs a warning if an adapter fits, but was trained for a
+    model of another name.
     """
     text = text_part(config)
     for name, adapter in pinned.items():

@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, and those that the sizes of a run depend on."""
+"""vLLM's arguments for an engine; those on which the sizes of a run depend are fields."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: models.Pinn
 def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
     """Raise `ConfigError` if rendering two short messages takes too long or gives a huge text.
 
-    `where` names the template in the error.
+    `text` is the template, and `where` names it in the error. Any other error in rendering is
+    ignored.
     """
     import jinja2
 
@@ -155,7 +156,10 @@ def _read(name: str) -> str:
 
 
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> str | None:
-    """Return the model's chat template; "" if it has none, None if its files are in no folder."""
+    """Return the model's chat template; "" if it has none, None if it cannot be determined.
+
+    It can be if the tokenizer's files are in a local or s3:// folder, or the model is the demo's.
+    """
     extra, source = request.given, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
@@ -252,7 +256,7 @@ def _bounded_operation(operator: str, left: object, right: object) -> None:
 
 
 def _environment(checked: bool = False) -> jinja2.Environment:
-    """Return an environment that renders as transformers does.
+    """Return a Jinja environment that renders templates as transformers does.
 
     It is sandboxed, with loop controls and the generation tag. `checked`: operations that make
     large values raise `TemplateTooLarge`.

@@ -41,10 +41,11 @@ def check(
 ) -> None:
     """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
-    The model must do the task, accept the images, have weights, tokenizer and complete files, room
-    for the answer in its context, and the token ids of sampling fields. `model` is the result of
-    `pinned.pin`. Weights and tokenizer are not checked for a Hugging Face name. `files` is False to
-    check neither them nor adapters, as for the sizes on a cluster that the user only describes.
+    Checks that the model can do the task, accepts the images, leaves room for the answer in its
+    context, has the token ids that sampling fields name, and has adapters that fit, weights, a
+    tokenizer and complete files. `model` is the result of `pinned.pin`. Weights and tokenizer of a
+    model on Hugging Face are not checked. With `files` False, weights, tokenizer and adapters are
+    not checked at all, as for the sizes on a cluster that the user only describes.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
@@ -68,7 +69,7 @@ def check_images(
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
-    Accepts a model that the installed vLLM does not know. `source` names the model in errors.
+    A model of which the installed vLLM shows no limits passes. `source` names the model in errors.
     """
     names = tasks.architectures(tasks.overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"

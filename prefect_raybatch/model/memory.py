@@ -65,11 +65,17 @@ class Model:
         return self.params - self.active > 1.01 * embeddings  # a dense model looks up at most these
 
     def adapters(self, tensor: int = 1, pipeline: int = 1) -> int:
-        """Return the bytes reserved for LoRA adapters on one of tensor * pipeline GPUs."""
+        """Return the bytes reserved for LoRA adapters on one of tensor * pipeline GPUs.
+
+        `tensor` and `pipeline` are the parallel sizes.
+        """
         return math.ceil((self.adapters_whole + self.adapters_split / tensor) / pipeline)
 
     def kv_bytes(self, tokens: int, tensor: int = 1, pipeline: int = 1) -> int:
-        """Return the KV cache bytes of a sequence of `tokens` on one of tensor * pipeline GPUs."""
+        """Return the KV cache bytes of a sequence of `tokens` on one of tensor * pipeline GPUs.
+
+        `tensor` and `pipeline` are the parallel sizes.
+        """
         whole = self.kv_full * tokens + self.kv_window * min(tokens, self.window)
         return math.ceil(whole / min(tensor, self.kv_heads) / pipeline)
 
@@ -77,7 +83,8 @@ class Model:
         """Return the bytes of working memory of a step on one of `tensor` GPUs.
 
         These are the activations of `batched` tokens, the logits of `seqs` sequences in float32
-        (three copies while sampling), and `fixed` bytes.
+        (three copies while sampling), and `fixed` bytes for the CUDA context, graphs and
+        workspaces.
         """
         width = 4 * self.hidden + 3 * self.intermediate / tensor
         return int(batched * width * 2 + 3 * 4 * seqs * self.vocab / tensor + fixed)
@@ -105,7 +112,10 @@ class Precision:
 
     @classmethod
     def of(cls, arguments: EngineFields) -> Precision:
-        """Return the data types that engine arguments set; `auto` for dtypes that they do not."""
+        """Return the data types that engine arguments set.
+
+        `auto` stands for a dtype that they do not set, the text `None` for an unset quantization.
+        """
         return cls(
             dtype=str(arguments.get("dtype") or "auto"),
             quantization=str(arguments.get("quantization")),
@@ -219,7 +229,7 @@ def experts_of(config: ModelConfig) -> int:
 
 
 def _parameters(text: ModelConfig) -> tuple[float, float, float]:
-    """Return the parameters in all layers, in the embeddings, and used for one token.
+    """Return the numbers of parameters in all layers, in the embeddings, and used for one token.
 
     A mixture of experts uses fewer than all for one token.
     """
@@ -285,9 +295,9 @@ def _attention(text: ModelConfig) -> float:
 
 
 def _layers(text: ModelConfig) -> tuple[int, int]:
-    """Return the values per token in the KV cache.
+    """Return the number of values per token in the KV cache, for two groups of layers.
 
-    The numbers are (in all layers that keep all tokens, in all layers with a sliding window).
+    The groups are all layers that keep all tokens, and all layers with a sliding window.
     """
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
@@ -308,8 +318,9 @@ def _kinds(text: ModelConfig) -> tuple[int, int]:
 def _attended(text: ModelConfig) -> tuple[int, int]:
     """Return the multiplications of attention for one pair of a token and a token it attends to.
 
-    The numbers are (in all layers that keep all tokens, in all layers with a sliding window).
-    Counts products of queries with keys and of attention weights with values, over all heads.
+    Returns two numbers: in all layers that keep all tokens, and in all layers with a sliding
+    window. Counts products of queries with keys and of attention weights with values, over all
+    heads.
     """
     heads = text["num_attention_heads"]
     size = text.get("head_dim") or text["hidden_size"] // heads
@@ -338,7 +349,10 @@ def _weights(
 
 
 def _quantized_bits(quantization: ModelConfig) -> float | None:
-    """Return the bits per weight by config.json's `quantization_config`; None if not quantized."""
+    """Return the bits per weight by `quantization_config` of config.json.
+
+    Returns None if the model is not quantized, or by an unknown method.
+    """
     method = str(quantization.get("quant_method") or "")
     if not method:
         return None

@@ -36,8 +36,8 @@ def pin(request: ModelRequest) -> dict[str, Any]:
     """Return {source, revision, identity} of the model, which the plan records.
 
     A folder's identity is a hash of file names, sizes and (sampled) contents. A Hugging Face name
-    is pinned to the commit that `revision` points to now. Raises `ConfigError` if there is no such
-    model.
+    is pinned to the commit that `revision` points to now. A hosted model has only a name and URL,
+    since what its server runs cannot be pinned. Raises `ConfigError` if there is no such model.
     """
     source = request.name
     if (endpoint := request.endpoint) is not None:  # what a server runs cannot be pinned
@@ -62,7 +62,7 @@ def pin(request: ModelRequest) -> dict[str, Any]:
 
 
 def cpu_dtype(request: ModelRequest) -> str | None:
-    """Return the dtype to load the model with on a CPU; None for the one that it is stored in."""
+    """Return the dtype with which to load the model on a CPU; None for the stored dtype."""
     said = request.given.get("dtype")
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
@@ -89,7 +89,10 @@ def model_name(model: PinnedModel) -> str:
 
 
 def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:
-    """Return (path or name, revision, trust_remote_code) of the engine's tokenizer."""
+    """Return (path or name, revision, trust_remote_code) of the engine's tokenizer.
+
+    If that is the model's own, an s3:// model is downloaded to this node first.
+    """
     trust = bool(model.get("trust_remote_code"))
     if model.get("tokenizer"):
         return str(model["tokenizer"]), model.get("tokenizer_revision"), trust
@@ -168,7 +171,10 @@ def _hub_config(name: str, revision: str | None) -> tuple[ModelConfig, int | Non
 
 
 def context_length(path: str) -> int | None:
-    """Return the default context length by config.json in folder `path`; None if it has none."""
+    """Return the default context length by config.json in folder `path`.
+
+    Returns None if config.json has none or cannot be read.
+    """
     try:
         config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
     except (OSError, ValueError):
@@ -209,10 +215,10 @@ def _remote(source: str) -> str:
 def hub_commit(
     name: str, revision: str | None, field: str = "engine.model", file: str = "config.json"
 ) -> str | None:
-    """Return the commit that `revision` of a Hugging Face model refers to.
+    """Return the commit to which `revision` of the Hugging Face model `name` refers.
 
-    Offline, returns the commit of `file` in the local cache. Raises `ConfigError` naming job field
-    `field` for an unknown or unreachable model.
+    If Hugging Face is unreachable or HF_HUB_OFFLINE is set, that of `file` in the local cache.
+    Raises `ConfigError`, naming job field `field`, for a model that is found in neither place.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -255,7 +261,7 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Return whether an error, or one that caused it, means that Hugging Face could not be reached.
+    """Return whether an error means that Hugging Face could not be reached.
 
     The HTTP client of huggingface_hub raises errors that are no OSErrors and differs between
     versions, so its errors are recognized by the names of their classes.

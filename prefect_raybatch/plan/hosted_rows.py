@@ -1,4 +1,4 @@
-"""Estimates, from a few rows, how many tokens of a hosted model's rate limits a run reserves."""
+"""Estimates from a few rows how many tokens of a hosted model's rate limits a run uses up."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ HOSTED_BLOCKS = 4
 
 @dataclass(frozen=True)
 class HostedRows:
-    """Token sizes of sampled rows: (prompt tokens, most answer tokens) of each row's request.
+    """Token sizes of the requests of sampled rows, for a hosted model.
 
-    `trouble` says why no row made a request, "" if one did.
+    `tokens` has (prompt tokens, maximum answer tokens) for each row that makes a request. `trouble`
+    says why no row made one, "" if one did or no row was sampled.
     """
 
     tokens: tuple[tuple[int, int], ...]
@@ -44,7 +45,11 @@ class HostedRows:
         )
 
     def problem(self, endpoint: EndpointSpec) -> str:
-        """Return why no sampled request can be sent, "" if one can."""
+        """Return why no sampled request can be sent; "" if one can.
+
+        Either no sampled row makes a request, or each needs more than `tokens_per_minute`, which
+        does not limit batches.
+        """
         limit = endpoint.tokens_per_minute
         if self.trouble or not self.tokens or limit is None or endpoint.batch:
             return self.trouble
@@ -66,7 +71,7 @@ class HostedRows:
     def cost(self, endpoint: EndpointSpec, rows: int) -> float | None:
         """Estimate the cost of `rows` rows like the sampled ones, with answers of full length.
 
-        Returns None if no price is known or no row was sampled.
+        In cluster.currency. Returns None if no price is known or no row was sampled.
         """
         prices = (endpoint.price_in, endpoint.price_out)
         if not self.tokens or prices == (None, None):

@@ -98,7 +98,10 @@ def _each(value: object) -> list[object]:
 def image_bytes(
     request: ModelRequest, model: models.PinnedModel, pixels: float, processor: ModelConfig
 ) -> float:
-    """Estimate the bytes of one image of `pixels` pixels as it is sent to the model."""
+    """Estimate the bytes of one image of `pixels` pixels as it is sent to the model.
+
+    `processor` are the settings of the model's image processor (`processor_of`).
+    """
     if request.endpoint is not None:
         return pixels * CHANNELS * BASE64
     config, _ = models.read_config(model)
@@ -167,7 +170,10 @@ def _read(model: models.PinnedModel, name: str) -> bytes:
 
 
 def _fixed(size: object) -> float | None:
-    """Return the pixels of a fixed image size of the processor; None if the size varies."""
+    """Return the pixels of an image, if the processor's setting `size` gives every image that size.
+
+    Returns None if the size varies.
+    """
     if isinstance(size, int):
         return size * size
     if isinstance(size, Mapping) and "height" in size and "width" in size:

@@ -58,7 +58,10 @@ def _blocks(
 def _paths(
     prompt: PromptSpec, read: ReadSpec, inventory: Inventory, copied: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (description of the row, path) of each image in an object store."""
+    """Yield (description of the row, path) of images in object stores that a few rows name.
+
+    Ends early if the input cannot be read.
+    """
     try:
         for file, first, table in _blocks(prompt, read, inventory, copied):
             for name in prompt.image_columns:

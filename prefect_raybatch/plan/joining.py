@@ -44,9 +44,9 @@ RECORD = np.dtype([("high", ">u8"), ("low", ">u8"), ("number", "<i8"), ("exact",
 
 
 class KeyBuckets:
-    """Request keys of rows or of answers, on disk in several files (buckets) by a hash of the key.
+    """Request keys of rows or of answers, on disk in several files (buckets).
 
-    So equal keys are in one bucket.
+    A hash of the key chooses its bucket, so equal keys are in one bucket.
     """
 
     def __init__(self, folder: Path, buckets: int) -> None:
@@ -90,14 +90,15 @@ class KeyBuckets:
 
 @dataclass
 class Join:
-    """A join of the run's request keys with those of earlier answers, in files of a folder.
+    """Joins the run's request keys with those of earlier answers, in files of a temporary folder.
 
     Use it as a context manager, which removes the files.
 
-    `rows` and `earlier` are the numbers of rows and of earlier answers. After `run`, `places`
+    `rows` and `earlier` are the numbers of rows and of earlier answers. First add the keys of the
+    rows (`add_rows`) and of the answers (`theirs.add`), then call `run`. After that, `places`
     yields (kind, at) of the rows, `leaders` returns which rows make a new request (an ask) and
     `weights` how many rows wait for each ask; `needed` (bool) marks the earlier answers that are
-    reused, `keys` has the keys of the rows. Asks are numbered in row order; if `ordered`, in the
+    reused. `keys` has the keys of the rows. Asks are numbered in row order or, if `ordered`, in the
     order of their prompts, which the caller adds to `prompts` before `run`. `folder` is for further
     temporary files.
     """
@@ -167,9 +168,9 @@ class Join:
         return pa.chunked_array(found)
 
     def run(self) -> None:
-        """Join the keys, once all are added. Sets `needed`, `counts` and `asked` (how many asks).
+        """Join the keys, once all are added. Sets `needed`, `counts` and `asked`.
 
-        `counts` has the number of rows of each kind (see the module).
+        `counts` has the number of rows of each kind (see the module), `asked` the number of asks.
         """
         self.ours.close()
         self.theirs.close()
@@ -191,7 +192,7 @@ class Join:
         self.asked = self.counts.asked
 
     def _number_requests(self) -> None:
-        """Set `at` of each row to the number of its ask or of its reused answer.
+        """Replace the row or answer number in `at` of each row by the number of its ask or answer.
 
         Asks are counted from 0, and so are the earlier answers that are reused.
         """
@@ -221,7 +222,7 @@ class Join:
             yield np.array(self._kind[a:b]), np.array(self._at[a:b])
 
     def leaders(self, start: int, stop: int) -> np.ndarray:
-        """Return for each of rows [start, stop) whether it makes a new request, an ask (bool)."""
+        """Return bool[stop - start]: which of rows [start, stop) make a new request (an ask)."""
         return np.asarray(self._kind[start:stop] == ASKED)
 
     def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Makes a plan, with shards and fingerprint, from an inventory and a compiled job.
+"""Makes a run's plan, with shards and fingerprint, from its input files and a compiled job.
 
 Pure; imports neither Ray nor Prefect.
 """
@@ -62,8 +62,9 @@ def shard_starts(rows: int, rows_per_shard: int) -> np.ndarray:
 def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
     """Return the bytes of each shard's rows (int64[shards]), to start the largest shards first.
 
-    `weights` are (rows, bytes) of consecutive ranges of the input. Returns None if they are
-    unknown, or if no shard has over a quarter more bytes per row than another.
+    `weights` are (rows, bytes) of consecutive ranges of the input. Returns None if the order does
+    not matter: for a single shard, for weights that are empty or do not cover all rows, or if the
+    bytes per row of no two shards differ by more than a quarter.
     """
     if not weights or len(starts) < 3:
         return None
@@ -76,9 +77,10 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
 
 
 def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
-    """Raise `ConfigError` if template or output do not fit the input's columns.
+    """Raise `ConfigError` if the job does not fit the input's columns, or can never succeed.
 
-    The message names field and remedy. `spec` must be compiled for these columns.
+    Checks prompt and result columns, the size of result files and the settings for vLLM. The
+    message names the field and what to do. `spec` must be compiled for these columns.
     """
     names = list(schema.names)
     _check_writable(spec.output.layout.file_bytes, spec.sampling)
@@ -97,7 +99,7 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
 
 
 def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
-    """Raise `ConfigError` for too large result files and for `UNWRITTEN` sampling fields.
+    """Raise `ConfigError` for too large result files, and for sampling fields in `UNWRITTEN`.
 
     vLLM would compute what these fields ask for, but no column of the result holds it.
     """
@@ -115,7 +117,7 @@ def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
 
 
 def check_accepted_by_vllm(spec: RunSpec) -> None:
-    """Raise `ConfigError` for settings that fail every engine at its start, or every row."""
+    """Raise `ConfigError` for settings with which no engine could start or every row would fail."""
     engine, sampling = spec.engine.model.given, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
         raise ConfigError(wrong)
@@ -159,7 +161,10 @@ def _check_thinking(parsing: ParsingSpec | None, engine: JsonObject) -> None:
 
 
 def _check_known(name: str, field: str, names: Sequence[str]) -> None:
-    """Raise `ConfigError` for job field `field` if the input has no column `name`."""
+    """Raise `ConfigError` if the input, with columns `names`, has no column `name`.
+
+    `field` is the job field that names the column.
+    """
     import difflib
 
     if name not in names:
@@ -219,7 +224,7 @@ def _check_result_columns(finish: FinishSpec, names: list[str], added: Sequence[
 
 
 def _check_fields_used(prompt: PromptSpec, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if all rows make the same request."""
+    """Raise `ConfigError` if the template uses no column, so all rows make the same request."""
     if not prompt.alike:
         return
     twice = [name for name in names if f"{{{{{name}}}}}" in (prompt.template or "")]
@@ -232,7 +237,10 @@ def _check_fields_used(prompt: PromptSpec, names: Sequence[str]) -> None:
 
 
 def equal_requests_warning(spec: RunSpec) -> str | None:
-    """Return a warning if all rows make the same request and answers are sampled; else None."""
+    """Return a warning if all rows make the same request and their answers differ only by chance.
+
+    None if rows make different requests, or if equal requests get equal answers.
+    """
     if not spec.prompt.alike or not _drawn_apart(spec.sampling, spec.engine.model):
         return None
     return (
@@ -242,12 +250,12 @@ def equal_requests_warning(spec: RunSpec) -> str | None:
 
 
 def _drawn_apart(sampling: SamplingSpec, request: ModelRequest) -> bool:
-    """Return whether sampling is random, so that equal requests may get different answers."""
+    """Return whether equal requests may get different answers, being sampled without a seed."""
     return sampling.may_differ and not request.pools
 
 
 def _check_image_column(column: pa.Field) -> None:
-    """Raise `ConfigError` for a column type that cannot hold images; rows are checked later."""
+    """Raise `ConfigError` if the type of a column cannot hold images; values are not checked."""
     import pyarrow as pa
 
     kind = column.type
@@ -264,7 +272,7 @@ def _check_image_column(column: pa.Field) -> None:
 
 
 def check_chat_columns(prompt: PromptSpec, schema: pa.Schema) -> None:
-    """Raise `ConfigError` if the type of a messages or documents column does not fit."""
+    """Raise `ConfigError` if the type of a column for messages or documents cannot hold them."""
     import pyarrow as pa
 
     for field, name, texts in (
@@ -315,7 +323,7 @@ def _cut(
 ) -> tuple[int, np.ndarray]:
     """Return (rows per shard, row at which each shard starts, see `shard_starts`).
 
-    `engines` is by default what `expected_engines` estimates.
+    `row_bytes` is the mean size of a row. `engines` is the number of engines, estimated if None.
     """
     engines = engines or expected_engines(sizes, None)
     size, _ = choose_rows_per_shard(sizes, rows=rows, row_bytes=row_bytes, engines=engines)
@@ -340,13 +348,13 @@ def make_plan(
     weights: Weights = (),
     classifier: bytes | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan and the tables that it names, {table name: Parquet bytes}.
+    """Return the plan, and the tables it refers to by name as {table name: Parquet bytes}.
 
-    The tables must be stored before the plan. `model` is the pinned model with its adapters, `job`
-    the job as records keep it, `numbers` the table of row numbers of a retry, `classifier` the file
-    of the job's classifier. `row_bytes` is the size of a row in memory; `weights` (see
-    `shard_work`) order the shards. `snapshot`: `files` are copies. The plan keeps `context`,
-    `table` and `increment` as they are (see `Plan`).
+    Store the tables before the plan. `model` is the pinned model with its adapters, `job` the job
+    as it is recorded, `numbers` the encoded table of a retry's row numbers, `classifier` the bytes
+    of the job's classifier file. `row_bytes` is the mean size of a row, `engines` the number of
+    engines (estimated if None); `weights` (see `shard_work`) order the shards. `snapshot`: `files`
+    are copies made at planning. For `context`, `table` and `increment` see the fields of `Plan`.
     """
     rows, retry = sum(file.rows for file in files), identity.retry
     size, starts = _cut(spec.sizes, rows, row_bytes, engines)
@@ -388,7 +396,8 @@ def _plan_tables(
 ) -> tuple[dict[str, str], dict[str, bytes]]:
     """Encode a plan's tables; return {kind: table name} and {table name: Parquet bytes}.
 
-    Kinds are shards and files and, if the plan has them, numbers, uris and classifier.
+    Kinds are "shards" and "files" and, where needed, "numbers", "uris" (only if the job's `uris`
+    are very many) and "classifier". `numbers` is encoded already; `classifier` is a file's bytes.
     """
     data = {
         "shards": shards_table(starts, shard_work(starts, weights)),

@@ -1,10 +1,11 @@
-"""Estimates how much more of their prompts rows would share if fields or rows were reordered. Pure.
+"""Estimates how much longer the prefixes that prompts share would be in another order. Pure.
 
-The estimate uses sampled rows: a field with few distinct values, put first, is computed once for
-many rows. The number of distinct prefixes in all rows is extrapolated from how many occur once and
-twice in the sample (R. K. Colwell et al., "Models and estimators linking individual-based and
-sample-based rarefaction, extrapolation and comparison of assemblages", Journal of Plant Ecology 5,
-2012, equation 9). Lengths are characters, which stand for their share of a prompt's tokens.
+The other order is one of the template's fields, or one of the rows over the whole run. The estimate
+uses sampled rows: a field with few distinct values, put first, is computed once for many rows. The
+number of distinct prefixes in all rows is extrapolated from how many occur once and twice in the
+sample (R. K. Colwell et al., "Models and estimators linking individual-based and sample-based
+rarefaction, extrapolation and comparison of assemblages", Journal of Plant Ecology 5, 2012,
+equation 9). Lengths are in characters, taken as proportional to tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all 
 
 @dataclass(frozen=True)
 class TemplateCells:
-    """The fields of a prompt template, in its order, and their values in the sampled rows.
+    """The fields of a prompt template, in the template's order, and their sampled values.
 
-    `sizes` are the mean characters of each field with the template text before it, `around` the
-    characters of the system prompt and of the text after the last field.
+    `sizes` has the mean characters of each field, including the template text just before it.
+    `around` has the characters of the system prompt and of the template text after the last field.
+    `values` has a tuple for each sampled row, with one value per field.
     """
 
     fields: tuple[str, ...]
@@ -45,8 +47,8 @@ class TemplateCells:
     def of(cls, prompt: PromptSpec, rows: Sequence[Row]) -> TemplateCells | None:
         """Return the cells of the sampled `rows`, or None if no order can be estimated.
 
-        That is so if the prompt has images or no template, if the template has no field, too many
-        fields or one field twice, and for too few rows.
+        None is returned if there are under 100 rows, if the prompt has images or no template, and
+        if the template has no field, more than 8 fields or a field twice.
         """
         if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
@@ -62,10 +64,11 @@ class TemplateCells:
         return cls(fields, sizes, (float(len(prompt.system or "")), float(tail)), values)
 
     def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
-        """Return (share now, best share, best order of the fields) for `rows` random rows.
+        """Estimate (share now, best share, best order of the fields) for `rows` random rows.
 
-        A share is the fraction of the prompt text that is already computed for another row, in the
-        template's order of fields (now) or in the best order.
+        A share is the fraction of all prompt characters in prefixes already computed for another
+        row. It is "now" with the fields in the template's order, and "best" with them in the best
+        order.
         """
         count = len(self.fields)
         distinct = [self._distinct(held, rows) for held in range(1 << count)]
@@ -88,7 +91,10 @@ class TemplateCells:
         return 1 - (now + rest) / whole, 1 - (best[-1][0] + rest) / whole, order
 
     def _distinct(self, held: int, rows: int) -> float:
-        """Estimate the distinct values of a set of fields (bit mask `held`) in `rows` rows."""
+        """Estimate how many distinct combinations of values some fields have in `rows` rows.
+
+        Bit i of `held` chooses field i.
+        """
         chosen = [f for f in range(len(self.fields)) if held >> f & 1]
         if not chosen:
             return 1.0
@@ -98,7 +104,10 @@ class TemplateCells:
 
 
 def estimate_distinct(seen: Counter[tuple[object, ...]], rows: int) -> float:
-    """Estimate how many distinct values `rows` rows have; `seen` counts the values of a sample."""
+    """Estimate the number of distinct values in `rows` rows from a sample of them.
+
+    `seen` has the number of sampled rows with each value.
+    """
     counts = np.array(list(seen.values()))
     sample, found = int(counts.sum()), len(counts)
     if rows <= sample:
@@ -116,7 +125,10 @@ def prefix_hints(
 ) -> tuple[str, ...]:
     """Return a line for each change of order that would make prompts share longer prefixes.
 
-    `rows` is the number of input rows, `tokens` the mean prompt length.
+    `rows` is the number of input rows, `tokens` the mean prompt length. Changes that save under a
+    tenth of a prompt are left out. Empty for pooling tasks, if requests are not sorted
+    (`spec.engine.sort`), and if no order can be estimated from the `sampled` rows (see
+    `TemplateCells.of`).
     """
     if spec.engine.model.pools or not spec.engine.sort:
         return ()

@@ -1,8 +1,8 @@
-"""Orders the requests of a whole run so that prompts with a common prefix are asked together.
+"""Orders the requests of a whole run so that prompts with a common prefix reach an engine together.
 
 A prefix cache holds recent prompts. Rows of one document, customer or few-shot block that are
-scattered over a table hit it only if they are asked one after the other. So requests are sorted by
-the text of their prompts on the local disk (TMPDIR), and their rows are rearranged in that order.
+scattered over a table hit it only if they reach the engine one after the other. So requests are
+sorted by the text of their prompts, on the local disk (TMPDIR), and the rows put into that order.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ RANK = "__rb_rank"
 
 
 def sort_text(request: ChatRequest | Failure, adapter: str | None = None) -> bytes:
-    """Return the beginning of a prompt as bytes to sort by: adapter, documents, messages.
+    """Return the text of a prompt as bytes to sort by: adapter name, documents, messages.
 
-    Chat template and tokenizer are not applied, and images are left out. b"" for a row without a
-    request.
+    Chat template and tokenizer are not applied, and images are left out. Returns b"" for a
+    `Failure`, i.e. a row that makes no request.
     """
     if isinstance(request, Failure):
         return b""
@@ -68,17 +68,18 @@ def _text(content: object) -> bytes:
 
 
 def compared_text(text: bytes, reference: bytes) -> bytes:
-    """Return the sort key of a prompt: its common prefix length with `reference`, then text.
+    """Return the sort key of a prompt's `text`; keys of prompts with a common prefix sort together.
 
-    `reference` is one prompt of the run, the same for all keys. The text is up to 512 bytes after
-    the common prefix. So prompts with a common prefix sort together.
+    A key is the length of the prefix that `text` has in common with `reference` (4 bytes), then up
+    to 512 bytes of `text` after that prefix. `reference` is one prompt of the run, the same for
+    all.
     """
     common = _common(text, reference)
     return common.to_bytes(4, "big") + text[common : common + COMPARED]
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return the length of the common prefix in bytes, by bisection, because bytes compare in C."""
+    """Return how many leading bytes are equal, by bisection: slices of bytes compare in C."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -90,10 +91,10 @@ def _common(one: bytes, other: bytes) -> int:
 
 
 class PrefixOrder:
-    """The prompts of a run, by row: `add` all of them, then iterate over `rows`.
+    """Sorts the rows of a run by their prompts: `add` all prompts, then iterate over `rows`.
 
     Memory: about RUN_BYTES of `compared_text`. Local disk: the compared text of all rows, in
-    `folder`.
+    `folder`, which is created and must not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +132,7 @@ class PrefixOrder:
     def rows(self) -> Iterator[np.ndarray]:
         """Yield all row numbers (int64) in batches, rows with a common prefix together.
 
-        Equal rows keep their order.
+        Rows with equal compared text keep their order. Call it once, after the last `add`.
         """
         self._sort()
         if not self._runs:
@@ -146,7 +147,7 @@ class PrefixOrder:
                     yield table["row"].to_numpy()[order.to_numpy()]
 
     def _merged_at(self) -> list[tuple[bytes, int]]:
-        """Return the cuts, as (text, row), that split all rows into parts that fit into memory."""
+        """Return the (text, row) at which to cut the merge, so that each part fits into memory."""
         cuts = pa.concat_tables(self._cuts).sort_by(_BY_TEXT)
         parts = math.ceil(self._rows / RUN_ROWS)
         chosen = _at(cuts, [cuts.num_rows * i // parts for i in range(1, parts)])
@@ -193,11 +194,12 @@ def dealt_out(
     ranks: int | None = None,
     keep: bool = False,
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the rows of all tables as (description, table), sorted by their column RANK.
+    """Yield the rows of all `tables`, sorted by their column RANK (integers), in other tables.
 
-    The description is that of the first table. RANK is dropped unless `keep`. It holds numbers
-    below `ranks`, by default each of 0 to `rows` - 1 once; `rows` is about the number of rows.
-    Memory: about BUCKET_BYTES if ranks repeat evenly; local disk: all rows, in `folder`.
+    Items are (description, table), all with the description of the first table. `rows` is about the
+    number of rows. Ranks are from 0 to below `ranks`; None: each of 0 to `rows` - 1 once. RANK is
+    dropped unless `keep`. Uses about BUCKET_BYTES of memory if ranks are spread evenly, and local
+    disk for all rows, in `folder`.
     """
     first = next(tables, None)
     if first is None:

@@ -1,6 +1,7 @@
 """Measure prompt lengths from a bounded sample of rows.
 
-The real prepare stage makes the prompts, for `raybatch plan --tokens` and max_model_len: auto.
+The same prepare stage as in a run makes the prompts. `raybatch plan --tokens` shows the lengths,
+and `engine.max_model_len: auto` is resolved with them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ Block = tuple[str, int, "pa.Table"]  # file, number in it of the table's first r
 
 @dataclass(frozen=True)
 class PromptExample:
-    """A prompt as the model gets it, made from row `row` (0-based) of a file."""
+    """A sampled prompt as the model gets it: its text, decoded from `tokens` token ids.
+
+    `row` is the number (0-based) of its row in `file`, a URI.
+    """
 
     file: str
     row: int
@@ -64,9 +68,10 @@ class PromptLengths:
 
     `shared` is the share of tokens that a prompt has in common with another of the sample, from its
     start and in whole blocks of the prefix cache. `repeated` is the share of rows whose request
-    equals another row's. `histogram` lists (from, to, rows), both ends included. `max_model_len` is
-    what auto resolves to, with the reason in `why`; `over` is the share of sampled rows that are
-    too long for it.
+    equals another row's. `longest` names the row with the longest prompt: {file, row}. `histogram`
+    lists (from, to, rows), both ends included. `max_model_len` is what auto resolves to, with the
+    reason in `why`; `over` is the share of sampled rows that are too long for it. `seconds` is the
+    time that measuring took.
     """
 
     rows: int
@@ -113,17 +118,18 @@ def of_files(
 
 
 def of_heads(spec: RunSpec, model: models.PinnedModel, sample: int = SAMPLE_ROWS) -> PromptLengths:
-    """Measure prompt lengths in up to 16 CSV or JSON Lines files: the first block of each.
+    """Measure prompt lengths of an input that is not copied yet, and do not copy it.
 
-    The files are not copied.
+    The sample is from the first block of each of up to 16 files. Raises `SourceError` for
+    unreadable files and `ConfigError` if no row makes a prompt.
     """
     return measure(spec, model, blocks_of_heads(spec.read, sample), sample)
 
 
 def blocks_of_heads(read: ReadSpec, sample: int) -> Iterator[Block]:
-    """Yield (file, first row, table) of the beginnings of files that are not copied yet.
+    """Yield (file, first row, table) of row ranges from the first blocks of up to 16 files.
 
-    The tables have at most about `sample` rows in all.
+    Nothing is copied. The tables have about `sample` rows in all.
     """
     from prefect_raybatch import source
 
@@ -137,7 +143,9 @@ def spread_blocks(
 ) -> Iterator[Block]:
     """Yield (file, first row, table) of row ranges spread over Parquet files, in random order.
 
-    The tables have `sample` rows in all, and the columns that prompts need.
+    The tables have about `sample` rows in all (all rows if there are no more), and the columns that
+    `prompt` needs. `store` holds the files if they are a snapshot. Raises `SourceError` for rows
+    that cannot be read.
     """
     import numpy as np
 
@@ -164,7 +172,10 @@ def spread_blocks(
 
 
 def places(rows: int, sample: int) -> list[tuple[int, int]]:
-    """Return (first row, length) of ranges spread evenly over `rows` rows, `sample` rows in all."""
+    """Return (first row, length) of ranges spread evenly over `rows` rows.
+
+    They have about `sample` rows in all, or all rows if there are no more than that.
+    """
     if rows <= sample:
         return [(start, min(NEIGHBOURS, rows - start)) for start in range(0, rows, NEIGHBOURS)]
     size = min(NEIGHBOURS, sample)
@@ -173,7 +184,7 @@ def places(rows: int, sample: int) -> list[tuple[int, int]]:
 
 
 def _thinned(uri: str, table: pa.Table, most: int) -> Iterator[Block]:
-    """Yield (file, first row, table) of ranges spread over a table, at most `most` rows in all."""
+    """Yield (file, first row, table) of ranges spread over `table`, about `most` rows in all."""
     for start, rows in places(table.num_rows, most):
         yield uri, start, table.slice(start, rows)
 
@@ -182,11 +193,11 @@ def _thinned(uri: str, table: pa.Table, most: int) -> Iterator[Block]:
 class _Seen:
     """Measurements of the sampled rows.
 
-    Of each row that made a prompt, `sizes` has the tokens of the prompt, `needs` those of prompt
-    and answer, and `keys` the prompt's token ids as bytes. `requests` are the distinct (key,
-    sampling), `failures` those of the rows that made no prompt. `longest` names the row with the
-    longest prompt, `first` has the first few prompts, `values` the values of all rows in the
-    columns of the template.
+    For each row that made a prompt, `sizes` has the tokens of the prompt, `needs` those of prompt
+    and answer, and `keys` the prompt's token ids as bytes. `requests` are the distinct (token ids
+    as bytes, sampling), `failures` has one for each row that made no prompt. `longest` names the
+    row with the longest prompt: {file, row}. `first` has the first few prompts. `values` has, for
+    every sampled row, its values in the columns of the template.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -202,9 +213,9 @@ class _Seen:
 
 
 def _check_measured(seen: _Seen, of_file: bool) -> None:
-    """Raise `ConfigError` if no row was sampled, `NoPromptMade` if none of them made a prompt.
+    """Raise `ConfigError` if no row was sampled, `NoPromptMade` if no sampled row made a prompt.
 
-    `of_file`: the input is a batch file, whose lines are the requests.
+    `of_file`: each line of the input is a request (e.g. an OpenAI batch file).
     """
     if not seen.sizes and not seen.failures:
         raise ConfigError(
@@ -229,10 +240,10 @@ def measure(
     seconds: float = SAMPLE_SECONDS,
     rows: int | None = None,
 ) -> PromptLengths:
-    """Measure prompt lengths of up to `sample` rows of `blocks`.
+    """Measure prompt lengths of about `sample` rows of `blocks`, fewer if that takes too long.
 
-    Stops `seconds` after the first block. `rows` is the number of rows of the whole input, if
-    known.
+    Stops with the first block that ends over `seconds` after the first one. `rows` is the number of
+    rows of the whole input, None if unknown. Raises `ConfigError` if no row makes a prompt.
     """
     from prefect_raybatch.stages.calls.calling import Calls
     from prefect_raybatch.stages.pooling import Pooling
@@ -354,10 +365,10 @@ def _examples(model: models.PinnedModel, seen: _Seen) -> tuple[PromptExample, ..
 
 
 def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
-    """Return (context length in tokens that fits a `share`, 0 to 1, of the rows; reason).
+    """Return (context length in tokens, reason) that suffices for the fraction `share` of the rows.
 
-    `needs` are the tokens of each row, prompt and answer. The context length is at most `own`, the
-    model's own.
+    `needs` are the tokens of each sampled row, prompt and answer. With `share` 1 it is a tenth over
+    the longest. It is at most `own`, the model's context length, if that is known.
     """
     import numpy as np
 
@@ -374,9 +385,9 @@ def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tup
 
 
 def histogram(sizes: list[int], p99: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (from, to, rows) of bars of equal width up to `p99`, and of one bar for all above.
+    """Return (from, to, rows) of up to 10 bars of equal width up to `p99`, and of one bar above it.
 
-    Both bounds are inclusive; `p99` is the 99th percentile of the `sizes`.
+    Both bounds are inclusive; `p99` is the 99th percentile of `sizes`.
     """
     import numpy as np
 
@@ -400,7 +411,7 @@ def _shared(keys: list[bytes]) -> float:
 
 
 def _models_own(model: models.PinnedModel) -> int | None:
-    """Return the model's context length by config.json, else by its tokenizer; None if unknown."""
+    """Return the model's context length from config.json, else its tokenizer; None if unknown."""
     own = models.context_length(models.local_path(model))
     if own is None:
         from prefect_raybatch.stages.block import load_tokenizer

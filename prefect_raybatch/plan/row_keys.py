@@ -1,6 +1,7 @@
 """Computes the request keys of all input rows, in this process or on the job's cluster.
 
-A key depends on a context (`keying_of`), so an answer is never reused under another context.
+A key also depends on a context (model, sampling and more, see `keying_of`), so an answer is never
+reused for a request under another context.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Keyed:
     """Request keys (`PACKED_KEY`) of consecutive rows, the first of which is row `start`.
 
     `row_is_valid` (bool): the row makes a request; `exact` (bool): equal requests share one answer.
-    `digests` are hashes of the rows' images, `texts` the rows' sort keys (`compared_text`); empty
-    without images, and if requests are not ordered by their prompts.
+    `digests` are hashes of the rows' images, an empty list if prompts have no images. `texts` are
+    the rows' sort keys (`compared_text`), an empty list if requests are not ordered by their
+    prompts.
     """
 
     start: int
@@ -79,12 +81,12 @@ class RowKeys:
     """Computes the request keys of a range of input rows, on any worker.
 
     Created on the driver and called with a row number, it computes the keys of `rows_a_task` rows
-    from that row on, `chunk` rows in memory at once. `pools` is true for a pooling task, whose
-    answers are vectors.
+    from that row on, with `chunk` rows in memory at once. `pools` is true for a pooling task, whose
+    answers are vectors. `reference` is the prompt that all are compared with (`compared_text`),
+    None if requests are not ordered by their prompts.
 
-    Because it is sent to workers, it holds only what they need, and of the storage credentials
-    only those for reading the input. `reference` is the prompt for `compared_text`, None if
-    requests are not ordered by their prompts.
+    It is sent to workers, so it holds only what they need; its only storage credentials are those
+    for reading the input.
     """
 
     reader: ShardReader
@@ -107,8 +109,8 @@ class RowKeys:
     ) -> RowKeys:
         """Create the object that computes the keys of the rows of the input `inventory`.
 
-        `model` is the pinned model; `store` holds the files if they are a snapshot. With `ordered`,
-        requests are asked in the order of their prompts.
+        `model` is the pinned model, `keying` computes a row's key. `store` is the run's store if
+        the files are a snapshot in it, else None. `ordered`: requests are ordered by their prompts.
         """
         from prefect_raybatch.stages.read import ShardReader
 
@@ -142,12 +144,12 @@ class RowKeys:
         return self.reader.rows
 
     def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
-        """Compute all keys and add them to `join`, on workers of `cluster` if rows are many.
+        """Compute all keys and add them to `join`, on workers of `cluster` if that is worth it.
 
-        With `alone`, compute them in this process, because only it has the files.
+        `alone`: compute them in this process, because only it has the files.
 
         Raises `SourceError` for unreadable rows, `ConfigError` for a function that cannot be called
-        and `StoreUnavailable` while many images cannot be fetched.
+        and `StoreUnavailable` if many images cannot be fetched at the moment.
         """
         from prefect_raybatch.cluster.side_by_side import run_in_parallel, workers_for
 
@@ -186,7 +188,7 @@ class RowKeys:
         return Keyed(start, packed, well, np.array(exact, bool), digests, texts)
 
     def first_text(self) -> bytes:
-        """Return the first `sort_text` in the first few rows; b"" if they make no request."""
+        """Return the first `sort_text` that is not empty in the first 64 rows; b"" if none is."""
         for _, table in self._tables([(0, min(self.rows, FIRST_ROWS))] if self.rows else []):
             return next(filter(None, self._texts(self.prepare.requests(table), table)), b"")
         return b""
@@ -196,9 +198,10 @@ class RowKeys:
         return [sort_text(*pair) for pair in zip(requests, adapters, strict=True)]
 
     def rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (description, table) of the rows whose requests are asked, with request keys.
+        """Yield (description, table) of the rows that make a new request, with request keys.
 
-        They are in the order of their ask numbers (see `Join`).
+        Rows that take another row's answer are left out. The order is that of the ask numbers (see
+        `Join`).
         """
         tables = self._rows_to_ask(join)
         if join.prompts is None:
@@ -206,7 +209,7 @@ class RowKeys:
         return dealt_out(tables, join.asked, join.folder)
 
     def _rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (description, table) of the rows whose requests are asked, with request keys.
+        """Yield (description, table) of the rows that make a new request, with request keys.
 
         They are in input order. Column RANK has the number of each row's ask (a new request, see
         `Join`): the order in which `rows_to_ask` yields them.
@@ -241,7 +244,10 @@ class RowKeys:
             ) from None
 
     def _tables(self, spans: list[tuple[int, int]]) -> Iterator[tuple[int, pa.Table]]:
-        """Yield (first row, table) of each span [start, stop). Raises `SourceError`."""
+        """Yield (first row, table) for each span, given as (first row, row after the last).
+
+        Raises `SourceError` for rows that cannot be read.
+        """
         units = [(Unit(i, 0, stop - start), start) for i, (start, stop) in enumerate(spans)]
         for task in self.reader.tasks(units, max(1, len(units))):
             for unit, table in zip(task.units, self.reader.read(task), strict=True):
@@ -257,8 +263,8 @@ def _chunks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
 def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, JsonObject]:
     """Return (keying, context) for requests to the pinned `model`.
 
-    The keying computes request keys. The context has the model, sampling and other values on which
-    all of them depend, without secrets.
+    The keying computes request keys. The context has everything on which all keys depend, such as
+    model and sampling, with secrets masked.
     """
     parts = _context(spec, model)
     keying = Keying.under(

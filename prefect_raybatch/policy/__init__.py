@@ -1,1 +1,4 @@
-"""Policies: what a job may read, write and connect to, by who gave it; see docs/security.md."""
+"""Policies: what a job may read, write and connect to, depending on who submitted it.
+
+See docs/security.md.
+"""

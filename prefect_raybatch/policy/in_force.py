@@ -1,9 +1,9 @@
-"""Which policy is in force: decided by where a job comes from.
+"""Decides which policy applies to a job, by where the job comes from.
 
-A job that its owner gives on the command line or builds in Python has the owner's policy. A job
+A job that its owner runs from the command line or builds in Python has the owner's policy. A job
 that comes through Prefect's API or a job server has the policy of the operator, who runs the flows
 or the server. `flow/origin.py` finds out which flow and task runs came through the API; programs
-that accept jobs of others call `limit_process`.
+that accept jobs from other people call `limit_process`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,20 @@ def _read(path: str, changed: int) -> JobPolicy:
 
 
 def owner_policy() -> JobPolicy:
-    """Return the policy of jobs that their owner runs in this process."""
+    """Return the policy of jobs whose owner runs them in this process.
+
+    It depends on the operator's policy (see `owner_policy_of`).
+    """
     return owner_policy_of(operator_policy())
 
 
 def policy_in_force() -> JobPolicy:
-    """Return the policy of the job that this thread or task works on now."""
+    """Return the policy of the job that this thread or task works on now.
+
+    It is the first that applies: the policy of `policy_applied`; the operator's after
+    `limit_process`, in a process that Prefect started, or if a registered check says that the job
+    is not the owner's; else the owner's.
+    """
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
@@ -84,9 +92,10 @@ def limit_process() -> None:
 
 
 def register_origin_check(comes_from_elsewhere: Callable[[], bool]) -> None:
-    """Register a function for `policy_in_force`: whether this thread's job is not the owner's own.
+    """Register a check that makes `policy_in_force` apply the operator's policy if it is true.
 
-    The function returns true for a job that came e.g. through an API.
+    The check returns whether the job of this thread or task came from elsewhere, e.g. through an
+    API.
     """
     if comes_from_elsewhere not in _from_elsewhere:
         _from_elsewhere.append(comes_from_elsewhere)

@@ -27,9 +27,11 @@ HOST_OR_ADDRESS = re.compile(rf"{HOST}|{ADDRESS}")
 
 @dataclass(frozen=True)
 class KubernetesLimits:
-    """Limits on clusters that are created for a job on Kubernetes. Names may end in `*`.
+    """Limits on clusters that are created for a job on Kubernetes.
 
-    `manifest`: a job may bring a RayCluster manifest; `privileged`: its pods may be privileged.
+    The tuples hold the names that a job may use; a name may contain `*`. `manifest`: a job may
+    bring a RayCluster manifest; `privileged`: its pods may be privileged. `max_workers` is the
+    highest number of worker pods.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -46,10 +48,10 @@ class KubernetesLimits:
 class JobPolicy:
     """The places, hosts, functions and settings that a job may use.
 
-    `read` and `write` hold folders, local or s3://; `hosts` hold names, with a port or without.
-    `"*"` stands for any. `limited`: the job comes through Prefect's API or a job server, not from
-    its owner. `allow_private`: it may name hosts at private addresses. `title` names the policy in
-    messages.
+    `read` and `write` hold folders, local or in a store (s3://...); `hosts` hold host names, with
+    or without a port. `"*"` allows any. `limited`: the job comes through Prefect's API or a job
+    server, not from its owner. `allow_private`: the job may name hosts at private addresses.
+    `title` names the policy in messages.
     """
 
     title: str
@@ -74,7 +76,7 @@ class JobPolicy:
         return _within(uri, self.write)
 
     def may_connect(self, host: str, port: int | None = None) -> bool:
-        """Return whether a job may name this host; `port` is None if the job names none."""
+        """Return whether a job may name this host; `port` is None if the job gives no port."""
         if not HOST_OR_ADDRESS.fullmatch(host):
             return False
         name = _host(host)
@@ -100,9 +102,10 @@ class JobPolicy:
         return matches_any(name, (*ENGINE_VARIABLES, *self.engine_variables))
 
     def may_set_argument(self, name: str) -> bool:
-        """Return whether a job may set this engine argument to any value.
+        """Return whether this policy lets a job set engine argument `name` to any value.
 
-        `name` may be dotted. The policy must name the argument or a mapping that contains it.
+        `name` may be dotted (`a.b` for a field of mapping `a`). The policy must name the argument
+        or a mapping that contains it.
         """
         parts = name.split(".")
         above = (".".join(parts[: n + 1]) for n in range(len(parts)))
@@ -145,16 +148,16 @@ def owner_policy_of(operator: JobPolicy) -> JobPolicy:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name is among the patterns; a `*` stands for any text."""
+    """Return whether a name matches one of the patterns, in which `*` stands for any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def canonical_place(uri: str) -> str | None:
     """Return a local path, file:// or bucket URI in canonical form, with links and `..` resolved.
 
-    For a glob, return the canonical form of the last folder before its first wildcard. None for
-    any other URI, such as `simplecache::file://`, and for a path that libraries may read as
-    different files.
+    For a glob, return the canonical form of the last folder before its first wildcard. None for any
+    other URI, such as `simplecache::file://`, and for a path that different libraries may resolve
+    to different files.
     """
     if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
         return None
@@ -204,7 +207,10 @@ def _unquoted(text: str) -> str:
 
 
 def _before_wildcard(path: str) -> str | None:
-    """Return a path up to the folder before its first wildcard; None if `..` follows later."""
+    """Return the folder of a glob: its path up to the last `/` before the first wildcard.
+
+    A path that exists or has no wildcard is returned whole. None if `..` comes after that folder.
+    """
     found = WILDCARD.search(path)
     if found is None or os.path.lexists(path):
         return path

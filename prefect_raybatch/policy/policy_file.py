@@ -26,8 +26,8 @@ FIELDS = (*LISTS, "allow_private", "kubernetes")
 def read_policy(path: str) -> JobPolicy:
     """Return the policy that a YAML file holds.
 
-    Raises `ConfigError`, naming file and field, for anything invalid or unknown: ignoring a wrong
-    entry would leave a policy other than the one that the operator wrote.
+    Raises `ConfigError`, naming file and field, for anything invalid or unknown: a policy without
+    its wrong entries would not be the one that the operator wrote.
     """
     try:
         data = read_regular_file(path, MAX_POLICY_BYTES + 1)
@@ -98,7 +98,11 @@ def _boolean(value: object, where: str) -> bool:
 
 
 def _place(text: str, folder: str, where: str) -> str:
-    """Return a folder that the file names; a relative one is resolved against `folder`."""
+    """Return an entry of `read` or `write`; a relative local path is resolved against `folder`.
+
+    URIs and `*` are returned unchanged. Raises `ConfigError`, which begins with `where`, for a
+    wildcard in a longer text or a scheme that is not supported.
+    """
     if text == ANY:
         return text
     scheme = text.partition("://")[0].lower() if "://" in text else ""

@@ -32,8 +32,9 @@ class AnsweredRows:
     """The answered rows of a run.
 
     `plan` is the hash of the run's plan, by which a target recognizes rows that it already has.
-    Each call of `read` yields all rows, in input order. `faults` collects errors of reading and
-    casting the rows, because the targets' libraries wrap them in their own.
+    `job` is the job's name, `count` the number of rows. Each call of `read` yields all rows, in
+    input order. `faults` collects errors of reading and casting the rows, because the targets'
+    libraries raise them wrapped in errors of their own.
     """
 
     plan: str
@@ -46,7 +47,11 @@ class AnsweredRows:
     faults: list[RayBatchError] = field(default_factory=list, compare=False)
 
     def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
-        """Return the rows cast to a target's `schema`, by column name."""
+        """Return the rows cast to a target's `schema`, by column name.
+
+        Columns that the rows lack are null. Reading raises `ConfigError` for a value that does not
+        fit.
+        """
         return pa.RecordBatchReader.from_batches(schema, self._cast(schema))
 
     def _cast(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -58,16 +63,16 @@ class AnsweredRows:
 
     @property
     def marks(self) -> dict[str, str]:
-        """Return properties with the plan and run of the rows, to add to the table's commit."""
+        """Return the properties to add to the table's commit: the run's plan and run key."""
         return {f"{PROPERTY}plan": self.plan, f"{PROPERTY}run_key": self.run_key}
 
 
 class Sink(ABC):
     """A publish target, opened anew for each publication.
 
-    `options` are those of the target's store. `planned`: the target is opened to check a plan,
-    before there is a result. `never_null`, set by `check`, are the result's columns in which the
-    existing table accepts no null.
+    `options` are the options of the store that holds the target, such as credentials. `planned`:
+    the target is opened to check a plan, before there is a result. `never_null`, set by `check`,
+    are the result's columns in which the existing table accepts no null.
     """
 
     module = "pyarrow"  # library that the target needs
@@ -90,12 +95,12 @@ class Sink(ABC):
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Check that columns `schema` can be published.
+        """Check that columns `schema` can be published; return whether the target exists.
 
-        Return whether the target exists, as text to follow its name, such as "is created by
-        publishing". `whole`: `schema` has all columns of the result. Leaves nothing in the target,
-        but sets `never_null`. Raises `ConfigError` that names column and remedy; `PublishFailed` if
-        the target does not answer.
+        The returned text is to follow the target's name, such as "is created by publishing".
+        `whole`: `schema` has all columns of the result. Sets `never_null`, and leaves nothing in
+        the target. Raises `ConfigError`, which names column and remedy; `PublishFailed` if the
+        target does not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -122,13 +127,13 @@ class Sink(ABC):
         return self.target.format
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise `ConfigError` for column names that the target cannot hold or distinguish."""
+        """Raise `ConfigError` if the target cannot hold a column name, or cannot tell two apart."""
         self.refuse_alike(names, lambda name: name)
 
     def refuse_alike(self, names: Sequence[str], folded: Callable[[str], str]) -> None:
-        """Raise `ConfigError` for two columns that are the same to the target.
+        """Raise `ConfigError` if two different column names are equal to the target.
 
-        `folded` returns a name as the target compares it.
+        `folded` returns a name as the target compares it, e.g. in lower case.
         """
         columns: dict[str, str] = {}
         for name in names:
@@ -142,16 +147,16 @@ class Sink(ABC):
 
     @abstractmethod
     def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
-        """Raise the library's error if the target would reject columns `schema`; change nothing.
+        """Raise the error of the target's library if it would reject columns `schema`.
 
-        `existing` is the schema of the existing table, None if publishing creates it. `check`
-        converts the error with `plainly`.
+        The target is left unchanged. `existing` is the schema of the existing table, None if
+        publishing creates it. `check` calls this within `plainly`, which converts the error.
         """
 
     def need_writable(self, folder: str, made: bool = True) -> None:
         """Raise `ConfigError` unless this user can write to a local folder.
 
-        With `made`, the folder may be missing if it can be created.
+        `made`: the folder may be missing, if it can be created.
         """
         above = folder
         while made and not os.path.lexists(above) and os.path.dirname(above) != above:
@@ -166,7 +171,7 @@ class Sink(ABC):
             )
 
     def fit(self, schema: pa.Schema, existing: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return the schema to which rows are cast: `existing`, that of the existing table.
+        """Return `existing`, the schema of the existing table, to which rows are cast.
 
         Raises `ConfigError` if columns `schema` do not fit the table. `whole`: `schema` has all
         columns of the result.
@@ -179,7 +184,7 @@ class Sink(ABC):
 
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """Return what identifies the table or folder: equal for all spellings of one address.
+        """Return a tuple that identifies the table or folder, whatever the address's spelling.
 
         A target in a folder returns ("folder", its absolute path or URI).
         """
@@ -188,24 +193,24 @@ class Sink(ABC):
     def holds(self, plan: str, recorded: str) -> bool:
         """Return whether the target still has the rows of `plan`, which were published before.
 
-        `recorded` is the target's version after that, noted in the run directory. If the target's
-        history no longer reaches back to that version, the answer is True.
+        `recorded` is the version that `publish` returned then, as recorded in the run directory. If
+        the target's history no longer reaches back to it, returns True.
         """
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
-        """Write the rows unless they exist; return their version, "" if there are no versions.
+        """Write the rows unless the target has them; return the target's version that has them.
 
-        `observe` is called with the name of each step. Safe to call concurrently and again after
-        any crash.
+        Returns "" for a target without versions. `observe` is called with the name of each step.
+        Safe to call concurrently and again after any crash.
         """
 
     @contextmanager
     def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
-        """Convert errors of the target's library to ours, in one line without credentials.
+        """Within the `with` block, convert errors of the target's library to ours.
 
-        They become `ConfigError` if retrying cannot help, else `PublishFailed`. Errors of reading
-        `rows` are raised unchanged.
+        They become `ConfigError` if retrying cannot help, else `PublishFailed`, in one line without
+        credentials. Errors of reading `rows` are raised unchanged.
         """
         try:
             yield
@@ -233,7 +238,10 @@ class Sink(ABC):
             ) from error
 
     def hopeless(self, error: Exception) -> str | None:
-        """Return what to fix if retrying cannot help; None if retrying may help."""
+        """Return the cause and remedy if retrying cannot help; None if retrying may help.
+
+        Access errors of the store are recognized here, errors of the target's library by `refused`.
+        """
         failure = failure_in(error)
         remedies = {"denied": KEYS_REFUSED, "no bucket": NO_BUCKET}
         if failure in remedies:
@@ -241,7 +249,7 @@ class Sink(ABC):
         return None if failure == "away" else self.refused(error)
 
     def refused(self, error: Exception) -> str | None:
-        """Return why a retry would fail with the same error; None if the error may be transient."""
+        """Return why a retry would fail with the same error; None if a retry may succeed."""
         return None
 
     def lost_rows_error(self) -> PublishFailed:

@@ -175,11 +175,12 @@ def _app_id(plan: str) -> str:
 def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | None:
     """Return the version in the table's present history that wrote the rows of `plan`, or None.
 
-    The application transaction alone does not tell: it survives a RESTORE to an earlier version. So
-    the history is followed from the newest version down, and at a RESTORE to the version that it
-    restored. The rows are gone if the table was emptied or overwritten after they were written. If
-    the log no longer reaches the commit, a transaction of the plan, or a version `recorded` in the
-    run directory, is taken as proof that the table has the rows.
+    The application transaction alone is no proof: it survives a RESTORE to an earlier version. So
+    the history is followed from the newest version down; at a RESTORE it continues with the version
+    that was restored. None if a later commit emptied or overwrote the table. If the log no longer
+    reaches back to the commit, the transaction of the plan, or version `recorded` of the run
+    directory, is taken as proof that the table has the rows; then `recorded` is returned if it is
+    set.
     """
     known = handle.transaction_version(_app_id(plan)) is not None
     if not known and not recorded:
@@ -208,12 +209,12 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
 
 
 def _commits(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
-    """Return (the table's newest version, {version: commit in its log}). Updates `handle` to it.
+    """Return (newest version, {version: commit in the table's log}); move `handle` to that version.
 
     The library lists the current log, but numbers its entries from the handle's version down, so
-    each later commit of another writer shifts the numbers by one (delta-rs#4488). A list counts
+    each later commit of another writer shifts the numbers by one (delta-rs#4488). So a list is used
     only if the handle has the newest version before and after it was read. Raises `PublishFailed`
-    if that never happens.
+    if that fails 20 times.
     """
     handle.update_incremental()
     for _ in range(PUBLISH_TRIES):
@@ -228,7 +229,7 @@ def _commits(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
 
 
 def _empties(handle: DeltaTable, commit: JsonObject) -> bool:
-    """Return whether a commit removed every earlier row from the table."""
+    """Return whether a commit surely removed every earlier row from the table."""
     operation, given = str(commit.get("operation")), commit.get("operationParameters") or {}
     if operation.startswith(("TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE")):
         return True
@@ -240,9 +241,9 @@ def _empties(handle: DeltaTable, commit: JsonObject) -> bool:
 
 
 def _restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
-    """Return the version that the RESTORE `commit` went back to; None if unknown.
+    """Return the version that `commit`, a RESTORE, went back to; None if unknown.
 
-    The commit names that version by number or time; `commits` are the log's commits, by version.
+    The commit gives that version by number or by time. `commits` are the log's, by version.
     """
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
@@ -262,9 +263,9 @@ def _restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | N
 
 
 def _millis(text: str) -> int:
-    """Parse a time as Spark writes it to milliseconds since 1970, UTC if it has no zone.
+    """Convert a time as Spark writes it ("2026-07-01 10:00:00.0") to milliseconds since 1970.
 
-    Spark writes "2026-07-01 10:00:00.0".
+    A time without a zone is UTC.
     """
     when = datetime.fromisoformat(text)
     return int((when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() * 1000)

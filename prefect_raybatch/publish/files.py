@@ -1,7 +1,7 @@
 """Publishes Parquet or JSON Lines files to a folder, in Hive partitions with `partition_by`.
 
-File names follow from the run's plan and rows from its result, so publishing again writes the same
-files. A marker file, which readers ignore, is written last: without it, files may be missing.
+File names depend only on the plan, and rows on the run's result, so publishing again writes the
+same files. A marker file, which readers ignore, is written last: without it, files may be missing.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ class FilesSink(Sink):
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:
-        """Return the name of the marker: a file that is written last, when the others are complete.
+        """Return the name of the marker file of `plan`, which is written last.
 
         The target's format is part of the name, because two targets may share a folder.
         """
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
-        """Return whether the marker of `plan` and all files that it lists exist, in their sizes."""
+        """Return whether the marker of `plan` exists, and all files that it lists, by size."""
         try:
             note = json.loads(store.read(self._mark(plan), MARK_BYTES))
             named, whole = note["files"].items(), note[f"{PROPERTY}plan"] == plan
@@ -127,9 +127,9 @@ class FilesSink(Sink):
 
 
 class _Partitions:
-    """Writer of rows to temporary local files, by partition.
+    """Writes rows to temporary local files, one or more for each partition.
 
-    One file per partition is open at a time; once it has FILE_BYTES, it is closed and complete.
+    A partition has one open file at a time; once it has FILE_BYTES, it is closed and complete.
     """
 
     def __init__(self, folder: str, schema: pa.Schema, by: list[str], format: str) -> None:
@@ -141,7 +141,7 @@ class _Partitions:
         self._made = 0
 
     def files(self, rows: AnsweredRows, stem: str) -> Iterator[tuple[str, str]]:
-        """Write the rows; yield (path in the target, local path) of each file when it is complete.
+        """Write the rows; yield (path in the target, local path) of each file once it is complete.
 
         File names begin with `stem`.
         """
@@ -219,7 +219,7 @@ class _File:
 
 
 def _quoted(value: object) -> str:
-    """Return a partition's name or value, percent-encoded, as part of a folder's name.
+    """Return the name of a partition column, or its value, percent-encoded for a folder's name.
 
     Null becomes NULL_FOLDER, as in Hive. A text equal to NULL_FOLDER gets an encoded character, so
     that it is not read as null.
@@ -231,7 +231,7 @@ def _quoted(value: object) -> str:
 
 
 def _finite(value: object) -> object:
-    """Return a value with null for NaN and infinity, at any depth: JSON has no form for them."""
+    """Return a value with null for NaN and infinity at any depth, which JSON cannot express."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

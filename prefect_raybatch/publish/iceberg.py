@@ -1,13 +1,13 @@
-"""Publishes to an Iceberg table in one transaction: rows, and a property that names the plan.
+"""Publishes to an Iceberg table in one transaction, which adds the rows and marks them by plan.
 
-The table has the rows if a snapshot with the plan is an ancestor of its current one (after a
-rollback it is not). The property stands in for a snapshot that has expired. The library's retries
-are switched off: they would rebase the append on a table to which another publisher has just added
-the same rows, and double them. After any error, including an unknown outcome, the table is loaded
-again and checked.
+The table has the rows if a snapshot marked with the plan is an ancestor of the current one (after a
+rollback it is not). A table property with the plan is the proof once that snapshot has expired. The
+library's retries are switched off: they would rebase the append on a table to which another
+publisher has just added the same rows, and double them. After any error, including an unknown
+outcome, the table is loaded again and checked.
 
-A merge deletes the rows with its keys and appends its own in the same transaction. Intermediate
-snapshots are in the table's history; no reader of the table sees them.
+A merge deletes the table's rows that have the same keys and appends the new rows, in the same
+transaction. Both steps are in the table's history, but no reader sees the table between them.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class IcebergSink(Sink):
             raise ConfigError(f"{self.what}: Iceberg needs a name for each column. Name it")
 
     def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
-        """Create the table, if it is new, in an in-memory catalog with files in a temporary folder.
+        """If there is no table, create one in an in-memory catalog and a temporary folder.
 
-        This raises for names and types that the library rejects.
+        This raises for names and types that the library rejects. Does nothing if the table exists.
         """
         from pyiceberg.catalog.memory import InMemoryCatalog
 
@@ -258,9 +258,10 @@ def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
     """Return the id of the snapshot in the table's present history that added the rows of `plan`.
 
     None if the history shows that the table lacks these rows. If the history is cut off, because
-    old snapshots expired, the snapshot is looked up in the table's property for the plan, or else
-    in `recorded` (from the run directory). For it, returns "an expired snapshot", or None if it
-    still exists outside the history, or is younger than the oldest snapshot of the history.
+    old snapshots expired, the table's property for the plan decides, or else `recorded` (from the
+    run directory): it names a snapshot. Then returns "an expired snapshot"; None if there is no
+    such record, or if that snapshot still exists (so it is not in the history) or is younger than
+    the oldest snapshot of the history.
     """
     from pyiceberg.table.snapshots import Operation, ancestors_of
 

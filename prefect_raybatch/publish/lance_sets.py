@@ -90,7 +90,8 @@ class LanceSink(FolderSink):
     ) -> str | None:
         """Create the dataset; return its version, None if another writer created one meanwhile.
 
-        Mode "overwrite" is for an emptied dataset; concurrent publishers then write the same rows.
+        Mode "overwrite" is for an emptied dataset: if two publishers overwrite it, both write the
+        same rows.
         """
         import lance
 
@@ -117,7 +118,7 @@ class LanceSink(FolderSink):
         return str(dataset.version)
 
     def _own(self, dataset: LanceDataset, rows: AnsweredRows) -> str:
-        """Return the version of a dataset; raise `ConfigError` unless this run's plan wrote it."""
+        """Return the dataset's version; raise `ConfigError` if this run's plan did not write it."""
         if _plan(dataset) != rows.plan:
             raise ConfigError(
                 f"{self.what}: {self.uri} exists, but holds another run. Use a uri with "
@@ -137,7 +138,7 @@ class LanceSink(FolderSink):
 
 
 def _is_empty(dataset: LanceDataset) -> bool:
-    """Return whether a dataset was emptied: it has no rows, but only runs with rows create one."""
+    """Return whether a dataset has no rows, so was emptied: runs without rows create none."""
     return bool(dataset.count_rows() == 0)
 
 
@@ -147,7 +148,7 @@ def _plan(dataset: LanceDataset) -> str | None:
 
 
 def _has_version(dataset: LanceDataset, recorded: str) -> bool:
-    """Return whether a dataset's present history has version `recorded`.
+    """Return whether a dataset's present history includes version `recorded` (a number as text).
 
     A restore removes the versions after the restored one. True also if `recorded` is no number, or
     if the dataset's transactions were cleaned up.

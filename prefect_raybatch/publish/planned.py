@@ -34,13 +34,15 @@ def check_targets_of(
 ) -> tuple[str, ...]:
     """Check the run's publish targets; return a line about each.
 
-    `input_schema` are the input's columns. With `inventory`, the inventory of the whole input, the
-    columns that must not be null in a target or are its merge key are read and checked. `store` is
-    the run's store if `inventory` is its snapshot. `later`: the input is not available yet, and the
-    check is repeated once it is. Raises `ConfigError` for anything known to make publishing fail: a
-    missing library or variable, a column that a target cannot hold or that does not fit the
-    existing table, a place that is not writable, a key that is not unique; `PublishFailed` for a
-    target that does not answer.
+    `input_schema` has the input's columns. If `inventory`, the files of the whole input, is given,
+    merge keys and columns that must not be null in a target are read and checked. `store` is the
+    run's store if `inventory` is its snapshot. `later`: the input is not available yet, and the
+    check is repeated once it is.
+
+    Raises `ConfigError` for anything known to make publishing fail: a missing library or
+    environment variable, a column that a target cannot hold or that does not fit the existing
+    table, a place that is not writable, a key that is not unique. Raises `PublishFailed` for a
+    target that does not answer, `SourceError` for unreadable rows.
     """
     targets, keys = spec.output.targets, dict(spec.output.options)
     if not targets:
@@ -51,7 +53,7 @@ def check_targets_of(
 
 
 class _InputColumns:
-    """Input columns that the result keeps, and checks of their values."""
+    """Input columns that the result keeps, with a check of their values."""
 
     def __init__(
         self,
@@ -76,8 +78,8 @@ class _InputColumns:
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
         """Raise `ConfigError` for nulls that the table rejects, and for a key that is not unique.
 
-        `output.postprocess` may leave out such rows; with it, only the result is checked.
-        `never_null` are the columns in which the table accepts no null.
+        `never_null` are the columns in which the table accepts no null. Checks nothing if the job
+        has `output.postprocess`, which may leave out such rows: then only the result is checked.
         """
         if self._finish.postprocess is not None:
             return

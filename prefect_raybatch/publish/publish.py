@@ -46,11 +46,10 @@ KEYS_NAMED = 3  # duplicate keys that an error shows
 def open_sink(
     target: PublishTarget, run_key: str, options: StoreOptions, planned: bool = False
 ) -> Sink:
-    """Return the sink of a target; placeholders in the target's fields are filled in.
+    """Return the sink of a target, with the placeholders in the target's fields filled in.
 
-    `planned`: the sink is to check a plan, before there is a result.
-
-    Raises `ConfigError` for a missing library or variable.
+    `planned`: the sink is only to check a plan, before there is a result. Raises `ConfigError` for
+    a missing library or environment variable.
     """
     filled = target.filled(run_key)
     # Without a uri, all options: only the catalog knows on which store its files are.
@@ -71,8 +70,8 @@ def check_publish(
     """Check that columns `schema` can be published; return a line about each target.
 
     `whole`: `schema` has all columns of the result. Writes nothing. `look` is called with each
-    target and the columns in which its table accepts no null. Raises `ConfigError` if publishing
-    would fail, `PublishFailed` for a target that does not answer.
+    target and the columns in which its table accepts no null, to check their values. Raises
+    `ConfigError` if publishing would fail, `PublishFailed` for a target that does not answer.
     """
     sinks = [open_sink(target, run_key, options, planned=True) for target in targets]
     _check_apart(sinks)
@@ -84,10 +83,10 @@ def check_publish(
 
 
 def _check_apart(sinks: Sequence[Sink]) -> None:
-    """Raise `ConfigError` for two targets that write to the same table or folder.
+    """Raise `ConfigError` if two targets write to the same table or folder.
 
-    Raises it also for two targets of which one writes to a folder inside the other's, where readers
-    would see the rows twice. A Parquet and a JSON Lines target may share a folder.
+    Raises it also if one target's folder is inside another's, where readers would see the rows
+    twice. A Parquet and a JSON Lines target may share a folder.
     """
     for at, first in enumerate(sinks):
         for second in sinks[at + 1 :]:
@@ -114,11 +113,11 @@ def publish(
     options: StoreOptions,
     observe: Observe = lambda step: None,
 ) -> list[Published]:
-    """Publish a finished run to each target that lacks its rows; return the record of each target.
+    """Publish a finished run to each target that lacks its rows; return a record for each target.
 
     `options` apply to targets without their own; `observe` is called at each step. Safe to call
     concurrently, and again after any crash. Raises `ConfigError`, `PublishFailed` and the store's
-    errors; what is published stays recorded.
+    errors; targets published before the error stay recorded.
     """
     store, plan = member.ledger.store, member.plan
     rows: AnsweredRows | None = None

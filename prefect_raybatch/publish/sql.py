@@ -2,8 +2,8 @@
 
 A mark is a row whose primary key is (plan, table). So of two publishers the second waits for the
 first and then finds the rows. Marks are in a separate table in the schema of the target table, so
-that a backup restores both. A target table that is empty or new lost the rows that its marks name:
-such marks do not count, and the next publication deletes them.
+that a backup restores both. If the target table is empty, it has lost the rows of all its marks:
+they are ignored, and the next publication deletes them.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class SqlSink(Sink):
                 )
 
     def fit(self, schema: pa.Schema, existing: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return `existing`, with the type in `schema` for each column that can hold that type.
+        """Return `existing`, with a column's type taken from `schema` if the table can hold it.
 
-        Databases convert widths. Raises `ConfigError` if columns `schema` do not fit.
+        The database converts such values. Raises `ConfigError` if columns `schema` do not fit.
         """
         named = {field.name: field.type for field in schema}
         shown = []
@@ -148,7 +148,9 @@ class SqlSink(Sink):
     def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
         """Create missing tables and insert no rows, in a transaction that is rolled back.
 
-        This shows missing permissions, and which table or column the database rejects.
+        This shows missing permissions, and which table or column the database rejects. Does nothing
+        for databases that cannot roll back CREATE TABLE. A missing database file is not created; an
+        in-memory database takes its place.
         """
         from sqlalchemy import create_engine, false, null, select
 
@@ -226,9 +228,9 @@ class SqlSink(Sink):
         raise PublishFailed(f"{self.what}: the database did not accept the rows. Publish again")
 
     def _attempt(self, engine: Engine, rows: AnsweredRows, observe: Observe) -> bool:
-        """Insert the rows unless the table has them; return False if another publisher was faster.
+        """Insert the rows unless the table has them; return False if another publisher interfered.
 
-        The caller must then check the table again.
+        The caller must then try again, which looks at the table anew.
         """
         wanted = converted_schema(rows.schema, self.target)
         table, marks = self._tables(engine, wanted)
@@ -321,7 +323,7 @@ class SqlSink(Sink):
 
     @property
     def _mark_name(self) -> str:
-        """Return the target table's name in its marks, the rows that say which plans it has.
+        """Return the name of the target table in its marks, the rows that name published plans.
 
         It has no schema, since the table of marks is in the same one.
         """
@@ -487,7 +489,7 @@ class SqlSink(Sink):
     def _database_is_there(self) -> bool:
         """Return whether the database exists, so that connecting would not create its file.
 
-        True for a database on a server, which has no file here.
+        True for a database without a file on this machine, such as one on a server.
         """
         file = self._file()
         return file is None or os.path.exists(file)
@@ -499,10 +501,9 @@ class SqlSink(Sink):
 
 
 def _quoted(name: str, engine: Engine) -> str:
-    """Return a name that is quoted if necessary.
+    """Return a name that SQLAlchemy quotes where needed, and always for DuckDB.
 
-    DuckDB's dialect knows only PostgreSQL's reserved words ("at" is one of DuckDB's), so there each
-    name is quoted.
+    DuckDB's dialect only knows PostgreSQL's reserved words ("at" is one of DuckDB's).
     """
     from sqlalchemy.sql import quoted_name
 
@@ -521,9 +522,10 @@ def _folded(name: str, dialect: str) -> str:
 
 
 def _passes(error: DBAPIError) -> bool:
-    """Return whether a database error is transient, by SQLSTATE, class, MySQL's number, or text.
+    """Return whether a database error is transient, so that a retry may succeed.
 
-    An error that none of these decides counts as transient, unless the database is a file.
+    Decided by SQLSTATE, class, MySQL's error number or text. If none of these decides, the error
+    counts as transient, unless the database is a file.
     """
     from sqlalchemy import exc
 
@@ -559,7 +561,7 @@ def _kind(column: Column[Any]) -> pa.DataType:
 
 
 def _unpacked(table: Table) -> dict[str, Convert]:
-    """Return {column: converter of nested values to what SQLAlchemy takes}.
+    """Return {column: function that converts a value to what SQLAlchemy accepts}.
 
     It has only the table's JSON and array columns.
     """
@@ -575,7 +577,7 @@ def _unpacked(table: Table) -> dict[str, Convert]:
 
 
 def _create(engine: Engine, table: Table) -> None:
-    """Create a table unless it exists; another publisher may create it at the same moment."""
+    """Create a table unless it exists, also if another publisher creates it at the same moment."""
     from sqlalchemy import inspect
     from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
@@ -614,11 +616,11 @@ def _values(
     dialect: str,
     unpacked: dict[str, Convert],
 ) -> Iterator[list[dict[str, object]]]:
-    """Yield lists of at most INSERT_ROWS rows, with values as the database's driver takes them.
+    """Yield lists of at most INSERT_ROWS rows, with values as the database's driver accepts them.
 
     Nested values become JSON text unless `unpacked` has a converter for their column; times with a
-    zone become UTC; in SQLite, decimals become text. `schema` are the columns as the target stores
-    them.
+    zone become UTC; in SQLite, decimals become text. `schema` has the columns with the types in
+    which the target stores them.
     """
     change: dict[str, Convert] = {}
     for given, kept in zip(rows.schema, schema, strict=True):
@@ -639,7 +641,7 @@ def _values(
 
 
 def _first_nul(rows: AnsweredRows) -> str | None:
-    """Return text that names the first row and column with a NUL character, or None.
+    """Return text that names the first row and column with a NUL character; None if there is none.
 
     PostgreSQL rejects NUL, also in nested texts, without saying where.
     """

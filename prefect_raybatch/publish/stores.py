@@ -23,7 +23,7 @@ class FolderSink(Sink):
 
     @property
     def keys(self) -> dict[str, str] | None:
-        """Return the S3 `storage_options` for the target's library; None for a local folder.
+        """Return the `storage_options` for the target's library; None for a local folder.
 
         The library looks up missing credentials itself.
         """
@@ -37,9 +37,9 @@ class FolderSink(Sink):
             self.need_writable(self.uri)
 
     def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
-        """Create the new table, without rows, in a temporary folder; do nothing if one exists.
+        """If there is no table, create one without rows in a temporary folder.
 
-        This shows names and types that the library rejects.
+        This shows names and types that the library rejects. Does nothing if the table exists.
         """
         if existing is not None:
             return
@@ -54,7 +54,7 @@ class FolderSink(Sink):
             type(self)(target, {}).publish(rows, lambda step: None)
 
     def scrub(self, error: object) -> str:
-        """Return an error in one line, all of its lines joined, with credentials masked."""
+        """Return an error in one line, with all of its lines joined and credentials masked."""
         return super().scrub(text_of(error))
 
 

@@ -1,6 +1,6 @@
 """Converts the types of a result's columns to types that a target can store.
 
-The types are checked when a run is planned, not when its rows are ready. A conversion keeps all
+The types are checked when a run is planned, not when its rows are ready. A conversion loses no
 values; only the name of a time zone, the encoding or the width may change.
 """
 
@@ -25,8 +25,9 @@ class Unfit(ValueError):
 def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = True) -> pa.Schema:
     """Return the columns with the types in which `target` stores them.
 
-    Raises `ConfigError` that names a column it cannot store. `whole`: `schema` has all columns of
-    the result, so the target's key and partition columns must be among them.
+    Raises `ConfigError`, which names the column, for a type that the target cannot store. `whole`:
+    `schema` has all columns of the result, so the target's key and partition columns must be among
+    them.
     """
     for name in (*target.key, *target.partition_by):
         if whole and name not in schema.names:
@@ -47,7 +48,7 @@ def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = Tru
 
 
 def converted(kind: pa.DataType, target: PublishTarget) -> pa.DataType:
-    """Return the type in which a target stores values of `kind`; raise `Unfit`."""
+    """Return the type in which a target stores values of `kind`; raise `Unfit` if it cannot."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if target.format in ("parquet", "lance"):
@@ -120,8 +121,9 @@ def _timestamp(kind: pa.DataType, where: str) -> pa.DataType:
 def fitted(schema: pa.Schema, existing: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
     """Return `existing`, the schema of an existing table, if rows with columns `schema` fit it.
 
-    Raises `ConfigError` for a column that the table lacks, that has another type there, or that is
-    null where the table accepts none. `whole`: `schema` are all columns of the result.
+    Raises `ConfigError` for a column that the table lacks or that has another type there, and for a
+    column without nulls in the table that the result lacks. `what` begins the message. `whole`:
+    `schema` has all columns of the result.
     """
     for field in schema:
         if field.name not in existing.names:

@@ -21,7 +21,10 @@ CONFIDENCE_OF_END = 0.975  # confidence of each end of a 95 % interval
 
 @dataclass(frozen=True)
 class WrongAnswer(StrictRecord):
-    """A golden row that was answered wrong: its key, and both answers, each cut to a length."""
+    """A golden row that was answered wrong: its key, the right answer and the model's answer.
+
+    Texts are cut to 200 characters.
+    """
 
     row: str
     expected: str
@@ -30,11 +33,12 @@ class WrongAnswer(StrictRecord):
 
 @dataclass(frozen=True)
 class Accuracy(StrictRecord):
-    """The accuracy of the run with this `plan` on golden rows, whose right answers are known.
+    """The accuracy of a run on golden rows, whose right answers are known.
 
-    `right` of the `rows` golden rows in the run were answered right; `low` and `high` bound the
-    95 % interval of the share. `unanswered` golden rows are not in the run. `wrong` are some that
-    were not right. `series` compares the run with earlier ones.
+    `plan` is the hash of the run's plan. `right` of the `rows` golden rows in the run were answered
+    right; `low` and `high` are the ends of the 95 % interval of that share. `unanswered` further
+    golden rows are not in the run. `wrong` has some of the wrong answers. `series` compares the run
+    with earlier ones.
     """
 
     plan: str
@@ -48,17 +52,20 @@ class Accuracy(StrictRecord):
 
     @property
     def share(self) -> float:
-        """Return the share of right answers, 0 without any golden row."""
+        """Return the share of right answers, from 0 to 1; 0 if no golden row is in the run."""
         return self.right / self.rows if self.rows else 0.0
 
     def short(self) -> str:
-        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`."""
+        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`.
+
+        "no golden row" if none is in the run.
+        """
         if not self.rows:
             return "no golden row"
         return f"{self.share:.1%} ({self.low:.1%} to {self.high:.1%})"
 
     def text(self) -> str:
-        """Return the accuracy in one line, with what it was measured on."""
+        """Return the accuracy in one line, with the numbers of golden rows it is based on."""
         missing = f"; {self.unanswered:,} have no answer in this run" if self.unanswered else ""
         if not self.rows:
             return f"unknown: none of {counted(self.unanswered, 'golden row')} has an answer"
@@ -66,7 +73,7 @@ class Accuracy(StrictRecord):
         return f"{self.short()}, {counts}{missing}"
 
     def remedy(self, least: float) -> str:
-        """Return what to do if the lower end of the interval is below `least`."""
+        """Return what to do if the interval's lower end is below `least`, the share wanted."""
         if not self.rows:
             return "Name golden rows of the input, or lower at_least"
         if self.share > least:
@@ -91,18 +98,21 @@ def interval(right: int, rows: int) -> tuple[float, float]:
 def accuracy_of(
     plan: str, right: int, rows: int, unanswered: int, wrong: Sequence[WrongAnswer] = ()
 ) -> Accuracy:
-    """Compute the interval; return the accuracy record of the run with this plan hash."""
+    """Compute the 95 % interval; return the accuracy record of the run with plan hash `plan`."""
     low, high = interval(right, rows)
     return Accuracy(plan, right, rows, unanswered, round(low, 6), round(high, 6), tuple(wrong))
 
 
 def put_accuracy(store: Store, accuracy: Accuracy) -> None:
-    """Write quality.json of a run."""
+    """Write quality.json to the run directory `store`, replacing an earlier one."""
     put_record(store, QUALITY, with_checksum(dump(asdict(accuracy))))
 
 
 def read_accuracy(store: Store) -> Accuracy | None:
-    """Return the accuracy of a run, or None; raise `CorruptRun` for a malformed record."""
+    """Return the accuracy in quality.json of the run directory `store`, None if it has none.
+
+    Raises `CorruptRun` for a malformed record.
+    """
     try:
         data = read_record(store, QUALITY)
     except FileNotFoundError:

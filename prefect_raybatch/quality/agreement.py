@@ -1,4 +1,4 @@
-"""The agreement of a cascade's two models on the rows that a run checked, as a record."""
+"""A record of how often a cascade's two models agree, on rows that both of them answered."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Agreement(StrictRecord):
-    """The agreement of a cascade's two models on the checked rows of the run with this `plan`.
+    """The agreement of a cascade's two models on rows of a run that both answered.
 
-    Of `rows` rows that both answered, `agreed` had equal answers. `key` identifies the models and
-    the rule by which rows are unsure. `series` compares the run with earlier ones.
+    `plan` is the hash of the run's plan. Of `rows` rows, `agreed` had equal answers. `key`
+    identifies the models and the rule that decides which rows are unsure. `series` compares the run
+    with earlier ones.
     """
 
     plan: str
@@ -33,12 +34,15 @@ _RECORD = TypeAdapter(Agreement)
 
 
 def put_agreement(store: Store, agreement: Agreement) -> None:
-    """Write agreement.json of a run."""
+    """Write agreement.json to the run directory `store`, replacing an earlier one."""
     put_record(store, AGREEMENT_RECORD, with_checksum(dump(asdict(agreement))))
 
 
 def read_agreement(store: Store) -> Agreement | None:
-    """Return the agreement of a run, or None; raise `CorruptRun` for a malformed record."""
+    """Return the agreement in agreement.json of the run directory `store`, None if it has none.
+
+    Raises `CorruptRun` for a malformed record.
+    """
     try:
         data = read_record(store, AGREEMENT_RECORD)
     except FileNotFoundError:

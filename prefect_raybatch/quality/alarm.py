@@ -7,7 +7,7 @@ accuracy of each run is at least that of the baseline". While that is true, the 
 in at most one of a hundred series of runs, however many runs there are and however often somebody
 looks (Ville's inequality).
 
-It is the smallest, over all accuracies p that the baseline may have, of the product of
+The e-value is the smallest, over all accuracies p that the baseline may have, of the product of
 - the evidence of the baseline against p: a likelihood ratio, mixed by Jeffreys' prior (R. E.
   Krichevsky and V. K. Trofimov, IEEE Transactions on Information Theory 27, 1981), and
 - the evidence of the later runs for less than p: the wealth of a gambler who bets against each
@@ -45,13 +45,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ShareSeries(StrictRecord):
-    """The shares of right rows of a job's measured runs, up to one run.
+    """The shares of right rows of a job's measured runs, up to and including one run.
 
-    `key` identifies how they were measured, such as the golden file or the judge; another one
-    begins a new series. In the first `baseline` runs, `right` of `rows` rows were right. `later`
-    runs followed; `after` has (right, rows) of the newest of these, oldest first. `runs` are the
-    run keys of the newest runs that were counted, of a repaired run that of the original. `e_value`
-    is the evidence that the share fell, and `measure` names the share (ACCURACY or AGREEMENT).
+    `key` identifies how they were measured, such as the golden file or the judge; another key
+    begins a new series. In the first `baseline` runs together, `right` of `rows` rows were right.
+    `later` runs followed; `after` has (right, rows) of the newest of these, oldest first. `runs`
+    has the run keys of the newest measured runs, oldest first; a repaired run has the key of the
+    original. `e_value` is the evidence that the share fell, and `measure` names the share (ACCURACY
+    or AGREEMENT).
     """
 
     key: str
@@ -66,11 +67,11 @@ class ShareSeries(StrictRecord):
 
     @property
     def rings(self) -> bool:
-        """Return whether the e-value raises the alarm that the share fell."""
+        """Return whether the e-value is high enough (ALARM) to report that the share fell."""
         return self.e_value >= ALARM
 
     def short(self) -> str:
-        """Return the e-value as text; before any later run, such as `baseline 3 of 14`."""
+        """Return the e-value as text, or `baseline 3 of 14` while there is no later run."""
         if not self.later:
             return f"baseline {self.baseline} of {BASELINE_RUNS}"
         return f"over {LARGEST:,.0f}" if self.e_value >= LARGEST else f"{self.e_value:,.3g}"
@@ -78,8 +79,8 @@ class ShareSeries(StrictRecord):
     def text(self) -> str:
         """Return in one line whether the share fell, with the e-value and the baseline's share.
 
-        If it fell, name the run with which it probably did, and say what to do. Before any later
-        run, return which run of the baseline this is.
+        If it fell, the text names the run with which it probably did, and says what to do. While
+        there is no run after the baseline, it is the number of this run in the baseline.
         """
         if not self.later:
             return f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"
@@ -92,7 +93,11 @@ class ShareSeries(StrictRecord):
         return f"the {self.measure} fell{since} {about}. Look at what changed {then}: job or input"
 
     def fell_with(self) -> str:
-        """Return the key of the run from which on the evidence is strongest; "" if not known."""
+        """Return the key of the run with which the share most probably fell; "" if not known.
+
+        From that run on, the evidence is strongest. It is not known if there is no later run, if no
+        row of the baseline is right, or if the run is too old to be in `runs`.
+        """
         if not self.after or not self.right:
             return ""
         share = np.array([self.right / self.rows])
@@ -112,7 +117,8 @@ def continued(
 ) -> ShareSeries:
     """Return the series with one more run, of which `right` of `rows` rows were right.
 
-    `run` is its run key, of a repaired run that of the original.
+    A new series begins if `before` is None or has another `key`. `run` is the run's key, or the
+    original's for a repaired run.
     """
     if before is None or before.key != key:
         before = ShareSeries(key, 0, 0, 0)
@@ -133,8 +139,9 @@ def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...
     """Return the e-value of `later` runs: the evidence that they are less right than the baseline.
 
     In the baseline, `right` of `rows` rows were right. `after` has (right, rows) of the newest
-    later runs, oldest first. The minimum over accuracies is taken on a grid. Between two of its
-    points, each factor has its smaller value, so the result is never too large.
+    later runs, oldest first. Returns 1 (no evidence) if `after` is empty or no row of the baseline
+    is right. The minimum over accuracies is taken on a grid; between two of its points, each factor
+    is taken at the end where it is smaller, so the result is never too large.
     """
     if not right or not after:  # nothing is lower than no right answer
         return 1.0
@@ -150,7 +157,7 @@ def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...
 def _log_against(p: Floats, right: int, rows: int) -> Floats:
     """Return the log of the baseline's evidence against each accuracy in `p`.
 
-    In the baseline, `right` of `rows` rows were right.
+    `right` of the baseline's `rows` rows were right.
     """
     wrong = rows - right
     mixed = math.lgamma(right + 0.5) + math.lgamma(wrong + 0.5) - math.lgamma(rows + 1)
@@ -161,7 +168,10 @@ def _log_against(p: Floats, right: int, rows: int) -> Floats:
 
 
 def _far_below(right: int, rows: int) -> float:
-    """Return the highest accuracy that the baseline's evidence rules out as too low."""
+    """Return the highest accuracy, below that of the baseline, that the baseline rules out.
+
+    Lower ones need not be looked at. `right` of the baseline's `rows` rows were right.
+    """
     low, high = 0.0, right / rows
     for _ in range(60):  # below the baseline's share, the evidence falls with the accuracy
         middle = (low + high) / 2
@@ -173,9 +183,9 @@ def _far_below(right: int, rows: int) -> float:
 
 
 def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
-    """Return, for each accuracy in `grid`, the log evidence that later runs have less than that.
+    """Return, for each accuracy in `grid`, the log of the evidence that later runs are below it.
 
-    `later` and `after` are those of `e_value`.
+    `later` and `after` are as in `e_value`.
     """
     logs = _log_wealth(grid, later, after)
     most = np.maximum(logs.max(axis=(1, 2)), 0.0)
@@ -185,9 +195,10 @@ def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) 
 
 
 def _log_wealth(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
-    """Return the log of weighted wealth, by accuracy in `grid`, bet, and run where betting begins.
+    """Return the log of weighted wealth: an array (accuracies in `grid`, BETS, runs in `after`).
 
-    `later` and `after` are those of `e_value`.
+    The last dimension is the run with which betting begins. `later` and `after` are as in
+    `e_value`.
     """
     counts = np.array(after, np.float64)
     since = counts[::-1].cumsum(axis=0)[::-1]  # right and rows from each run on

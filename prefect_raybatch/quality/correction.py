@@ -1,4 +1,4 @@
-"""Corrects the accuracy that a judge found by its errors on golden rows. No I/O.
+"""Corrects the accuracy found by a judge for the judge's errors, as seen on golden rows. No I/O.
 
 Two estimates, each with a 95 % interval that accounts for both samples:
 
@@ -8,8 +8,8 @@ Two estimates, each with a 95 % interval that accounts for both samples:
   effects (MOVER: G. Y. Zou and A. Donner, "Construction of confidence limits about effect measures:
   a general approach", Statistics in Medicine 27, 2008). The closed interval of Z. Lang and J.
   Reiczigel (Preventive Veterinary Medicine 113, 2014) covered 90 % instead of 95 % of simulated
-  nights with an accuracy of 99 % and 200 golden rows, of which only two are answered wrong.
-- `by_labels`: where some rows of the sample are golden themselves, the judge's errors on these
+  runs with an accuracy of 99 % and 200 golden rows, of which only two are answered wrong.
+- `by_labels`: if some rows of the sample are golden themselves, the judge's errors on these
   correct its share on the others (A. N. Angelopoulos, J. C. Duchi and T. Zrnic, "PPI++: Efficient
   Prediction-Powered Inference", 2023, for a mean).
 """
@@ -29,7 +29,11 @@ Z = 1.959963984540054  # of the standard normal distribution at 97.5 %
 
 @dataclass(frozen=True)
 class Confusion:
-    """A judge's calls on golden rows: of those `right` and `wrong`, how many it called right."""
+    """A judge's verdicts on golden rows.
+
+    `right` of them were answered right, `wrong` of them wrong; the judge called
+    `right_called_right` and `wrong_called_right` of these right.
+    """
 
     right: int
     right_called_right: int
@@ -40,8 +44,8 @@ class Confusion:
     def tells_apart(self) -> bool:
         """Return whether the judge surely calls right answers right more often than wrong ones.
 
-        This is the case if the 95 % interval of the difference (MOVER) is above 0. Needs golden
-        rows of both kinds.
+        This is the case if the 95 % interval of the difference (MOVER) is above 0. Call it only if
+        neither `right` nor `wrong` is 0.
         """
         hits, misses = self.right_called_right / self.right, self.wrong_called_right / self.wrong
         lowest, _ = interval(self.right_called_right, self.right)
@@ -50,10 +54,12 @@ class Confusion:
 
 
 def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float, float, float]:
-    """Return (accuracy, low, high), given that the judge called `called_right` of `rows` right.
+    """Return (accuracy, low, high) of a sample, corrected by the judge's errors on golden rows.
 
-    The accuracy is NaN and the interval (0, 1) without golden rows of both kinds, or if these do
-    not show that the judge tells right from wrong.
+    The judge called `called_right` of the sample's `rows` rows right; `judge` has its verdicts on
+    golden rows. Low and high are the ends of the 95 % interval. The accuracy is NaN and the
+    interval (0, 1) if `rows` is 0, if the golden rows are all right or all wrong, or if they do not
+    show that the judge tells right from wrong.
     """
     if not (rows and judge.right and judge.wrong):
         return math.nan, 0.0, 1.0
@@ -72,10 +78,11 @@ def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float,
 
 
 def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return (share, low, high) from three shares, each given as [estimate, low, high].
+    """Return (share of right answers, low, high) from three shares given as [estimate, low, high].
 
     Each is the share that the judge called right: `called` of the sample, `hits` of the right
-    golden rows, `misses` of the wrong ones. Further dimensions are independent cases.
+    golden rows, `misses` of the wrong ones. Low and high are ends of 95 % intervals. Further
+    dimensions of the arrays are independent cases. NaN and (0, 1) if `hits` is not above `misses`.
     """
     c, c_low, c_high = called
     h, h_low, h_high = hits
@@ -104,7 +111,7 @@ def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Flo
 
 @dataclass(frozen=True)
 class Labelled:
-    """Numbers of golden rows in a sample, by whether they are right and what the judge said."""
+    """Numbers of golden rows in a sample, by the right verdict and the judge's verdict."""
 
     right_called_right: int
     right_called_wrong: int
@@ -125,10 +132,10 @@ class Labelled:
         )
 
     def estimate(self, called_right: int, others: int) -> tuple[float, float, float]:
-        """Return (accuracy, low, high) of the whole sample.
+        """Return (accuracy, low, high) of the whole sample, with the ends of the 95 % interval.
 
-        `others` counts its rows without a known answer, of which the judge called `called_right`
-        right.
+        The sample has `others` further rows without a known answer; the judge called `called_right`
+        of them right.
         """
         cells = np.array(self._counts, np.float64)
         found = by_labels(cells, np.array(float(called_right)), np.array(float(others)))
@@ -141,10 +148,11 @@ ADDED = 0.5  # added to each cell of the table, as Jeffreys' prior does: no vari
 
 
 def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return (share, low, high): PPI++ for the share of right answers.
+    """Return (share of right answers, low, high) of a sample, as estimated by PPI++.
 
-    `labelled` are the four counts of `Labelled`; of the `others` rows without a label, the judge
-    called `called` right. The judge's calls get the weight that gives the least variance.
+    `labelled` has the four counts of `Labelled` in its first dimension. Of the sample's `others`
+    rows without a label, the judge called `called` right. Its verdicts get the weight that gives
+    the least variance. Low and high are the ends of the 95 % interval.
     """
     right_hit, right_missed, wrong_hit, wrong_missed = labelled + ADDED
     rows = right_hit + right_missed + wrong_hit + wrong_missed
@@ -169,9 +177,9 @@ def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats,
 
 
 def student_quantile(freedom: Floats) -> Floats:
-    """Return the 97.5 % quantile of Student's t for 29 or more degrees of freedom.
+    """Return the 97.5 % quantile of Student's t for `freedom` degrees of freedom, 29 or more.
 
-    Abramowitz and Stegun, 26.7.5.
+    It is the approximation 26.7.5 of Abramowitz and Stegun.
     """
     first = (Z**3 + Z) / 4
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96

@@ -1,4 +1,4 @@
-"""Golden rows: reads the file with right answers, and compares a result with it."""
+"""Golden rows: reads the file that has their right answers, and compares a result with it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ GoldenRow = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Golden:
-    """The right answers of a golden file, by the values of the key `columns`.
+    """The right answers of a golden file: `answers` is {values of the key columns: right answer}.
 
-    `answer` is the column of the right answer. All values are texts, as `as_text` returns them.
+    `columns` are the key columns, by which rows are found in a result; `answer` is the column of
+    the right answer. All values are texts, as `as_text` returns them.
     """
 
     uri: str
@@ -47,11 +48,11 @@ class Golden:
 
 
 def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:
-    """Read a golden file, which has rows with their right answers in the column `answer`.
+    """Read a golden file, whose column `answer` has the right answers of its rows.
 
-    `key` are the columns by which its rows are found in a result, by default all the others.
+    `key` are the columns by which its rows are found in a result; empty for all other columns.
     Raises `ConfigError` for a file that is missing or unreadable, lacks a column or an answer, or
-    holds a key twice.
+    has a key twice. `options` are those of the file's store.
     """
     rows = _rows(uri, _bytes(uri, options))
     if not rows:
@@ -93,7 +94,11 @@ def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], ans
 
 
 def as_text(value: object) -> str:
-    """Return a value as it is compared: text without surrounding spaces, numbers as in CSV."""
+    """Return a value as the text by which it is compared.
+
+    Surrounding spaces are removed, null is "", booleans are "true" and "false", and whole numbers
+    have no decimal point.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer():
@@ -110,8 +115,8 @@ def accuracy_on(
     """Return the accuracy of a run on the golden rows; a failed row is a wrong answer.
 
     If several rows of the result have the key of a golden row, the first one counts, since equal
-    rows are no independent evidence. `quarantine` holds the failed rows, None if there are none.
-    Raises `ConfigError` if the result lacks a column.
+    rows are no independent evidence. `quarantine` has the failed rows, None if there are none.
+    `plan` is the hash of the run's plan. Raises `ConfigError` if the result lacks a column.
     """
     answers = {key: text for key, (_, text) in _answers(golden, result).items()}
     for key in _failed(golden, quarantine):
@@ -128,15 +133,19 @@ def accuracy_on(
 def golden_numbers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str
 ) -> dict[int, bool]:
-    """Return {row number: whether it was answered right} of the golden rows in a result."""
+    """Return {row number: whether the answer is right} for the golden rows in a result.
+
+    `row_number` is the column with the row's number. Raises `ConfigError` if the result lacks a
+    column.
+    """
     answers = _answers(golden, result, row_number)
     return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
 
 
 def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
-    """Raise `ConfigError` unless the result's columns `there` include those of the golden file.
+    """Raise `ConfigError` if a key column or the answer column is not in `there`.
 
-    These are its key columns and the column of the answer.
+    `there` are the columns of the result.
     """
     has = f"(it has: {', '.join(there)})"
     if golden.answer not in there:
@@ -157,9 +166,10 @@ def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
 def _answers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str | None = None
 ) -> dict[GoldenKey, tuple[int, str]]:
-    """Return (row number, answer) of the golden rows in a result, by key.
+    """Return {key: (row number, answer)} of the golden rows in a result.
 
-    The number is 0 if `row_number`, its column, is None. Raises `ConfigError` for lacking columns.
+    `row_number` is the column with a row's number; if it is None, the numbers are 0. The first row
+    with a key counts. Raises `ConfigError` if the result lacks a column.
     """
     if not result.count_rows():  # it has no columns either
         return {}
@@ -177,7 +187,7 @@ def _answers(
 
 
 def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Iterator[GoldenKey]:
-    """Yield the keys of golden rows that failed, except rows whose input lacks a key column."""
+    """Yield the keys of golden rows that failed; skip rows whose input lacks a key column."""
     if quarantine is None:
         return
     for batch in quarantine.to_batches(columns=["input"]):
@@ -190,7 +200,10 @@ def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Itera
 
 
 def _candidates(batch: pa.RecordBatch, column: str, values: set[str]) -> pa.RecordBatch:
-    """Drop rows whose `column` has none of these values, if its type allows a quick check."""
+    """Drop rows in which the text of `column` is not in `values`.
+
+    Only done for columns of integers or texts, where it is fast; others are returned whole.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 

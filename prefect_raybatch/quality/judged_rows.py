@@ -28,12 +28,12 @@ def judged_rows(
     run_key: str,
     known: Mapping[int, bool],
 ) -> pa.Table:
-    """Return the rows of a result to judge, in input order: `sample` rows, and those in `known`.
+    """Return the rows of a result to judge, in input order: `sample` random rows, and golden rows.
 
-    The sample is chosen by a hash of run key and row number, so it is the same in each call, and
-    differs between runs. `known` maps the numbers of golden rows to whether their answer is right.
-    The table has these `columns` and JUDGE_COLUMNS: whether a row is in the sample, and the value
-    in `known`.
+    `known` is {number of a golden row: whether its answer is right}; `row_number` is the column
+    with the numbers. The sample is chosen by a hash of run key and row number, so it is the same in
+    each call, and differs between runs. The table has these `columns` and JUDGE_COLUMNS: whether a
+    row is in the sample, and its value in `known` (null if it has none).
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -55,7 +55,7 @@ def judged_rows(
 
 
 def judged_to_parquet(table: pa.Table) -> bytes:
-    """Return rows as a Parquet file."""
+    """Encode the rows to judge as a Parquet file."""
     import pyarrow.parquet as pq
 
     out = io.BytesIO()
@@ -64,7 +64,7 @@ def judged_to_parquet(table: pa.Table) -> bytes:
 
 
 def judged_from_parquet(data: bytes) -> pa.Table:
-    """Return the rows of a Parquet file in memory."""
+    """Decode a Parquet file that `judged_to_parquet` returned."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -50,12 +50,12 @@ class JudgedRow:
 
 @dataclass(frozen=True)
 class Corrected(StrictRecord):
-    """The accuracy without the judge's error, with the ends of its 95 % interval.
+    """The accuracy after correction for the judge's errors, with the ends of its 95 % interval.
 
     `method` names the estimate. `share` is None, and the interval 0 to 1, if the golden rows do not
-    show that the judge tells right from wrong: its calls then say nothing about the accuracy. Of
+    show that the judge tells right from wrong: then its verdicts say nothing about the accuracy. Of
     the `right` golden rows with a right answer, the judge called `right_called_right` right; of the
-    `wrong` ones with a wrong answer, `wrong_called_right`.
+    `wrong` golden rows with a wrong answer, `wrong_called_right`.
     """
 
     method: str
@@ -83,15 +83,16 @@ class Corrected(StrictRecord):
 
 @dataclass(frozen=True)
 class Judgement(StrictRecord):
-    """A judge model's verdict on a sample of the answers of the run with this `plan`.
+    """A judge model's verdict on a sample of a run's answers.
 
-    `judge` is the judge's model, and `key` identifies the judge with its prompt and its golden
-    rows. The judge called `right` of `rows` sampled answers right; `not_judged` further ones have
-    no verdict, because the judge failed. `low` and `high` are the ends of the exact 95 % interval
-    of `right` in `rows`, not corrected.
-    `corrected` is the accuracy without the judge's error; `uncorrected` says why it is unknown, for
-    a job with golden rows. `series` compares the run with earlier ones by what the judge said, not
-    corrected. `cost` is that of the judge's run (gpu_hours, total).
+    `plan` is the hash of the run's plan, `judge` the judge's model. `key` identifies the judge with
+    its prompt and its golden rows. The judge called `right` of `rows` sampled answers right;
+    `not_judged` further ones have no verdict, because the judge failed. `low` and `high` are the
+    ends of the exact 95 % interval of `right` in `rows`, not corrected. `rejected` has some of the
+    answers called wrong. `corrected` is the accuracy corrected for the judge's errors; if it is
+    None although the job has golden rows, `uncorrected` says why. `series` compares `right` in
+    `rows`, not corrected, with earlier runs. `cost` is that of the judge's run ("gpu_hours",
+    "total", in `currency`).
     """
 
     plan: str
@@ -111,18 +112,21 @@ class Judgement(StrictRecord):
 
     @property
     def share(self) -> float | None:
-        """Return the accuracy, corrected by golden rows if there are any; None if it is unknown."""
+        """Return the accuracy (0 to 1), corrected by golden rows if possible; None if unknown."""
         if self.corrected is not None:
             return self.corrected.share
         return self.right / self.rows if self.rows else None
 
     @property
     def headline(self) -> str:
-        """Return the share alone, such as `93.0%`."""
+        """Return the share alone, such as `93.0%`; "unknown" if there is none."""
         return "unknown" if self.share is None else f"{self.share:.1%}"
 
     def short(self) -> str:
-        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`."""
+        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`.
+
+        Without a share, returns "unknown", or "no judged answer".
+        """
         if not self.rows:
             return "no judged answer"
         found = self.corrected or self
@@ -131,7 +135,7 @@ class Judgement(StrictRecord):
         return f"{self.headline} ({found.low:.1%} to {found.high:.1%})"
 
     def text(self) -> str:
-        """Return the judged accuracy in one line, with what it was measured on."""
+        """Return the judged accuracy in one line, with the numbers of answers it is based on."""
         failed = f"; {self.not_judged:,} not judged" if self.not_judged else ""
         if not self.rows:
             return f"unknown: {self.judge} judged no answer{failed}"
@@ -141,7 +145,7 @@ class Judgement(StrictRecord):
         return f"{self.short()}{separator} {counts}{failed}{f'; {about}' if about else ''}"
 
     def remedy(self, least: float) -> str:
-        """Return what to do if the lower end of the interval is below `least`."""
+        """Return what to do if the interval's lower end is below `least`, the share wanted."""
         if not self.rows:
             return (
                 "All its requests failed: look into quarantine/ of its run, below "
@@ -162,7 +166,7 @@ _RECORD = TypeAdapter(Judgement)
 def series_of(
     accuracy: Accuracy | None, judgement: Judgement | None, agreement: Agreement | None
 ) -> dict[str, ShareSeries]:
-    """Return {what the rows were measured with: series} of the records that have a series.
+    """Return {what the answers were compared with: series}, for the records that have a series.
 
     The keys are "golden rows", "judge" and "larger model".
     """
@@ -181,7 +185,10 @@ def judgement_of(
     cost: Mapping[str, float] | None = None,
     currency: str = "",
 ) -> Judgement:
-    """Return the judgement of a sample, corrected if the job has golden rows that allow it."""
+    """Return the judgement of a sample, corrected if the job has golden rows that allow it.
+
+    `judged` are all rows sent to the judge. Other parameters are fields of `Judgement`.
+    """
     verdicts = [row.verdict for row in judged if row.in_sample]
     corrected, why = _corrected(judged) if has_golden else (None, "")
     right, rows = verdicts.count(True), len(verdicts) - verdicts.count(None)
@@ -204,7 +211,7 @@ def judgement_of(
 
 
 def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
-    """Return the corrected accuracy, or None and why it is unknown."""
+    """Return (corrected accuracy, ""), or (None, why it is unknown)."""
     golden = [row for row in judged if row.right is not None and row.verdict is not None]
     counts = Counter((row.right, row.verdict) for row in golden)
     hits, misses = counts[True, True], counts[False, True]
@@ -229,12 +236,15 @@ def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
 
 
 def put_judgement(store: Store, judgement: Judgement) -> None:
-    """Write judgement.json of a run."""
+    """Write judgement.json to the run directory `store`, replacing an earlier one."""
     put_record(store, JUDGEMENT, with_checksum(dump(asdict(judgement))))
 
 
 def read_judgement(store: Store) -> Judgement | None:
-    """Return the judgement of a run, or None; raise `CorruptRun` for a malformed record."""
+    """Return the judgement in judgement.json of the run directory `store`, None if it has none.
+
+    Raises `CorruptRun` for a malformed record.
+    """
     try:
         data = read_record(store, JUDGEMENT)
     except FileNotFoundError:
@@ -243,7 +253,7 @@ def read_judgement(store: Store) -> Judgement | None:
 
 
 def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:
-    """Yield (name of a judgement's folder, directory of a run of its judge), for all judgements.
+    """Yield (name of a judgement's folder, run directory) for every run in which a judge answered.
 
     `store` is the directory of the judged run.
     """
@@ -254,5 +264,8 @@ def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:
 
 
 def is_judging(store: Store) -> bool:
-    """Return whether a judge's run has begun but no judgement was written yet."""
+    """Return whether a judge's run has begun, but the judgement is not written yet.
+
+    `store` is the directory of the judged run.
+    """
     return any(True for _ in store.sub(JUDGE).folders()) and not store.holds(JUDGEMENT)

@@ -1,1 +1,1 @@
-"""Runs as Ray jobs: submitted, found again, followed, stopped."""
+"""Runs inference as Ray jobs: submits, finds, follows and stops them."""

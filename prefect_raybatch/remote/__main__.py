@@ -1,7 +1,7 @@
 """The program that Ray's job server starts: `python -m prefect_raybatch.remote RUN_URI NUMBER`.
 
-Reads the job from record NUMBER in the run directory and works on the run, like the driver of a
-flow. Exit status: 0 complete, 1 an error, 3 superseded by a newer job, 4 drained, 143 stopped.
+Reads the job from record NUMBER in the run directory and works on the run, as a flow's driver does.
+Exit status: 0 complete, 1 an error, 3 superseded by a newer job, 4 drained, 143 stopped.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ SUPERSEDED, DRAINED = 3, 4
 
 
 def work(uri: str, number: int) -> int:
-    """Work on the run until it is complete; return the exit status.
+    """Work on the run at `uri`, as Ray job `number`, until it is complete; return the exit status.
 
-    The operator's policy applies, because anybody who can write to the run directory can change
-    the job.
+    The operator's policy applies, because anybody who can write to the run directory can change the
+    job.
     """
     with policy_applied(operator_policy()):
         return _work(uri, number)
@@ -104,7 +104,10 @@ def _work(uri: str, number: int) -> int:
 
 
 def _output_options(uri: str) -> dict[str, Any]:
-    """Return the store options for the run directory, which contains the job."""
+    """Return the store options for the run directory at `uri`, where the job itself is stored.
+
+    They come from an environment variable of this Ray job.
+    """
     job = job_of_output(uri, json.loads(os.environ.get(OUTPUT_ENV, "{}")))
     if job.output.credentials_block:
         from prefect_raybatch.flow.tasks import with_blocks
@@ -114,7 +117,7 @@ def _output_options(uri: str) -> dict[str, Any]:
 
 
 def _check_submitted(record: Record) -> None:
-    """Raise `CorruptRun` if the job record was changed after the job was submitted.
+    """Raise `CorruptRun` if the job record differs from the job that was submitted.
 
     Anybody who may write to the run directory can replace the record.
     """
@@ -135,9 +138,10 @@ def _superseded(records: JobRecords, number: int) -> bool:
 
 
 def guard(records: JobRecords, number: int, over: threading.Event) -> None:
-    """End this process by SIGTERM once a newer job is recorded; return once `over` is set.
+    """Look for a newer job regularly; if one is recorded, end this process by SIGTERM.
 
-    A flow records a newer job only to replace this one, e.g. because it takes it for dead.
+    Returns when `over` is set. A flow records a newer job only to replace this one, e.g. because it
+    considers it dead.
     """
     while not over.wait(NEWER_JOB_LOOK):
         try:
@@ -149,7 +153,10 @@ def guard(records: JobRecords, number: int, over: threading.Event) -> None:
 
 
 class _Lines:
-    """Prints progress lines for Ray's dashboard; the flow computes its progress from commits."""
+    """Prints progress lines for Ray's dashboard, at most one every 30 seconds.
+
+    They are only for people: a flow that follows the job computes its progress from commits.
+    """
 
     def __init__(self) -> None:
         self.printed = 0.0

@@ -1,9 +1,9 @@
 """A client of Ray's job server with retries, so that a restarting head does not fail a job.
 
-A thin wrapper of `ray.job_submission.JobSubmissionClient`. It adds a timeout for each request (the
-client has none), rejects redirects (the client sends its headers to other hosts), keeps the address
-(the client lets RAY_ADDRESS override it), and tells "there is no such job" from other failures, for
-which the client raises the same RuntimeError.
+A thin wrapper of `ray.job_submission.JobSubmissionClient`. It adds what Ray's client lacks: a
+timeout for each request; an error for redirects, to whose hosts Ray's client sends its headers; the
+given address, which RAY_ADDRESS overrides in Ray's client; and a distinction between "there is no
+such job" and other failures, for which Ray's client raises the same RuntimeError.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Reply = TypeVar("Reply")
 class RayJob:
     """A job as the server describes it.
 
-    `ended` is in seconds since the epoch, None while the job lives.
+    `ended` is in seconds since the epoch, None while the job is alive.
     """
 
     id: str
@@ -63,7 +63,8 @@ class JobServer:
     """A client of Ray's job server at `url`.
 
     Methods retry for up to `patience` seconds, then raise `JobServerUnavailable`. They raise
-    `ConfigError` if the server rejects the request.
+    `ConfigError` if the server rejects the request or its token. `access` has the headers and the
+    token; `connect` and `sleep` are for tests.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class JobServer:
     ) -> None:
         """Submit a job that runs `command`, unless the server already has a job with this id.
 
-        Ray accepts an id only once: of several submitters, one starts the job and the others find
-        it.
+        `metadata` is stored with the job, `env` are its environment variables. Ray accepts an id
+        only once: of several submitters, one starts the job and the others find it.
         """
 
         def once() -> None:
@@ -116,7 +117,10 @@ class JobServer:
         self._patiently(once)
 
     def stop(self, id: str, wait: float = 0.0) -> bool:
-        """Ask the job to stop; return whether it has ended (or is gone) within `wait` seconds."""
+        """Ask the job to stop; return whether it has ended, or is unknown to the server.
+
+        Waits up to `wait` seconds for its end.
+        """
         deadline = time.monotonic() + wait
 
         def once() -> None:
@@ -134,7 +138,7 @@ class JobServer:
             self._sleep(0.5)
 
     def logs(self, id: str) -> str | None:
-        """Return the output of the job so far; None if it is not available now."""
+        """Return the output of the job so far, without retries; None if it is not available."""
         try:
             return str(self._client().get_job_logs(id))
         except Exception as error:  # the job is still followed, by its status
@@ -142,7 +146,7 @@ class JobServer:
             return None
 
     def _token_error(self, message: str) -> str:
-        """Return the error for a missing or a wrong token; `message` is Ray's error message."""
+        """Return the text of the error for a missing or a wrong token; `message` is Ray's error."""
         wrong = message.startswith("Authentication failed")  # Ray's text for 403
         problem = token_wrong if wrong else token_missing
         return str(problem(f"cluster.job_server: {self.url}", self.access))
@@ -191,9 +195,10 @@ class JobServer:
                 return reply
 
     def _missed(self, silent: float, left: float, error: Exception) -> bool:
-        """Log a failed request; return whether it was logged as a warning.
+        """Log a request that failed; return whether it was logged as a warning.
 
-        The server has been `silent` for so many seconds; retries go on for `left` seconds.
+        It is logged as a warning once the server has not answered for 15 s. `silent` is the time
+        without an answer, `left` the time for which requests are still retried, both in seconds.
         """
         if silent < HEAD_OUTAGE_SECONDS:
             log.info(
@@ -211,7 +216,10 @@ class JobServer:
 
 
 def connect_client(url: str, headers: Mapping[str, str] | None = None) -> Any:
-    """Return Ray's client for the server at `url`; `headers` override the environment's."""
+    """Return Ray's client for the server at `url`.
+
+    `headers` are added to those in RAY_JOB_HEADERS, and override them.
+    """
     from ray.job_submission import JobSubmissionClient
 
     check_token_file()
@@ -264,7 +272,10 @@ def _job(details: Any) -> RayJob:
 
 
 def _brief(error: BaseException) -> str:
-    """Return the message of an error, or of the network error that caused it."""
+    """Return an error's message in one line, or that of the network error that caused it.
+
+    Of a long message, the last 300 characters are returned.
+    """
     first: BaseException | None = error
     while first is not None:
         if isinstance(first, (ConnectionError, TimeoutError, socket.gaierror)) and first.strerror:

@@ -1,15 +1,15 @@
 """Runs inference as a job of Ray's job server, which outlives this process, and follows it.
 
-A run never has two live jobs, and every job can be found again:
+A run never has two live jobs for long, and every job can be found again:
 
 - A job has a number, from which its submission id is derived. Its record is written by
   put-if-absent *before* it is submitted (`records`), so the next flow finds it even if the
   submitter dies in between. A Ray head accepts an id only once: of several submitters of the same
   record, one starts the job and the others find it.
-- A flow reads the newest record and asks the server about that job. Live: follow it. Succeeded:
-  collect. Unknown (the submitter died first, or the head lost its state): submit the same id.
-  Failed or stopped: write record N + 1 and look again; the loser of that race finds the winner's
-  record.
+- A flow reads the newest record and asks the server about that job. If it is live, the flow follows
+  it; if it succeeded, the flow collects its outcome. If it is unknown (the submitter died first, or
+  the head lost its state), the flow submits the same id. If it failed or was stopped, the flow
+  writes record N + 1 and looks again; if two flows do so, one finds the other's record.
 - A job looks for a newer record than its own and ends itself if there is one. So a late submission
   of a suspended flow has no effect, and a job that its server considered dead stops.
 
@@ -77,10 +77,10 @@ REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 class Owner:
     """The flow run on whose behalf a job is followed. The defaults apply outside Prefect.
 
-    `attached(submission id, server)` is called when a job is found or submitted; `cancelled()`
-    returns, after a signal, whether a user has cancelled the flow run; `api` is the URL of
-    Prefect's API, empty if there is none; `retried()` returns, after a transient error, whether
-    there will be a retry.
+    `id` is the flow run's. `attached(submission id, server)` is called when a job is found or
+    submitted. `cancelled()` is called after a signal: whether a user has cancelled the flow run.
+    `retried()` is called after a transient error: whether Prefect will retry. `api` is the URL of
+    Prefect's API, empty if there is none.
     """
 
     id: str | None = None
@@ -94,9 +94,10 @@ class Owner:
 class Submission:
     """A job as it is sent to a cluster, and the access that stays in this process.
 
-    `job` and `env` are what the cluster receives: the batch job and the environment variables of
-    the Ray job, without secrets. `options` are those of the store of the run directory.
-    `has_successor`: another run, the judge's, will use the same cluster.
+    The cluster receives `job`, the batch job, and `env`, the environment variables of the Ray job;
+    both are without secrets. `options` are those of the run directory's store. `stop_on_crash`: an
+    interruption of this process stops the Ray job. `has_successor`: another run, the judge's, will
+    use the same cluster.
     """
 
     name: str
@@ -109,7 +110,11 @@ class Submission:
 
 
 class Follower:
-    """Finds or submits the run's job and follows it to its end."""
+    """Finds or submits the Ray job of a run and follows it to its end.
+
+    `observe` is called with the progress when there are new commits. `server_at`, `command` and
+    `sleep` are for tests.
+    """
 
     def __init__(
         self,
@@ -136,8 +141,8 @@ class Follower:
     def run_to_end(self) -> Progress:
         """Submit and follow jobs until every shard is committed; return the progress.
 
-        Raises what the job raised, `JobStopped` if it was stopped, and `JobLost` if it ended
-        without a recorded error or if MOST_JOBS jobs left the run incomplete.
+        Raises the error that the job recorded, `JobStopped` if the job was stopped, and `JobLost`
+        if it ended without a recorded error or if MOST_JOBS jobs in a row left the run incomplete.
         """
         self.watch.begin()
         with self._on_signal():
@@ -153,13 +158,17 @@ class Follower:
 
     @property
     def attached(self) -> bool:
-        """Return whether a Ray job exists that continues when this process ends."""
+        """Return whether this flow has found or submitted a Ray job, which may outlive it."""
         return self._current is not None
 
     # --- find or submit ---------------------------------------------------------------------
 
     def attach(self) -> tuple[Record, JobServer]:
-        """Return record and server of the run's live or succeeded Ray job; submit one if needed."""
+        """Return (record, server) of the run's live or succeeded Ray job; submit one if needed.
+
+        Stops a live job of another process first if the job sets `on_crash: stop`. Raises `JobLost`
+        after MOST_JOBS jobs that did not complete the run.
+        """
         for _ in range(MOST_JOBS):
             newest = self.records.newest()
             if newest is None:
@@ -190,7 +199,10 @@ class Follower:
         raise JobLost(f"{self.run.uri}: {JOBS_ENDED}")
 
     def _check_accepted(self, record: Record) -> None:
-        """Warn about accepted differences that a job submitted earlier does not use."""
+        """Warn if the Ray job was submitted before a difference between job and plan was accepted.
+
+        That Ray job does not use the changed field.
+        """
         submitted = {(accepted.field, accepted.new) for accepted in record.accepted_fields}
         for accepted in self.run.accepted:
             if (accepted.field, accepted.new) not in submitted:
@@ -205,11 +217,12 @@ class Follower:
         self.records.add(number, self.submission.job, self.url, self.owner.id, self.run)
 
     def _pass_over(self, record: Record) -> None:
-        """Record the next job, at this flow's server, to replace `record`, which names another one.
+        """Replace the recorded job, which is at another server, by a job at this flow's server.
 
-        The other server is not contacted: anybody who may write to the run directory could name a
-        server of their own, which would receive the credentials and could claim to run the job.
-        Raises `ConfigError` if this flow already has a job: another flow then uses that server.
+        Only the next record is written. The other server is not contacted: anybody who may write to
+        the run directory could name a server of their own, which would receive the credentials and
+        could claim to run the job. Raises `ConfigError` if this flow already has a job: then
+        another flow is using that server.
         """
         where = f"the Ray job {record.id} is recorded at {hide_path(record.server)[:200]!r}"
         ours = f"cluster.job_server is {self.url}"
@@ -227,7 +240,7 @@ class Follower:
         self._next(record.number + 1)
 
     def _differs(self, record: Record) -> bool:
-        """Return whether a recorded job differs from this flow's submission; warn if it does."""
+        """Return whether the recorded job differs from this flow's submission; warn if it does."""
         if record.digest == self.digest:
             return False
         log.warning(
@@ -251,7 +264,10 @@ class Follower:
     # --- follow -----------------------------------------------------------------------------
 
     def follow(self, record: Record, server: JobServer) -> RayJob | None:
-        """Wait for the job's end and return it; return None if the server no longer has it."""
+        """Wait for the job's end and return the ended job; None if the server no longer has it.
+
+        Meanwhile, show its log lines and report new commits.
+        """
         feed = LogFeed(partial(server.logs, record.id))
         while True:
             found = server.find(record.id)
@@ -263,10 +279,11 @@ class Follower:
             self.sleep(POLL)
 
     def _collect(self, record: Record, ended: RayJob) -> None:
-        """Add the job's engine deaths and passes to the progress, then raise its error.
+        """Add the ended job's engine deaths and passes to the progress, then raise its error.
 
-        Raises nothing if the run is complete or a newer job is recorded; otherwise `JobStopped`,
-        the recorded error, or `JobLost` if there is none.
+        Raises nothing if the run is complete or a newer job is recorded. Otherwise raises
+        `JobStopped` if the job was stopped, the error that it recorded, or `JobLost` if it recorded
+        none.
         """
         outcome = self.records.outcome(record.number)
         if outcome is not None:
@@ -286,10 +303,10 @@ class Follower:
 
     @contextmanager
     def _on_signal(self) -> Iterator[None]:
-        """Stop the job if the block is ended by a signal and the flow run was cancelled.
+        """Stop the Ray job if a signal ends the `with` block and a user has cancelled the flow run.
 
-        If the flow run is only interrupted (a drained worker, Ctrl-C), the job continues, unless
-        `on_crash` is stop.
+        If this process is only interrupted (a drained worker, Ctrl-C), the Ray job continues,
+        unless `on_crash` is stop. Other errors do not stop it.
         """
         try:
             yield
@@ -316,10 +333,11 @@ class Follower:
 
 
 class Watch:
-    """Progress of a run from its commits, whichever driver writes them.
+    """Progress of a run, counted from its commits, whichever driver writes them.
 
-    A run that reuses answers first has a requests phase: its commits (`asks`) are counted before
-    those of the run itself (`own`).
+    `asks` counts the commits of the requests phase, None for a run that has none; `own` counts
+    those of the rows phase, which follows. `observe` is called with the progress of the present
+    phase.
     """
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):
@@ -345,11 +363,14 @@ class Watch:
 
     @property
     def _now(self) -> Commits:
-        """Return the requests phase's commits until it is complete, then the run's own."""
+        """Return the requests phase's commits until it is complete, then the rows phase's."""
         return self.own if self.asks is None or self.asks.whole else self.asks
 
     def begin(self) -> None:
-        """Count the existing commits and report the progress to `observe`."""
+        """Count the existing commits and report the progress to `observe`.
+
+        Call it before `look`.
+        """
         for commits in (self.asks, self.own):
             if commits is not None:
                 commits.begin()
@@ -357,12 +378,15 @@ class Watch:
         self.observe(self._now.progress)
 
     def look_now(self) -> bool:
-        """Count new commits; return whether every shard is committed."""
+        """Count and report new commits; return whether every shard of the run is committed."""
         self.look(now=True)
         return self.whole
 
     def look(self, now: bool = False) -> None:
-        """Count new commits, if the next look is due or with `now`; report them to `observe`."""
+        """Count new commits and, if there are any, report the progress to `observe`.
+
+        Does nothing if the last look was a moment ago, unless `now`.
+        """
         began = time.monotonic()
         if not now and began < self._next:
             return
@@ -376,7 +400,10 @@ class Watch:
         self._next = began + max(LOOK_EVERY, (time.monotonic() - began) / LOOK_SHARE)
 
     def _tell(self, over: bool = False) -> None:
-        """Pass the latest heartbeat of the run's driver to `observe` if it is a `Listener`."""
+        """If `observe` is a `Listener`, pass it the latest heartbeat of the run's driver.
+
+        `over`: the Ray job has ended.
+        """
         if not isinstance(self.observe, Listener):
             return
         commits = self._now
@@ -390,7 +417,10 @@ class Watch:
 
 
 class Commits:
-    """Progress from the commits of one ledger; `seen` marks the counted shards."""
+    """Progress of one phase of a run, counted from the commits in its ledger.
+
+    `seen` (bool for each shard) marks the shards that are counted.
+    """
 
     def __init__(self, ledger: Ledger, plan: Plan):
         self.ledger, self.plan = ledger, plan
@@ -403,7 +433,7 @@ class Commits:
         return bool(self.seen.all())
 
     def begin(self) -> None:
-        """Count the existing commits."""
+        """Count the existing commits as resumed shards."""
         listing = self.ledger.listing(self.plan)
         for commit in self.ledger.commits(self.plan, listing):
             self.progress.add(commit, self._last)

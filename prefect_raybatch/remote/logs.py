@@ -1,8 +1,9 @@
-"""Copies the package's log lines of a Ray job to the Prefect page, each once and limited in number.
+"""Copies the package's own log lines of a Ray job to this process's log, which Prefect shows.
 
-The job marks these lines (`MarkedLines`); the other output of the driver (Ray, vLLM, tokenizers) is
-only in Ray's dashboard. The whole log is read again each time. Ray's websocket is not used: it ends
-silently when a proxy or the head drops it, and repeats everything when reopened.
+Each line is copied once, and their number is limited. The job marks these lines (`MarkedLines`);
+other output of the driver (Ray, vLLM, tokenizers) is only in Ray's dashboard. The whole log is read
+again each time. Ray's websocket is not used: it ends silently when a proxy or the head drops it,
+and repeats everything when reopened.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 class MarkedLines(logging.Formatter):
-    """Formats records as `[raybatch LEVEL] text`, and marks further lines of a message."""
+    """Formats a log record as `[raybatch LEVEL] text`, further lines as `[raybatch ...] text`."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *more = (visible(super().format(record)) or " ").split("\n")
@@ -36,7 +37,7 @@ class MarkedLines(logging.Formatter):
 
 
 def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (level, message) of the lines that `MarkedLines` wrote; skip all others."""
+    """Yield (level, message) of each record that `MarkedLines` wrote; skip other lines."""
     level, text = 0, ""
     for line in lines:
         match = _MARK.match(line)
@@ -51,10 +52,11 @@ def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 class LogFeed:
-    """Passes new marked lines of a growing log to `emit(level, message)`.
+    """Reads a growing log with `read()`; passes new marked lines to `emit(level, message)`.
 
-    Within a minute, repetitions (same text except for numbers) are not shown, and at most
-    LINES_A_MINUTE lines below ERROR are. The number of lines left out is reported.
+    Within a minute, a line that repeats an earlier one except for numbers is left out, and so are
+    lines below ERROR after LINES_A_MINUTE of them. The number of lines left out is reported.
+    Reading stops once the log is longer than MOST_LOG_BYTES.
     """
 
     def __init__(
@@ -72,7 +74,10 @@ class LogFeed:
         self._given_up = False
 
     def poll(self, last: bool = False) -> None:
-        """Read the log if it is due; `last` always reads, and accepts an unfinished line."""
+        """Read the log and pass on its new lines, unless the last reading was a moment ago.
+
+        `last`: the job has ended, so read in any case and accept an unfinished last line.
+        """
         began = self.clock()
         if self._given_up or (began < self._next and not last):
             return

@@ -26,14 +26,14 @@ def infer_remotely(
     owner: Owner,
     cluster_of: Run | None = None,
 ) -> Progress:
-    """Run inference as a Ray job that is followed here; return the progress at the end.
+    """Run inference as a Ray job and follow it; return the progress at the end.
 
-    On Kubernetes, the job runs on the cluster of `run`, or on that of `cluster_of`: the judged run,
-    if `run` is its judge's.
+    The Ray job runs at the submission's job server or, with Kubernetes, on a cluster created for
+    `run`. A judge's run uses the cluster of `cluster_of`, the run that is judged.
 
-    Raises what the Ray job raised, `JobServerUnavailable` and `JobLost` (a retry finds the job
-    again), `JobStopped`, `ClusterNotReady`, `ClusterUnavailable` (Kubernetes does not answer) and
-    `ConfigError` (Kubernetes rejects a request).
+    Raises the error of the Ray job; `JobServerUnavailable` or `JobLost`, after which a retry finds
+    the job again; `JobStopped`; `ClusterNotReady`; `ClusterUnavailable` if Kubernetes does not
+    answer; `ConfigError` if Kubernetes rejects a request.
     """
     made = submission.access.kubernetes
     if made is None:
@@ -65,11 +65,12 @@ def _identity(run: Run, submission: Submission, owner: Owner) -> RunIdentity:
 def _on_cluster(
     cluster: RunCluster, follower: Follower, owner: Owner, submission: Submission
 ) -> Progress:
-    """Follow the run's job on the cluster; then delete it, unless the job continues without us.
+    """Follow the run's job on the cluster, then delete the cluster.
 
-    With `Submission.has_successor`, the cluster is kept for the next run of this flow. With
-    `stop_on_crash`, an interruption of this process stops the job, so that the cluster is not
-    needed.
+    It is kept for the next run of this flow if `submission.has_successor` is set, and if a job on
+    it goes on without this process: when Prefect will retry after a transient error, and when this
+    process is interrupted without the flow run being cancelled. With `stop_on_crash`, an
+    interruption stops the job, so the cluster is deleted.
     """
     stops = submission.stop_on_crash
     with cluster:
@@ -93,7 +94,7 @@ def _on_cluster(
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:
-    """Report `text`, which says what the run waits for, as a start-up phase to a `Listener`."""
+    """If `observe` is a `Listener`, report what the run waits for (`text`) as a start-up phase."""
     if isinstance(observe, Listener):
         now = time.time()
         observe.on_heartbeat(Heartbeat.of(Counts.of(progress, now), now, phase=MAKING, about=text))

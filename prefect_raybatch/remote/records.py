@@ -1,10 +1,10 @@
 """The Ray jobs of a run: numbered records in the run directory, written before each submission.
 
-A number is a fencing token. Record N + 1 is written only by a flow that saw that job N has ended or
-is lost, or that does not trust the server that record N names. Job N looks for record N + 1 when it
-starts and every few seconds, and ends itself if it exists. So even a job that a lost head has
-forgotten, or a submission that arrives an hour late, does not work alongside its successor for
-long.
+A number is a fencing token. Record N + 1 is written only by a flow that found that job N has ended
+or is lost, or that does not trust the server named in record N. Job N looks for record N + 1 when
+it starts and every few seconds, and ends itself if that record exists. So even a job that a lost
+head has forgotten, or a submission that arrives an hour late, runs alongside its successor for a
+few seconds at most.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Record:
-    """Ray job `number` of a run, recorded before it is submitted.
+    """The record of Ray job `number` of a run, written before the job is submitted.
 
-    `job` is the batch job without secrets; `flow_run` is the Prefect flow run that submits it.
-    `accepted` (differences) and `model` are set if a user has accepted that the job differs from
-    the plan.
+    `job` is the batch job without secrets; `flow_run` is the Prefect flow run that submits it. If a
+    user accepted that the job differs from the plan, `accepted` has these differences, and `model`
+    the pinned model to use.
     """
 
     number: int
@@ -58,13 +58,16 @@ class Record:
 
     @property
     def digest(self) -> str:
-        """Return the `job_digest` of the record."""
+        """Return the `job_digest` of the recorded job."""
         return job_digest(self.plan_hash, self.job, self.accepted_fields, self.model)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job, as the job recorded it; `error` is a class name, None for success."""
+    """The end of a job, as the job recorded it.
+
+    `error` is the name of the error's class, None for success.
+    """
 
     error: str | None = None
     message: str = ""
@@ -73,7 +76,7 @@ class Outcome:
 
 
 class JobRecords:
-    """The records of Ray jobs in one run directory."""
+    """The records of Ray jobs in one run directory, for the plan with hash `plan_hash`."""
 
     def __init__(self, store: Store, run_key: str, plan_hash: str):
         self.store, self.run_key, self.plan_hash = store, run_key, plan_hash
@@ -115,9 +118,10 @@ class JobRecords:
         flow_run: str | None,
         run: Run | None = None,
     ) -> bool:
-        """Write record `number` by put-if-absent; return False if another flow has written it.
+        """Write record `number` by put-if-absent; return False if another record has that number.
 
-        The accepted differences come from `run`.
+        `job` is the batch job, `flow_run` the flow run that submits it. The accepted differences
+        and the model come from `run`.
         """
         user = "unknown"
         with suppress(OSError, KeyError):  # containers may run under a user id without a name
@@ -140,7 +144,7 @@ class JobRecords:
         return put_record_if_absent(self.store, job_path(number), dump(value))
 
     def id_of(self, number: int) -> str:
-        """Return the submission id, which is unique to the run and the same in every process."""
+        """Return the submission id of job `number`, unique to the run and always the same."""
         key = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_key)
         return f"raybatch-{key}-{self.plan_hash[:12]}-{number}"
 
@@ -149,7 +153,10 @@ class JobRecords:
         put_record(self.store, job_end_path(number), dump(asdict(outcome)))
 
     def outcome(self, number: int) -> Outcome | None:
-        """Return the outcome that job `number` recorded; None if it has recorded none."""
+        """Return the outcome that job `number` recorded; None if it has recorded none.
+
+        Raises `CorruptRun` for a malformed record.
+        """
         path = job_end_path(number)
         try:
             return Outcome(**load(read_record(self.store, path), path))
@@ -165,9 +172,10 @@ def job_digest(
     accepted: Iterable[Accepted],
     model: Mapping[str, Any] | None,
 ) -> str:
-    """Return the SHA-256 of the plan, the job as it is sent, and the accepted differences.
+    """Return the SHA-256 of what a Ray job does: plan, batch job and accepted differences.
 
-    With accepted differences, `model` counts too; who accepted them, and when, does not.
+    Of a difference, field, old and new value count, but not who accepted it and when. `model`
+    counts only if there are accepted differences.
     """
     differences = sorted([one.field, one.old, one.new] for one in accepted)
     model = dict(model) if model and differences else None

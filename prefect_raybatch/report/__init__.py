@@ -1,1 +1,1 @@
-"""Turns commits into figures, text and plots."""
+"""Turns the commits of a run into figures, text and plots."""

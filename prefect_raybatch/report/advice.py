@@ -1,7 +1,8 @@
 """Derives advice from a run's figures: a problem, the evidence, and one change to make. Pure.
 
-Each rule checks one cause. It gives no advice if a figure is unknown, or if the run was too short
-for its engines to be full most of the time.
+Each rule checks one cause. It returns None if the cause is absent or a figure that it needs is
+unknown. Rules about full engines return None also for a run that was too short for its engines to
+be full most of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def advise(report: RunReport, spec: RunSpec) -> tuple[Advice, ...]:
 
 
 def memory(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if engines ran out of memory."""
+    """Advise smaller steps or fewer sequences if engines ran out of memory."""
     losses = [
         (reason, number)
         for reason, number in report.losses.items()
@@ -65,7 +66,7 @@ def memory(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if the run took longer than limits.deadline."""
+    """Advise more engines or a later deadline if the run took longer than limits.deadline."""
     if not spec.limits.deadline or not report.workers:
         return None
     allowed = seconds_of(spec.limits.deadline)
@@ -87,7 +88,7 @@ def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def starved(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if engines wait for rows: slow CPU stages, or too few shards in flight."""
+    """Advise more CPU tasks or more shards in flight if engines waited for rows."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
     full = _most_sequences(report, spec)
     if running is None or waiting is None or not full or not _long_enough(report, full):
@@ -117,7 +118,10 @@ def starved(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if the GPU is idle though its engine is busy: Python on one core limits it."""
+    """Advise more engines per GPU if GPUs were idle although their engines had enough sequences.
+
+    The host is then the limit: an engine's Python runs on one core.
+    """
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
     full = _most_sequences(report, spec)
     if gpu is None or running is None or not full or not _long_enough(report, full):
@@ -134,7 +138,7 @@ def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise less work or more GPUs if the GPUs are near their limit, so that no setting helps."""
+    """Advise less work or more GPUs if the GPUs reached their limit, where no setting helps."""
     mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
     if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
         return None
@@ -153,7 +157,10 @@ def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def tail(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if engines ran out of rows while others continued."""
+    """Advise smaller shards if engines had no rows left while others were still working.
+
+    None if the rows were spread unevenly, for which `uneven` advises.
+    """
     share = report.roofline.get("idle_tail")
     if share is None or share < LONG_TAIL or _engines(report) < 2 or uneven(report, spec):
         return None
@@ -166,7 +173,7 @@ def tail(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if sequences wait because the KV cache is full."""
+    """Advise more memory for each engine if sequences waited because the KV cache was full."""
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
     waiting, full = (
         report.figures.get("waiting"),
@@ -186,7 +193,7 @@ def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if some engines processed many more rows than others."""
+    """Advise smaller shards or to check a slow node, if an engine had far more rows than others."""
     engine = next((s for s in report.stages if s.name == "engine"), None)
     if engine is None or engine.busiest is None or len(report.workers) < 2:
         return None
@@ -208,7 +215,10 @@ def uneven(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if answers were cut off at max_tokens."""
+    """Advise a higher max_tokens if answers were cut off at it.
+
+    If rows failed because of that, advise to retry them.
+    """
     number = report.tokens.get("cut_off", 0.0)
     most = 2 * spec.sampling.max_tokens
     failed = report.failed_with("AnswerCutOff")
@@ -226,7 +236,10 @@ def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
-    """Advise a retry of the `failed` rows whose answers were cut off, with `most` as max_tokens."""
+    """Return the advice to retry rows that failed because their answers were cut off.
+
+    `failed` is their number, `most` the max_tokens to retry with.
+    """
     return Advice(
         "answers are cut off",
         f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
@@ -235,7 +248,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
 
 
 def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise if prompts did not fit into the context length."""
+    """Advise a longer context and a retry if prompts did not fit into the context length."""
     number = report.failed_with("PromptTooLong")
     if not report.rows or number < max(1, TOO_LONG * report.rows):
         return None
@@ -267,13 +280,16 @@ def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
 
 
 def _quantized(spec: RunSpec) -> bool:
-    """Return whether the weights are quantized; True also if a trial of the run decides that."""
+    """Return whether the weights are quantized, or may be because the job tries quantization."""
     tried = any("quantization" in settings for settings in spec.engine.tries)
     return tried or bool(spec.engine.model.given.get("quantization"))
 
 
 def _engines(report: RunReport) -> int:
-    """Return the number of engines of the attempt with most rows; restarted ones count twice."""
+    """Return the number of engines of the attempt with most rows, at least 1.
+
+    An engine that was restarted counts twice.
+    """
     known = report.engines or sum(node.engines for node in report.nodes)
     return max(1, known or len(report.workers))
 

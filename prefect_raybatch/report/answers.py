@@ -32,8 +32,9 @@ CHANGES_LEAST = 0.005  # share of a run's answers
 def answer_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return {kind: {name: number of answers}} from the summed figures of a run's shards.
 
-    The kinds are labels, lengths and ends (finish reasons), the most common names first, lengths
-    ascending. Kinds that the run does not count are left out.
+    The kinds are "labels", "lengths" (names are ranges of tokens) and "ends" (names are finish
+    reasons). Lengths are in ascending order, other names from the most to the least common. Kinds
+    that the run does not count are left out.
     """
     counts_by_kind: dict[str, dict[str, float]] = {}
     for kind, prefix in KINDS_OF_COUNTS.items():
@@ -57,14 +58,15 @@ def tokens_range(bits: int) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A distribution of a run that differs from that of run `before` beyond chance.
+    """A distribution of a run that differs more than by chance from that of earlier run `before`.
 
-    `kind` is labels, lengths, ends, failures, prompts, nulls or values (never seen before); `moved`
-    is the size of the difference: half the sum of all changes of shares, for nulls and values the
-    largest change of a share, for prompts the relative change of the mean length; `chance` is the
-    probability of such a difference by chance; `changes` are the largest changes, as {name: (share
-    before, share now)}. With `runs` above 1, the run is compared with the mean of that many earlier
-    runs, the newest of which is `before`.
+    `kind` is labels, lengths, ends, failures, prompts, nulls or values (values new to the input).
+    `moved` is the size of the difference: for nulls and values the largest change of a share, for
+    prompts the relative change of the mean length, for other kinds half the sum of all changes of
+    shares. `chance` is the probability of such a difference by chance. `changes` has the largest
+    changes, {name: (share before, share now)}; for prompts {"tokens": (mean before, mean now)}. If
+    `runs` is above 1, the run is compared with the mean of that many earlier runs, and `before` is
+    the newest of them.
     """
 
     kind: str
@@ -116,8 +118,8 @@ def shifts(
 ) -> tuple[Shift, ...]:
     """Return the kinds of answers whose distributions differ beyond chance between two runs.
 
-    `now` and the earlier `before` (with run key `before_key`) are as returned by `answer_counts`.
-    Only kinds that both runs count are compared.
+    `now` is the `answer_counts` of the run, `before` that of an earlier run with run key
+    `before_key`. Compared are only kinds of which both runs count enough answers.
     """
     each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KINDS_OF_COUNTS)
     return tuple(shift for shift in each if shift is not None)
@@ -126,9 +128,9 @@ def shifts(
 def comparable(
     now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> bool:
-    """Return whether two runs count the same kind of answers, and each has enough of them.
+    """Return whether two runs both count enough answers of some kind to be compared.
 
-    `now` and `before` are as returned by `answer_counts`.
+    `now` and `before` are their `answer_counts`.
     """
     return any(
         min(sum(now[kind].values()), sum(before[kind].values())) >= LEAST_ANSWERS
@@ -153,17 +155,20 @@ def _shift(
 
 
 def largest_changes(shares: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Return up to three of `shares`, {name: (before, now)}, the largest changes first."""
+    """Return the up to three entries of `shares`, {name: (before, now)}, that changed most.
+
+    The largest change comes first; very small changes are left out.
+    """
     largest = sorted(shares.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     named = [item for item in largest if abs(item[1][1] - item[1][0]) >= CHANGES_LEAST]
     return dict(named[:CHANGES_NAMED])
 
 
 def chance_of(one: list[float], other: list[float]) -> float:
-    """Return the probability that two samples of one distribution differ as much as these counts.
+    """Return the probability that two samples of one distribution differ as much as these do.
 
-    It is a G-test of the two rows of counts (Sokal and Rohlf, Biometry, 17.4); 1 if there is
-    nothing to compare.
+    `one` and `other` are the counts of the same names. It is a G-test (Sokal and Rohlf, Biometry,
+    17.4), in which rare names are pooled. Returns 1 if there is nothing to compare.
     """
     total, sums = sum(one) + sum(other), (sum(one), sum(other))
     if not all(sums):

@@ -1,4 +1,4 @@
-"""Reduces commits to the data of the plots, of bounded size for any run. Pure."""
+"""Computes the data of a run's plots from its summed commits, of bounded size for any run. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def charts(tally: Tally, shards: int) -> Charts:
-    """Return the charts of a run with `shards` shards.
+    """Return the data of the plots of a run with `shards` shards.
 
-    The run may be active: commits that another thread adds during the call are left out.
+    The run may be active: commits that another thread adds to `tally` during the call are left out.
     """
     series = tally.series
     started, ended, _ = series.times()
@@ -35,10 +35,11 @@ def charts(tally: Tally, shards: int) -> Charts:
 def throughput_points(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray
 ) -> tuple[tuple[float, ...], ...]:
-    """Return (end of the span, amount of each kind per second) for equal spans of working time.
+    """Divide the working time into equal spans; return (end of span, rate of each kind) for each.
 
-    `started` and `ended` are the times of each shard, `amounts` is float[kinds, shards]. A shard's
-    amounts are spread evenly over its time. Pauses without any shard, as between attempts, are cut.
+    Times are in seconds, rates in amounts per second. `started` and `ended` have the times of each
+    shard, `amounts` (float[kinds, shards]) what was processed, which is spread evenly over the
+    shard's time. Times in which no shard was at work, as between attempts, are cut out.
     """
     known = (ended > started) & (started > 0)
     started, ended, amounts = started[known], ended[known], amounts[:, known]
@@ -57,7 +58,10 @@ def throughput_points(
 def _done(
     started: np.ndarray, ended: np.ndarray, amounts: np.ndarray, edges: np.ndarray
 ) -> np.ndarray:
-    """Return float[edges, kinds]: the sum of each kind of amount up to each time in `edges`."""
+    """Return float[edges, kinds]: how much of each kind was processed up to each time in `edges`.
+
+    An amount is spread evenly over the time of its shard; see `throughput_points`.
+    """
     times = np.concatenate([started, ended])
     order = np.argsort(times)
     times = times[order]
@@ -72,7 +76,7 @@ def _done(
 
 
 def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Convert times to seconds of work since the first start, with pauses cut out."""
+    """Convert (started, ended) to seconds of work since the first start, with pauses cut out."""
     order = np.argsort(started)
     reached = np.maximum.accumulate(ended[order])
     gaps = np.maximum(started[order][1:] - reached[:-1], 0.0)
@@ -85,7 +89,7 @@ def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndar
 def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float, ...]]:
     """Return {stage: (p5, p25, median, p75, p95, longest)} of task times in seconds.
 
-    Stages without any are left out.
+    NaN is an unknown time. Stages without a known time are left out.
     """
     quantiles = {}
     for stage, values in seconds.items():
@@ -98,10 +102,10 @@ def duration_quantiles(seconds: dict[str, np.ndarray]) -> dict[str, tuple[float,
 def cells(
     shards: int, shard: np.ndarray, failed: np.ndarray, rows: np.ndarray
 ) -> tuple[tuple[int, ...], ...]:
-    """Group shards into at most CELLS equal groups, in order.
+    """Group shards, in order, into at most CELLS groups of equal size, the last perhaps smaller.
 
-    Return (shards, committed shards, failed rows, committed rows) of each group. The arrays have
-    an entry per commit: shard number, failed rows, all rows.
+    Return (shards, committed shards, failed rows, committed rows) of each group. The arrays have an
+    entry per commit: shard number, failed rows, all rows.
     """
     if shards <= 0:
         return ()

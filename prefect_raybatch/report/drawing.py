@@ -1,7 +1,7 @@
-"""Draws the plots of a run with matplotlib, in bounded size.
+"""Draws the plots of a run with matplotlib; their size does not grow with the run's.
 
-Only this module imports matplotlib, which takes a second and 50 MB, so it is imported when plots
-are made. It does not use pyplot, whose state belongs to the user's own code in the same process.
+Only this module imports matplotlib, which takes a second and 50 MB, so import it only to draw a
+plot. It does not use pyplot, whose state belongs to the user's own code in the same process.
 """
 
 from __future__ import annotations
@@ -81,14 +81,17 @@ _LOCK = threading.Lock()  # matplotlib's settings are the whole process's
 
 @dataclass(frozen=True)
 class Panel:
-    """The area of one plot, `height` pixels high and `top` pixels below the figure's upper edge."""
+    """The area of one plot in a figure.
+
+    It is `height` pixels high, and its upper edge is `top` pixels below that of the figure.
+    """
 
     figure: Figure
     top: float
     height: float
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Convert pixels from the panel's upper left corner to shares of the figure."""
+        """Convert pixels from the panel's upper left corner to matplotlib's figure coordinates."""
         width, height = self.figure.get_size_inches() * self.figure.dpi
         return x / width, 1 - (self.top + y) / height
 
@@ -105,7 +108,10 @@ class Panel:
     def legend(
         self, x: float, y: float, entries: Sequence[tuple[str, str]], loc: LegendPlace
     ) -> None:
-        """Draw a row of coloured squares with their names; `entries` are (colour, name)."""
+        """Draw a row of coloured squares with their names; `entries` are (colour, name).
+
+        Corner `loc` of the row is at (`x`, `y`), in pixels.
+        """
         self.figure.legend(
             handles=[Patch(color=colour, label=words) for colour, words in entries],
             loc=loc,
@@ -132,14 +138,17 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot: the height of its panel in pixels, and the function that draws it."""
+    """A plot: the height of its panel in pixels, and the function that draws it into the panel."""
 
     height: float
     draw: Callable[[Panel], None]
 
 
 def svg(title: str, plots: Sequence[Plot]) -> str:
-    """Return the plots, one below the other, as one SVG with reproducible bytes."""
+    """Return the plots, one below the other, as one SVG element for an HTML page.
+
+    The same plots give the same bytes.
+    """
     tall = sum(plot.height for plot in plots) + GAP * (len(plots) - 1)
     # Ignore the settings of the user's own code; the backend cannot be changed.
     default = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
@@ -161,7 +170,10 @@ def svg(title: str, plots: Sequence[Plot]) -> str:
 
 
 def _for_pages(text: str, title: str, tall: float) -> str:
-    """Return the SVG as part of an HTML page: without the XML header, in pixels."""
+    """Turn matplotlib's SVG file into an element for an HTML page, `tall` pixels high.
+
+    The XML header and what a page does not need are removed.
+    """
     body = text[text.index("<svg") :].partition(">")[2]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r' id="[a-z0-9.]+_\d+"', "", body)  # nothing refers to these ids
@@ -176,7 +188,7 @@ def _for_pages(text: str, title: str, tall: float) -> str:
 
 
 def shorten(words: str, length: int) -> str:
-    """Cut the middle out of a text longer than `length`: host names differ at both ends."""
+    """Cut the middle out of a text longer than `length`, because host names differ at both ends."""
     if len(words) <= length:
         return words
     head = (length - 1) // 2
@@ -184,7 +196,7 @@ def shorten(words: str, length: int) -> str:
 
 
 def short(value: float, _: object = None) -> str:
-    """Return a number for an axis, e.g. 1.2k or 3.4M."""
+    """Return a number as text for an axis, e.g. 1.2k or 3.4M; `_` is not used."""
     for size, mark in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{mark}"
@@ -204,7 +216,8 @@ def span(seconds: float) -> tuple[float, str]:
 def throughput(title: str, points: Sequence[tuple[float, ...]]) -> Plot:
     """Plot rows/s above, and tokens/s in and out below, over seconds of work.
 
-    `points`: (end of the interval in seconds, rows/s, prompt tokens/s, output tokens/s).
+    `points` are (end of the interval in seconds, rows/s, prompt tokens/s, output tokens/s), at
+    least one.
     """
     unit, name = span(points[-1][0])
     edges = [0.0, *(point[0] / unit for point in points)]
@@ -232,7 +245,7 @@ def _rates(
 ) -> None:
     """Draw a step line for each of `kinds`, {index into a point: (colour, name)}.
 
-    A rate applies to the interval that ends at its point.
+    The rates of point i apply from `edges[i]` to `edges[i + 1]`.
     """
     for kind, (colour, words) in kinds.items():
         rates = [point[kind] for point in points]
@@ -258,9 +271,9 @@ def _rates(
 
 
 def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
-    """Plot a box per stage: 25-75 % of its tasks, a line for 5-95 %, and a dot for the longest.
+    """Plot a box per stage: 25-75 % of its tasks, with a line for 5-95 % and a dot for the longest.
 
-    `stages`: seconds (p5, p25, median, p75, p95, longest).
+    `stages` is {stage: seconds of its tasks as (p5, p25, median, p75, p95, longest)}.
     """
     names = sorted(stages, key=(*STAGES, *stages).index)
     low = max(1e-3, min(values[0] for values in stages.values()))
@@ -294,8 +307,9 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
 
 
 def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> None:
-    """Draw the boxes; values below the axis, such as 0 on a log scale, are drawn at its start.
+    """Draw the box, line and dot of each stage; `quantiles` are as in `durations`.
 
+    Values below `least`, where the axis starts, are drawn there, such as 0 on a log scale.
     `Axes.bxp` is not used: it reads every setting of matplotlib, which loads pyplot and a backend.
     """
     p5, p25, median, p75, p95, longest = np.maximum(quantiles, least).T
@@ -313,10 +327,10 @@ def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> No
 
 
 def shard_map(title: str, cells: Sequence[tuple[int, ...]], working: int = 0) -> Plot:
-    """Plot a cell per group of neighbouring shards, filled from the left as they are committed.
+    """Plot a cell for each group of neighbouring shards, filled from the left once committed.
 
-    `cells`: (shards, committed, failed rows, committed rows). The first `working` shards that are
-    not committed are shown as in progress: engines take shards roughly in order.
+    `cells` are (shards, committed, failed rows, committed rows). The first `working` shards that
+    are not committed are shown as in progress: engines take shards roughly in order.
     """
     columns = min(len(cells), max(10, math.ceil(math.sqrt(len(cells) * 4))))
     size = min(CELL, (RIGHT - LEFT) / columns // MAP_STEP * MAP_STEP)
@@ -365,7 +379,7 @@ def _along(row: int, start: float, end: float, size: float) -> Line:
 
 
 def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: str) -> None:
-    """Draw straight lines as one path."""
+    """Draw straight lines as one path; `name` becomes its id in the SVG."""
     if lines:
         corners = [point for line in lines for point in line]
         path = Path(corners, [Path.MOVETO, Path.LINETO] * len(lines))
@@ -385,7 +399,11 @@ def _lines(axes: Axes, lines: Sequence[Line], colour: str, width: float, name: s
 def _spans(
     cells: Sequence[tuple[int, ...]], columns: int, size: float, working: int
 ) -> Iterator[tuple[str, int, float, float]]:
-    """Yield (kind, row, from, to) of all but pending cells, in pixels, with equal cells joined."""
+    """Yield (kind, row, left, right) of the coloured stretches of the shard map, in pixels.
+
+    Neighbouring stretches of one kind are joined; pending ones are left out. `size` is the side of
+    a cell, `working` as in `shard_map`.
+    """
     pieces: list[tuple[str, int, float, float]] = []
     for index, (shards, committed, failed, done) in enumerate(cells):
         row, column = divmod(index, columns)
@@ -411,7 +429,10 @@ def _spans(
 
 
 def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
-    """Plot a bar per engine: its rows, with the mean of all engines as a line."""
+    """Plot a bar for each engine's rows, most rows first, and the mean of all engines as a line.
+
+    Only the first 24 engines are shown.
+    """
     shown = sorted(workers, key=lambda worker: -worker.rows)[:BARS]
     mean = sum(worker.rows for worker in workers) / len(workers)
     right, bottom = WIDTH - 150, 48 + 22 * len(shown)
@@ -444,9 +465,9 @@ def engines(title: str, workers: Sequence[WorkerStats]) -> Plot:
 def run_bars(
     title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]], share: bool
 ) -> Plot:
-    """Plot a stacked bar per run, oldest first; `parts` are {name: value in each run}.
+    """Plot a stacked bar per run, oldest first; `parts` is {name: value in each run}.
 
-    With `share`, the values of a run add up to 1.
+    `share`: the values of a run add up to 1, and are shown in percent.
     """
     colours = [BLUE, ORANGE, GREEN, RED, SKY, PURPLE, INK, GREY]
     if not share:

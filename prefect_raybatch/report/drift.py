@@ -1,7 +1,7 @@
 """Tests whether a run differs from earlier runs more than they do from each other (drift). Pure.
 
-A run is one observation, however many rows it has: the input of each night differs a little, so a
-test that counts rows would report a shift on most nights of a large job.
+A run is one observation, however many rows it has: the input of each run differs a little, so a
+test that counts rows would report a difference for most runs of a large job.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Distribution = Mapping[str, float]
 def chance_after(
     value: float, earlier: Sequence[float], noise: float = 0.0, beyond: float = BEYOND
 ) -> float:
-    """Return the probability by chance of a value as far from the mean of `earlier` as `value`.
+    """Return the probability that a further run is by chance as far from the mean as `value` is.
 
-    `earlier` are the values of earlier runs, `value` that of a further one. The test is a t-test of
-    one new observation; `noise` is the variance due to counting alone. The result is 1 with fewer
-    than two earlier runs, and if the distance is at most `beyond` times the largest distance of an
-    earlier run.
+    `earlier` are the values of earlier runs, with the mean from which `value` is measured. The test
+    is a t-test of one new observation; `noise` is the least variance to assume, that of counting
+    alone. Returns 1 with fewer than two earlier runs, and if the distance is at most `beyond` times
+    the largest distance of an earlier run.
     """
     number = len(earlier)
     if number < 2:
@@ -59,7 +59,10 @@ def chance_after(
 
 
 def t_tail(value: float, freedom: int) -> float:
-    """Return P(|T| >= value) of Student's t, by the finite sums of Abramowitz and Stegun, 26.7."""
+    """Return P(|T| >= value) of Student's t with `freedom` degrees of freedom.
+
+    Uses the finite sums of Abramowitz and Stegun, 26.7.
+    """
     angle = math.atan(value / math.sqrt(freedom))
     square, odd = math.cos(angle) ** 2, freedom % 2
     term, total = (math.cos(angle) if odd else 1.0), 0.0
@@ -75,8 +78,8 @@ def drifts(
 ) -> tuple[Shift, ...]:
     """Return the distributions of a run that differ from those of `earlier` runs beyond chance.
 
-    `now` is {kind: distribution} of the run; `earlier` is newest first, and `before_key` the run
-    key of its first run.
+    `now` is {kind: {name: count}} of the run. `earlier` has the same of each earlier run, newest
+    first; `before_key` is the run key of the newest.
     """
     each = (
         _drift(kind, now.get(kind, {}), [run.get(kind, {}) for run in earlier], before_key)
@@ -88,16 +91,16 @@ def drifts(
 def enough(
     kind: str, now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]]
 ) -> bool:
-    """Return whether a run and enough `earlier` runs each have enough answers of this kind."""
+    """Return whether a run and enough `earlier` runs each have enough answers to compare a kind."""
     runs = [run for run in earlier if _total(run.get(kind, {})) >= LEAST_ANSWERS]
     return _total(now.get(kind, {})) >= LEAST_ANSWERS and len(runs) >= LEAST_RUNS
 
 
 def prompt_drift(now: float | None, earlier: Sequence[float], before_key: str) -> Shift | None:
-    """Return the change of the mean prompt length (tokens), if it is beyond chance, else None.
+    """Return the change of the mean prompt length (tokens) if it is beyond chance, else None.
 
-    `earlier` has the mean of each earlier run, newest first, and `before_key` is the run key of its
-    first run.
+    `now` is the mean of the run, None if unknown; `earlier` has those of earlier runs, newest
+    first. `before_key` is the run key of the newest. Also None with fewer than 14 earlier runs.
     """
     lengths = [tokens for tokens in earlier if tokens > 0][:MOST_RUNS]
     if not now or len(lengths) < LEAST_RUNS:
@@ -131,9 +134,10 @@ def _drift(
 def share_chance(
     now: Distribution, runs: Sequence[Distribution], name: str, beyond: float = BEYOND
 ) -> float:
-    """Return `chance_after` for the share that `name` has `now` and had in earlier `runs`.
+    """Return `chance_after` for the share of `name` in the run (`now`) and in earlier `runs`.
 
-    On the scale of arcsin(sqrt(share)) the variance of counting is 1 / (4 rows) for any share.
+    Shares are compared as arcsin(sqrt(share)), where the variance of counting is 1 / (4 rows) for
+    any share.
     """
     noise = fmean(1 / (4 * _total(run)) for run in (now, *runs))
     angles = [math.asin(math.sqrt(share_of(run, name))) for run in (now, *runs)]

@@ -1,7 +1,8 @@
 """The report as one HTML file: result, advice and failures first, then plots and figures. Pure.
 
-It has no script and loads nothing, and a policy forbids both. The template escapes everything that
-comes from a run (keys, paths, error messages, host names), because none of it is trusted.
+It has no script and loads nothing; its Content-Security-Policy forbids both. The template escapes
+everything that comes from a run (keys, paths, error messages, host names), because none of it is
+trusted.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def html(report: RunReport, made: str = "") -> str:
 
 
 def fragment(report: RunReport) -> str:
-    """Return the report without plots and style, as a notebook shows it below a cell."""
+    """Return the report as HTML without plots and style, to show below a notebook's cell."""
     return _template("fragment.html.j2").render(**_parts(report))
 
 
 def _parts(report: RunReport) -> dict[str, object]:
-    """Return {variable: value} for the templates of a report."""
+    """Return the variables of the report's templates, by name."""
     return {
         "report": report,
         "verdict": verdict(report),
@@ -60,7 +61,10 @@ def _parts(report: RunReport) -> dict[str, object]:
 
 
 def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
-    """Return the run history of some jobs as one page."""
+    """Return the run history of several jobs as one HTML page; each of `pages` has one job's runs.
+
+    `made` is the time shown in its footer.
+    """
     drawn = [plots.history_plot(page.runs) for page in pages]
     return _template("history.html.j2").render(
         pages=pages,
@@ -76,9 +80,9 @@ def history_html(pages: Sequence[HistoryPage], made: str = "") -> str:
 
 
 def diff_html(parts: Mapping[str, object], made: str = "") -> str:
-    """Return the comparison of a run with a changed job as a page: changed answers side by side.
+    """Return an HTML page that compares a run with a changed job: changed answers side by side.
 
-    `parts` is {variable: value} for its template.
+    `parts` has the template's variables, by name; `made` is the time shown in the footer.
     """
     return _template("diff.html.j2").render(**parts, made=made)
 
@@ -99,7 +103,10 @@ def _template(name: str = "report.html.j2") -> Template:
 
 
 def _text(value: object) -> str:
-    """Return the text of a value before escaping; markup of the page itself stays unchanged."""
+    """Return a value as cleaned text, cut to 500 characters; `Markup` is returned unchanged.
+
+    The template escapes the text.
+    """
     if isinstance(value, Markup):
         return value
     text = str(value)
@@ -107,12 +114,12 @@ def _text(value: object) -> str:
 
 
 def _figures(rows: Sequence[Mapping[str, object]]) -> set[str]:
-    """Return the numeric columns, which are right-aligned."""
+    """Return the columns in which all cells are figures; the page aligns them right."""
     return {name for name in rows[0] if all(FIGURE.match(str(row[name])) for row in rows)}
 
 
 def verdict(report: RunReport) -> str:
-    """Return the outcome of the run in one sentence."""
+    """Return the numbers of rows answered, in quarantine and remaining, in one sentence."""
     done = report.good + report.failed + report.skipped
     quarantine = f"{report.failed:,} in quarantine" if report.failed else "none in quarantine"
     if done < report.rows:
@@ -124,7 +131,7 @@ def verdict(report: RunReport) -> str:
 
 
 def _tiles(report: RunReport) -> dict[str, str]:
-    """Return {name: value} of the main figures, without unknown ones."""
+    """Return {name: value} of the main figures; unknown figures are left out."""
     tokens = report.tokens.get("prompt_tokens", 0) + report.tokens.get("output_tokens", 0)
     tiles = {
         "rows answered": f"{report.good:,}",

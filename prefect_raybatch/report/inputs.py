@@ -1,6 +1,6 @@
-"""Tests a run's input for more missing values, or other values, than in earlier runs. Pure.
+"""Tests a run's input for more missing values, or more new values, than in earlier runs. Pure.
 
-As in `drift.py`, a run is one observation.
+As in `drift.py`, a run is one observation, however many rows it has.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _NULL, _FILLED, _NEW = "null", "filled", "new"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Numbers of rows of a run's input by column: with and without a value, and with each value.
+    """Counts of the values in the columns of a run's input.
 
-    `nulls` is {column: {"null": rows, "filled": rows}}, `values` {column: {digest of value: rows}}.
-    `values` has only columns of types whose values are counted and, of columns with many different
-    values, only the common ones.
+    `nulls` is {column: {"null": rows, "filled": rows}}, `values` is {column: {digest of a value:
+    rows}}. `values` has only columns whose type allows counting; of a column with many different
+    values it has only the common ones.
     """
 
     nulls: Mapping[str, Distribution] = field(default_factory=dict)
@@ -56,12 +56,15 @@ class Inputs:
         return sum(self.nulls.get(column, {}).values())
 
     def has_few_values(self, column: str) -> bool:
-        """Return whether all values of the column are counted, and are few."""
+        """Return whether the column has so few different values that all are counted."""
         values = self.values.get(column, {})
         return len(values) <= FEW_VALUES and sum(values.values()) == self.filled(column)
 
     def unseen(self, column: str, seen: Set[str]) -> Distribution:
-        """Return {"new": rows, "seen": rows} of a column; `seen` are digests of known values."""
+        """Return {"new": rows, "seen": rows}: numbers of rows whose value is not, or is, in `seen`.
+
+        `seen` has digests of values of the column. Nulls are not counted.
+        """
         values = self.values.get(column, {})
         known = sum(rows for value, rows in values.items() if value in seen)
         return {_NEW: max(0.0, self.filled(column) - known), "seen": known}
@@ -78,10 +81,10 @@ def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def input_drifts(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> tuple[Shift, ...]:
-    """Return how missing values and new values differ from those of `earlier` runs beyond chance.
+    """Return how the shares of missing and of new values differ beyond chance from `earlier` runs.
 
-    `earlier` is newest first, and `before_key` the run key of its first run. Columns that the run
-    does not count are not compared.
+    `earlier` is newest first, and `before_key` the run key of the newest. Columns that the run does
+    not count are not compared.
     """
     each = (_null_drift(now, earlier, before_key), _value_drift(now, earlier, before_key))
     return tuple(shift for shift in each if shift is not None)
@@ -103,10 +106,10 @@ def _null_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shif
 
 
 def _value_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shift | None:
-    """Compare the share of values never seen before with the same share in each earlier run.
+    """Compare the share of new values with that in earlier runs.
 
-    In an earlier run, a value is new if no other earlier run has it. Only columns that had few
-    values in all earlier runs count.
+    A value of the run is new if no earlier run has it; a value of an earlier run is new if no other
+    earlier run has it. Only columns with few values in all earlier runs are compared.
     """
     shares: dict[str, tuple[float, float]] = {}
     chances: list[float] = []
@@ -143,10 +146,11 @@ def _shift(
     runs: int,
     least: float,
 ) -> Shift | None:
-    """Return the `Shift` of columns whose `shares` are {column: (usual, now)}; None if by chance.
+    """Return how columns changed, as a `Shift`; None if the change is small or may be chance.
 
-    `chances` has for each column the probability of its change by chance. `least` is the smallest
-    change of a share that counts, `runs` the number of earlier runs.
+    `shares` is {column: (usual share, share now)}, `chances` has for each column the probability of
+    its change by chance. `least` is the smallest change of a share that counts, `runs` the number
+    of earlier runs.
     """
     chance = min(1.0, min(chances, default=1.0) * len(chances))  # Bonferroni
     moved = max((abs(now - usual) for usual, now in shares.values()), default=0.0)

@@ -25,26 +25,32 @@ NAMES = {
 
 
 def report_plots(report: RunReport) -> dict[str, str]:
-    """Return {name: SVG} of the plots of a report, in the order of `NAMES`."""
+    """Return {name: SVG} of the plots for which a report has data, in the order of `NAMES`."""
     return chart_plots(report.charts, report.workers)
 
 
 def chart_plots(
     charts: Charts, workers: Sequence[WorkerStats] = (), working: int = 0
 ) -> dict[str, str]:
-    """Return {name: SVG} of the plots of a run that has about `working` shards in engines now."""
+    """Return {name: SVG} of the plots of a run.
+
+    `working` is about the number of shards that engines are working on now.
+    """
     return {n: picture_of([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
 
 
 def live(charts: Charts, working: int = 0) -> str | None:
-    """Return throughput and the shard map as one data URI; None before the first commit."""
+    """Return throughput plot and shard map as one image (data URI); None before the first commit.
+
+    `working` is about the number of shards that engines are working on now.
+    """
     if not charts.throughput:
         return None
     return _image(_plots(Charts(charts.throughput, {}, charts.cells), (), working))
 
 
 def combined_plot(report: RunReport) -> str | None:
-    """Return all plots of a report as one data URI; None if there are none."""
+    """Return all plots of a report as one image (data URI); None if there are none."""
     return _image(_plots(report.charts, report.workers))
 
 
@@ -57,7 +63,7 @@ def image_lines(report: RunReport) -> list[str]:
 
 
 def history_plot(runs: Sequence[HistoryLine]) -> str | None:
-    """Plot rows and answers of `runs` (newest first) as one SVG; None if none is completed."""
+    """Return bars of rows and answers of `runs` (newest first) as SVG; None if none is complete."""
     counted_runs = [run for run in reversed(runs) if run.good is not None]
     if not counted_runs:
         return None
@@ -80,7 +86,10 @@ def history_plot(runs: Sequence[HistoryLine]) -> str | None:
 
 
 def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return {name: its share in each run} of the most common names; the others are summed."""
+    """Return {name: its share in each run} of the 7 most common names, and of "others".
+
+    `counts` has {name: number} of each run.
+    """
     sums: dict[str, float] = {}
     for run_counts in counts:
         for name, number in run_counts.items():
@@ -99,7 +108,7 @@ def _shares(counts: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def data_uri(picture: str) -> str:
-    """Return the picture as a data URI."""
+    """Return an SVG picture as a data URI."""
     return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 

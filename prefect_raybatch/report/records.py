@@ -1,4 +1,4 @@
-"""Defines the report of a run as a record, the JSON of report.json; reads and writes it."""
+"""Defines the report of a run as a record (the JSON of report.json); reads and writes it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
 
 @dataclass(frozen=True)
 class StageStats(StrictRecord):
-    """One stage over the whole run.
+    """The work of one stage over the whole run; unknown values are None.
 
-    `seconds` are summed over its tasks; `balance` is the mean task time divided by the longest (1
-    is even); `busiest` is the rows of the busiest engine (or node, for finish) divided by the mean.
-    Unknown values are None.
+    `seconds` are summed over its tasks. `balance` is the mean task time divided by the longest (1
+    is even). `mean_s` and `slowest_s` are the mean and the longest task time. `busiest` is the rows
+    of the busiest engine, or for finish of the busiest node, divided by the mean.
     """
 
     name: str
@@ -53,9 +53,10 @@ class StageStats(StrictRecord):
 
 @dataclass(frozen=True)
 class WorkerStats(StrictRecord):
-    """An engine actor (HOST:PID) and its work; `seconds` are summed over concurrent shards.
+    """An engine actor, named HOST:PID, and its work.
 
-    A report lists the engines of the attempt that processed most rows.
+    `tokens` are of prompts and answers; `seconds` are summed over shards, also concurrent ones. A
+    report lists the engines of the attempt that processed most rows.
     """
 
     name: str
@@ -67,7 +68,10 @@ class WorkerStats(StrictRecord):
 
 @dataclass(frozen=True)
 class NodeStats(StrictRecord):
-    """A node with engines; `figures` are known means and peaks measured there (MEANS, PEAKS)."""
+    """A node with engines, and what they processed.
+
+    `figures` are the known ones of the means and peaks measured there (MEANS, PEAKS).
+    """
 
     name: str
     engines: int
@@ -80,9 +84,10 @@ class NodeStats(StrictRecord):
 class Charts(StrictRecord):
     """The data of the plots, of bounded size for any run.
 
-    throughput: (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each of up
-    to 120 equal spans. durations: {stage: (p5, p25, median, p75, p95, longest)} in seconds. cells:
-    (shards, committed, failed rows, committed rows) of up to 2,000 equal groups of shards, ordered.
+    `throughput` has (seconds of work, rows/s, prompt tokens/s, output tokens/s) at the end of each
+    of up to 120 equal spans. `durations` is {stage: (p5, p25, median, p75, p95, longest)} of task
+    times in seconds. `cells` has (shards, committed shards, failed rows, committed rows) of up to
+    2,000 groups of equally many shards, in order.
     """
 
     throughput: Annotated[tuple[Point, ...], Field(max_length=1000)] = ()
@@ -94,7 +99,7 @@ class Charts(StrictRecord):
 
 @dataclass(frozen=True)
 class StartTimes(StrictRecord):
-    """How long an attempt took to start: the `seconds` of each phase until its first commit.
+    """The time that an attempt took to start: `seconds` is {phase: seconds} until its first commit.
 
     Phases of engines are those of the slowest engine.
     """
@@ -115,12 +120,13 @@ class Advice(StrictRecord):
 
 @dataclass(frozen=True)
 class ModelShare(StrictRecord):
-    """A model of a cascade: its rows, tokens and cost (as `RunReport.cost`).
+    """A model of a cascade: its rows, tokens and cost (with the keys of `RunReport.cost`).
 
     `asked` counts the rows sent to the model, `answered` those with its answer in the result, and
-    `failed` those in quarantine because they failed at this model. For the smaller model, `checked`
-    counts its answers that the larger model answered too as a check, `agreed` those that were
-    equal, and `unanswered` further rows to check that got no answer of the larger model.
+    `failed` those in quarantine because they failed at this model. The other counts are of the
+    smaller model. `checked`: its answers that the larger model answered too, as a check; `agreed`:
+    those of them that were equal; `unanswered`: further rows chosen for the check that got no
+    answer of the larger model.
     """
 
     model: str
@@ -134,7 +140,10 @@ class ModelShare(StrictRecord):
     unanswered: int = 0
 
     def agreement(self) -> str:
-        """Return e.g. `97.0% (93.6% to 98.9%)`, with the exact 95 % interval; "" if unchecked."""
+        """Return e.g. `97.0% (93.6% to 98.9%)`: the share of checked answers that were equal.
+
+        In parentheses is the exact 95 % interval. "" if no answer was checked.
+        """
         if not self.checked:
             return ""
         low, high = interval(self.agreed, self.checked)
@@ -143,10 +152,10 @@ class ModelShare(StrictRecord):
 
 @dataclass(frozen=True)
 class ClassifierNote(StrictRecord):
-    """The classifier of a run: its file, encoder and labels, and what was measured in training.
+    """The classifier of a run: its file, encoder and labels, and how it did in training.
 
-    It was `trained` (seconds since 1970) on the run with key `run`, and for `same` of `tested`
-    other texts its label was that run's answer. `run` is "" if that is unknown.
+    It was `trained` (seconds since 1970) on the run with key `run`. Of `tested` texts left out of
+    training, `same` got the label that was that run's answer. `run` is "" if this is unknown.
     """
 
     file: str
@@ -158,7 +167,7 @@ class ClassifierNote(StrictRecord):
     same: int = 0
 
     def text(self) -> str:
-        """Return a sentence about the classifier for the report; of many labels the first ones."""
+        """Return a sentence about the classifier for the report; it names up to 10 labels."""
         shown = ", ".join(self.labels[:LABELS_NAMED])
         more = ", ..." if len(self.labels) > LABELS_NAMED else ""
         text = (
@@ -177,9 +186,16 @@ class ClassifierNote(StrictRecord):
 
 @dataclass(frozen=True)
 class RunReport(FinishedRows, StrictRecord):
-    """The report of a run; the JSON of report.json. Times are in seconds, rates in rows per second.
+    """The report of a run; the JSON of report.json.
 
-    Its rows are read from the run directory on demand.
+    Its rows are read from the run directory on demand. Times are in seconds, rates in rows per
+    second. `run` is the run directory. Of `rows` rows, `good` are answered, `failed` in quarantine
+    and `skipped` left out by `output.postprocess`. `resumed_shards` were committed by earlier
+    attempts. `seconds` is the working time, `elapsed` the time of all attempts with start-up and
+    waits. `failures` is {"stage|error|message": rows} of the most common failures, `losses`
+    {reason: how often a shard or a part of one was lost}, `parts` the files of the result.
+    `engines` and `workers` are those of the attempt that processed most rows; `other_engines`
+    counts those of other attempts.
     """
 
     run: str
@@ -240,12 +256,12 @@ class RunReport(FinishedRows, StrictRecord):
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return the comparisons of accuracy and agreement with earlier runs; see `series_of`."""
+        """Return {what was compared with: comparison with earlier runs}; see `series_of`."""
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     @property
     def quarantine_folder(self) -> str | None:
-        """Return the folder with the files of failed rows, or None."""
+        """Return the folder with the files of failed rows; None if no row failed."""
         folders = (part.path.partition("/")[0] for part in self.parts)
         return next((folder for folder in folders if folder != DATA_FOLDER), None)
 
@@ -253,12 +269,15 @@ class RunReport(FinishedRows, StrictRecord):
         return self.run, None
 
     def failed_with(self, error: str) -> int:
-        """Return how many rows failed with error class `error`, as far as `failures` lists them."""
+        """Return how many rows failed with error class `error`.
+
+        Counts only the most common failures, which are in `failures`.
+        """
         keys = ((FailureKey.parse(text), rows) for text, rows in self.failures.items())
         return sum(rows for key, rows in keys if key.error == error)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON of report.json, without empty fields that only some runs have."""
+        """Return the JSON of report.json; fields that only some runs have are left out if empty."""
         value = asdict(self)
         optional = (
             "published",
@@ -297,9 +316,10 @@ _REPORT = TypeAdapter(RunReport)
 
 
 def with_judgement(report: RunReport, judgement: Judgement | None) -> RunReport:
-    """Return the report with the judgement added, and the judge's cost added to the run's.
+    """Return the report with the judgement, and with the judge's cost added to the run's cost.
 
-    `cost["judge"]` is then the judge's part. None leaves the report unchanged.
+    `cost["judge"]` is the judge's part of `cost["total"]`. If `judgement` is None, the report is
+    returned unchanged.
     """
     if judgement is None:
         return report
@@ -314,11 +334,14 @@ def with_judgement(report: RunReport, judgement: Judgement | None) -> RunReport:
 
 
 def put_report(store: Store, report: RunReport) -> None:
-    """Write report.json with its checksum."""
+    """Write report.json, with its checksum, to the run directory `store`."""
     put_record(store, REPORT, with_checksum(report.to_bytes()))
 
 
 def read_report(store: Store) -> RunReport:
-    """Read report.json; raise `CorruptRun` if it was changed."""
+    """Return the report in report.json of the run directory `store`.
+
+    Raises `CorruptRun` if its checksum is wrong, and FileNotFoundError if there is none.
+    """
     data = read_record(store, REPORT)
     return RunReport.from_bytes(without_checksum(data, f"{store.uri}/{REPORT}"))

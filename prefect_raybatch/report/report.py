@@ -1,4 +1,4 @@
-"""Builds a `RunReport` from receipts and statistics, and its Markdown and tables. Pure."""
+"""Builds a `RunReport` from summed commits, and turns it into Markdown and tables. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(
     dashboard: str = "",
     losses: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """Build the report from the summed commits; `dashboard` is the URL of Ray's dashboard or ""."""
+    """Build the report from summed commits; parameters not in `tally` are fields of `RunReport`."""
     busy, totals = tally.busy_seconds, tally.stats
     tokens = {name: float(getattr(totals, name) or 0.0) for name in COUNTED}
     return RunReport(
@@ -86,7 +86,7 @@ def build(
 
 
 def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
-    """Return the report as Markdown, result first; `plots` are lines that show the plots."""
+    """Return the report as Markdown, result first; `plots` are the lines that show the plots."""
     notes = _section("Notes", [f"- {markdown_text(note)}" for note in report.notes])
     is_complete, larger = report.state == "completed", _larger_in_titles(report)
     lines = [
@@ -114,15 +114,16 @@ def markdown(report: RunReport, plots: Sequence[str] = ()) -> str:
 
 
 def of_larger(report: RunReport) -> str:
-    """Return " of MODEL", the larger model of a cascade; "" for any other run.
+    """Return " of MODEL" with the larger model of a cascade; "" for any other run.
 
-    A cascade's plots, stages, engines, starts and nodes are those of this model alone.
+    It is appended to titles: plots, stages, engines, starts and nodes of a cascade are of this
+    model alone.
     """
     return f" of {report.cascade[1].model}" if report.cascade else ""
 
 
 def _larger_in_titles(report: RunReport) -> str:
-    """Return `of_larger` as Markdown, which keeps the space before it."""
+    """Return the text of `of_larger`, escaped for a Markdown title."""
     return f" {markdown_text(of_larger(report))}" if report.cascade else ""
 
 
@@ -136,7 +137,7 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def result_rows(report: RunReport) -> list[tuple[str, str]]:
-    """Return the outcome of the run as (name, value)."""
+    """Return the outcome of the run and its main figures as (name, value), both as text."""
     share = f" ({report.failed / report.rows:.2%})" if report.rows and report.failed else ""
     done = report.good + report.failed + report.skipped
     remaining = [("Rows remaining", f"{report.rows - done:,}")] if done < report.rows else []
@@ -172,7 +173,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _work_rows(report: RunReport) -> list[tuple[str, str]]:
-    """Return the speed, and the figures of tokens and requests, as (name, value)."""
+    """Return the speed and the figures of tokens and requests as (name, value), both as text."""
     tokens = report.tokens
     tokens_in, tokens_out = tokens.get("prompt_tokens", 0), tokens.get("output_tokens", 0)
     return [
@@ -185,20 +186,26 @@ def _work_rows(report: RunReport) -> list[tuple[str, str]]:
 
 
 def code_versions(code: Mapping[str, int]) -> str:
-    """Return e.g. `0.1.0+3f2a91c07be4`, or each version with its number of rows."""
+    """Return e.g. `0.1.0+3f2a91c07be4`; with several versions, each with its number of rows.
+
+    `code` is {version of the package on workers: rows}.
+    """
     if len(code) == 1:
         return next(iter(code))
     return ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in code.items())
 
 
 def published_text(target: Published) -> str:
-    """Return e.g. `delta s3://lake/answers, 9,998 rows, version 12`."""
+    """Return where a run was published, e.g. `delta s3://lake/answers, 9,998 rows, version 12`."""
     version = f", version {target.version}" if target.version else ""
     return f"{target.format} {target.place}, {counted(target.rows, 'row')}{version}"
 
 
 def published_verb(target: Published, began: float) -> str:
-    """Return "published" or "was published before": `began` is when the publishing call began."""
+    """Return "published" if the run was published since `began`, else "was published before".
+
+    `began` is the start of the publishing call, in seconds since 1970.
+    """
     return "published" if target.at >= began else "was published before"
 
 
@@ -209,7 +216,7 @@ def _cut_off(tokens: Mapping[str, float]) -> str:
 
 
 def _changed_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the numbers of deduplicated and truncated requests, unless 0, as (name, value)."""
+    """Return (name, value) of the numbers of deduplicated and truncated requests that are not 0."""
     rows = []
     if duplicates := tokens.get("deduplicated", 0):
         rows.append(("Duplicate requests", f"{duplicates:,.0f}, inferred once per shard"))
@@ -219,7 +226,10 @@ def _changed_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the reused rows and the savings of a run as (name, value); empty without `reuse`."""
+    """Return the reused rows and the savings of a run as (name, value); [] if `reuse` is empty.
+
+    `reuse` is `RunReport.reuse`.
+    """
     if not reuse:
         return []
     rows = [
@@ -234,9 +244,9 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def cost_rows(cost: Mapping[str, float], currency: str = "") -> list[tuple[str, str]]:
-    """Return the cost and the savings of a run as (name, value).
+    """Return the cost and the savings of a run as (name, value); `cost` is `RunReport.cost`.
 
-    Only GPU-hours if the price is unknown, and nothing for a run without GPUs.
+    Without a price there are only GPU-hours, and for a run without GPUs nothing.
     """
     judge = ", without the judge" if "judge" in cost else ""
     names = {
@@ -271,7 +281,7 @@ def stage_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def engine_table(report: RunReport) -> list[dict[str, str]]:
-    """Return the known figures of the engines: tokens per second, sequences, caches."""
+    """Return one row per known figure of all engines: tokens/s, sequences, caches, GPU use."""
     known, tokens = report.figures, report.tokens
     rates = [
         number(tokens[name] / report.seconds if report.seconds and tokens.get(name) else None, 0)
@@ -293,7 +303,7 @@ def engine_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def start_table(report: RunReport) -> list[dict[str, str]]:
-    """Return one row per attempt: seconds of each phase until its first commit."""
+    """Return one row per attempt that started engines: the seconds of each phase, and their sum."""
     known = {name for start in report.starts for name in start.seconds}
     names = [name for name in START_PHASES if name in known]
     return [
@@ -308,7 +318,10 @@ def start_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
-    """Return how much of the GPUs' peak was used; empty if that is unknown."""
+    """Return {name: used or idle share of the GPUs} as text; {} if `roofline` is empty.
+
+    `roofline` is what `Tally.roofline` returns.
+    """
     if not roofline:
         return {}
     causes = [percent(roofline.get(f"idle_{cause}")) for cause in ("rows", "host", "tail")]
@@ -320,7 +333,7 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
 
 
 def wrong_table(report: RunReport) -> list[dict[str, str]]:
-    """Return one row per golden row in a sample of those answered wrong."""
+    """Return one row for each of some golden rows that were answered wrong."""
     return [
         {"golden row": one.row, "right answer": one.expected, "answer": one.answer}
         for one in (report.accuracy.wrong if report.accuracy else ())
@@ -328,7 +341,7 @@ def wrong_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def rejected_table(report: RunReport) -> list[dict[str, str]]:
-    """Return one row per answer in a sample of those that the judge called wrong."""
+    """Return one row for each of some answers that the judge called wrong."""
     rejected = report.judgement.rejected if report.judgement else ()
     return [{"judged row": one.shown} for one in rejected]
 
@@ -354,7 +367,7 @@ def cascade_table(report: RunReport) -> list[dict[str, str]]:
 def cascade_text(report: RunReport) -> str:
     """Describe how many rows each model of a cascade answered; "" for any other run.
 
-    Says also how often the models agree, if answers of the first were checked.
+    If answers of the smaller model were checked, the text says how often the models agree.
     """
     answered = ", ".join(
         f"{share.answered:,} by {share.model}"
@@ -394,7 +407,7 @@ def precision_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def disagreement_table(report: RunReport) -> list[dict[str, str]]:
-    """Return one row per sampled row whose answer a tried quantization changed, with both."""
+    """Return one row per sampled answer that a tried quantization changed, with both answers."""
     tries = report.precision.tries if report.precision else ()
     return [
         {
@@ -409,7 +422,7 @@ def disagreement_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def precision_text(report: RunReport) -> str:
-    """Describe the decision of a precision trial in sentences; "" if there was none."""
+    """Describe in sentences which quantization a trial decided on; "" if there was no trial."""
     note = report.precision
     if note is None:
         return ""
@@ -427,7 +440,7 @@ def precision_text(report: RunReport) -> str:
 
 
 def precision_lines(report: RunReport) -> list[str]:
-    """Return the decision on precision and its evidence as Markdown lines; [] without a trial."""
+    """Return the decision of a precision trial and its evidence as Markdown; [] without a trial."""
     if report.precision is None:
         return []
     lines = [markdown_text(precision_text(report))]
@@ -437,7 +450,7 @@ def precision_lines(report: RunReport) -> list[str]:
 
 
 def settings_text(arguments: Mapping[str, str]) -> str:
-    """Return e.g. `quantization: fp8`, or `stored precision` for no arguments."""
+    """Return engine arguments as text, e.g. `quantization: fp8`; `stored precision` if none."""
     text = ", ".join(f"{name}: {value}" for name, value in arguments.items())
     return text or "stored precision"
 
@@ -472,7 +485,7 @@ def advice_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def part_table(report: RunReport) -> list[dict[str, str]]:
-    """Return the first hundred files of the result, and the sums of the others in one row."""
+    """Return one row for each of the first 100 files of the result, and one for all others."""
     shown, others = report.parts[:FILES], report.parts[FILES:]
     lines = [(part.path, part.rows, part.bytes) for part in shown]
     if others:
@@ -482,17 +495,17 @@ def part_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Return e.g. 1,234.5; a dash for an unknown value."""
+    """Return e.g. `1,234.5`, with `digits` decimals; a dash for an unknown value (None)."""
     return DASH if value is None else f"{value:,.{digits}f}"
 
 
 def percent(share: float | None) -> str:
-    """Return e.g. 41%; a dash for an unknown value."""
+    """Return e.g. `41%` for 0.41; a dash for an unknown value (None)."""
     return DASH if share is None else f"{share:.0%}"
 
 
 def failure_table(failures: Mapping[str, int]) -> list[dict[str, str]]:
-    """Return the most common failures first: rows, stage, error, message."""
+    """Return one row per failure, the most common first; `failures` is `RunReport.failures`."""
     rows = []
     for text, number in sorted(failures.items(), key=lambda item: -item[1]):
         key = FailureKey.parse(text)
@@ -508,7 +521,11 @@ def failure_table(failures: Mapping[str, int]) -> list[dict[str, str]]:
 
 
 def table_lines(rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return a Markdown table, or `(none)`; cells are escaped: messages may quote any data."""
+    """Return the lines of a Markdown table, or `(none)` if there are no rows.
+
+    The keys of the first row are its columns. Cells are escaped, because messages may quote any
+    data.
+    """
     return _table_lines(rows) or ["(none)"]
 
 
@@ -532,7 +549,7 @@ def cached_share(tokens: Mapping[str, float]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return e.g. 0.4 s, 12 s, 3 min 05 s, 2 h 07 min; a dash for an unknown value."""
+    """Return e.g. `0.4 s`, `12 s`, `3 min 05 s` or `2 h 07 min`; a dash for None (unknown)."""
     if seconds is None:
         return DASH
     if 0 < seconds < 0.95:

@@ -39,18 +39,20 @@ LABELS_SHOWN = 8  # most common labels in the table of answers
 
 @dataclass(frozen=True)
 class HistoryLine:
-    """A run of a job as the page shows it.
+    """A run of a job as the page shows it. Unknown values, e.g. of an incomplete run, are None.
 
-    `run` is its directory, "" for a run that Prefect scheduled and that has none. `began` is in
-    seconds since 1970. Unknown values, e.g. of an incomplete run, are None. `committed` is the
-    share of its shards, `seconds` its working time, `elapsed` the time of all attempts with starts
-    and waits. `shifts` are the differences from earlier completed runs. `trouble` says why a run
-    cannot be read, `failure` why its last attempt failed, and `command` runs it again, once
-    `first_step` is done ("": nothing).
-    `unmeasured` says why a complete run was not measured or judged. `is_left`: the run is
-    incomplete and no driver is at work. `compared`: with the completed run before it; `is_first`:
-    no earlier run counts answers. `checked` is the smaller model of a cascade, if some of its
-    answers were checked.
+    `run` is the run directory, "" for a run that Prefect scheduled and that never started. `began`
+    is in seconds since 1970. `committed` is the share of its shards that are committed, `good` and
+    `quarantined` are numbers of rows, `rate` is in rows/s. `seconds` is its working time, `elapsed`
+    the time of all attempts with start-up and waits. `answers` is the `answer_counts` of the run,
+    `shifts` its differences from earlier completed runs. `compared`: it was compared with the
+    completed run before it; `is_first`: no earlier run counts answers.
+
+    `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
+    runs it again, once `first_step` is done ("": nothing to do). `unmeasured` says why a complete
+    run was not measured or judged. `is_left`: it is incomplete, and no driver works on it.
+    `is_late`: it missed its deadline. `checked` is the smaller model of a cascade if some of its
+    answers were checked. `prompt_tokens` is the mean of a prompt.
     """
 
     run_key: str
@@ -86,22 +88,22 @@ class HistoryLine:
 
     @property
     def distributions(self) -> dict[str, Mapping[str, float]]:
-        """Return {kind: {name: rows}}: answers as in `answers`, and answered and failed rows."""
+        """Return {kind: {name: number}}: the kinds in `answers`, and answered and failed rows."""
         failed = {"answered": float(self.good or 0), "failed": float(self.quarantined or 0)}
         return {**self.answers, FAILED_ROWS: failed}
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return the comparisons of accuracy and agreement with earlier runs; see `series_of`."""
+        """Return {what was compared with: comparison with earlier runs}; see `series_of`."""
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     def has_fallen(self, share: str) -> bool:
-        """Return whether `share`, ACCURACY or AGREEMENT, fell below that of the first runs."""
+        """Return whether the e-value of `share` (ACCURACY or AGREEMENT) says that it fell."""
         return any(one.rings for one in self.series.values() if one.measure == share)
 
     @property
     def drift(self) -> tuple[Shift, ...]:
-        """Return the shifts that exceed the usual differences between runs of this job."""
+        """Return the shifts that are larger than the usual differences between runs of this job."""
         return tuple(shift for shift in self.shifts if shift.is_drift)
 
 
@@ -109,8 +111,8 @@ class HistoryLine:
 class HistoryPage:
     """The runs of one job, newest first.
 
-    `unreadable` are run directories that cannot be read and may belong to any job, as {run key:
-    reason}.
+    `unreadable` is {run key: reason} of run directories that cannot be read, so they may belong to
+    any job.
     """
 
     job: str
@@ -123,7 +125,7 @@ class HistoryPage:
 
 
 def history_rows(page: HistoryPage) -> list[dict[str, str]]:
-    """Return one row for each run, without those columns of MEASURED that no run has."""
+    """Return one row for each run; a column of MEASURED is left out if no run has a value."""
     rows = [_row(line) for line in page.runs]
     unknown = {name for name in MEASURED if all(row[name] == DASH for row in rows)}
     return [{name: text for name, text in row.items() if name not in unknown} for row in rows]
@@ -156,16 +158,16 @@ def _row(run: HistoryLine) -> dict[str, str]:
 
 
 def _e_values(run: HistoryLine, share: str) -> str:
-    """Return the e-values (`quality/alarm.py`) of `share`: ACCURACY or AGREEMENT.
+    """Return a run's e-values (`quality/alarm.py`) of `share`, ACCURACY or AGREEMENT, as text.
 
-    Those of ACCURACY are by golden rows, then by the judge.
+    Two e-values of ACCURACY are by golden rows and by the judge, in this order.
     """
     found = [series.short() for series in run.series.values() if series.measure == share]
     return " / ".join(found) or DASH
 
 
 def _shift_text(run: HistoryLine) -> str:
-    """Describe the shifts from earlier runs, or say that there are none or no comparison."""
+    """Describe the shifts from earlier runs; say so if there are none, or no comparison."""
     if run.shifts:
         return "; ".join(map(short_text, run.shifts))
     if not run.answers:
@@ -183,10 +185,10 @@ def comparison_note(page: HistoryPage) -> str:
 
 
 def answers_table(page: HistoryPage) -> list[dict[str, str]]:
-    """Return shares of answers, a column per run, newest first; empty if no run counts answers.
+    """Return the shares of answers, a column per run, newest first; [] if no run counts answers.
 
-    By label if labels are counted, otherwise by length and by finish reason. These are counted for
-    the larger model of a cascade alone.
+    There is a row for each common label if labels are counted, else for each range of lengths and
+    each finish reason. In a cascade, lengths and finish reasons are of the larger model alone.
     """
     runs = [run for run in page.runs if run.answers]
     kinds = ("labels",) if any("labels" in run.answers for run in runs) else ("lengths", "ends")
@@ -208,14 +210,15 @@ def answers_table(page: HistoryPage) -> list[dict[str, str]]:
 def _shares(
     title: str, runs: Sequence[HistoryLine], kind: str, names: Sequence[str]
 ) -> dict[str, str]:
-    """Return a row with the share of the answers `names` together, in each run."""
+    """Return a row of the table: its `title`, and the share of answers in `names` for each run."""
     return {"": title, **{run.run_key: _share(run.answers.get(kind, {}), names) for run in runs}}
 
 
 def shown_names(runs: Sequence[HistoryLine], kind: str) -> tuple[list[str], list[str]]:
-    """Return the LABELS_SHOWN most common names of a kind of answer over all runs, and the others.
+    """Return (most common names of a kind of answer over all runs, other names).
 
-    They begin with the most common, except for lengths, which are in ascending order.
+    There are up to LABELS_SHOWN common ones. The most common name comes first, but lengths are in
+    ascending order.
     """
     sums: dict[str, float] = {}
     for run in runs:
@@ -234,7 +237,7 @@ def _share(counts: Mapping[str, float], names: Sequence[str]) -> str:
 
 
 def history_markdown(page: HistoryPage, plots: bool = True) -> str:
-    """Return the page as Markdown; `plots`: with its plot as an inline image."""
+    """Return the page as Markdown; if `plots`, with its plot as an inline image."""
     lines = [f"# {markdown_text(page.job)}: the last {counted(len(page.runs), 'run')}", ""]
     lines += [f"- **{markdown_text(line)}**" for line in headlines(page)]
     lines += [""] if headlines(page) else []
@@ -256,7 +259,10 @@ def history_markdown(page: HistoryPage, plots: bool = True) -> str:
 
 
 def headlines(page: HistoryPage) -> list[str]:
-    """Return lines with the main facts about the newest run, and about runs that never started."""
+    """Return lines with the main facts about the newest run, and about runs that never started.
+
+    [] if there are no runs.
+    """
     run = page.latest
     if run is None:
         return []
@@ -284,21 +290,27 @@ def _failure_line(run: HistoryLine) -> str:
 
 
 def remarks(page: HistoryPage, run: HistoryLine) -> list[str]:
-    """Return remarks on a completed run of the page that had too few rows or took too long."""
+    """Return the remarks on a completed run of the page; [] if its rows and time are usual.
+
+    They say that it had far fewer rows or took far longer than usual.
+    """
     return [text for text in unusual_figures(page, run) if text]
 
 
 def replaced_keys(runs: Sequence[HistoryLine]) -> set[str]:
-    """Return the keys of runs that were repaired and whose repaired run is completed.
+    """Return the keys of completed runs that a completed repaired run supersedes.
 
-    Only the repaired run then counts as an observation.
+    Comparisons with earlier runs leave them out.
     """
     completed = {run.run_key for run in runs if run.good is not None}
     return {key for key in completed if fork_key(key) in completed}
 
 
 def unusual_figures(page: HistoryPage, run: HistoryLine) -> tuple[str, str]:
-    """Return (remark on too few rows, remark on too long a time), "" for a usual figure."""
+    """Return (remark on too few rows, remark on too long a time) about a run on the page.
+
+    A remark is "" if the figure is usual.
+    """
     replaced = replaced_keys(page.runs)
     runs = page.runs[page.runs.index(run) + 1 :]
     before = [line for line in runs if line.run_key not in replaced]
@@ -308,12 +320,15 @@ def unusual_figures(page: HistoryPage, run: HistoryLine) -> tuple[str, str]:
 
 
 def runs_to_continue(page: HistoryPage) -> list[tuple[str, str]]:
-    """Return (run key, why it is not done and what to do) of each run that is to be continued."""
+    """Return (run key, text) for each run to continue: why it is not done, and what to do."""
     return [(key, f"{text}{command}") for key, text, command in _to_continue(page)]
 
 
 def _to_continue(page: HistoryPage) -> Iterator[tuple[str, str, str]]:
-    """Yield (run key, why it is not done and what to do, command or "") of runs to continue."""
+    """Yield (run key, why it is not done and what to do, command) for each run to continue.
+
+    The command is "" if there is none.
+    """
     for run in page.runs:
         left = f"{run.state}, and no driver is heard" if run.is_left else ""
         reason = run.failure or run.unmeasured or left
@@ -325,6 +340,6 @@ def _to_continue(page: HistoryPage) -> Iterator[tuple[str, str, str]]:
 
 
 def unread(page: HistoryPage) -> list[tuple[str, str]]:
-    """Return (run key, reason) of runs that cannot be read."""
+    """Return (run key, reason) for each run on the page that cannot be read."""
     damaged = [(run.run_key, run.trouble) for run in page.runs if run.trouble]
     return damaged + list(page.unreadable.items())

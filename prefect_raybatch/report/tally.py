@@ -1,4 +1,4 @@
-"""Folds commits into counts, sums and stage statistics.
+"""Sums up commits into counts, figures and stage statistics.
 
 Memory grows by twelve numbers per shard.
 """
@@ -32,7 +32,10 @@ Place = tuple[str, str]  # attempt, and name of an engine or node
 
 @dataclass
 class Share:
-    """Sums of the shards that an engine or a node processed."""
+    """Sums over the shards that one engine or node processed.
+
+    `engines` are the engines of a node, as (attempt, name); empty for an engine.
+    """
 
     shards: int = 0
     rows: int = 0
@@ -51,11 +54,12 @@ class Share:
 
 @dataclass
 class Series:
-    """Numbers of each commit in the order of addition, for plots and rates.
+    """Numbers of each commit in the order in which they were added, for plots and rates.
 
-    `seconds` are the seconds in each stage, NaN if a commit does not record them. `timed` counts
-    the rows that `started` and `ended` (seconds since 1970, 0 if not recorded) cover. `ended` is
-    appended last, so its length is the number of complete entries for readers in other threads.
+    `prompt` and `output` are tokens. `seconds` is {stage: seconds}, NaN if a commit does not record
+    them. `started` and `ended` are in seconds since 1970, 0 if not recorded, and `timed` counts the
+    rows that were processed between them. `ended` is appended last, so its length is the number of
+    complete entries for readers in other threads.
     """
 
     shard: array[float] = field(default_factory=lambda: array("d"))
@@ -85,7 +89,10 @@ class Series:
         self.ended.append(stats.ended or 0.0)
 
     def times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (started, ended, timed) as copies, because an array with a view cannot grow."""
+        """Return (started, ended, timed) of the complete entries, as copies.
+
+        Views would not do: an array of which there is a view cannot grow.
+        """
         number = len(self.ended)
         started, ended, timed = (
             np.array(values[:number]) for values in (self.started, self.ended, self.timed)
@@ -96,8 +103,8 @@ class Series:
 class Tally:
     """Sums up commits for the report, with twelve numbers per shard in memory.
 
-    Rates use the times recorded in the commits, without pauses between attempts, so a run that was
-    killed and resumed a day later shows its working speed.
+    Rates use the times recorded in the commits, without the time between attempts, so a run that
+    was killed and resumed a day later shows its working speed.
     """
 
     def __init__(self) -> None:
@@ -130,7 +137,7 @@ class Tally:
         self.failures.update(commit.failures)
 
     def _place(self, commit: Commit, rows: int) -> None:
-        """Count a commit for its engine and nodes, if they are known."""
+        """Add a commit with `rows` rows to the sums of its engine and nodes, if it names them."""
         node, engine = commit.where.get("node"), commit.where.get("engine")
         if isinstance(node, str):
             place = _known((commit.attempt, node), self.finished_on)
@@ -160,9 +167,9 @@ class Tally:
 
     @property
     def steady_rate(self) -> float:
-        """Return rows per second between the ends of the first and the last shard.
+        """Return rows per second between the end of the first shard and the end of the last one.
 
-        With fewer than three shards there is no steady state, so it is the rate over all.
+        With fewer than three shards, returns the rate over the whole working time.
         """
         started, ended, rows = self.series.times()
         if len(ended) < 3 or ended.max() <= ended.min():
@@ -176,7 +183,7 @@ class Tally:
         return float(rows.sum() - rows[earliest]) / seconds if seconds else 0.0
 
     def recent_rate(self) -> float:
-        """Return rows per second of the shards that ended in the last two minutes; 0 if none."""
+        """Return rows per second of the shards that ended in the last two minutes, or 0."""
         now = time.time()
         started, ended, rows = self.series.times()
         recent = now - ended < RECENT
@@ -213,13 +220,14 @@ class Tally:
         return len(_main({place: share.rows for place, share in self.by_engine.items()}))
 
     def roofline(self) -> dict[str, float]:
-        """Return the used and idle shares of the peak of all engines' GPUs; {} if unknown.
+        """Return the used and idle shares of the GPUs' capacity, {name: 0 to 1}; {} if unknown.
 
-        The time is from the first row in an engine to the last shard's end. mfu, mbu: FLOPs and
-        bytes of the computed tokens (`sizing/roofline.py`). idle_rows, idle_tail, idle_host: time
-        in which a GPU was idle because its engines had no rows yet, had no rows left, or were busy
-        in Python; idle_host only if the driver reports GPU utilization. Engines that share a GPU
-        each have a part of it, and one without rows leaves it to the others.
+        The time is from the first row in an engine to the last shard's end. "mfu" and "mbu" are the
+        shares of peak FLOPs and memory bandwidth that the computed tokens used
+        (`sizing/roofline.py`). "idle_rows", "idle_tail" and "idle_host" are the shares of time in
+        which a GPU was idle because its engine had no rows yet, had no rows left, or was busy in
+        Python; "idle_host" is known only if GPU utilization is. Of engines that share a GPU, each
+        has a part of its capacity.
         """
         whole = self.stats
         up, peak_flops, peak_bytes = whole.up_s, whole.peak_flops, whole.peak_bytes
@@ -241,9 +249,10 @@ class Tally:
         return {name: round(value, 4) for name, value in shares.items()}
 
     def _ends_of_engines(self) -> tuple[float, float]:
-        """Return the seconds without shards at the start and at the end, summed over all engines.
+        """Return (seconds before the first shard, seconds after the last), summed over all engines.
 
-        They are counted from the first start, and up to the last end, in any engine of the attempt.
+        They are counted from the first start, and to the last end, of any engine of the same
+        attempt.
         """
         by_attempt: dict[str, list[ShardStats]] = {}
         for (attempt, _), share in self.by_engine.items():
@@ -257,10 +266,10 @@ class Tally:
         return head, tail
 
     def workers(self) -> tuple[WorkerStats, ...]:
-        """Return the engines of the attempt that processed most rows, busiest first.
+        """Return the engines of the attempt that processed most rows, most rows first.
 
-        Engines of other attempts say nothing about the balance of these. Of more than
-        WORKERS_SHOWN engines, the last entry sums up all that have no entry of their own.
+        If there are more than WORKERS_SHOWN engines, the last entry is the sum of all that are not
+        shown.
         """
         rows = {place: share.rows for place, share in self.by_engine.items()}
         workers = [_worker(place[1], self.by_engine[place]) for place in _main(rows)]
@@ -279,9 +288,9 @@ class Tally:
         return tuple(workers)
 
     def nodes(self) -> tuple[NodeStats, ...]:
-        """Return up to 64 nodes that had engines, busiest first.
+        """Return up to 64 nodes that had engines, those with most rows first.
 
-        A node's engines are those of the attempt with most engines there.
+        A node's number of engines is the highest in any one attempt.
         """
         ordered = sorted(self.by_node.items(), key=lambda item: -item[1].rows)
         return tuple(
@@ -304,7 +313,7 @@ def _worker(name: str, share: Share) -> WorkerStats:
 
 
 def busiest(shares: Iterable[float]) -> float | None:
-    """Return the largest share divided by the mean (1 is even); None without shares."""
+    """Return the largest share divided by the mean (1 is even); None if all are 0 or none given."""
     values = list(shares)
     mean = sum(values) / len(values) if values else 0.0
     return round(max(values) / mean, 3) if mean > 0 else None

@@ -32,7 +32,11 @@ def outcome_text(
     remarks: Sequence[str] = (),
     currency: str = "",
 ) -> str:
-    """Describe the outcome of a completed run, with `remarks`; `seconds` is its elapsed time."""
+    """Describe the outcome of a completed run in one line, followed by `remarks`.
+
+    `rows` are all rows, `good` the answered and `failed` the quarantined ones. `seconds` is the
+    elapsed time. Without remarks it ends with "Nothing to do.".
+    """
     parts = [f"{good:,} of {counted(rows, 'row')}"]
     if failed:
         share = 100 * failed / rows
@@ -46,7 +50,10 @@ def outcome_text(
 
 
 def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 0.0) -> str:
-    """Describe a run's outcome by its report; `seconds` is its elapsed time, 0 if unknown."""
+    """Describe the outcome of the completed run of a report; see `outcome_text`.
+
+    `seconds` is its elapsed time, 0 if unknown; the report's time is used if it is longer.
+    """
     seconds = max(report.elapsed, report.seconds, seconds)
     cost = report.cost.get("total")
     if missed_deadline(report):
@@ -56,15 +63,16 @@ def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 
 
 
 def missed_deadline(report: RunReport) -> bool:
-    """Return whether a run took longer than limits.deadline."""
+    """Return whether the run took longer than limits.deadline, by the report's advice."""
     return any(advice.about == DEADLINE_MISSED for advice in report.advice)
 
 
 def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
-    """Return the remark on a run with far fewer rows than usual; None for any other run.
+    """Return a remark if a run has less than half the usual number of rows, else None.
 
-    `earlier` are the numbers of rows of earlier completed runs, newest first. With 14 or more of
-    them, `rows` must also be outside their usual variation.
+    `earlier` are the numbers of rows of earlier completed runs, newest first; the usual number is
+    the median of the newest 7. If there are 14 or more, `rows` must also be beyond their chance
+    variation.
     """
     logs = [math.log(number) for number in earlier[:MOST_RUNS] if number > 0]
     if rows and len(logs) >= LEAST_RUNS and chance_after(math.log(rows), logs) >= RUN_CHANCE:
@@ -77,24 +85,30 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
 
 
 def _usually(runs: int, value: str) -> str:
-    """Return the end of a sentence that states the usual `value` of so many earlier runs."""
+    """Return the end of a sentence: `value` is the usual one, by the last `runs` runs."""
     if runs == 1:
         return f"the completed run before has {value}"
     return f"the median of the last {runs} completed runs is {value}"
 
 
 def usual_seconds(earlier: Sequence[float]) -> float | None:
-    """Return the median of the latest `earlier` run times (newest first); None without any."""
+    """Return the usual time of a run in seconds: the median of the newest 7; None if there is none.
+
+    `earlier` are the seconds of earlier completed runs, newest first.
+    """
     return median(earlier[:COMPARED_RUNS]) if earlier else None
 
 
 def is_slow(seconds: float, usual: float | None) -> bool:
-    """Return whether a run takes at least twice the usual time and at least a minute longer."""
+    """Return whether a run takes at least twice the usual time and at least a minute longer.
+
+    False if `usual` is None.
+    """
     return usual is not None and seconds >= max(SLOW * usual, usual + SLOW_LEAST)
 
 
 def slow(seconds: float, earlier: Sequence[float]) -> str | None:
-    """Return the remark on a run that took much longer than usual (`is_slow`), else None.
+    """Return a remark if a run took much longer than usual (`is_slow`), else None.
 
     `earlier` are the seconds of earlier completed runs, newest first.
     """

@@ -1,1 +1,1 @@
-"""Turns committed pieces into the result, and verifies it."""
+"""Turns committed pieces into the result, and verifies the result."""

@@ -1,7 +1,7 @@
-"""Writes the result from committed pieces, in input order, and checks coverage.
+"""Writes the result from committed pieces, in input order, and checks its coverage.
 
-Two passes over the commits. The first checks and counts them, which determines the rows of each
-file. The second writes the files, each by a function that needs nothing but its task. Plan and
+It reads the commits twice. The first time it checks and counts them, which determines the rows of
+each file. The second time it makes a task for each file, which any process can write. Plan and
 commits never change once every shard is committed, so two finalizers write files with the same rows
 and either one's may be kept.
 """
@@ -41,9 +41,9 @@ on workers, and return the parts in any order.
 
 @dataclass(frozen=True)
 class Result:
-    """The files that finalize wrote (`parts`), and the totals over all commits (`tally`).
+    """The files that finalize wrote (`parts`), and the sums over all commits (`tally`).
 
-    `layout` and `manifest` are the names of the tables that `_SUCCESS` must name.
+    `layout` and `manifest` are the names of tables to name in `_SUCCESS`; one of them is None.
     """
 
     tally: Tally
@@ -55,7 +55,10 @@ class Result:
 def write_sequentially(
     write: Callable[[PartTask], Part], tasks: Iterator[PartTask], size: int
 ) -> Iterable[Part]:
-    """Call `write` for one task after the other, in this process; return the parts."""
+    """Call `write` for one task after the other, in this process; return the files written.
+
+    A `PartWriters` function; it does not use `size`, the total bytes.
+    """
     return map(write, tasks)
 
 
@@ -71,12 +74,15 @@ def finalize(
 ) -> Result:
     """Write data/ and the quarantine; check that they hold each row exactly once.
 
-    Without `compact`, writes the manifest instead, a list of the pieces. `file_bytes` is the target
-    size of a part, in bytes of its pieces. With `read_back`, a part's ETag is not accepted as proof
-    of its content. `writers` writes the parts. Raises `IncompleteRun` if shards are missing, and
-    `CorruptRun` that names a piece with wrong coverage or an unexpected file of the result, or if
-    another finalizer has finished the run meanwhile. Does not write _SUCCESS: the caller does,
-    after its report.
+    Without `compact`, writes only the manifest, a list of the pieces. `row_number` is the name of
+    the column of row numbers. `file_bytes` is the target size of a file, in bytes of its pieces.
+    With `read_back`, a file's ETag is not accepted as proof of its content. `writers` writes the
+    files.
+
+    Raises `IncompleteRun` if shards are missing. Raises `CorruptRun`, which names the piece or
+    file, for a piece with wrong coverage or an unexpected file among the results, and if another
+    finalizer has finished the run meanwhile. Does not write _SUCCESS: the caller does, after its
+    report.
     """
     found = survey(ledger, plan, shards, pieces=not compact)
     if compact:
@@ -105,7 +111,7 @@ def finalize_committed(
 ) -> list[Part]:
     """Write the shards in `survey` of an incomplete run to the folder `below` in its directory.
 
-    Follows the rules of `finalize`, but writes only files, no records, and leaves the run
+    Other parameters are those of `finalize`. Only files are written, no records, so the run is
     unchanged. The caller must check that the files still exist once a record names them.
 
     Raises the errors of `finalize`, and `CorruptRun` also if the run is completed meanwhile.
@@ -117,9 +123,11 @@ def finalize_committed(
 
 @dataclass(frozen=True)
 class _Work:
-    """The second pass of finalize: writer of a layout's files.
+    """Writes the files of a layout: the second half of finalize.
 
-    `below` is the folder to write to, a path in the run directory ("": the run directory itself).
+    `spans` are the files of the layout, `found` what the survey of the commits found. `below` is
+    the folder to write to, as "FOLDER" in the run directory with a final "/"; "" for the run
+    directory.
     """
 
     ledger: Ledger
@@ -133,9 +141,9 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """Return the name of the layout's table, which part notes contain.
+        """Return the name of the layout's table, which part notes refer to.
 
-        None for a partial result, which gets no notes.
+        None for a partial result, for which no notes are written.
         """
         return None if self.below else self.layout.table
 
@@ -143,7 +151,10 @@ class _Work:
         return f"{self.below}{span.path}"
 
     def done(self, writers: PartWriters) -> list[Part]:
-        """Write the files that no valid part note names; return all files in the layout's order."""
+        """Write the files that have no valid part note; return all files in the layout's order.
+
+        Raises `CorruptRun` if a file was not written, or with another number of rows.
+        """
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:
             parts = unchanged_parts(store, self.noted_as, self.spans)
@@ -163,7 +174,7 @@ class _Work:
         return [parts[self.path(span)] for span in self.spans]
 
     def tasks(self, spans: Collection[PartSpan]) -> Iterator[PartTask]:
-        """Yield the tasks that write these files, in the order of their last shards."""
+        """Yield the task for each file in `spans`, in the order of the files' last shards."""
         waiting = {kind: deque(s for s in spans if s.kind == kind) for kind in KINDS}
         held = {kind: list[Commit]() for kind in KINDS}
         for commit in self.ledger.commits(self.plan, self.found.listing):
@@ -198,7 +209,10 @@ class _Work:
 
 
 def first_rows(store: Store, files: Iterable[str], rows: int) -> pa.Table | None:
-    """Return at most `rows` rows from a result's start, for display; None if it has no rows."""
+    """Return up to `rows` rows from the first of `files` that has rows; None if none has.
+
+    `files` are Parquet files in `store`, in the result's order.
+    """
     for name in files:
         with store.open(name) as stream:
             parquet = pq.ParquetFile(stream, pre_buffer=False)

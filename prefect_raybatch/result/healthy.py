@@ -33,7 +33,7 @@ FaultHandler = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows of one kind in the form of a piece: the bytes of a Parquet file, and the positions."""
+    """Rows of one kind, encoded as a piece (a Parquet file, `data`), and their positions."""
 
     kind: PieceKind
     positions: Positions
@@ -42,16 +42,17 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class IntactShard:
-    """An intact shard: its commit and all its rows."""
+    """An intact shard: its commit, and its rows (one entry for each piece or kind)."""
 
     commit: Commit
     encoded_rows: tuple[EncodedRows, ...]
 
 
 def intact_shards(member: Member, fault: FaultHandler) -> Iterator[IntactShard]:
-    """Yield the intact shards of a run, by number; pass `fault` a message for each fault.
+    """Yield the intact shards of a run, in order of their numbers.
 
-    A shard whose commit record is missing is only left out.
+    `fault` is called with a message for each damaged record, piece, file or shard. A shard without
+    a commit is left out without a message.
     """
     ledger, plan = member.ledger, member.plan
     shards = ledger.shards(plan)
@@ -99,9 +100,9 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> IntactShard:
 def _cut_out(
     member: Member, shards: Shards, commits: Iterator[Commit], fault: FaultHandler
 ) -> Iterator[IntactShard]:
-    """Yield the shards whose rows are all in intact result files.
+    """Yield the shards whose rows are all in intact result files; each of `commits` has a shard.
 
-    Passes `fault` a message for each damaged file and each shard left out.
+    `fault` is called with a message for each damaged file and each shard that is left out.
     """
     rows = {kind: _Rows(numbered_rows(member, kind, fault)) for kind in KINDS}
     for commit in commits:
@@ -138,7 +139,7 @@ def _are_at(numbers: np.ndarray, positions: Positions) -> bool:
 
 
 class _Rows:
-    """Buffer over batches of rows with ascending numbers, from which ranges are taken in order."""
+    """Takes ranges of rows, in ascending order, from batches of rows with ascending numbers."""
 
     def __init__(self, batches: Iterator[tuple[np.ndarray, pa.Table]]):
         self._batches = batches
@@ -146,7 +147,10 @@ class _Rows:
         self._ended = False
 
     def take(self, start: int, stop: int) -> tuple[np.ndarray, pa.Table | None]:
-        """Return (numbers, other columns or None) of the rows [start, stop); drop rows before."""
+        """Return (numbers, table of the other columns) of the rows numbered `start` to `stop` - 1.
+
+        The table is None if there are none. Rows before `start` are dropped.
+        """
         while not self._ended and not (self._held and self._held[-1][0][-1] >= stop - 1):
             batch = next(self._batches, None)
             if batch is None:

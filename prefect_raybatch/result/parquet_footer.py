@@ -1,9 +1,10 @@
 """Reads a Parquet footer as plain values that can be changed and written again.
 
-pyarrow reads footers and writes those of rows that it encodes, but cannot change one; moving row
-groups between files requires new offsets. A footer is one struct in Thrift's compact protocol
-(https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md); its fields are
-defined in https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
+pyarrow reads footers, and writes them for rows that it encodes, but cannot change one. To move a
+row group to another file, its offsets must be changed. A footer is one struct in Thrift's compact
+protocol (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md); its
+fields are defined in
+https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ class FileField:
 
 
 class GroupField:
-    """Field numbers of RowGroup; `STORED` is that of its total compressed size."""
+    """Field numbers of RowGroup in parquet.thrift; `STORED` is its total compressed size."""
 
     COLUMNS, SIZE, ROWS, OFFSET, STORED = 1, 2, 3, 5, 6
 
 
 class ChunkField:
-    """Field numbers of ColumnChunk; the four in `PAGE_INDEX` locate the page index."""
+    """Field numbers of ColumnChunk in parquet.thrift; `PAGE_INDEX` are those of the page index."""
 
     OFFSET, META = 2, 3
     PAGE_INDEX = (4, 5, 6, 7)
 
 
 class ColumnField:
-    """Field numbers of ColumnMetaData, which a ColumnChunk holds in `META`."""
+    """Field numbers of ColumnMetaData in parquet.thrift; a ColumnChunk holds it in field `META`."""
 
     VALUES, SIZE, STORED, STATISTICS = 5, 6, 7, 12
     FIRST_PAGE, INDEX_PAGE, DICTIONARY_PAGE = 9, 10, 11
@@ -60,7 +61,10 @@ def footer_of(data: bytes | memoryview) -> ThriftFields:
 
 
 def footer_at_end(stream: BinaryIO) -> ThriftFields:
-    """Return the `FileMetaData` of a seekable file."""
+    """Return the `FileMetaData` of a seekable Parquet file.
+
+    Raises ValueError, IndexError or OSError if there is no readable footer.
+    """
     stream.seek(-8, os.SEEK_END)
     size = int.from_bytes(stream.read(4), "little")
     stream.seek(-12 - size, os.SEEK_END)
@@ -69,16 +73,19 @@ def footer_at_end(stream: BinaryIO) -> ThriftFields:
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """The footer's figures of a row group: rows, and for each column values, nulls and bounds."""
+    """The figures of a row group in a footer: its number of rows, and statistics of each column.
+
+    A column has "values" and, if the footer has them, "nulls", "min" and "max" (as bytes).
+    """
 
     rows: int
     columns: tuple[dict[str, Any], ...]
 
 
 def footer_figures(footer: ThriftFields) -> list[GroupFigures]:
-    """Return the figures of each row group.
+    """Return the figures of each row group in a footer.
 
-    Raises KeyError, TypeError or ValueError for a footer without them.
+    Raises KeyError, TypeError or ValueError for a malformed footer.
     """
     groups = []
     for group in listed(footer, FileField.GROUPS):
@@ -94,24 +101,27 @@ def footer_figures(footer: ThriftFields) -> list[GroupFigures]:
 
 
 def encoded(footer: ThriftFields) -> bytes:
-    """Return the end of a file after its last row group: footer, footer length, closing magic."""
+    """Return the bytes that end a Parquet file after its last row group: footer, length, magic."""
     out = bytearray()
     _put_struct(out, footer)
     return bytes(out) + len(out).to_bytes(4, "little") + MAGIC
 
 
 def integer(value: int) -> tuple[int, int]:
-    """Return an i64 field as `ThriftFields` holds it: (kind, value)."""
+    """Return an i64 field for `ThriftFields`: (kind, value)."""
     return _I64, value
 
 
 def structs(values: list[ThriftFields]) -> tuple[int, tuple[int, list[ThriftFields]]]:
-    """Return a list of structs as `ThriftFields` holds it: (kind, (kind of items, items))."""
+    """Return a list of structs as a field of `ThriftFields`: (kind, (kind of items, items))."""
     return _LIST, (_STRUCT, values)
 
 
 def listed(fields: ThriftFields, number: int) -> list[ThriftFields]:
-    """Return the structs of a list field. Raises KeyError or TypeError for another field."""
+    """Return the structs in field `number`, which is a list of structs.
+
+    Raises KeyError if the field is missing, TypeError if it is no list.
+    """
     values: list[ThriftFields] = fields[number][1][1]
     return values
 

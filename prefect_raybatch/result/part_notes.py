@@ -1,7 +1,7 @@
-"""Notes about written files, so that a finalizer that resumes after a crash can skip them.
+"""Notes about files of the result, so that a finalizer that resumes after a crash can skip them.
 
-Notes are only a cache. A note is valid if the store lists the file as it was when it was verified,
-and if it belongs to the same layout; losing notes costs only time.
+Notes are only a cache: losing them costs only time. A note is valid if it belongs to the present
+layout, and if the store lists the file as it was when it was verified.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ READ_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class FileSeen(StrictRecord):
-    """Identity of a file in a listing: the ETag on S3, modification time and inode on a disk."""
+    """The identity of a file, as a store lists it.
+
+    `etag` is set on S3, `mtime_ns` (modification time) and `inode` on a local disk.
+    """
 
     size: Count
     etag: str | None
@@ -47,10 +50,11 @@ class FileSeen(StrictRecord):
 
 @dataclass(frozen=True)
 class PartNote(StrictRecord):
-    """A note that the file `part` was written and verified.
+    """A note that the file `part` of the result was written and verified.
 
-    `layout` is the name of the table of its layout; `file` and `sums` identify the file and the
-    file of its row checksums as they were then.
+    `layout` is the name of the layout's table; `kind` and `index` are those of the file's
+    `PartSpan`. `file` identifies the file, and `sums` the file with its row checksums, at that
+    time.
     """
 
     layout: str
@@ -61,7 +65,7 @@ class PartNote(StrictRecord):
     sums: FileSeen
 
     def put(self, store: Store) -> None:
-        """Write the note; an error is only logged, because correctness does not depend on notes."""
+        """Write the note; an error is only logged, because the result does not depend on notes."""
         try:
             put_record(store, _path(self.kind, self.index), dump(asdict(self)))
         except RayBatchError as error:
@@ -69,7 +73,11 @@ class PartNote(StrictRecord):
 
 
 def unchanged_parts(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
-    """Return {path: part} of the files of this layout that are unchanged since their notes."""
+    """Return {path: part} of the files in `spans` that are unchanged since their notes.
+
+    Notes of other layouts (`layout` is the name of the layout's table) and unreadable ones are
+    ignored.
+    """
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:
         return {}

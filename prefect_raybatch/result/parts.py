@@ -1,7 +1,7 @@
 """Writes one file of a result exactly once, from any process and with any number of tries.
 
-Two finalizers write the same rows under the same names, but another pyarrow version writes them as
-other bytes. So an existing file with the same rows is adopted as it is, and `_SUCCESS` names the
+Two finalizers write the same rows under the same names, but with another version of pyarrow the
+bytes differ. So an existing file with the same rows is kept as it is, and `_SUCCESS` names the
 files that exist, whoever wrote them.
 """
 
@@ -57,14 +57,14 @@ GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which such a group i
 
 @dataclass(frozen=True)
 class PartTask:
-    """Everything that is needed to write one file.
+    """Everything that is needed to write one file of the result.
 
     `commits` are the commits of the file's shards, with only the pieces of the file's kind, and
-    `starts` the input rows at which the shards begin. `numbers` (int64) are the row numbers of all
-    input rows from `starts[0]` to the end of the last shard; None if they equal the positions in
-    the run's input. `row_number` is the name of the column of row numbers, which `schema` lacks.
-    With `read_back`, a written file's ETag is not accepted as proof of its content. `layout` is the
-    name of the layout's table for the note about the file, None if no note is written.
+    `starts` the input rows at which these shards begin. `numbers` (int64) are the row numbers of
+    all input rows from `starts[0]` to the end of the last shard; None if row numbers equal
+    positions in the run's input. `row_number` is the name of the column of row numbers, which
+    `schema` lacks. With `read_back`, a written file's ETag is not accepted as proof of its content.
+    `layout` is the name of the layout's table, for the note about the file; None to write no note.
     """
 
     span: PartSpan
@@ -82,11 +82,11 @@ class PartTask:
 
 
 def write_part(store: Store, task: PartTask) -> Part:
-    """Write the file, or adopt an existing one with the same rows; verify that it exists.
+    """Write the file of `task`, or keep an existing one with the same rows; check what is stored.
 
-    Raises `CorruptRun` that names a missing or changed piece, or if the run has ended meanwhile;
-    errors of the store; StoreError for a full local disk. Safe to call again after any of them, and
-    concurrently.
+    Raises `CorruptRun`, naming the piece, if a piece is missing or changed, and if the run is
+    finished meanwhile; the store's errors; StoreError if the local disk is full. Safe to call again
+    after any of them, and concurrently.
     """
     file = _PartFile(store, task)
     try:
@@ -108,14 +108,17 @@ def _load(store: Store, item: tuple[int, Commit]) -> tuple[int, tuple[str, pa.Ta
 
 
 def check_unfinished(store: Store) -> None:
-    """Raise `CorruptRun` if the run is finished: its result must not change any more."""
+    """Raise `CorruptRun` if the run is finished, because its result must not change any more."""
     with suppress(FileNotFoundError):
         store.stat(SUCCESS)
         raise CorruptRun(f"{store.uri} is finished by another process; its result is complete")
 
 
 class _PartFile(PartFiles):
-    """Writer of the file of a `PartTask`, on the local disk first."""
+    """Writes the file of a `PartTask`, first to the local disk.
+
+    Call `add` for each shard in order, then `end`.
+    """
 
     def __init__(self, store: Store, task: PartTask) -> None:
         super().__init__(store, task.path.rpartition("/")[0], task.span.index)
@@ -127,10 +130,10 @@ class _PartFile(PartFiles):
         self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
-        """Add the rows of a shard: `table`, with a column of positions, and their row `numbers`.
+        """Add the rows of a shard: `table`, with positions in its first column, and row `numbers`.
 
-        The rows become a row group of their own or, if they are few, share one with neighbouring
-        shards. `piece` is a Parquet file of exactly this table, None if there is none.
+        A shard with many rows becomes a row group; small neighbouring shards share one. `piece` has
+        the bytes of a Parquet file with exactly this table, None if there is none.
         """
         schema = self._task.schema
         if table.column_names[0] != POSITION_COLUMN or not table.schema.remove(0).equals(schema):
@@ -196,14 +199,14 @@ class _PartFile(PartFiles):
         return part
 
     def _made(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (int64 numbers, uint32 checksums) of the file's rows, in its order."""
+        """Return (row numbers as int64, checksums as uint32) of the rows added, in order."""
         return np.concatenate(self._rows), np.concatenate([s.result() for s in self._sums])
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
         return _fenced(self._store, path, local_path, sums, self._same_rows, self._task.read_back)
 
     def _put_sums(self, part: Part) -> tuple[str, FileInfo]:
-        """Store the row checksums of the file; return SHA-256 and info of the stored file."""
+        """Store the file's row checksums; return (SHA-256, info) of the stored checksum file."""
         made, path = self._made(), row_sums_path(part.path)
 
         def same(path: str, local_path: str) -> str | None:
@@ -224,7 +227,11 @@ class _PartFile(PartFiles):
             return _fenced(self._store, path, local_path, Sums.of(data), same)
 
     def _same_rows(self, path: str, local_path: str) -> str | None:
-        """Return the SHA-256 of the stored file if it has this file's rows and schema."""
+        """Return the SHA-256 of the file stored at `path` if it has these rows and this schema.
+
+        The schema is that of the file at `local_path`. None if the stored file differs, is not
+        valid Parquet or has misleading statistics.
+        """
         try:
             with self._store.open(path) as stream:
                 checksum = sha256_of(stream)
@@ -249,11 +256,12 @@ def _fenced(
     same: Callable[[str, str], str | None],
     read_back: bool = False,
 ) -> tuple[str, FileInfo]:
-    """Put a local file at `path` unless one with the same rows exists there.
+    """Put a local file at `path` unless one with the same rows is stored there.
 
-    Return SHA-256 and info of the file that is then at `path`. A file with other rows is replaced,
+    Returns (SHA-256, info) of the file that is then at `path`. A file with other rows is replaced,
     if it is still the version that was read. `same(path, local_path)` returns the SHA-256 of the
-    file at `path` if it has the same rows, else None.
+    file at `path` if it has the same rows, else None. `sums` are the checksums of the local file.
+    Raises an error if the file at `path` is still not right after 6 looks.
     """
     for _ in range(LOOKS):
         with suppress(FileNotFoundError):  # deleted since it was seen: look again
@@ -270,10 +278,10 @@ def _look(
     same: Callable[[str, str], str | None],
     read_back: bool,
 ) -> tuple[str, FileInfo] | None:
-    """Return SHA-256 and info of the stored file if it has the expected rows, else None.
+    """Return (SHA-256, info) of the stored file if it has the expected rows, else None.
 
-    Before returning None, write the file if it is missing, or replace it if it has other rows; the
-    caller then calls again to check what was stored.
+    Before returning None, it writes the file if it is missing, and replaces it if it has other
+    rows; the caller then calls again to check what was stored. Parameters are those of `_fenced`.
     """
     try:
         seen = store.stat(path)
@@ -299,10 +307,10 @@ def _look(
 def _groups(
     found: pq.ParquetFile, told: list[GroupFigures]
 ) -> Iterator[tuple[GroupFigures, pa.Table]]:
-    """Yield the row groups of a file one at a time, each with the figures in its footer.
+    """Yield each row group of a file with its figures in the footer, one group at a time.
 
-    The figures are read first: pyarrow ends the process on some malformed footers, for which
-    `footer_figures` raises.
+    `told` are the figures, which must be read first: pyarrow ends the process on some malformed
+    footers, for which `footer_figures` raises.
     """
     for group, figures in enumerate(told):
         yield figures, found.read_row_group(group, use_threads=False)
@@ -311,8 +319,8 @@ def _groups(
 def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
     """Return whether the footer's figures of a row group contradict its rows.
 
-    Readers would wrongly skip row groups because of such figures. Differences in encoding do not
-    matter, so that all finalizers agree, whatever their pyarrow version and its row group sizes.
+    Because of such figures, readers would wrongly skip row groups. Figures that only one pyarrow
+    version writes do not matter, so all finalizers agree.
     """
     rewritten = io.BytesIO()
     pq.write_table(rows, rewritten, row_group_size=max(1, rows.num_rows))
@@ -328,7 +336,10 @@ def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
 
 @contextmanager
 def _spare(local_path: str) -> Iterator[str]:
-    """Yield a hard link to a local file, for a store that moves away the file that it is given."""
+    """Within the `with` block, provide a second hard link to a local file; yield its path.
+
+    For a store that moves the file it is given instead of copying it.
+    """
     spare = f"{local_path}.spare"
     with local_disk():
         os.link(local_path, spare)
@@ -353,7 +364,7 @@ def _local_file(data: bytes) -> Iterator[str]:
 def _numbers_and_sums(
     found: pq.ParquetFile, told: list[GroupFigures], task: PartTask
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (row numbers, checksums) of a file's rows.
+    """Return (row numbers, checksums) of all rows in the file `found`.
 
     None if the rows contradict `told`, the figures in the file's footer.
     """

@@ -1,4 +1,4 @@
-"""Commits and the pieces that they name, checked while they are read."""
+"""Checks commits, and reads the pieces that they name, checking them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from prefect_raybatch.storage import Store
 
 
 def check_commit(commit: Commit, rows: int) -> None:
-    """Raise `CorruptRun` naming the shard unless the commit has each position of [0, rows) once.
+    """Raise `CorruptRun` unless the commit has each position from 0 to `rows` - 1 exactly once.
 
-    Its pieces of data must have its good positions, those of quarantine its failed ones.
+    Its data pieces must have its good positions, its quarantine pieces its failed ones. The message
+    names the shard.
     """
     held = disjoint((commit.good, commit.failed, commit.skipped))
     if held != Positions.spans((0, rows)):
@@ -38,9 +39,9 @@ def check_commit(commit: Commit, rows: int) -> None:
 def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, bytes | None]]:
     """Yield (kind, table, Parquet file or None) for each kind of pieces that a commit names.
 
-    The table has the rows of all pieces of the kind, sorted by position. The Parquet file (bytes)
-    is the only piece, if it holds exactly this table. Checks size, hash and positions. Raises
-    `CorruptRun` that names the piece and, for a faulty row, its position.
+    The table has the rows of all pieces of the kind, sorted by position. The Parquet file is the
+    bytes of the only piece, None if the table differs from it. Raises `CorruptRun`, which names
+    piece or shard, for a piece with another size, checksum or positions than the commit has.
     """
     for kind in KINDS:
         pieces = [p for p in commit.pieces if p.kind == kind]
@@ -60,7 +61,10 @@ def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, b
 
 
 def read_piece(store: Store, shard: int, piece: Piece) -> pa.Table:
-    """Return one piece; raise `CorruptRun` if its size, checksum or row count is wrong."""
+    """Return the table of one piece of shard number `shard`.
+
+    Raises `CorruptRun` if the piece is missing, or its size, checksum or row count is wrong.
+    """
     return checked_piece(store, shard, piece)[1]
 
 
@@ -87,7 +91,7 @@ def checked_piece(store: Store, shard: int, piece: Piece) -> tuple[bytes, pa.Tab
 
 
 def _other_positions(table: pa.Table, expected: Positions) -> str | None:
-    """Describe the positions in a table; None if they are the expected ones."""
+    """Return the positions in a table as text; None if they are the expected ones."""
     try:
         actual = Positions.of(table[POSITION_COLUMN].to_numpy())
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""Removes leftovers of killed attempts from a run directory, and nothing that may still count.
+"""Removes leftovers of killed attempts from a run directory, and nothing that may still be needed.
 
-Nobody can tell from outside whether a driver is dead or only suspended, so age alone never decides
-about a piece. It is removed once its shard's commit names others, or once the run is finished: then
-no driver, however late it wakes, can make it part of the result. Snapshots and tables are removed
-once plan.json exists and names others, because a process that is still making them will find that
-plan and adopt it.
+Nobody can tell from outside whether a driver is dead or only suspended, so age alone is no reason
+to remove a piece. A piece is removed once its shard's commit names others, or once the run is
+finished: then no driver, however late it resumes, can make it part of the result. Snapshots and
+tables are removed once plan.json exists and names others, because a process that is still making
+them will find that plan and use it.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 
 @dataclass
 class Reaped:
-    """Files and bytes that were removed (or would be), by kind; see `REAPED_KINDS`.
+    """The numbers of files and bytes that were removed, by kind (`REAPED_KINDS`).
 
-    The bytes of incomplete multipart uploads are unknown and count as 0. `kept` counts the pieces
-    of uncommitted shards, which stay.
+    With `dry_run`, they are only those that would be. The bytes of incomplete multipart uploads are
+    unknown and count as 0. `kept` counts the pieces of uncommitted shards, which stay.
     """
 
     run: str
@@ -80,11 +80,10 @@ class Reaped:
 
 
 def reap(store: Store, older_than: float = 3600.0, dry_run: bool = False) -> Reaped:
-    """Remove leftovers older than `older_than` seconds on the store's clock; return their counts.
+    """Remove leftovers older than `older_than` seconds from a run directory; return their counts.
 
-    With `dry_run`, only count them.
-
-    Raises `NoSuchRun` if `store` is no run directory, and the store's errors.
+    The age is by the store's clock. With `dry_run`, only count them. Raises `NoSuchRun` if `store`
+    is no run directory, and the store's errors.
     """
     ledger = Ledger(store)
     plan = need_plan(ledger)
@@ -124,9 +123,10 @@ def orphans(
     plan: Plan,
     on_kept: Callable[[FileInfo], None] = lambda info: None,
 ) -> Iterator[FileInfo]:
-    """Yield pieces that can be deleted; call `on_kept` for pieces of uncommitted shards.
+    """Yield pieces that can be deleted; call `on_kept` for those of uncommitted shards instead.
 
-    Raises `CorruptRun` before the first one if the result made from them is missing.
+    If the run is finished and its result has all rows, first raises `CorruptRun` if a file of that
+    result is missing.
     """
     pieces: Iterable[FileInfo]
     pieces = (info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path))
@@ -161,16 +161,16 @@ def orphans(
 
 
 def obsolete_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield the part notes of a finished run, which nothing reads any more."""
+    """Yield the part notes of a finished run; nothing reads them any more."""
     if ledger.finished(plan) is not None:
         yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
 
 
 def obsolete_answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield files of answers in row order that nothing reads any more.
+    """Yield the files of answers in row order that nothing reads any more.
 
-    In a finished run these are all such files. Otherwise they are those that its record of answers
-    in row order does not name; without that record there are none.
+    For a finished run, these are all such files. Else they are those that the run's record of
+    answers in row order does not name; nothing if there is no such record.
     """
     if plan.increment is None:
         return
@@ -182,7 +182,7 @@ def obsolete_answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _cut_off_partials(store: Store) -> Iterator[FileInfo]:
-    """Yield files of partial results without a record; complete partial results stay."""
+    """Yield the files of interrupted partial results; complete ones, which have a record, stay."""
     found = list(store.list(PARTIAL_FOLDER))
     whole = set(
         partial_names(store)

@@ -1,7 +1,7 @@
 """Assembles row groups of Parquet files from encoded bytes, without encoding them again.
 
 The pieces of a run are Parquet already, compressed by its workers. Encoding their rows again would
-be two thirds of the cost of finalize, with the same result.
+take two thirds of the time of finalize, and give the same result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY
 class Columns:
     """A Parquet file of one row group (`data`), and which of its columns to copy.
 
-    All columns are copied, or with `after_first` all but the first.
+    All columns are copied, or all but the first if `after_first`.
     """
 
     data: bytes
@@ -54,9 +54,10 @@ def encoded_columns(table: pa.Table) -> Columns:
 
 
 class RowGroupFile:
-    """A Parquet file of `schema` at a local path, written row group by row group.
+    """Writes a Parquet file of `schema` to a local path, one row group after the other.
 
-    The same groups give the same bytes. It is no Parquet file until `close`. Raises OSError.
+    The same groups give the same bytes. The file is valid only after `close`. Methods raise OSError
+    for a faulty or full disk.
     """
 
     def __init__(self, path: str, schema: pa.Schema) -> None:
@@ -68,10 +69,10 @@ class RowGroupFile:
         self._file.write(MAGIC)
 
     def append(self, sources: Sequence[Columns]) -> bool:
-        """Add the columns of all sources, side by side, as one row group.
+        """Add the columns of all sources, side by side, as one row group; return True if done.
 
-        Return False, without writing anything, if they differ from the schema or if a source does
-        not have exactly one row group.
+        Returns False, and writes nothing, if the columns differ from the schema, if the sources
+        have different numbers of rows, or if a source does not have exactly one row group.
         """
         footers = [footer_of(source.data) for source in sources]
         elements, chunks, rows = [], [], set[int]()

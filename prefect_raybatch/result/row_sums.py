@@ -1,7 +1,7 @@
-"""Row checksums, kept beside each file of the result, to locate changed rows.
+"""Row checksums, stored beside each file of the result, to find out which rows changed.
 
-The file's SHA-256 verifies it. Row checksums only locate a change, so 4 bytes per row are enough
-(one change in 4 billion would show in the file and not in a row).
+Whether the file changed at all is decided by its SHA-256. So 4 bytes per row are enough for row
+checksums: one change in 4 billion would not show in them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/
 
 
 def row_sums(table: pa.Table) -> np.ndarray:
-    """Return uint32[rows], the checksum of each row.
+    """Return uint32[rows]: a checksum of each row.
 
     It depends on the row's values and on order and names of columns, not on chunking or encoding.
-    Lists are hashed by their values: for a vector of 1,024 numbers this takes 20 us, and hashing it
-    as JSON 2 ms.
+    Lists are hashed by their values: for a vector of 1,024 numbers this takes 20 us, while hashing
+    it as JSON takes 2 ms.
     """
     total = np.full(table.num_rows, 0xCBF29CE484222325, np.uint64)
     for name in table.column_names:
@@ -38,7 +38,10 @@ def row_sums(table: pa.Table) -> np.ndarray:
 
 
 def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
-    """Encode a part's row numbers (int64) and checksums (uint32), in its order, as Parquet."""
+    """Encode a file's row numbers (int64) and checksums (uint32) as Parquet, in the file's order.
+
+    Both are lists of arrays, which are concatenated.
+    """
     import pyarrow.parquet as pq
 
     out = io.BytesIO()
@@ -57,9 +60,9 @@ def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
 
 
 def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (row numbers, checksums) of a part with `rows` rows, as `encode` wrote them.
+    """Return (row numbers, row checksums) of a file with `rows` rows from what `encode` returned.
 
-    Raises `CorruptRun`, which names the file `name`, for anything else.
+    Raises `CorruptRun`, which names the file `name`, if `data` is anything else.
     """
     import pyarrow.parquet as pq
 
@@ -76,7 +79,7 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _column(array: pa.Array) -> np.ndarray:
-    """Return uint64[rows], a hash of each value of one column; nulls have a hash of their own."""
+    """Return uint64[rows]: a hash of each value of a column. All nulls have the same fixed hash."""
     from pandas.util import hash_array
 
     kind = array.type
@@ -101,9 +104,10 @@ def _column(array: pa.Array) -> np.ndarray:
 
 
 def _lists(array: pa.Array) -> tuple[list[pa.Array], np.ndarray] | None:
-    """Return (values, int64[rows + 1] offsets of the lists in them) of an array of lists.
+    """Return (values, offsets) of an array of lists or maps; None for an array of another type.
 
-    The values are one array or, of maps, two: keys and items. None for an array of another type.
+    List i has the values from offset i to offset i + 1 (int64[rows + 1]). The values are one array
+    or, for maps, two: keys and items.
     """
     kind, first, rows = array.type, array.offset, len(array)
     if pa.types.is_fixed_size_list(kind):
@@ -120,7 +124,7 @@ def _lists(array: pa.Array) -> tuple[list[pa.Array], np.ndarray] | None:
 def _folded(parts: list[pa.Array], places: np.ndarray) -> np.ndarray:
     """Return uint64[rows]: a hash of each list's length and of its values with their indices.
 
-    `parts` and `places` are what `_lists` returns.
+    `parts` and `places` are the values and offsets that `_lists` returns.
     """
     values = np.zeros(int(places[-1]), np.uint64)
     for part in parts:
@@ -135,7 +139,10 @@ def _folded(parts: list[pa.Array], places: np.ndarray) -> np.ndarray:
 
 
 def _flat(array: pa.Array) -> np.ndarray:
-    """Return values that pandas hashes alike on every machine; nulls become arbitrary values."""
+    """Convert values to an array that pandas hashes alike on every machine.
+
+    Nulls become some value; the caller must replace their hashes.
+    """
     kind = array.type
     if pa.types.is_boolean(kind):
         return _numpy(array.fill_null(False)).astype(np.int64)

@@ -28,11 +28,12 @@ Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; nu
 
 
 def rows_of_member(member: Member) -> Iterator[Rows]:
-    """Yield (kind, file, row numbers) of all rows of a run.
+    """Yield (kind, file, row numbers) of all rows of a run, in several arrays.
 
-    The kind is data, quarantine or left out. Reads only the row numbers of each file; checksums are
-    for `verify`. Rows left out by postprocess, and all rows of a run without compaction, are known
-    from the commits. Raises `CorruptRun` that names a missing or unreadable file.
+    The kind is "data", "quarantine" or "left out". Only the row numbers of each file are read, and
+    no checksums are compared. Rows left out by postprocess, and all rows of a run without
+    compaction, are known from the commits. Raises `CorruptRun`, which names the file, for a missing
+    or unreadable file.
     """
     ledger, plan = member.ledger, member.plan
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
@@ -57,9 +58,9 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
 def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
     """Yield (file, row numbers, table of `columns`) of batches of a finished run's failed rows.
 
-    The rows are in order of row number. Downloads each file to the local disk and compares it with
-    the checksum that finalize recorded. Memory: one batch, or without compaction one shard. Raises
-    `CorruptRun` that names a faulty file.
+    The rows are in order of row number. Each file is copied to the local disk and compared with the
+    checksum that finalize recorded. Memory: one batch or, without compaction, one shard. Raises
+    `CorruptRun`, which names the file, for a faulty file.
     """
     if _compact(member):
         for part in _parts(member, "quarantine"):
@@ -89,7 +90,8 @@ def numbered_rows(
 ) -> Iterator[tuple[np.ndarray, pa.Table]]:
     """Yield batches (row numbers, other columns) of a finished run's rows of `kind`, by row number.
 
-    Leaves out files whose checksum is not as finalize recorded; passes `fault` a message for each.
+    Files whose checksum is not the recorded one are left out; `fault` is called with a message for
+    each.
     """
     for part in _parts(member, kind):
         try:
@@ -104,7 +106,7 @@ def numbered_rows(
 def data_schema(member: Member) -> pa.Schema:
     """Return the schema of a finished run's answered rows.
 
-    If the run has none, the schema has only the column of row numbers.
+    If no row is answered, it has only the column of row numbers.
     """
     for part in _parts(member, "data"):
         with _opened(member, part, check=False) as (parquet, _):
@@ -116,8 +118,8 @@ def data_schema(member: Member) -> pa.Schema:
 def data_of(member: Member) -> Iterator[pa.RecordBatch]:
     """Yield the answered rows of a finished run in order of row number.
 
-    Raises `CorruptRun` for a file whose checksum is not as finalize recorded. Memory: one batch;
-    the local disk holds one file.
+    Raises `CorruptRun` for a file whose checksum is not the recorded one. One batch is in memory at
+    a time, and one file on the local disk.
     """
     schema = None
     for part in _parts(member, "data"):
@@ -149,7 +151,11 @@ def _parts(member: Member, kind: str) -> list[Part]:
 
 @contextmanager
 def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[pq.ParquetFile, str]]:
-    """Yield (Parquet file, name of its row number column) of a part of the result."""
+    """Within the `with` block, provide (Parquet file, name of its row number column) for a part.
+
+    With `check`, the file is copied to the local disk and its checksum compared first. Raises
+    `CorruptRun` if the part is missing, changed or unreadable.
+    """
     row_number = member.summary.row_number if member.summary else "_row"
     uri = f"{member.ledger.store.uri}/{part.path}"
     with tempfile.TemporaryFile(prefix="raybatch-") as local:
@@ -170,9 +176,9 @@ def _opened(member: Member, part: Part, check: bool) -> Iterator[tuple[pq.Parque
 
 @contextmanager
 def reading_parquet(uri: str) -> Iterator[None]:
-    """Convert pyarrow errors about a damaged Parquet file to `CorruptRun` that names `uri`.
+    """Within the `with` block, convert pyarrow errors about a damaged Parquet file to `CorruptRun`.
 
-    Errors of disk and network propagate.
+    The error names `uri`. Errors of disk and network are raised unchanged.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Tracks which rows were seen, one bit per row, to verify that each is in exactly one place.
+"""Tracks with one bit per row which rows were seen, to verify that each is in exactly one place.
 
-Rows arrive in any order and from several threads. Memory is an eighth of a byte per row, in windows
-allocated at the first row seen; row numbers are kept only of faulty rows.
+Rows may be added in any order and from several threads. Memory is allocated in windows, each when
+its first row is seen. Row numbers are kept only for rows seen more than once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ ALL = 0xFF
 
 
 class SeenRows:
-    """Set of the rows seen so far, of rows 0 to `rows` - 1.
+    """The set of rows seen so far, out of rows 0 to `rows` - 1.
 
-    `twice` lists the first rows of up to `most` spans of rows that were seen more than once.
+    `twice` has rows that were seen more than once: the first row of each span of them, for up to
+    `most` spans.
     """
 
     def __init__(self, rows: int, most: int):
@@ -30,7 +31,7 @@ class SeenRows:
         self._lock = Lock()
 
     def add(self, rows: np.ndarray) -> None:
-        """Add row numbers in ascending order, distinct and within range."""
+        """Add row numbers, which must be ascending, distinct and from 0 to `rows` - 1."""
         if not len(rows):
             return
         cuts = np.arange(rows[0] // BLOCK_ROWS + 1, rows[-1] // BLOCK_ROWS + 1) * BLOCK_ROWS
@@ -40,7 +41,7 @@ class SeenRows:
                 self._add(rows[start:stop])
 
     def _add(self, rows: np.ndarray) -> None:
-        """Add ascending row numbers that lie within one span of BLOCK_ROWS."""
+        """Add ascending row numbers that lie between two neighbouring multiples of BLOCK_ROWS."""
         first = int(rows[0]) & ~7
         flags = np.zeros(int(rows[-1]) + 1 - first, bool)
         flags[rows - first] = True
@@ -55,7 +56,7 @@ class SeenRows:
                 self.twice += starts[: self.most - len(self.twice)].tolist()
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield half-open spans of rows that were not seen, ascending."""
+        """Yield (first row, row after the last) of the spans of rows not seen, ascending."""
         last: tuple[int, int] | None = None
         for start, stop in self._block_gaps():
             if last is not None and last[1] == start:
@@ -68,7 +69,7 @@ class SeenRows:
             yield last
 
     def _block_gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield the same rows as `gaps`, in spans that are cut at multiples of BLOCK_ROWS."""
+        """Yield what `gaps` yields, but with spans cut at multiples of BLOCK_ROWS."""
         for start in range(0, self.rows, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.rows)
             window, at = divmod(start, WINDOW_ROWS)
@@ -90,7 +91,10 @@ class SeenRows:
 
 
 def to_spans(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, exclusive stops) of the spans of consecutive numbers in ascending `rows`."""
+    """Return (first numbers, numbers after the last) of the spans of consecutive numbers in `rows`.
+
+    `rows` must be ascending.
+    """
     if not len(rows):
         return rows, rows
     breaks = np.flatnonzero(np.diff(rows) != 1)

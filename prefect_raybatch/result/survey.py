@@ -1,4 +1,4 @@
-"""The first pass of finalize: checks and counts the commits, and lays out the files."""
+"""The first half of finalize: checks and counts the commits, and computes the files' layout."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _NO_POSITIONS, _NO_STATS = Positions(), ShardStats()  # shared: many commits are
 
 @dataclass(frozen=True)
 class Survey:
-    """Totals over the commits in `listing`: of rows (`tally`), and of pieces by shard (`sums`).
+    """Sums over the commits in `listing`: of rows (`tally`), and of each shard's pieces (`sums`).
 
-    `pieces` are all pieces in input order, [] unless they were requested.
+    `pieces` has all pieces in input order if they were requested, else it is [].
     """
 
     listing: Listing
@@ -49,10 +49,11 @@ class Survey:
 
 
 def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
-    """Read and check the commits of all shards.
+    """Read, check and count the commits of all shards.
 
     Raises `IncompleteRun` if some are missing, and `CorruptRun` if they do not hold each planned
-    row once. Memory: four numbers per shard and, with `pieces`, a `PieceRow` for each piece.
+    row once. With `pieces`, the survey has a `PieceRow` for each piece. Memory: four numbers per
+    shard, and these.
     """
     listing = ledger.listing(plan)
     if not listing.done.all():
@@ -70,7 +71,10 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
 def survey_committed(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, pieces: bool = False
 ) -> Survey:
-    """Read and check the commits that `listing` shows; raise `CorruptRun` for a faulty one."""
+    """Read, check and count the commits in `listing`; raise `CorruptRun` for a faulty one.
+
+    With `pieces`, the survey has a `PieceRow` for each piece.
+    """
     found = Survey(listing, Tally(), ShardSums.empty(plan.shards), [])
     for commit in ledger.commits(plan, listing):
         shard = shards[commit.shard]
@@ -87,7 +91,11 @@ def survey_committed(
 def layout_of(
     ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Return the recorded layout of the result; record one if there is none."""
+    """Return the recorded layout of the result and its files; if none is recorded, record one.
+
+    Parameters are those of `finalize`. Raises `CorruptRun` if the recorded layout does not fit the
+    commits or `row_number`, and if there is none although the run is finished.
+    """
     if (there := read_layout(ledger, plan)) is not None:
         return _checked(there, survey, row_number)
     made, spans = chosen_layout(ledger, plan, survey, row_number, file_bytes)
@@ -101,7 +109,7 @@ def layout_of(
 def chosen_layout(
     ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Compute the layout from the commits in `survey`, and return it without recording it."""
+    """Compute the layout of the result and its files from the commits; record nothing."""
     spans = choose_spans(survey.sums, file_bytes)
     kinds = sorted(_kinds(spans))  # the order of a set differs between processes
     schemas = {kind: encode_schema(_schema(ledger, plan, survey, kind)) for kind in kinds}
@@ -124,7 +132,7 @@ def _kinds(spans: tuple[PartSpan, ...]) -> set[str]:
 
 
 def _schema(ledger: Ledger, plan: Plan, survey: Survey, kind: str) -> pa.Schema:
-    """Return the schema of the run's first piece of `kind`, without the column of positions."""
+    """Return the schema of the run's first rows of `kind`, without the column of positions."""
     first = int(np.flatnonzero(survey.sums.rows[kind])[0])
     commit = bare(ledger.read_commit(plan, first), kind)
     ((_, table, _),) = read_pieces(ledger.store, commit)
@@ -132,7 +140,7 @@ def _schema(ledger: Ledger, plan: Plan, survey: Survey, kind: str) -> pa.Schema:
 
 
 def bare(commit: Commit, kind: str) -> Commit:
-    """Return a copy of the commit that keeps only the pieces and positions of one kind."""
+    """Return a copy of the commit with the pieces and positions of one kind, and no statistics."""
     pieces = tuple(piece for piece in commit.pieces if piece.kind == kind)
     good, failed = commit.good, commit.failed
     good, failed = (good, _NO_POSITIONS) if kind == "data" else (_NO_POSITIONS, failed)

@@ -1,4 +1,4 @@
-"""Verifies a run: each row is once in the files that exist, and its records are intact."""
+"""Verifies a run: each row is in its files exactly once, and its records are intact."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ COMMIT_RECORDS = "the commits"  # the place of rows that were left out
 
 @dataclass
 class Verdict:
-    """The findings of `verify`. `ok` is True only for a finished run with every row exactly once.
+    """The findings of `verify`. `ok` is true only for a finished run without faults.
 
-    Orphans are pieces that no commit names. They are not a fault: nothing reads them, and in an
-    unfinished run a live driver may still commit them. Strays are unexpected files among the
-    commits, which are not a fault either.
+    `data`, `quarantined` and `skipped` are numbers of rows. `faults` has a sentence for each of the
+    first 20. Orphans are pieces that no commit names: `orphans` is their number, `orphan_names` has
+    up to 20. They are not a fault: nothing reads them, and in an unfinished run a live driver may
+    still commit them. `strays` are unexpected files among the commits, which are not a fault
+    either.
     """
 
     run: str
@@ -72,7 +74,7 @@ class Verdict:
 
 
 def verify(store: Store) -> Verdict:
-    """Check each row of a run, and everything that a later run depends on.
+    """Check each row of a run, and everything that a later run depends on; return the findings.
 
     Raises `NoSuchRun` without a plan, and `CorruptRun` only for an unreadable plan or for a
     `_SUCCESS` of another plan.
@@ -123,7 +125,10 @@ def verify(store: Store) -> Verdict:
 
 
 def _check_unfinished(ledger: Ledger, plan: Plan, verdict: Verdict) -> None:
-    """Check what an unfinished run reads: its snapshot, its answers by row, its requests phase."""
+    """Check what an unfinished run will read: its snapshot, answers by row and requests phase.
+
+    Faults are added to `verdict`.
+    """
     try:
         check_snapshot(ledger, plan, partial(_fault, verdict))
         check_by_row(ledger.store, plan, partial(_fault, verdict))
@@ -152,10 +157,10 @@ def _commits(
     pieces: dict[str, int] | None,
     seen: SeenRows | None,
 ) -> None:
-    """Check each commit, and the pieces that it names.
+    """Check each commit, and the pieces that it names; add counts and faults to `verdict`.
 
-    `pieces` maps the path of each existing piece to its size; pieces that commits name are removed
-    from it. If the result was made from the pieces, `pieces` is None; then the rows left out by
+    `pieces` is {path: size} of the existing pieces; those that commits name are removed from it. If
+    the result has all rows, pieces are not needed and `pieces` is None; then rows left out by
     postprocess, which only commits record, are added to `seen`.
     """
     left_out = LeftOutRows()
@@ -213,17 +218,20 @@ def _note_orphans(pieces: dict[str, int], verdict: Verdict) -> None:
 
 
 class LeftOutRows:
-    """Collector of the left-out rows of commits, because handling each commit's is slow."""
+    """Collects rows left out by postprocess from many commits, to handle many rows at a time.
+
+    Handling each commit's rows alone would be slow.
+    """
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._rows = 0
 
     def take(self, start: int, commit: Commit) -> np.ndarray | None:
-        """Add the left-out rows of a commit whose shard begins at row `start`.
+        """Add the left-out rows of a commit whose shard begins at input row `start`.
 
-        Return and forget all collected rows (int64 positions in the run's input) once they are
-        many, else return None.
+        Returns None until many rows are collected; then returns them all (int64 positions in the
+        run's input) and forgets them.
         """
         if commit.skipped:
             self._parts.append(start + commit.skipped.numbers)
@@ -240,16 +248,16 @@ TakeFrom = Callable[[str, np.ndarray], None]  # a place, and the ascending posit
 
 
 class _Files:
-    """The files of a result, several read at a time."""
+    """Reads and checks the files of a result, several at a time."""
 
     def __init__(self, store: Store, success: Success, numbers: RowNumbers) -> None:
         self.store, self.numbers, self.row_number = store, numbers, success.row_number
         self.parts = {part.path: part for part in success.parts}
 
     def check(self, kind: str, folder: str, seen: SeenRows, verdict: Verdict) -> None:
-        """Check the files of `folder`, all of `kind`, which may be read several at a time.
+        """Check the files of `folder`, which have rows of `kind` ("data" or "quarantine").
 
-        Adds the positions of their rows in the run's input to `seen`, counts and faults to
+        The positions of their rows in the run's input are added to `seen`, counts and faults to
         `verdict`.
         """
         fault = partial(_fault, verdict)
@@ -261,15 +269,19 @@ class _Files:
                 fault(text)
 
     def again(self, take: TakeFrom) -> None:
-        """Read all files a second time; call `take(path, positions of its rows)` for their rows."""
+        """Read all files a second time; call `take(path, positions of rows)` for each batch.
+
+        The positions are those in the run's input. Missing files are skipped.
+        """
         for path in self.parts:
             with suppress(FileNotFoundError):
                 self._read(take, path)
 
     def _read(self, take: TakeFrom, path: str) -> tuple[int, list[str]]:
-        """Read a file, and call `take(path, rows)` with its rows, batch by batch.
+        """Read and check a file; call `take(path, positions of rows)` for each batch of its rows.
 
-        These are positions in the run's input. Return (number of rows in the file, its faults).
+        The positions are those in the run's input. Returns (number of rows in the file, its
+        faults).
         """
         faults: list[str] = []
 
@@ -297,9 +309,9 @@ class _Files:
 def _places(
     ledger: Ledger, plan: Plan, shards: Shards, listing: Listing, files: _Files, take: TakeFrom
 ) -> None:
-    """Find all rows a second time, and call `take(place, rows)` for them.
+    """Read all rows a second time, and call `take(place, positions of rows)` for them.
 
-    The place is the file that holds the rows or, for rows left out, COMMIT_RECORDS.
+    The place is the path of a file or, for rows left out by postprocess, COMMIT_RECORDS.
     """
     left_out = LeftOutRows()
     for commit in ledger.commits(plan, listing, on_fault=lambda error: None):
@@ -313,10 +325,10 @@ def _places(
 def _prove(
     seen: SeenRows, numbers: RowNumbers, verdict: Verdict, places: Callable[[TakeFrom], None]
 ) -> None:
-    """Check that each row was seen once; add the first missing and duplicate rows to `verdict`.
+    """Add faults to `verdict` for the first rows that were not seen, or seen more than once.
 
-    `places(take)` calls `take(path, rows)` for the rows of each file, and `take(COMMIT_RECORDS,
-    rows)` for rows that only commit records hold; it is needed only for duplicate rows.
+    `places(take)` calls `take(place, positions)` for all rows, as `_places` does. It is called only
+    if there are duplicate rows, to name the places that have them.
     """
     findings = [
         (start, f"{numbers.name(start, stop)} are missing")

@@ -1,7 +1,8 @@
 """Verifies a run together with its retry runs: each row is in exactly one place.
 
-Each run is verified by itself first. Then every row of the root must be found once: in the data of
-some run, among the rows some run left out, or in a quarantine from which no run has retried it.
+Each run is verified by itself first. Then every input row of the first run must be found once: in
+the data of some run, among the rows that some run left out, or in a run's quarantine without being
+retried by another run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass
 class Link:
-    """A run of a chain; `quarantined` counts its failed rows, `retried` those that were retried."""
+    """One run of a chain of retry runs, with its numbers of rows.
+
+    `parent` is the key of the run that it retries. Of its `quarantined` (failed) rows, `retried`
+    are retried by other runs.
+    """
 
     run_key: str
     parent: str | None
@@ -35,9 +40,10 @@ class Link:
 
 @dataclass
 class ChainVerdict:
-    """The findings of `verify_chain`.
+    """The findings of `verify_chain` about the chain whose first run is in directory `run`.
 
-    `ok`: every run is finished and without faults, and every row is in exactly one place.
+    `ok`: every run is finished and without faults, and every row is in exactly one place. `rows` is
+    the number of input rows of the first run.
     """
 
     run: str
@@ -81,7 +87,7 @@ class ChainVerdict:
 
 
 def verify_chain(root: Store, key: str) -> ChainVerdict:
-    """Verify the chain of runs that run `key` below `root` belongs to.
+    """Verify the whole chain of retry runs that run `key` in folder `root` belongs to.
 
     Memory: four bytes per row of the input, and eight per row that failed or was retried. Raises
     `CorruptRun` if the run or one of its ancestors has no readable plan.
@@ -127,7 +133,10 @@ def _numbers(member: Member, chain: ChainVerdict) -> np.ndarray:
 
 
 def _verify(member: Member, chain: ChainVerdict) -> Verdict | None:
-    """Verify one run of the chain, and add its faults to `chain`; None if it is unreadable."""
+    """Verify one run of the chain by itself; return None if it is unreadable.
+
+    Faults are added to `chain`.
+    """
     try:
         verdict = verify(member.ledger.store)
     except CorruptRun as fault:
@@ -147,8 +156,8 @@ def _member(
 ) -> int:
     """Note in `where` the file of each row of a run, except of rows that a retry run retries.
 
-    Return the number of retried rows. `taken` are the row numbers that each retry run retries, by
-    the retry run's key. Adds faults to `chain`.
+    Return the number of its failed rows that are retried. `taken` is {key of a retry run: row
+    numbers that it retries}. Faults are added to `chain`.
     """
     children = [child.key for child in family.children(member.key)]
     for first, second in combinations(children, 2):
@@ -180,9 +189,9 @@ def _member(
 
 
 class _Where:
-    """The file that holds each row of the root's input.
+    """Records which file of the chain holds each input row of the first run.
 
-    `file` is uint32[rows]: an index into `names`, 0 for a row that is in no file yet.
+    `file` is uint32[rows]: an index into `names`, 0 for a row that was not found in a file yet.
     """
 
     def __init__(self, chain: ChainVerdict):
@@ -191,7 +200,10 @@ class _Where:
         self.names = [""]
 
     def note(self, name: str, numbers: np.ndarray) -> None:
-        """Note that rows `numbers` are in file `name`."""
+        """Record that rows `numbers` are in file `name`.
+
+        Adds a fault for rows beyond the input and for rows that are already in a file.
+        """
         if not len(numbers):
             return
         inside = (numbers >= 0) & (numbers < len(self.file))

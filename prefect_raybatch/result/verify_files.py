@@ -25,10 +25,10 @@ TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
-    """Return the existing files of a folder that `parts` names, sorted by name.
+    """Return the paths in a folder that exist and that `parts`, {path: part}, names; sorted.
 
-    Reports to `fault` each named file that is missing, and each file that is not named, but would
-    be read by readers of the folder.
+    `fault` is called with a message for each named file that is missing, and for each other file
+    that readers of the folder would read.
     """
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
@@ -40,10 +40,11 @@ def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) 
 
 
 def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault: Fault) -> int:
-    """Compare a file with the record `part`, and report differences to `fault`.
+    """Compare a file of the result with its record `part`; return its number of rows.
 
-    Passes the file's row numbers to `take` in ascending batches; returns their number. An intact
-    file is not loaded into memory as a whole.
+    `fault` is called with a message for each difference. `take` is called with the file's row
+    numbers in ascending batches. An intact file is not loaded into memory as a whole. For an
+    unreadable file, returns the number of rows that were passed to `take`.
     """
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -83,10 +84,10 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
 
 
 def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[int, bool]:
-    """Pass a file's row numbers to `take` in batches; stop before a null or one out of order.
+    """Pass a file's row numbers to `take` in batches, as long as they are ascending and not null.
 
-    Return (number of row numbers passed, whether these are all in the file). Only whole batches
-    are passed.
+    Returns (number of row numbers passed, whether these are all in the file). The first batch with
+    a fault, and all after it, are not passed.
     """
     taken, last = 0, None
     with pq.ParquetFile(stream, pre_buffer=False) as file:
@@ -108,9 +109,10 @@ def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[
 
 
 def _compare(store: Store, part: Part, found: np.ndarray, rows: np.ndarray, fault: Fault) -> None:
-    """Report to `fault` which rows of a changed file changed; without row checksums, only the file.
+    """Call `fault` with a message about a changed file, which names the rows that changed.
 
-    `rows` are the row numbers in the file, `found` the checksums of these rows.
+    Without row checksums it names only the file. `rows` are the row numbers in the file, `found`
+    the checksums of these rows.
     """
     text = f"{part.path}: its contents are not what finalize wrote"
     known = _known(store, part, fault)
@@ -145,7 +147,7 @@ def _known(store: Store, part: Part, fault: Fault) -> tuple[np.ndarray, np.ndarr
 
 
 def _check_sums(store: Store, part: Part, fault: Fault) -> None:
-    """Report missing or changed row checksums of an intact file."""
+    """Call `fault` if the row checksums of an intact file are missing or changed."""
     if part.sums is None:
         return
     path = row_sums_path(part.path)
@@ -161,7 +163,8 @@ def _changed(
 ) -> np.ndarray:
     """Return the row numbers whose checksums differ from the recorded ones.
 
-    `numbers` and `sums` are recorded, `rows` and `found` are the row numbers and checksums now.
+    `numbers` and `sums` are the recorded row numbers and checksums, `rows` and `found` those of the
+    file now. Rows that are in only one of them are left out.
     """
     at = np.searchsorted(numbers, rows)
     at[at == len(numbers)] = 0

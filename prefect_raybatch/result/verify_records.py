@@ -1,4 +1,4 @@
-"""Checks the records of a run besides its rows: tables, answers, report.json, precision.json."""
+"""Checks the records of a run other than its rows: tables, raw answers, reports, snapshot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ FILES_AT_ONCE = 4  # read concurrently
 
 
 def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Report each missing or changed table that the run's records name."""
+    """Call `fault` for each missing or changed table that the run's records name.
+
+    Also for a damaged layout record, and for a missing one that `_SUCCESS` (`success`) needs.
+    """
     increment = increment_of(plan)
     names = set(plan.tables)
     names |= set(increment.tables) if increment is not None else set()
@@ -64,10 +67,10 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
 
 
 def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Report a missing or changed report.json or precision.json.
+    """Call `fault` for a missing or changed report.json or precision.json.
 
-    Commands on a finished run read report.json; attempts, retries and later runs infer in the
-    precision that precision.json records.
+    report.json is needed by commands on a finished run, precision.json by attempts, retries and
+    later runs, which infer in the precision that it records.
     """
     report = None if success is None else _checked_report(ledger.store, success, fault)
     try:
@@ -80,9 +83,9 @@ def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fa
 
 
 def decides_precision(plan: Plan) -> bool:
-    """Return whether a run itself decides on its precision: it infers rows, and looks none up.
+    """Return whether a run itself decides on its precision: it must not look up answers.
 
-    Rows that are looked up have the precision of the run that inferred them.
+    Answers that are looked up have the precision of the run that inferred them.
     """
     return not looks_up(plan)
 
@@ -103,7 +106,7 @@ def _checked_report(store: Store, success: Success, fault: Fault) -> RunReport |
 
 
 def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
-    """Report each file of the snapshot that is missing or has another size."""
+    """Call `fault` for each file of the run's snapshot that is missing or has another size."""
     if not plan.snapshot:
         return
     store = input_store(ledger.store, plan)
@@ -119,10 +122,11 @@ def check_snapshot(ledger: Ledger, plan: Plan, fault: Fault) -> None:
 
 @dataclass
 class StoredAnswers:
-    """The result of checking a run's raw answers; `faults` has a sentence for each fault.
+    """The findings about a run's raw answers; `faults` has a sentence for each fault.
 
-    `record` is answers.json, None if it is missing or damaged; `damaged` are the paths of missing
-    or changed files. `gone`: their retention has ended, and nothing was checked.
+    `record` is answers.json, None if it is missing, damaged or not checked; `damaged` has the paths
+    of missing or changed files. `gone`: the answers' retention has ended, so their files were not
+    checked.
     """
 
     record: Answers | None = None
@@ -134,7 +138,8 @@ class StoredAnswers:
 def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
     """Check the raw answers that a run looks up or, once it is finished, keeps for later runs.
 
-    In a cascade, check those of its first model.
+    In a cascade, these are the answers of its first model. A run that neither looks up answers nor
+    is a cascade has nothing to check.
     """
     found = StoredAnswers()
     increment = increment_of(plan)
@@ -157,7 +162,7 @@ def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
 def requests_success(store: Store, increment: Increment) -> Success | None:
     """Return the `_SUCCESS` of a run's requests phase or, in a cascade, of its first model.
 
-    None if the run has neither, or the record is missing.
+    None if the run has neither, or if the record does not exist.
     """
     if increment.asks is None:
         return None
@@ -200,7 +205,7 @@ def _check_files(store: Store, files: Iterable[AnswerPart], stored: StoredAnswer
 
 
 def _fault_of(store: Store, path: str, sha256: str) -> str | None:
-    """Return the fault of a file of answers; None if it is intact."""
+    """Return the fault of a file of raw answers as a sentence; None if it is intact."""
     try:
         with store.open(path) as stream:
             intact = sha256_of(stream) == sha256
@@ -212,9 +217,10 @@ def _fault_of(store: Store, path: str, sha256: str) -> str | None:
 def _check_requests_phase(
     store: Store, increment: Increment, finished: bool, stored: StoredAnswers
 ) -> None:
-    """Check the records of the requests phase or, in a cascade, of the first model.
+    """Check the records of the requests phase or, in a cascade, of its first model.
 
-    Also checks its files that answers.json does not name.
+    Also checks the result files of that phase that answers.json does not name. Faults are added to
+    `stored`. A phase that has not begun is no fault unless the run is finished.
     """
     ledger, plan = requests_ledger(store), Plan.from_bytes(dump(increment.asks))
 
@@ -254,9 +260,9 @@ def _check_requests_phase(
 
 
 def check_by_row(store: Store, plan: Plan, fault: Fault) -> None:
-    """Report each missing or changed file of answers in row order.
+    """Call `fault` for each missing or changed file of answers in row order.
 
-    The run continues without them, because the answers are in other files as well.
+    The run can continue without these files, because others hold the same answers.
     """
     by_row = read_answers_by_row(store, plan)
     for file in by_row.files if by_row is not None else ():

@@ -1,5 +1,5 @@
-"""The operations on a run as plain functions, which tasks and the command line call.
+"""The operations on a run as plain functions, which Prefect tasks and the command line call.
 
-The main path is `plan_run` -> `infer_run` -> `finalize_run`. Each can be called again after a crash
-and continues where the records end.
+A run takes three calls: `plan_run`, `infer_run`, `finalize_run`. Each can be repeated after a
+crash, and skips what the run directory records as done.
 """

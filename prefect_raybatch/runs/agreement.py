@@ -1,4 +1,4 @@
-"""Compares the agreement of a cascade's models in a finished run with that in earlier runs."""
+"""Adds to a cascade's report how often its two models agree, in this run and in earlier ones."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def with_agreement(
 ) -> RunReport:
     """Return the report of a finished cascade with its agreement and that of earlier runs.
 
-    The agreement is the share of checked rows on which both models give the same answer. Writes it
-    and the report's pages too. `written` is output.uri as written in the job: earlier runs are
-    looked for there.
+    The agreement is the share of checked rows on which both models give the same answer. It is
+    recorded in the run directory, and the report's pages are written again. Earlier runs are looked
+    for under `written`, the job's output.uri before placeholders are filled in.
 
-    Returns the report unchanged for a run that checked no row, and for a retry of failed rows,
-    which are no sample of the input. With `needs_earlier`, also returns it unchanged if there is no
-    earlier run with an agreement: the next run then counts this one.
+    Returns `report` unchanged if the run checked no row, is a retry of failed rows (they are no
+    random sample of the input), or has an agreement on record. With `needs_earlier`, also if no
+    earlier run has an agreement; a later run can still compute this run's from its report.
     """
     if not report.cascade or not report.cascade[0].checked:
         return report
@@ -63,9 +63,10 @@ def with_agreement(
 
 
 def agreement_in(store: Store) -> MeasuredRun | None:
-    """Return the agreement of a cascade's models in a finished run, even if no later run counts it.
+    """Return the agreement of a cascade's models in a finished run.
 
-    Returns None for a run that checked no row, and for a retry of failed rows.
+    It comes from the run's record of agreement or, without such a record, from its report. Returns
+    None if there is no record and the run checked no row or is a retry of failed rows.
     """
     record = read_agreement(store)
     if record is not None:

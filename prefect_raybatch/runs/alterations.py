@@ -1,6 +1,6 @@
-"""Chooses the settings that may change answers and that `raybatch tune` tries.
+"""Lists changes of a job that may change its answers, for `raybatch tune` to try.
 
-Also measures how well their answers agree with those of the unchanged job.
+Then measures how many answers of a changed job equal those of the unchanged one.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
 
 
 def alterations(spec: RunSpec, capacity: Capacity, experts: int) -> list[Changes]:
-    """Return the changes of the job that `raybatch tune` tries one by one, each {job field: value}.
+    """Return changes of the job that `raybatch tune` tries one by one, each {job field: value}.
 
-    They may change answers.
-
-    `capacity` is the cluster's capacity. `experts` is the number of experts in a layer of the
-    model, 0 for a dense model.
+    Only changes that may alter answers are returned; none for a pooling task. `capacity` is the
+    cluster's capacity. `experts` is the number of experts in a layer of the model, 0 for a dense
+    model.
     """
     given, sizes = spec.engine.model.given, spec.sizes
     if spec.engine.model.pools:
@@ -89,10 +88,11 @@ def _wider(sizes: SizeSpec, times: int) -> Changes:
 
 
 def sampled_rows(least: float, rows: int, tries: int) -> int:
-    """Return how many of the input's `rows` rows to sample to show an agreement of `least`.
+    """Return how many of the input's `rows` rows to sample for a trial of `tries` changed jobs.
 
-    The unchanged job and each of `tries` changed jobs answer the sample. `least` is the share of
-    rows whose answers must be equal.
+    That is enough to show, for all changed jobs together and with 95 % confidence, that at least
+    the share `least` of all answers stays equal, if at most half as many sampled answers change as
+    `least` allows. A smaller input is sampled whole.
     """
     return min(rows, sample_size(least, bonferroni_confidence(tries)))
 
@@ -102,10 +102,11 @@ def agreements(
     tried: Sequence[Changes],
     changed: Changed,
 ) -> Iterator[PrecisionTry]:
-    """Yield for each of the changes `tried` how many sampled answers equal the unchanged job's.
+    """Answer a sample with the unchanged and each changed job; yield a comparison per change.
 
-    `changed` returns the run's spec with one of them made. If a changed job cannot be compared, the
-    `error` of its `PrecisionTry` says why.
+    `tried` are the changes; `changed(changes)` returns the run's spec with them. A comparison says
+    how many answers equal those of the unchanged job, or in `error` why none could be made (the
+    engine did not start, for example).
     """
     try:
         with bench.asking(bench.spec, "how far answers agree") as ask:

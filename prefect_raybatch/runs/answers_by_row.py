@@ -1,7 +1,7 @@
-"""Rewrites the answers that a run looks up, so that they are in the order of its rows.
+"""Sorts the stored answers that a run's rows reuse or share, so that they are in row order.
 
-Requests are asked in the order of their prompts, and an earlier run's answers have an order of
-their own. So the answers of a shard's rows are scattered over all files, and each shard would read
+Requests are sent in the order of their prompts, and answers of earlier runs are in an order of
+their own. So the answers of one shard are scattered over all files, and every shard would read
 nearly all of them: quadratic work in the number of rows. Sorting them on the local disk (TMPDIR)
 reads each answer once.
 """
@@ -64,10 +64,10 @@ def sort_answers(
 ) -> None:
     """Copy the answers that a run looks up to new files in the order of its rows; record the files.
 
-    Does nothing if the record exists, if looking answers up in their present order takes few reads,
-    or (with a warning) if the local disk is too small. `known` are the files in their present
-    order; `waits` is called with a text on what the run waits for, and with "" at the end. Raises
-    `StoreError` for a full local disk, and the store's errors.
+    Does nothing if they are recorded already, if looking them up in their present order takes few
+    reads, or (with a warning) if the local disk is too small. `known` are the files in their
+    present order. `waits` is called with the reason for the wait, and with "" at the end. Raises
+    `StoreError` if the local disk gets full or the store fails.
     """
     size = sum(part.bytes for part in increment.reused) + known.new_answer_bytes
     if size <= UNSORTED_BYTES or _are_there(store, plan):
@@ -123,10 +123,10 @@ def _created_folder(folder: Path) -> Path:
 def _near(
     store: Store, increment: Increment, taken: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (row numbers, numbers of their answers) in row order, up to ROW_STEP rows at a time.
+    """Yield (row numbers, answer numbers), arrays of up to ROW_STEP rows each, in row order.
 
-    Rows without a request are left out. Reused answers are numbered from 0, and this run's own
-    answers follow: they are numbered from `taken`, the number of reused answers.
+    Rows without a request are left out. Answers of earlier runs are numbered from 0; this run's own
+    are numbered from `taken`, the number of answers of earlier runs.
     """
     start = 0
     for name in increment.places:
@@ -147,11 +147,12 @@ def _pairs(rows: np.ndarray, numbers: np.ndarray) -> pa.Table:
 def _with_answers(
     pairs: Iterator[tuple[str, pa.Table]], known: LookUpFiles, taken: int
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (name, raw answers) for each (name, table of row and answer number) in `pairs`.
+    """Yield (name, table of raw answers with their row numbers) for each (name, table) in `pairs`.
 
-    The pairs are in order of answer numbers: those below `taken` are reused answers, the others
-    answers of this run. Column RANK of the yielded tables holds the row numbers. A row whose
-    request failed is left out.
+    A table of `pairs` has a row number and, in column RANK, an answer number in each row, and is
+    sorted by the latter. Answer numbers below `taken` index `known.reused`; from `taken` on, they
+    index `known.new_answers`. Column RANK of a yielded table has the row numbers. Rows whose
+    request failed have no answer and are left out.
     """
     for what, every in pairs:
         for start in range(0, every.num_rows, LOOKUP_ROWS):
@@ -173,7 +174,10 @@ def _found(files: AnswerFiles, numbers: np.ndarray, rows: np.ndarray) -> pa.Tabl
 
 
 def _write(store: Store, tables: Iterator[tuple[str, pa.Table]]) -> Iterator[RowAnswers]:
-    """Write (name, table of answers) pairs, sorted by row, to files; yield the files' records."""
+    """Write the tables of answers, which are in row order, to files; yield a record of each file.
+
+    `tables` are (name, table) pairs; the names are not used. Column RANK has the row numbers.
+    """
     parts = PartFiles(store, f"{BY_ROW}/{uuid.uuid4().hex}")
     first = 0
 

@@ -64,8 +64,8 @@ def recorded_end(
 ) -> Iterator[None]:
     """Record an attempt of the job `name` when the block begins, and its end if the block raises.
 
-    `phase` is PLANNING, INFERENCE or FINALIZING. `begin=False` records only the end of a block that
-    raises. No end is recorded for a complete run. Texts in `secrets` are masked in the record.
+    `phase` is PLANNING, INFERENCE or FINALIZING. With `begin=False`, the attempt is recorded only
+    if the block raises. A complete run gets no record of an end. Texts in `secrets` are masked.
     """
     attempt = _begun(run_key, name, phase, secrets)
     if begin:
@@ -80,10 +80,11 @@ def recorded_end(
 def record_end(
     store: Store, attempt: LastAttempt, error: BaseException, secrets: Sequence[str] = ()
 ) -> None:
-    """Record that an attempt ended with `error`.
+    """Record that an attempt ended with `error`. Faults of the store are only logged.
 
-    Does nothing if the run is complete or belongs to another job, or if another process has begun a
-    later attempt.
+    Does nothing if the run is complete, if another process began a later attempt that has not
+    ended, or if `error` is a `PlanMismatch` because the run belongs to another job. Texts in
+    `secrets` are masked.
     """
     store = not_waiting(store)
     try:
@@ -104,7 +105,10 @@ def record_end(
 
 
 def _ended(attempt: LastAttempt, error: BaseException, secrets: Sequence[str]) -> LastAttempt:
-    """Return the record of an attempt that ends with `error`."""
+    """Return `attempt` with its end: time, outcome, `error`, and the raybatch command typed.
+
+    Texts in `secrets` are masked.
+    """
     text = getattr(error, "plain", None) or str(error)
     return replace(
         attempt,
@@ -130,9 +134,10 @@ def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastA
 def recorded_measurement(
     store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str]
 ) -> Iterator[None]:
-    """Record why the block could not measure the answers of a complete run of the job `name`.
+    """Record an error of the block, which measures the answers of a complete run of the job `name`.
 
-    `phase` is MEASURING or JUDGING. If the block succeeds, an earlier such record is replaced.
+    `phase` is MEASURING or JUDGING. If the block succeeds and the last record is an error of the
+    same phase, a record of success replaces it. Texts in `secrets` are masked.
     """
     attempt = _begun(run_key, name, phase, secrets)
     try:
@@ -146,7 +151,10 @@ def recorded_measurement(
 
 
 def outcome_of(error: BaseException) -> str:
-    """Return whether an attempt that raised `error` was drained, stopped or failed, as recorded."""
+    """Return the outcome to record for an attempt that raised `error`.
+
+    It is drained, stopped or failed.
+    """
     if isinstance(error, RunDrained):
         return ATTEMPT_DRAINED
     return (
@@ -163,11 +171,12 @@ def record_bad_job(
     scheduled: datetime | None = None,
     run_date: date | None = None,
 ) -> None:
-    """Record an attempt with an invalid job; `value` is the content of its file.
+    """Record an attempt that failed because its job is invalid; `value` is the job file's content.
 
-    Without `run_key`, the key is that of the `scheduled` start, by default now; `run_date` is the
-    value of {run_date}. Records nothing if `value` has no valid output.uri, or one that the policy
-    in force does not allow.
+    Without a valid `run_key`, the key is that of the time `scheduled`, by default now. `run_date`
+    fills in {run_date} in output.uri; by default it is the date in the run key, else today. Records
+    nothing if `value` has no output.uri, and logs a warning if its output.uri is invalid or not
+    allowed by the policy.
     """
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
@@ -225,9 +234,11 @@ def record_without_plan(
     error: BaseException,
     secrets: Sequence[str] = (),
 ) -> tuple[Store, str]:
-    """Record an attempt that failed without a plan; return its run directory and key.
+    """Record that an attempt failed with `error` before the run had a plan.
 
-    Raises `ConfigError` if the record would lie inside the input.
+    Returns (store of the run directory, run key). `output` is output.uri and `options` are its
+    store options, `inputs` the input's URIs, `name` the job's name, `key` the run key. Texts in
+    `secrets` are masked. Raises `ConfigError` if the run directory would lie inside the input.
     """
     from prefect_raybatch.source import reaches
 
@@ -277,9 +288,9 @@ def compare_code(store: Store) -> None:
 
 
 def process_died(attempt: Mapping[str, object]) -> bool:
-    """Return whether the process of an attempt's record ran on this host and is gone.
+    """Return whether an attempt's process is gone, by its record `attempt`.
 
-    False if that is unknown: on another host, or in another container with the host's name.
+    Returns False if that is unknown: the process ran on another host or in another container.
     """
     pid, started = attempt.get("pid"), attempt.get("started")
     here = (socket.gethostname(), pid_namespace())
@@ -298,7 +309,7 @@ def process_died(attempt: Mapping[str, object]) -> bool:
 
 
 def pid_namespace() -> str:
-    """Return the namespace in which this process's id counts; "" where there are none."""
+    """Return the id of the Linux PID namespace of this process; "" on other systems."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -319,17 +330,14 @@ class AttemptLog:
             self.ledger.note_attempt(self.attempt, self.fields)
 
     def note_stop(self, stop: Stop) -> None:
-        """Record why the attempt stopped.
-
-        A store that fails is only logged, so that the run ends with its own error.
-        """
+        """Record why the attempt stopped. A fault of the store is only logged."""
         try:
             self.note(stopped=stop.to_dict())
         except RayBatchError as error:
             log.warning("the failed rows could not be recorded in the run directory: %s", error)
 
     def note_start(self, starting: Starting) -> None:
-        """Record how long each phase of the engines' start took."""
+        """Record how long each step of starting the engines took; nothing if none was started."""
         if starting.engines:
             self.note(start={"engines": starting.engines, "seconds": starting.seconds()})
 

@@ -29,13 +29,13 @@ NOT_STARTED, DATE_FAILED, STOPPED = "not started", "failed", "stopped"
 
 @dataclass(frozen=True)
 class DatedRun:
-    """A run of a backfill.
+    """The run for one date of a backfill; `run` is its directory's URI.
 
-    `state` is the state of the run directory, or "failed" or "stopped" if the run ended so in this
-    backfill. `rows`, `quarantined` and `seconds` of work are None unless the run is completed; if
-    it failed in this backfill, `seconds` are known too. `done`: it was complete before and the job
-    publishes nothing, so it is skipped. `trouble` says why it is not complete, `transient` whether
-    a retry may help.
+    `state` is that of the run directory, or "failed" or "stopped" if the run ended so in this
+    backfill. `done`: the run was complete before this backfill, and the job has no publish targets,
+    so it is skipped. `rows`, `quarantined` and `seconds` (duration) are known for a complete run;
+    for one that failed in this backfill, `seconds` is known too. `trouble` says why the run is not
+    complete, or "". `transient`: a retry may help.
     """
 
     date: date
@@ -57,11 +57,11 @@ class DatedRun:
 def dated_run(
     root: Store, key: str, day: date, identity: Callable[[], Identity], has_targets: bool
 ) -> DatedRun:
-    """Return the run of the date `day`, whose key below `root` is `key`, with its state.
+    """Return the run of the date `day`, with its state; its directory is `key` below `root`.
 
-    `identity` computes the fingerprint of the current job and its parts. If a completed run under
-    `key` has another fingerprint, its state is "failed". A completed run is `done` unless the job
-    publishes (`has_targets`).
+    `identity` computes the current job's fingerprint. The state of a complete run with another
+    fingerprint is "failed". Other complete runs are `done`, unless the job has publish targets
+    (`has_targets`).
     """
     run = DatedRun(day, key, root.sub(key).uri)
     line = line_of(root, key)
@@ -114,10 +114,11 @@ def run_dates(
     stop_on_failure: bool,
     observe: Callable[[DatedRun], None],
 ) -> list[DatedRun]:
-    """Run the dates that are not `done` on one cluster; return all `runs` with their new states.
+    """Run the dates that are not `done` on one cluster; return `runs` in order, with new states.
 
-    `run_date` runs one date; up to `at_most` dates run at once. With `stop_on_failure`, no date
-    begins after one has failed. `observe` is called with each run that ends.
+    `run_date` performs the run of one date; up to `at_most` of these calls run at once. With
+    `stop_on_failure`, no date begins after one has failed. `observe` is called with each run that
+    ends.
     """
     latest = {run.date: run for run in runs}
     context = copy_context()  # of before the cluster is held: runs within a run are refused
@@ -157,10 +158,10 @@ def _ended(run_date: Callable[[DatedRun], RunReport], run: DatedRun) -> DatedRun
 
 @contextmanager
 def _held(cluster: ClusterSpec) -> Iterator[Callable[[], None]]:
-    """Keep a local cluster and its engines for all runs; yield a function that stops the runs.
+    """Keep a local cluster and its engines running for the whole block; yield a function.
 
-    So the cluster is started only once. If runs are submitted as Ray jobs, nothing is kept and the
-    function does nothing.
+    The function stops all runs on the cluster. If each run is a Ray job of its own, nothing is kept
+    and the function does nothing.
     """
     if cluster.access.remote:  # each run is a job of its own
         yield lambda: None
@@ -174,7 +175,7 @@ def _held(cluster: ClusterSpec) -> Iterator[Callable[[], None]]:
 
 
 def dates_table(runs: Sequence[DatedRun]) -> list[dict[str, str]]:
-    """Return one row for each run, for display."""
+    """Return one {column title: text} for each run, for display."""
     return [
         {
             "date": f"{run.date}",
@@ -189,7 +190,7 @@ def dates_table(runs: Sequence[DatedRun]) -> list[dict[str, str]]:
 
 
 def summary(runs: Sequence[DatedRun]) -> str:
-    """Return a line that says how many dates are complete."""
+    """Return a line that says how many dates are complete, and how many of these were before."""
     complete = sum(run.complete for run in runs)
     before = sum(run.done for run in runs)
     return f"{complete:,} of {len(runs):,} dates are complete, {before:,} of them were before"

@@ -32,12 +32,12 @@ def with_shares(
     first: RunReport | None,
     figures: Mapping[str, float],
 ) -> RunReport:
-    """Return the report with the rows, tokens and cost of each model.
+    """Return a cascade's report with the rows, tokens and cost of each model.
 
-    `figures` are counts of the run by name, such as checked rows. `first` is the report of the
-    first model; if it is None, the report is unchanged. Added notes say how many rows the larger
-    model was asked about, how many more it would have been asked about without the limit
-    output.escalate.at_most, and on how many checked rows both models agree.
+    `report` has the totals of both models. `first` is the report of the first model alone; if it is
+    None, `report` is returned unchanged. `figures` are counts of the run by name, such as checked
+    rows. Added notes say how many rows the larger model was asked about, how many
+    output.escalate.at_most kept from it, and on how many checked rows both models agree.
     """
     increment = increment_of(plan)
     if first is None or increment is None:
@@ -63,7 +63,7 @@ def with_shares(
 def _escalation(
     cascade: CascadeSpec, increment: Increment, answers: FirstAnswers, rows: int
 ) -> str:
-    """Return the note on how many of the run's `rows` the larger model was asked about."""
+    """Return the note on how many of the run's `rows` the larger model was asked about, and why."""
     unsure, asked = answers.unsure, answers.escalated
     note = (
         f"{counted(unsure, 'row')} of {rows:,} met output.escalate.when, and "
@@ -86,9 +86,9 @@ def _escalation(
 
 
 def passed_on(plan: Plan) -> frozenset[str]:
-    """Return the error classes with which a cascade's first model passes rows on to the larger one.
+    """Return the error classes for which a cascade's larger model takes over failed rows.
 
-    Empty if the run is no cascade.
+    Empty for a run that is no cascade.
     """
     increment = increment_of(plan)
     if increment is None or increment.ledger != OF_LARGER:
@@ -98,7 +98,10 @@ def passed_on(plan: Plan) -> frozenset[str]:
 
 
 def _agreement(first: ModelShare, larger: ModelShare) -> tuple[str, ...]:
-    """Return the note on the checked rows; () for a run that checked none."""
+    """Return (note,): on how many checked rows both models agree, and how many the larger failed.
+
+    Returns () if there are no checked rows of either kind.
+    """
     failed = unanswered_text(first.unanswered, "checked row", "the larger model")
     if not first.checked:
         return (failed,) if failed else ()

@@ -1,4 +1,4 @@
-"""The cost of a run in money: counted while it runs, and for its report."""
+"""The cost of a run in money: a meter for the run's attempts, and figures for its report."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ log = logging.getLogger(__name__)
 
 
 def plain_price(prices: Prices) -> float | None:
-    """Return the price of a GPU-hour if all GPU models have the same; else None."""
+    """Return the price of a GPU-hour, or None if prices are set per GPU model or not at all."""
     return None if prices.by_card else prices.hour
 
 
 def meter_for(
     cluster: ClusterSpec, limits: Limits, capacity: Capacity, pool: Pool, spent: Spent
 ) -> CostMeter:
-    """Return a meter for the costs of an attempt whose engines are `pool`.
+    """Return a meter that counts the cost of an attempt whose engines are `pool`.
 
-    `spent` is what earlier attempts at the run cost. Raises `ConfigError` if limits.max_cost is set
-    and the price of a GPU is not known.
+    The meter starts at `spent`, the cost of earlier attempts at the run. If the job has prices, but
+    none for the GPUs of these engines, raises `ConfigError` if limits.max_cost is set, else logs
+    that the cost is not counted.
     """
     price = gpu_price(cluster, capacity)
     if price.hour is None and pool.gpus[1] and price.why:
@@ -50,10 +51,11 @@ def with_cost(
     prices: Prices | None = None,
     phase_report: RunReport | None = None,
 ) -> RunReport:
-    """Return the report with the run's costs: GPU-hours and, if there is a price, money.
+    """Return the report with the run's GPU-hours and, if prices are known, its cost in money.
 
-    `phase_report` is the report of the requests phase of a run that reuses answers, whose tokens
-    and shards count instead of those in `report`.
+    Also adds what one million tokens and one answered row cost, and what resuming and reuse saved.
+    `phase_report` is the report of the requests phase, if the run has one: tokens and shards are
+    then taken from it.
     """
     spent = spent_on(ledger, plan)
     price = plain_price(prices) if prices is not None else None

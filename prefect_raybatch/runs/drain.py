@@ -18,11 +18,12 @@ from prefect_raybatch.storage import Store, open_store
 
 @dataclass(frozen=True)
 class Drained:
-    """The attempts that were asked to stop.
+    """The outcome of a drain request: the run, its progress, and the attempts that are to stop.
 
-    `live` are the heartbeats (newest first) of attempts heard of within the last minute. If it is
-    empty, there may be no driver to receive the request. `judging`: the attempts judge the answers
-    of a complete run, and `done` and `rows` count judgements.
+    `live` has the heartbeats, newest first, of attempts that sent one within the last minute. If it
+    is empty, perhaps no driver is there to receive the request. `done` of `rows` rows are
+    committed. With `judging`, the run was complete and the judge of its answers was drained; `done`
+    and `rows` then count judgements.
     """
 
     run: str
@@ -34,12 +35,13 @@ class Drained:
 
 
 def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
-    """Ask every attempt at a run to commit its in-flight shards and stop; return at once.
+    """Ask every attempt at a run to commit its in-flight shards and stop; return without waiting.
 
     The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
-    Of a complete run whose answers are being judged, the judge's run is drained.
+    If the run is complete and its answers are being judged, the judge is drained.
 
-    Raises `ConfigError` for a complete run, `NoSuchRun` and the store's errors.
+    Raises `ConfigError` for a complete run without a judge at work, `NoSuchRun`, and the store's
+    errors.
     """
     found = status(run_dir, dict(options) if options else None)
     if found.state == "completed":
@@ -55,10 +57,10 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
 
 
 def _drain_judge(run: str, store: Store, options: StoreOptions | None) -> Drained:
-    """Drain the judge of a complete run; raise `ConfigError` if no judgement is in progress.
+    """Drain the judge of a complete run, even one that has sent no heartbeat yet.
 
-    A judge without a heartbeat yet is drained too. An interrupted judgement that another one
-    replaced counts only while a driver works on it.
+    With several interrupted judgements, the one that a driver works on is returned. Raises
+    `ConfigError` if no judgement is in progress, or if its run has no plan yet.
     """
     drained = [one for _, own in judge_runs(store) if (one := _drained_judge(own.uri, options))]
     live = [one for one in drained if one.live]

@@ -1,4 +1,4 @@
-"""Says which drivers work on a run, by the heartbeats of its attempts."""
+"""Finds out from the heartbeats of a run's attempts which drivers are at work on it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def read_attempts(ledger: Ledger) -> list[JsonObject]:
 
 
 def unended_beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return heartbeats of attempts that have not reported their end, newest first.
+    """Return the latest heartbeat of each attempt that has not reported its end, newest first.
 
-    `age` is in seconds by this clock; `died`: its process ended without a report.
+    Only the last ATTEMPTS_SHOWN of `attempts` are looked at. Each dict has the fields of the
+    attempt's record and its heartbeat, `age` (seconds since the heartbeat by this machine's clock)
+    and `died` (its process is known to have ended).
     """
     now = time.time()
     known = {str(attempt["attempt"]): attempt for attempt in attempts[-ATTEMPTS_SHOWN:]}
@@ -57,7 +59,11 @@ def unended_beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObje
 
 
 def driver_state(beat: JsonObject) -> DriverState:
-    """Return whether the driver of a heartbeat is at work, died or is silent."""
+    """Return the state of the driver of a heartbeat from `unended_beats`.
+
+    "died" if its process is known to have ended, else "at work" or, if the heartbeat is old,
+    "silent".
+    """
     if beat["died"]:
         return "died"
     return "at work" if beat["age"] <= SILENT_AFTER else "silent"

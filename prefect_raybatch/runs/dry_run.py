@@ -67,15 +67,18 @@ TRIED_ROWS = 3  # given to a prompt function
 class DryRun:
     """What a run would do, as `raybatch plan` shows it.
 
-    `columns` and `types` are those of the input, `result` has names and types of the columns
-    written in addition, as far as known before a run. `rows_guessed`: `rows` is estimated from a
-    part of the input. `needs` are the resources that the run takes, `have` those of its cluster,
-    `figures` its sizes with their reasons. `table` names the table and version that are read, as a
-    plan records them. `tokens` are the prompt lengths, if they were requested or are needed for
-    max_model_len: auto. `publish` has a line for each target. `golden` describes the golden rows,
-    and `judged` says how many rows a judge is asked about. `first` is the dry run of a cascade's
-    first model; the other fields are then those of the larger model, which is asked about at most
-    the share `at_most` of the rows, and about `check` rows only to compare.
+    `columns` and `types` are those of the input. `result` lists (name, type) of the columns that
+    the run adds, as far as known in advance. `rows_guessed`: `rows` is estimated from a part of the
+    input. `needs` are the resources that the run takes, `have` those of its cluster, `figures` its
+    sizes with their reasons; `problems` say why it cannot start or work well. `tokens` are the
+    prompt lengths, if measured; `hosted` are those for a hosted model. `table` names the table and
+    version to read. `publish` has a line for each target. `golden` describes the golden rows,
+    `judged` the judge's rows and cost. `classifier` is the file of a classifier that answers the
+    rows, or "".
+
+    For a cascade, `first` is the dry run of its first model, and the other fields are about the
+    larger model. This is asked about at most the share `at_most` of the rows, and about `check`
+    more rows to compare both models.
     """
 
     job: str
@@ -109,10 +112,11 @@ class DryRun:
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """The answers that a job would reuse; `counts` has the number of rows by origin of the answer.
+    """The answers of earlier runs that a job would reuse.
 
-    `earlier` are the runs with these answers. `differs` are the fields in which the job differs
-    from their jobs; if there are any, nothing is reused.
+    `counts` has the number of rows by origin of the answer. `earlier` are the URIs of the runs
+    whose answers are considered. `differs` are the job fields that make the model, sampling, ...
+    differ from those of the run named in `reuse`; if there are any, nothing is reused.
     """
 
     counts: RowCounts
@@ -124,8 +128,8 @@ class ReusePlan:
 class _Checked:
     """A job with its model pinned, its spec and its input.
 
-    `copied`: a run would copy the input first, so `inventory` lists only what was read of its
-    beginning. `publish` has a line for each target.
+    `copied`: a run would first copy the input; `inventory` then covers only the part that was read.
+    `publish` has a line for each target.
     """
 
     resolved: Resolved
@@ -140,12 +144,16 @@ class _Checked:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the input, as far as known."""
+        """Return the number of input rows; an estimate if `inventory.guessed`."""
         return sum(file.rows for file in self.inventory.files)
 
 
 def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) -> _Checked:
-    """Compile the job and return it with its input; raise the errors that a run would raise."""
+    """Compile the job, read its input, pin its model and check all three, as before a run.
+
+    Raises the errors that a run would raise. With an assumed cluster `what_if`, the model's files
+    are not checked.
+    """
     from prefect_raybatch import source
 
     job = resolved.job
@@ -168,10 +176,11 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
 
 
 def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None) -> _Fitted:
-    """Return `fitted` with warnings added to its sizing.
+    """Return `fitted` with more warnings in its sizing.
 
-    These are about a judge that is the model whose answers it judges, a cascade that asks its
-    larger model nothing, and, unless a cluster is assumed (`what_if`), an unreadable image.
+    They are about a judge that judges its own model's answers, a cascade whose larger model is
+    asked about no row, and an image that cannot be read. With an assumed cluster `what_if`, no
+    image is tried.
     """
     job = checked.resolved.job
     warnings = [
@@ -187,7 +196,10 @@ def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None)
 
 
 def _no_row_warning(checked: _Checked) -> str:
-    """Return a warning about a cascade whose larger model may be asked about no row; else ""."""
+    """Return a warning if output.escalate.at_most allows a cascade's larger model no row.
+
+    Returns "" otherwise, and for a run that is no cascade.
+    """
     cascade, rows = checked.spec.cascade, checked.rows
     if cascade is None or not rows or most_rows(cascade.at_most, rows):
         return ""
@@ -205,10 +217,11 @@ def dry_run_resolved(
     sample: int,
     rows_left: int | None = None,
 ) -> DryRun:
-    """Return what a run would do, without writing and without Ray.
+    """Return what a run would do; starts no Ray and writes nothing to the run directory.
 
-    `what_if` replaces the job's cluster. `sample` is the number of prompts to measure (0: as many
-    as needed), `rows_left` that of the rows whose cost is estimated, by default all.
+    `what_if` is a cluster to assume instead of the job's. `sample` prompts are measured (0: none,
+    or as many as max_model_len: auto needs). The cost is estimated for `rows_left` rows, by default
+    all.
     """
     job = resolved.job
     checked, tokens = _with_lengths(_checked(resolved, run_key, what_if), run_key, sample)
@@ -263,7 +276,11 @@ def dry_run_resolved(
 def _with_lengths(
     checked: _Checked, run_key: str | None, sample: int
 ) -> tuple[_Checked, PromptLengths | None]:
-    """Return the job with its context length decided, and the prompt lengths if measured."""
+    """Return (`checked` with max_model_len decided, prompt lengths).
+
+    Lengths are measured if `sample` is set or max_model_len is auto; else they are None, and
+    `checked` is unchanged. Raises `ConfigError` for `sample` with a hosted model.
+    """
     if sample and checked.model["source"] == ENDPOINT:
         raise ConfigError(
             "--tokens needs the model's tokenizer, which engine.endpoint has not; remove --tokens"
@@ -279,7 +296,10 @@ def _with_lengths(
 def _cost(
     spec: RunSpec, hosted: HostedRows | None, fitted: _Fitted, rows: int, whole: int
 ) -> CostEstimate | None:
-    """Return the estimated cost of `rows` rows of a run of `whole` rows; None without prices."""
+    """Return the estimated cost of `rows` of a run's `whole` rows; None for a job without prices.
+
+    For a hosted model, this is the most that they can cost.
+    """
     most, endpoint = spec.limits.max_cost, spec.engine.model.endpoint
     if hosted is None or endpoint is None:
         return estimate(spec.cluster, spec.sizes, spec.output, most, fitted.capacity, rows)
@@ -296,9 +316,9 @@ def _cost(
 
 
 def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
-    """Return (text on the judge's rows and cost, the run's estimate).
+    """Return (text on the rows to judge, run's estimate); the text has the cost of a hosted judge.
 
-    The estimate gets a warning if run and judge together exceed limits.max_cost.
+    The estimate gets a warning if rows and judge together cost more than limits.max_cost.
     """
     spec, job = checked.spec, checked.resolved.job
     text, currency = judge_plan(job.quality, checked.rows), spec.cluster.prices.currency
@@ -337,7 +357,7 @@ def _answered(spec: RunSpec) -> tuple[FinishSpec, SamplingSpec, TaskName]:
 
 
 def _hosted_rows(checked: _Checked) -> HostedRows | None:
-    """Return the token sizes of sampled rows for a hosted model; None if no model is hosted."""
+    """Return the token sizes of sampled rows' requests; None if the job's model is not hosted."""
     spec, endpoint = checked.spec, checked.spec.engine.model.endpoint
     if endpoint is None:
         return None
@@ -352,16 +372,16 @@ def _hosted_rows(checked: _Checked) -> HostedRows | None:
 
 
 def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
-    """Return [why no row can be sent to a hosted model]; [] if one can."""
+    """Return [reason] if no sampled row can be sent to the hosted model, else []."""
     endpoint = spec.engine.model.endpoint
     problem = "" if hosted is None or endpoint is None else hosted.problem(endpoint)
     return [problem] if problem else []
 
 
 def _function_problem(checked: _Checked) -> list[str]:
-    """Return [why the prompt function fails on all of the first rows].
+    """Return [error] if the prompt function fails on each of the first TRIED_ROWS rows, else [].
 
-    Returns [] if it makes a prompt of at least one of them, or cannot be tried on this machine.
+    Also returns [] if the function cannot be tried here, for example without a local tokenizer.
     """
     place = str(checked.model["source"])
     without = place == ENDPOINT or is_remote(place)  # a tokenizer, which comes with the weights
@@ -378,10 +398,7 @@ def _function_problem(checked: _Checked) -> list[str]:
 
 
 def _prompt_lengths(checked: _Checked, run_key: str | None, sample: int) -> PromptLengths:
-    """Return the lengths of `sample` prompts, and the context length that follows from them.
-
-    `sample` 0: as many as a plan samples.
-    """
+    """Measure `sample` prompts (0: SAMPLE_ROWS); return their lengths and the max_model_len."""
     sample = sample or counting.SAMPLE_ROWS
     spec, model = checked.spec, checked.model
     if checked.copied:
@@ -395,8 +412,8 @@ def _prompt_lengths(checked: _Checked, run_key: str | None, sample: int) -> Prom
 class _Fitted:
     """The sizes of a run on a cluster with `capacity`.
 
-    `needs` are the resources of that cluster that the run takes, `model` the model's size, None if
-    unknown. `problems` say why the run cannot start or keep its engines busy.
+    `needs` are the resources that the run takes of it. `model` is the model's size in memory, None
+    if unknown. `problems` say why the run cannot start or keep its engines busy.
     """
 
     sizing: Sizing
@@ -406,7 +423,7 @@ class _Fitted:
     problems: tuple[str, ...]
 
     def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
-        """Return all sizes with their reasons."""
+        """Return all sizes of the run with the reasons for them."""
         least = spec.limits.min_agreement
         have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
@@ -443,9 +460,9 @@ def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
 
 
 def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:
-    """Return which answers the job would reuse, by reading all its rows.
+    """Return which answers of earlier runs the job would reuse; reads all its rows.
 
-    Input that a run would copy is copied to TMPDIR and removed again.
+    Input that a run would copy is copied to TMPDIR for the time of the call.
     """
     import tempfile
 

@@ -1,4 +1,4 @@
-"""Estimates the cost of a run: from an earlier run of the same job, or from sampled rows."""
+"""Estimates the cost of a run from an earlier run of the job or, if hosted, from sampled rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The estimated `cost` of asking `rows`, from the GPU-seconds per row of the earlier run `by`.
+    """The estimated cost of inferring `rows` rows.
 
-    For a hosted model, `gpu_hours` is None and `cost` is the cost of answers of full length, as
-    `assumes` says. If the cost is unknown, `why` says why and the figures are None. `warning` says
-    that the cost exceeds limits.max_cost, or that this limit has no effect.
+    For a model on the cluster, it is computed from the GPU time per row of an earlier run, whose
+    key is `by`. For a hosted model, it is computed from sampled rows: `gpu_hours` is None and
+    `cost` is that of answers of full length, as the text `assumes` says. If the cost is unknown,
+    `cost` and `gpu_hours` are None and `why` says why. `warning` says that the cost exceeds
+    limits.max_cost or that this limit has no effect.
     """
 
     rows: int
@@ -59,9 +61,10 @@ def estimate(
     capacity: Capacity,
     rows: int,
 ) -> CostEstimate | None:
-    """Return the estimated cost of asking `rows` rows; None for a job without prices. Never raises.
+    """Return the cost of inferring `rows` rows, estimated from an earlier run of the job.
 
-    `most` is limits.max_cost, None if it is not set.
+    Returns None for a job without prices. `most` is limits.max_cost, None if not set. If earlier
+    runs cannot be read, the estimate says so, and nothing is raised.
     """
     if not cluster.prices:
         return None
@@ -93,7 +96,11 @@ def estimate(
 def hosted_estimate(
     cost: float, rows: int, most: float | None, currency: str, assumes: str
 ) -> CostEstimate:
-    """Return the estimate for a hosted model; `cost` is the most that `rows` rows can cost."""
+    """Return the estimate for a hosted model.
+
+    `cost` is the most that `rows` rows can cost, which the text `assumes` explains. `most` is
+    limits.max_cost (None: not set); the estimate gets a warning if `cost` exceeds it.
+    """
     by = "sampled rows"
     found = CostEstimate(rows, round(cost, 6), None, by, currency=currency, assumes=assumes)
     if most is None or cost <= most:
@@ -107,8 +114,8 @@ def with_judge(
 ) -> CostEstimate | None:
     """Return `estimate`, with a warning if rows and judge together cost more than limits.max_cost.
 
-    `judge` is the cost of a hosted judge, `most` the limit (None: not set). Returns None if
-    `estimate` is None.
+    `judge` is the cost of a hosted judge, `most` is limits.max_cost. Returns `estimate` unchanged
+    if it or `most` is None, or if the rows alone cost more.
     """
     if estimate is None or most is None or (estimate.cost is not None and estimate.cost > most):
         return estimate
@@ -123,7 +130,11 @@ def with_judge(
 
 
 def _last_known(output: str, options: StoreOptions, job: str) -> tuple[str, float] | None:
-    """Return (run key, GPU-hours per asked row) of the newest run that recorded them, or None."""
+    """Return (run key, GPU-hours per inferred row) of the newest complete run with GPU-hours.
+
+    Only the RUNS_TRIED newest complete runs of `job` under `output` are read; None if they have no
+    GPU-hours.
+    """
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
     for line in done[:RUNS_TRIED]:

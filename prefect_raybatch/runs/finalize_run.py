@@ -1,4 +1,4 @@
-"""Writes result, report and _SUCCESS; reads the report of a finished run."""
+"""Writes result, report and `_SUCCESS` of a run; reads the report of a finished run."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ DAY = 86_400.0  # seconds
 def finalize_spec(
     spec: RunSpec, ledger: Ledger, plan: Plan, shards: Shards, progress: Progress | None = None
 ) -> RunReport:
-    """Write the result and `_SUCCESS` of a planned run; return its report.
+    """Write the result, the report and `_SUCCESS` of a run; return the report.
 
-    A finished run returns its report again. Raises `IncompleteRun` while shards are missing,
-    `CorruptRun` if the coverage is wrong.
+    All shards must be committed: raises `IncompleteRun` if one is missing, `CorruptRun` if the
+    coverage is wrong. For a finished run, only removes files that are no longer needed.
     """
     from prefect_raybatch.result.finalize import finalize
 
@@ -113,9 +113,11 @@ def completed_report(
     parts: Sequence[Part],
     progress: Progress | None = None,
 ) -> RunReport:
-    """Build the report of a run whose result is written.
+    """Build the report of a run whose result files, listed in `parts`, are written.
 
-    Side effect: if the run keeps raw answers, writes answers.json, which names their files.
+    `tally` has the counts of all commits. `progress` adds figures that only the process of the last
+    attempt knows. If raw answers are kept or were looked up, also writes answers.json, which names
+    their files.
     """
     store, accepted = ledger.store, all_accepted(ledger)
     made = reports.build(
@@ -153,9 +155,9 @@ def completed_report(
 
 
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
-    """Build the report of a finished run again, from its commits.
+    """Build the report of a finished run again, from its commits; `parts` are its result files.
 
-    It lacks the figures that only the last attempt knew and that no commit has.
+    It lacks the figures that only the process of the last attempt knew.
     """
     from prefect_raybatch.result.survey import survey
 
@@ -165,13 +167,13 @@ def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport
 
 
 def put_reports(store: Store, report: RunReport) -> None:
-    """Write report.json and the report as Markdown and HTML."""
+    """Write the report to the run directory as JSON, Markdown and HTML."""
     put_report(store, report)
     put_pages(store, report)
 
 
 def put_pages(store: Store, report: RunReport) -> None:
-    """Write a report as Markdown and HTML."""
+    """Write the report to the run directory as Markdown and HTML."""
     store.put(REPORT_PAGE, reports.markdown(report).encode())
     store.put(REPORT_HTML, html_page(report).encode())
 
@@ -186,8 +188,8 @@ def write_parts(
 ) -> Iterator[Part]:
     """Write the files of a result; yield the record of each, in any order.
 
-    `write` writes the file of one of the `tasks`. It runs on the cluster's workers if the `size` of
-    the rows, in bytes, is worth it, else here.
+    `write` writes the file of one task. It runs on the cluster's workers if the rows have enough
+    bytes (`size`) to gain from it, else in this process.
     """
     from prefect_raybatch.cluster.side_by_side import TASKS_A_CPU, run_in_parallel, workers_for
     from prefect_raybatch.result.finalize import write_sequentially
@@ -208,10 +210,10 @@ def _with_reuse(
     tally: Tally,
     days: float | None,
 ) -> RunReport:
-    """Return the report of a run that reuses or keeps answers, with the savings by reuse.
+    """Return the report with what reuse saved, and with the engine figures of the requests phase.
 
-    The engine figures come from the requests phase. Side effect: writes answers.json, which names
-    the files of raw answers, to be kept for `days` (None: as long as the run).
+    Also writes answers.json, which names the files of raw answers. They are kept for `days` after
+    now; None: as long as the run.
     """
     begun, seconds = begin_requests_phase(ledger.store, increment), increment.seconds
     if begun is not None:
@@ -237,14 +239,18 @@ def _with_reuse(
 
 
 def _seconds_an_answer(ledger: Ledger, phase_report: RunReport) -> float:
-    """Return the GPU-seconds of an answer in the requests phase, whose report is `phase_report`."""
+    """Return the GPU-seconds per answer of a requests phase, from its ledger and report."""
     notes = [ledger.read_attempt(name) for name in ledger.attempts()]
     gpus = max((note.get("gpus") or 0 for note in notes), default=0)
     return round(phase_report.seconds * max(gpus, phase_report.engines, 1) / phase_report.good, 6)
 
 
 def _with_engine_figures(report: RunReport, phase_report: RunReport) -> RunReport:
-    """Return the report of a run with the engine figures of its requests phase, `phase_report`."""
+    """Return `report` with the engines, start times and cached tokens of the requests phase.
+
+    `phase_report` is the report of that phase. Its seconds and engine deaths are added to those of
+    `report`.
+    """
     cached = phase_report.tokens.get("cached_tokens", 0.0)
     report = replace(
         report,
@@ -303,17 +309,18 @@ def retry_notes(plan: Plan) -> list[str]:
 def _finished_report(
     ledger: Ledger, plan: Plan, tidy: bool, endpoint: EndpointSpec | None
 ) -> RunReport:
-    """Return the report of a finished run; `tidy` first removes files that are no longer needed."""
+    """Return the report of a finished run; with `tidy`, first remove files no longer needed."""
     if tidy:
         _tidy(ledger, plan, endpoint)
     return load_report(ledger.store)
 
 
 def _tidy(ledger: Ledger, plan: Plan, endpoint: EndpointSpec | None) -> None:
-    """Remove the files that a finished run no longer needs.
+    """Remove files that a finished run no longer needs.
 
-    These are pieces, copies of answers in row order, and notes on result files. Nothing is removed
-    if the result is missing (`orphans` raises), except a hosted model's journal and its batches.
+    First the journal and the batches of a hosted model; then pieces, copies of answers in row
+    order, and notes on result files. Raises an error before the latter are removed if the result is
+    missing.
     """
     from prefect_raybatch.result.reap import obsolete_answers, obsolete_notes, orphans
     from prefect_raybatch.stages.endpoint.journal import remove_journal
@@ -336,7 +343,8 @@ def load_report(
 ) -> RunReport:
     """Return the report of a finished run; raise `CorruptRun` if it is missing.
 
-    `accuracy`, `judgement` and `agreement` replace those of the run's records.
+    `accuracy`, `judgement` and `agreement`, if set, are used in place of those in the run
+    directory.
     """
     try:
         found = read_report(store)

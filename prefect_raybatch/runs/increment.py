@@ -1,4 +1,4 @@
-"""Plans a run with two phases: which rows reuse which answer, and which requests are asked.
+"""Plans a run of two phases: which rows reuse an earlier answer, and which requests are sent.
 
 The plan records this as its `increment`.
 """
@@ -77,10 +77,11 @@ def increment_for(
     context: JsonObject | None = None,
     earlier: bool = True,
 ) -> JsonObject:
-    """Return `Plan.increment` of a new run, after writing the tables and files that it names.
+    """Return the `increment` of a new run's plan, after writing the tables and files that it names.
 
-    `run_input` is the run's input. `context` records which context length `auto` resolved to.
-    Without `earlier`, no answers of earlier runs are reused. Raises the errors of `join_answers`.
+    `context` records how `max_model_len: auto` was resolved. With `earlier=False`, no answers of
+    earlier runs are reused; runs with damaged answers are skipped. Raises the errors of
+    `join_answers`.
     """
     skipped: set[str] = set()
     while True:
@@ -103,11 +104,12 @@ def _skip(error: DamagedAnswers, skipped: set[str]) -> None:
 
 @dataclass
 class JoinedRows:
-    """The rows of a run, joined with the answers of `earlier` runs.
+    """The rows of a run, joined with the answers of `earlier` runs by request key.
 
-    `join` says for each row whether its answer is reused, shared with an equal row, or asked for.
-    `rows` computes the rows' request keys with `keying`; `parts` are the values (model, sampling,
-    ...) whose hash is `keying.context`.
+    `join` says for each row whether it reuses an earlier answer, shares the answer of an equal row,
+    or needs a request of its own. `rows` computes the request keys with `keying`. `parts` are the
+    values (model, sampling, ...) that all requests have in common; `keying.context` is their
+    hash.
     """
 
     keying: Keying
@@ -135,11 +137,11 @@ def join_answers(
 ) -> Iterator[JoinedRows]:
     """Compute the request keys of all rows, join them with those of earlier runs, yield the join.
 
-    `store` holds the input's files if they are a snapshot; with `alone`, only this node can read
-    it. Without `earlier`, nothing is reused. With `in_order`, requests are numbered in the order of
-    their prompts if that can raise prefix cache hits. `skipped` are URIs of runs with damaged
-    answers, to which further ones are added. Writes only to TMPDIR. Raises `ConfigError` if `reuse`
-    names a run that does not exist, `SourceError` for unreadable input.
+    If the input is a snapshot, `store` holds its files; with `alone`, only this node can read them.
+    With `earlier=False`, nothing is reused. With `in_order`, requests are numbered in the order of
+    their prompts if that can raise prefix cache hits. Runs whose URI is in `skipped` are not
+    reused; the URIs of runs with damaged answers are added to it. Writes only to TMPDIR. Raises
+    `ConfigError` if `reuse` names a run that does not exist, `SourceError` for unreadable input.
     """
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)
@@ -165,10 +167,11 @@ def join_answers(
 def _begun_join(
     known_runs: Callable[[], ReusableRuns], rows: int, ordered: bool, skipped: set[str]
 ) -> tuple[ReusableRuns, Join]:
-    """Return the earlier runs, and a join, already entered as a context, with their answers' keys.
+    """Return the earlier runs, and an entered `Join` to which the keys of their answers are added.
 
-    `known_runs` returns the earlier runs that are not in `skipped`. `rows` is the number of input
-    rows. Adds runs with unreadable keys to `skipped`.
+    The caller has to exit the join. `known_runs` returns the earlier runs that are not in
+    `skipped`; runs with unreadable keys are added to `skipped`. `rows` is the number of input rows.
+    `ordered` says that the requests are to be in the order of their prompts.
     """
     while True:
         known = known_runs()
@@ -189,7 +192,7 @@ def _begun_join(
 
 
 def _in_prompt_order(engine: EngineSpec, rows: int) -> bool:
-    """Return whether to ask requests in the order of their prompts, so that prefix caches help."""
+    """Return whether to send requests in the order of their prompts, to get prefix cache hits."""
     model = engine.model
     caches = not model.pools and model.endpoint is None  # encoders keep no cache of prefixes
     return engine.sort and rows <= MOST_ORDERED and caches
@@ -204,8 +207,8 @@ def plan_increment(
 ) -> Increment:
     """Return the `increment` of the run's plan, after writing the files that it names.
 
-    These are the reused answers, the input and tables of the requests phase, and the tables that
-    say where each row's answer is. None of them counts before plan.json exists.
+    These are copies of the reused answers, the input and tables of the requests phase, and tables
+    that say where each row's answer is. They have no effect until plan.json is written.
     """
     join, earlier = joined.join, joined.earlier
     store = run_input.store
@@ -250,7 +253,7 @@ def _precision(resolved: Resolved, spec: RunSpec, reusable: ReusableRuns) -> Tak
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:
-    """Write the tables that say where each row's answer is, in row order; yield their names."""
+    """Write tables that say for each row, in order, which answer it gets; yield their names."""
     start = 0
     for kind, at in join.places():
         out = io.BytesIO()
@@ -266,7 +269,7 @@ def _write_places(join: Join, store: Store) -> Iterator[str]:
 
 
 def _copy_answers(joined: JoinedRows, store: Store, attempt: str) -> Iterator[AnswerPart]:
-    """Copy the answers of earlier runs that rows reuse, in their stored order; yield the copies."""
+    """Copy the reused answers of earlier runs, in stored order; yield a record of each file."""
     parts = PartFiles(store, f"{REUSED_FOLDER}/{attempt}-{uuid.uuid4()}")
     held: list[pa.Table] = []
     start = 0
@@ -309,9 +312,10 @@ def _copy_answers(joined: JoinedRows, store: Store, attempt: str) -> Iterator[An
 
 
 def _with_origin(table: pa.Table, run_key: str, schema: pa.Schema) -> pa.Table:
-    """Return raw answers with a column ORIGIN: the key of the run that asked for each answer.
+    """Return raw answers with a column ORIGIN, the key of the run that sent each answer's request.
 
-    An answer without an origin yet is of run `run_key`.
+    If `table` has no such column, all its answers are of run `run_key`. Other columns are those of
+    `schema`.
     """
     if ORIGIN in table.column_names:
         origin = table[ORIGIN]
@@ -331,7 +335,8 @@ def _plan_requests_phase(
 ) -> Plan:
     """Write the input and the tables of the requests phase; return its plan.
 
-    The run's plan holds a copy of that plan, from which it is written when the phase begins.
+    The plan itself is not written here: the run's plan holds a copy, from which it is written when
+    the phase begins.
     """
     ledger, join = requests_ledger(run_input.store), joined.join
 
@@ -370,9 +375,10 @@ def _plan_requests_phase(
 def plan_first_model(
     resolved: Resolved, spec: RunSpec, run_input: RunInput, share: RetryShare | None
 ) -> JsonObject:
-    """Write the tables of the first model's plan; return `Plan.increment` of the cascade.
+    """Write the tables of the plan of a cascade's first model; return the cascade's increment.
 
-    `share` limits the rows that a retry sends to the larger model (see `share_of_retry`).
+    It is what the plan records as `Plan.increment`. `share` limits the rows that a retry sends to
+    the larger model (see `share_of_retry`); None: no such limit.
     """
     plan, named = make_plan(
         spec,
@@ -405,9 +411,10 @@ def plan_first_model(
 
 
 def requests_spec(spec: RunSpec) -> RunSpec:
-    """Return the spec of the requests phase of a run, which asks the distinct requests of `spec`.
+    """Return the spec of the requests phase of a run whose spec is `spec`.
 
-    Its answers are stored raw; the rows phase postprocesses them.
+    That phase infers the run's distinct requests and stores raw answers, which the rows phase
+    postprocesses.
     """
     finish = replace(
         spec.finish, columns=(), row_number=NUMBER, postprocess=None, types=None, extras=()
@@ -418,10 +425,7 @@ def requests_spec(spec: RunSpec) -> RunSpec:
 
 
 def _requests_job(job: Mapping[str, Any]) -> JsonObject:
-    """Return the public job of a run without the fields that only the rows phase uses.
-
-    A public job is the plain values of a job without secrets.
-    """
+    """Return the job, which is without secrets, without fields that only the rows phase uses."""
     by_default = ("postprocess", "schema", "keep_answers", "extras", "publish", "row_number")
     output = {n: value for n, value in job["output"].items() if n not in (*by_default, "compact")}
     made = {name: value for name, value in job.items() if name != "reuse"}

@@ -1,9 +1,10 @@
-"""Reads, infers and commits the pending shards of a run, in an attempt for each of its phases.
+"""Reads, infers and commits the pending shards of a run, in one attempt per phase of the run.
 
 Most runs have one phase, the rows phase. A requests phase with its own plan and ledger comes first
-in a run that reuses or keeps answers (`reuse`) or orders all its prompts (`engine.order: run`): it
-asks the run's requests, and the rows then look their answers up. In a cascade, the requests phase
-is the first model's answers to all rows, and the rows phase asks the larger model.
+in a run that reuses or keeps answers (`reuse`) or orders all its prompts (`engine.order: run`). It
+sends the run's requests to the model; in the rows phase, the rows then look up their answers. In a
+cascade, the first phase infers all rows with the small model, and the rows phase infers some of
+them again with the larger model.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _infer_both(
 ) -> Progress:
     """Infer and finalize the requests phase unless it is finished, then infer the rows phase.
 
-    The cluster stays joined between the phases, so one that is started for this run starts once.
+    Both phases run on one connection to the cluster, so a cluster made for this run is started
+    once.
     """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import Tenant
@@ -100,7 +102,7 @@ def _infer_both(
 
 
 def _without_unneeded(rows: Phase) -> Phase:
-    """Return the rows phase; in a cascade without rows for the larger model, `keeps_all` is set."""
+    """Return `rows`, with `keeps_all` set if a cascade's larger model has no row to infer."""
     cascade = rows.spec.cascade
     if cascade is None or rows.increment is None:
         return rows
@@ -111,7 +113,7 @@ def _without_unneeded(rows: Phase) -> Phase:
 
 
 def _check_larger_fits(rows: Phase, capacity: Capacity) -> None:
-    """Raise an error if the cluster has no room for the larger model of a cascade."""
+    """Raise an error if a cascade's larger model does not fit on the cluster."""
     from prefect_raybatch.cluster import connect as cluster
 
     size = sized.for_attempt(rows.sizes, rows.plan, capacity)
@@ -128,8 +130,9 @@ def infer_phase(
 ) -> Progress:
     """Make one attempt at the pending shards of a phase; return the progress at the end.
 
-    Joins the cluster unless `joined` is given. If the run has two phases, `before` is the size of
-    the finished one or `later` that of the one to come; the progress includes it.
+    Joins the cluster unless `joined` is given, and only if a shard is pending. In a run of two
+    phases, `before` has the rows and shards of the finished phase, or `later` those of the phase to
+    come; they become part of the returned progress.
     """
     attempt = Attempt(phase, observe, engine)
     if not attempt.resume(before, later):  # before Ray is imported, which takes seconds
@@ -151,11 +154,12 @@ def _imports(spec: RunSpec, engine: type | None) -> AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run: its spec, and its ledger with the plan and its shards.
+    """One phase of a run: its spec, its ledger, its plan and the plan's shards.
 
     `increment` is `plan.increment`, parsed; None for an ordinary run with one phase. `keeps_all`:
-    the first model of a cascade answered every row well enough, so the larger one is not asked.
-    `passed_on` are the error classes of the first model's rows that the larger one answers again.
+    no row goes to a cascade's larger model, so the rows phase takes all answers from the small one.
+    `passed_on` are the error classes with which failed rows of a cascade's first phase go on to the
+    larger model.
     """
 
     spec: RunSpec
@@ -169,17 +173,17 @@ class Phase:
 
     @property
     def needs_no_engine(self) -> bool:
-        """Return whether this phase asks a model about no row."""
+        """Return whether this phase sends no row to a model."""
         return self.looks_up or self.keeps_all
 
     @property
     def looks_up(self) -> bool:
-        """Return whether the rows of this phase only look up answers that exist already."""
+        """Return whether the rows of this phase only look up stored answers."""
         return self.increment is not None and self.increment.looks_up
 
     @property
     def sizes(self) -> SizeSpec:
-        """Return the size spec of the phase, without engines if it needs none."""
+        """Return the phase's size spec; one without engines if it needs none."""
         return self.spec.sizes.without_engine() if self.needs_no_engine else self.spec.sizes
 
     @property
@@ -189,7 +193,7 @@ class Phase:
 
     @property
     def extent(self) -> PhaseProgress:
-        """Return the numbers of rows and shards, which the other phase's progress includes."""
+        """Return the phase's number of rows and shards, for the progress of the other phase."""
         from prefect_raybatch.driver.driver import PhaseProgress
 
         return PhaseProgress(self.plan.rows, self.plan.shards)
@@ -198,9 +202,9 @@ class Phase:
 def begin_phases(
     spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
 ) -> tuple[Phase | None, Phase]:
-    """Return the requests phase of a run (see the module) and its rows phase.
+    """Return (requests phase, rows phase) of a run; see the module.
 
-    The first is None if there is no requests phase, or if the run is finished. Writes the plan of
+    The requests phase is None if the plan has none, or if the run is finished. Writes the plan of
     the requests phase unless it exists.
     """
     increment = increment_of(plan)
@@ -227,9 +231,10 @@ def begin_phases(
 
 @dataclass(frozen=True)
 class JoinedCluster:
-    """The cluster that a phase runs on.
+    """The cluster that a phase runs on, with its capacity.
 
-    `user` is this run's registration with the cluster, which several runs of a process may share.
+    `user` registers this run with the cluster connection, which several runs of a process may
+    share.
     """
 
     user: Tenant
@@ -276,7 +281,7 @@ class Attempt:
     def resume(self, before: PhaseProgress | None, later: PhaseProgress | None) -> bool:
         """Count the committed shards and rows; return whether a shard is pending.
 
-        `before` and `later` are those of `infer_phase`.
+        `before` and `later` are explained in `infer_phase`.
         """
         progress = self.driver.progress
         progress.before = before or progress.before
@@ -294,9 +299,10 @@ class Attempt:
         check_cost(spec.limits, cost, shards, self.committed, spec.cluster.prices.currency)
 
     def check(self) -> None:
-        """Check cost limit and store before the cluster is joined, then record the attempt.
+        """Check the cost limit and the store, then record the attempt; call before joining.
 
-        Logs a warning if another version of this package made the plan.
+        Logs a warning if another version of this package made the plan. Raises `CostExceeded` or
+        the store's errors.
         """
         phase = self.phase
         self.spent = spent_on(phase.ledger, phase.plan)
@@ -310,7 +316,7 @@ class Attempt:
     def join(self, stack: ExitStack, joined: JoinedCluster | None) -> JoinedCluster:
         """Return `joined`, or join the cluster until `stack` closes.
 
-        Also starts the monitor, which writes heartbeats of the attempt.
+        Also starts the monitor, which writes the attempt's heartbeats until `stack` closes.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.raylet import raylet_watch
@@ -328,9 +334,9 @@ class Attempt:
         return joined
 
     def decide(self, joined: JoinedCluster) -> None:
-        """Prepare the attempt: sort the answers that the phase looks up, or decide on `try-fp8`.
+        """Sort the answers that the phase looks up, or choose the precision for `try-fp8`.
 
-        A phase that does neither is unchanged.
+        Does nothing for other phases.
         """
         if self.phase.looks_up:
             self._place_answers(joined.user)
@@ -339,7 +345,7 @@ class Attempt:
             self.phase = replace(self.phase, spec=spec)
 
     def _place_answers(self, user: Tenant) -> None:
-        """Write the answers that rows look up in the order of the rows, if that saves reading."""
+        """Copy the answers that rows look up into the order of the rows, if that saves reads."""
         from prefect_raybatch.cluster.lookups import look_up_files
         from prefect_raybatch.runs.answers_by_row import sort_answers
 
@@ -372,9 +378,10 @@ class Attempt:
         )
 
     def pipeline(self, stack: ExitStack, joined: JoinedCluster) -> Pipeline:
-        """Return the pipeline for this attempt, once the cluster has room for its engines.
+        """Wait until the cluster has room for this attempt's engines; return its pipeline.
 
-        That room is reserved until `stack` closes.
+        The room is reserved until `stack` closes. Raises an error if the engines cannot fit, or if
+        the cost limit is reached.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
@@ -419,9 +426,9 @@ class Attempt:
         return pipeline
 
     def _seconds_of_others(self) -> float:
-        """Return for how many seconds rate limits still count requests that other attempts sent.
+        """Return for how many seconds other attempts' requests still count for rate limits.
 
-        Returns 0 if the job sets no rate limits of a hosted model.
+        Returns 0 if the job sets no rate limits for a hosted model.
         """
         endpoint = self.phase.spec.engine.model.endpoint
         if endpoint is None or not endpoint.limited:
@@ -439,7 +446,10 @@ class Attempt:
             raise
 
     def _cancel_batches(self, error: BaseException) -> None:
-        """Cancel batches sent to a hosted model, unless `error` allows a retry to fetch them."""
+        """Cancel this attempt's batches at a hosted model, unless a retry may fetch them.
+
+        It may after a transient `error` or a drain.
+        """
         from prefect_raybatch.stages.hosted_batches.stage import cancel_batches
 
         endpoint = self.phase.spec.engine.model.endpoint
@@ -450,10 +460,10 @@ class Attempt:
             cancel_batches(endpoint, self.phase.ledger.store, self.name)
 
     def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
-        """Return the sizes of this attempt, and the `WarmKind` of running engines that it can use.
+        """Return the sizes of this attempt, and the kind of running engines that it can reuse.
 
-        The kind is None for a phase without engines. If running engines are nearly of the best
-        sizes, returns theirs. Logs the warnings of the sizes.
+        The kind is None for a phase without engines. If the sizes of running engines are close to
+        the best ones, these are returned. Logs the sizes' warnings.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.engine_reuse import closest_running
@@ -477,10 +487,10 @@ class Attempt:
 
 
 def _interruptible(pipeline: Pipeline, monitor: Monitor, user: Tenant, limits: Limits) -> RunPass:
-    """Return the pipeline, wrapped if a pass may have to be interrupted.
+    """Return the pipeline, wrapped so that a pass can be interrupted if that may be needed.
 
-    That is so if a stall or a cost limit can end the run, and outside the main thread, where Python
-    raises no signals: a signal to the process then ends this run too.
+    It may be needed if a stall or a cost limit can end the run, and outside the main thread, where
+    a signal to the process raises nothing.
     """
     from prefect_raybatch.driver.stall import interruptible
 

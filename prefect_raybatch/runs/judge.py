@@ -1,7 +1,7 @@
-"""Judges a sample of a finished run's answers: an ordinary run inside the run directory.
+"""Judges a sample of a finished run's answers with an ordinary run inside the run directory.
 
-The judge's run has its own plan, shards and commits, so a killed judgement resumes, and no
-committed shard is asked again.
+That run has its own plan, shards and commits, so a killed judgement resumes, and committed shards
+are not judged again.
 """
 
 from __future__ import annotations
@@ -77,13 +77,16 @@ def with_verdicts(
     ask: AskJudge,
     measure_again: bool = False,
 ) -> RunReport:
-    """Judge a finished run with the job's judge unless done already; return the updated report.
+    """Judge a finished run with the job's judge; write the judgement; return the report with it.
 
-    If another judge or prompt has judged the run, it is judged again only if `measure_again`. A
-    retry of failed rows is no sample of the input, so it is not judged. The run and its judgements
-    together may cost `most_cost` (None: no limit). `written` is output.uri as written in the job.
-    `ask` runs the judge over the sampled rows and returns its report. Raises what `ask` raises; the
-    next call then resumes the judge's run.
+    Returns `report` unchanged if the job has no judge, for a retry of failed rows (they are no
+    random sample of the input), and for a run that this judge has judged or, without
+    `measure_again`, any judge. The run and its judgements together may cost `most_cost` (None: no
+    limit). `written` is the job's output.uri before placeholders are filled in; earlier judgements
+    are looked for there.
+
+    `ask` runs the judge over the sampled rows and returns the report of that run. Raises the errors
+    of `ask`, after which the next call resumes, and `CostExceeded` if the limit leaves nothing.
     """
     store, plan, judge = member.ledger.store, member.plan, quality.judge
     if not judge.asked or plan.parent is not None:
@@ -124,7 +127,10 @@ def with_verdicts(
 
 
 def _ask(ask: AskJudge, store: Store, left: float | None) -> RunReport:
-    """Run the judge over the rows in `store` for at most the cost `left` (None: no limit)."""
+    """Run the judge over the rows in `store` for at most the cost `left` (None: no limit).
+
+    Errors name the fields of `quality.judge`, not those of the judge's own job.
+    """
     try:
         return ask(join(store.uri, JUDGED_FILE), join(store.uri, JUDGE_RUNS), left)
     except RunDrained:  # its message is that of any drained run, and names no field
@@ -137,7 +143,7 @@ def _ask(ask: AskJudge, store: Store, left: float | None) -> RunReport:
 def _with_series(
     judgement: Judgement, judge: Judge, member: Member, output: Output, written: str
 ) -> Judgement:
-    """Return the judgement with those of earlier runs; unchanged if no row was judged."""
+    """Return the judgement with the series of earlier ones; unchanged if no row was judged."""
     if not judgement.rows:
         return judgement
     options, plan = output.options or None, member.plan
@@ -148,7 +154,10 @@ def _with_series(
 
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
-    """Return GPU-hours and cost of the run's judgements other than `key`, also partial ones."""
+    """Return {gpu_hours, total} of the run's judgements other than `key`, incomplete ones too.
+
+    Figures that are 0 are left out.
+    """
     hours, total = 0.0, 0.0
     for judgement, run in judge_runs(store):
         ledger = Ledger(run)
@@ -162,10 +171,10 @@ def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
 
 
 def judgement_id(judge: Judge, golden: Golden | None) -> str:
-    """Return a hash (16 hex digits) of the judge, its prompt, its sample and the golden rows.
+    """Return a hash (16 hex digits) of the judge's settings and the golden rows.
 
-    Of a hosted judge's settings, only URL and model count, so that with another API key, limit or
-    timeout an interrupted judgement is resumed.
+    Of a hosted judge's endpoint, only URL and model count: an interrupted judgement is resumed even
+    with another API key, rate limit or timeout.
     """
     said = {**judge.model_dump(mode="json"), "endpoint": _server_of(judge)}
     parts = {"judge": said, "golden": None if golden is None else golden.digest}
@@ -190,7 +199,7 @@ def _rows(
     output: Output,
     golden: Golden | None,
 ) -> pa.Table:
-    """Return the rows to judge; draw and write them first unless an earlier attempt has."""
+    """Return the rows to judge; the first call draws them and writes them to `store`."""
     finish, result = compile_plan(member.plan).finish, report.dataset(output.options or None)
     if not store.holds(JUDGED_FILE):
         known = {} if golden is None else golden_numbers(golden, result, finish.row_number)
@@ -205,8 +214,8 @@ def _rows(
 def _left(report: RunReport, others: Mapping[str, float], most: float | None) -> float | None:
     """Return how much of the cost limit `most` is left for the judge; None if there is no limit.
 
-    `others` has the cost of the run's other judgements (`total`). Raises `CostExceeded` if nothing
-    is left.
+    `others["total"]` is the cost of the run's other judgements. Raises `CostExceeded` if nothing is
+    left.
     """
     if most is None:
         return None
@@ -225,7 +234,7 @@ def _left(report: RunReport, others: Mapping[str, float], most: float | None) ->
 def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
     """Return for each of the `rows` judged rows whether the judge called its answer right.
 
-    The verdict is None for a row that failed in the judge's run, whose report is `ended`.
+    `ended` is the report of the judge's run. None for a row that failed there.
     """
     table = ended.to_arrow(output.options or None)
     found: dict[int, str] = {}

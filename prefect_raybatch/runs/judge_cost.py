@@ -39,7 +39,7 @@ class UnknownCost(Exception):
 
 @dataclass(frozen=True)
 class HostedJudge:
-    """A hosted judge: the parts of its job, and the most `rows` that it may be asked about."""
+    """A hosted judge: parts of its job, and the most rows that it may have to judge."""
 
     endpoint: EndpointSpec
     model: ModelRequest
@@ -56,12 +56,14 @@ class HostedJudge:
         inventory: Inventory,
         copied: bool,
     ) -> float:
-        """Return what the judge costs if each answer that it judges is as long as it may be.
+        """Return the most that judging costs.
 
-        A verdict counts as a label in JSON. The requests are made from sampled input rows, with an
-        answer as long as the sampling `answers` allows in each of the columns `added` to the input;
-        other rows count as the average of the sample. `copied`: the input is copied first, so the
-        sample is its beginning. Raises `UnknownCost`.
+        It is computed for answers of the full length that `answers`, the sampling of the judged
+        job, allows. Requests are made from sampled input rows with such an answer in each of the
+        columns `added` to the input; other rows count as the sample's average. With `copied`, the
+        run will copy the input, so the sample is its beginning. A verdict counts as many tokens as
+        a label in JSON. Raises `UnknownCost` if the endpoint has no price, answers have no limit,
+        or no request can be made.
         """
         if self.endpoint.price_in is None and self.endpoint.price_out is None:
             raise UnknownCost("quality.judge.endpoint has no price_in and price_out")
@@ -98,10 +100,9 @@ def judge_cost_text(cost: float, currency: str) -> str:
 
 
 def _longest_answer(answers: SamplingSpec) -> str:
-    """Return a stand-in for the longest possible answer.
+    """Return a stand-in for the longest answer that the sampling `answers` allows.
 
-    It is the longest choice, or a text whose estimated tokens are the most that all answers to a
-    row may have.
+    It is the longest choice, or a text with max_tokens (estimated) for each of a row's answers.
     """
     if answers.choices:
         return max(answers.choices, key=len)

@@ -1,4 +1,4 @@
-"""Asks the servers of hosted models that a run needs late, before it answers a row."""
+"""Checks the servers of hosted models that a run needs only later: larger model and judge."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def check_later_servers(resolved: Resolved, is_judged: bool = True) -> None:
-    """Raise `EndpointRefused` if a server lacks the larger model of a cascade, or the judge.
+    """Check the servers of a cascade's larger model and of the judge, as far as these are hosted.
 
-    Raises `ConfigError` if the variable of a key is not set. Only logs that a server cannot be
-    reached: it may be up when the run needs it. `is_judged`: the judge is asked about this run,
-    which it is not about a retry of failed rows.
+    `is_judged`: the run is judged; a retry of failed rows is not. Raises `EndpointRefused` if a
+    server refuses or lacks the model, `ConfigError` if the environment variable of an API key is
+    not set. Only logs that a server cannot be reached: it may be up when the run needs it.
     """
     larger, judge = resolved.job.output.escalate.engine, resolved.job.quality.judge
     if larger is not None:
@@ -31,9 +31,10 @@ def check_later_servers(resolved: Resolved, is_judged: bool = True) -> None:
 
 
 def _check_server(engine: Engine, named: Callable[[str], str]) -> None:
-    """Ask the server of an engine's hosted model, if it has one, for that model.
+    """Ask the server of an engine's hosted model whether it has the model.
 
-    `named` returns an error text with the engine's fields named as in the job.
+    Does nothing for a model that is not hosted; raises as `check_later_servers` does. `named`
+    rewrites an error text so that it names the fields as in the job.
     """
     endpoint = model_request(engine).endpoint
     if endpoint is None:

@@ -31,14 +31,15 @@ PRUNING, DAMAGED = "half removed", "not readable"
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run in a list of runs.
+    """A run in a list of runs, or an attempt that ended before the run had a plan (no `has_plan`).
 
-    `rows` and `shards` are planned, `committed` counts shards; `good` (valid) and `quarantined`
-    rows are None until the run is completed. `created` and `finished` are seconds since 1970;
-    `parent` is the run with the failed rows that it retries. `trouble` says why a directory is
-    unreadable. `failure` says why the last attempt at an incomplete run failed, `first_step` what
-    to do about it before `command` runs it again ("" if nothing). Without `has_plan`, the line
-    shows an attempt that did not reach a plan, which ended at `finished`.
+    `run` is its directory's URI; `state` is e.g. "completed", "failed" or "not readable". `rows`
+    and `shards` are planned; `committed` counts shards. `good` (answered) and `quarantined` rows
+    are None until the run is complete. `created` and `finished` are seconds since 1970 of plan and
+    completion, for an attempt of its start and end. `parent` is the key of the run whose failed
+    rows this one retries. `trouble` says why the directory is unreadable, or "". `failure` says why
+    the last attempt at an incomplete run failed, `first_step` what to do before `command` runs it
+    again; each may be "".
     """
 
     run_key: str
@@ -85,9 +86,10 @@ def need_output(output: str) -> None:
 def list_runs(
     output: str, options: StoreOptions | None = None, job: str | None = None
 ) -> list[RunLine]:
-    """Return the runs below `output`, newest first; with `job`, only those of that job.
+    """Return the runs below `output`, newest first; with `job`, only those of the job of this name.
 
-    Folders that are not run directories are skipped.
+    Includes attempts that ended before there was a plan, and unreadable run directories; other
+    folders are skipped.
     """
     return lines_of(open_store(output, dict(options) if options else None), job)
 
@@ -100,16 +102,20 @@ def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
 
 
 def recency_key(line: RunLine) -> tuple[float, float, str]:
-    """Sort key: later runs sort higher; runs planned in the same second sort by their end."""
+    """Return the sort key of a run: by the second of planning, then by completion, then by run key.
+
+    Later runs have greater keys; a run that is not complete counts as the last to be completed.
+    """
     return line.created or 0.0, line.finished or math.inf, line.run_key
 
 
 def latest_complete(
     output: str, options: StoreOptions | None = None, job: str | None = None
 ) -> RunLine:
-    """Return the completed run below `output` that finished last.
+    """Return the complete run below `output` that finished last; with `job`, of this job only.
 
-    Retries of another run's failed rows do not count. Raises `NoSuchRun` if there is none.
+    `job` is the job's name. Retries of failed rows do not count. Raises `NoSuchRun` if there is
+    none.
     """
     lines = list_runs(output, options, job)
     done = [line for line in lines if line.state == COMPLETED and line.parent is None]
@@ -120,9 +126,9 @@ def latest_complete(
 
 
 def line_of(root: Store, key: str) -> RunLine | None:
-    """Return the `RunLine` of run `key` below `root`, or of an attempt at it; None for neither.
+    """Return the list entry of the folder `key` below `root`; None if it is no run directory.
 
-    An unreadable directory is returned with `trouble`; only an unreachable store raises.
+    An unreadable directory is returned with `trouble`. Raises only if the store is unreachable.
     """
     store = root.sub(key)
     try:

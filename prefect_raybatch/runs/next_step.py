@@ -30,12 +30,13 @@ NextAction = Literal["begin", "resume", "finish", "nothing", "refuse", "wait"]
 
 @dataclass(frozen=True)
 class NextStep:
-    """What `raybatch run` would do with the run key of `run`.
+    """What `raybatch run` would do with the run key of the run directory `run`.
 
-    `action` is begin, resume, finish (all shards are committed), nothing (the run is complete),
-    refuse (the job differs from the run's plan, or the run reached its cost limit) or wait (a
-    driver works on the run). `lines` are sentences that describe it. `rows_left` is the number of
-    rows to infer, None if it is unknown. `reads_copy`: the run reads its own copy of the input.
+    `action` is "begin", "resume", "finish" (all shards are committed), "nothing" (the run is
+    complete), "refuse" (the job differs from the run's plan, or the run reached its cost limit) or
+    "wait" (a driver is at work). `lines` are sentences about it. `rows_left` is the number of
+    uncommitted rows, None if the action is none of "resume" and "finish". `reads_copy`: the run
+    reads a copy of the input in its directory.
     """
 
     action: NextAction
@@ -92,7 +93,7 @@ def _of_unplanned(store: Store, job: str) -> Iterator[str]:
 
 
 def _over_cost(resolved: Resolved, state: Status, pending: int) -> str:
-    """Return why a run with `pending` shards may not cost more; "" if it may."""
+    """Return the error text if the cost limit forbids inferring `pending` more shards, else ""."""
     try:
         shards = state.shards + (state.asks.shards if state.asks is not None else 0)
         committed = max(0, shards - pending)
@@ -118,9 +119,9 @@ def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator
 
 
 def _of_driver(beat: JsonObject, state: Status, plan: Plan, remote: bool) -> Iterator[str]:
-    """Yield sentences about the driver that sent the heartbeat `beat`, and what to do about it.
+    """Yield sentences about a second driver beside the one that sent the heartbeat `beat`.
 
-    `remote`: runs are submitted as Ray jobs.
+    `remote`: runs are submitted as Ray jobs, so `raybatch run` would only follow the driver.
     """
     does = "follows the driver" if remote else "begins a second driver beside the one"
     heard = f"{_place(beat)}, heard {beat['age']:.0f} s ago"
@@ -141,7 +142,7 @@ def _place(beat: JsonObject) -> str:
 
 
 def _of_last(state: Status) -> Iterator[str]:
-    """Yield sentences on how the last attempt ended."""
+    """Yield sentences on how the last attempt ended; none if it left no record of an end."""
     for one in _states(state):
         for beat in one.beats[:1]:
             if driver_state(beat) == "died" and beat["attempt"] == one.attempts[-1]["attempt"]:
@@ -156,7 +157,7 @@ def _of_last(state: Status) -> Iterator[str]:
 
 
 def _states(state: Status) -> tuple[Status, ...]:
-    """Return the run's state, then that of its first phase if that has begun but not completed."""
+    """Return the run's state, and that of its first phase if that has begun but is not complete."""
     asks = state.asks
     return (state,) if asks is None or asks.state == "completed" else (state, asks)
 
@@ -183,7 +184,7 @@ def _pending(state: Status, plan: Plan) -> int:
 
 
 def _committed(state: Status, plan: Plan) -> str:
-    """Return e.g. `3 of 4 rows are committed`; with two phases, the shards of each."""
+    """Return e.g. `3 of 4 rows are committed`; for two phases, committed shards of each phase."""
     phases = tuple(_phases(state, plan))
     if len(phases) == 1:
         return f"{some_are(state.done, state.rows, 'row')} committed"
@@ -195,7 +196,10 @@ def _committed(state: Status, plan: Plan) -> str:
 
 
 def _left(state: Status, plan: Plan) -> str:
-    """Return which shards are still to be inferred, e.g. `resumes 3 of 4 shards`, by phase."""
+    """Return which shards are pending, by phase, e.g. `resumes 3 of 4 shards`.
+
+    If none is, says that only the result and the report are to be written.
+    """
     if not _pending(state, plan):
         return "infers nothing: all shards are committed. Writes the result and the report"
     parts = [

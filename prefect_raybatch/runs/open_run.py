@@ -19,7 +19,7 @@ from prefect_raybatch.storage import open_store
 
 @dataclass(frozen=True)
 class OpenRun(FinishedRows):
-    """An existing run; state and rows are read on demand."""
+    """A run directory, or the folder of a partial result, at `uri`. Each access reads it anew."""
 
     uri: str
     options: StoreOptions | None = field(default=None, repr=False)  # may hold keys
@@ -29,12 +29,12 @@ class OpenRun(FinishedRows):
 
     @property
     def state(self) -> str:
-        """Return planned, unfinished or completed; partial for a partial result."""
+        """Return "planned", "unfinished" or "completed"; "partial" for a partial result."""
         return state_of(self.uri, self.options)
 
     @property
     def report(self) -> RunReport:
-        """Return the report of the run; for an unfinished one, from its commits so far."""
+        """Return the report of the run; for an unfinished run, one made from its commits so far."""
         return report_of(self.uri, dict(self.options or {}) or None)
 
     def _repr_html_(self) -> str:
@@ -45,12 +45,12 @@ class OpenRun(FinishedRows):
 
 
 def open_run(uri: str, options: StoreOptions | None = None, partial: bool | str = False) -> OpenRun:
-    """Open the run directory `uri`, a local folder or s3://.
+    """Open the run directory `uri`, a local folder or a URI such as s3://bucket/runs/RUN_KEY.
 
     `options` are s3fs options, as in `output.options`; without them, credentials come from the
     environment. `partial` opens a partial result of the run instead: the newest (True), or the one
-    of that name (_UUID). If `uri` is the folder of a partial result, that one is opened. Raises
-    `NoSuchRun`, naming similar runs, if there is no such run or partial result.
+    with this name (_UUID). `uri` may itself be the folder of a partial result. Raises `NoSuchRun`,
+    naming similar runs, if there is no such run or partial result.
     """
     check_run_read(uri)
     if partial:
@@ -60,7 +60,10 @@ def open_run(uri: str, options: StoreOptions | None = None, partial: bool | str 
 
 
 def partial_place(uri: str, options: StoreOptions | None, name: str | None) -> str:
-    """Return the folder of the partial result `name`, or the newest; raise `NoSuchRun` if none."""
+    """Return the folder of a run's partial result `name`; None: of the newest one.
+
+    Raises `NoSuchRun` if there is none.
+    """
     store = open_store(uri, options)
     plan = need_plan(Ledger(store))
     if name is None:

@@ -1,4 +1,4 @@
-"""Writes the rows that a run has committed so far, for users who cannot wait for the others."""
+"""Writes a partial result: the rows that a run has committed so far."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ log = logging.getLogger(__name__)
 def write_partial(
     run_dir: str, options: StoreOptions | None, cluster: ClusterSpec | None
 ) -> RunReport:
-    """Write the committed rows of an incomplete run; see `api.finalize_partial`.
+    """Write the committed rows of an incomplete run as a partial result; return its report.
 
-    A large result is written on `cluster`, by default the run's own.
+    A large result is written on `cluster` (None: the cluster in the run's plan). Raises
+    `ConfigError` if the run is complete or all its shards are committed, `IncompleteRun` if none
+    is.
     """
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
@@ -88,7 +90,10 @@ def _record(
     parts: tuple[Part, ...],
     row_number: str,
 ) -> PartialResult:
-    """Return the record of a partial result that holds the rows committed until the time `at`."""
+    """Return the record of a partial result of the rows that were committed at the time `at`.
+
+    `missing` are the other rows; `row_number` is the name of the column with row numbers.
+    """
     return PartialResult(
         warning=f"PARTIAL, not the result of run {plan.run_key}: {tally.rows:,} of {plan.rows:,} "
         f"rows, without {missing.text()}. The run is not complete.",
@@ -125,7 +130,7 @@ def _check_incomplete(ledger: Ledger, plan: Plan, listing: Listing) -> None:
 def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally) -> RunReport:
     """Write the report of a partial result, as JSON and Markdown; return it.
 
-    Paths in it are relative to the folder of the partial result.
+    Paths of files in it are relative to the folder of the partial result.
     """
     folder, store = partial_path(record.name), ledger.store
     accepted = all_accepted(ledger)
@@ -139,9 +144,10 @@ def _put_report(ledger: Ledger, plan: Plan, record: PartialResult, tally: Tally)
 
 
 def _check_kept(ledger: Ledger, plan: Plan, record: PartialResult) -> None:
-    """Check that `raybatch reap` has not removed a file of the partial result meanwhile.
+    """Raise an error if a file of the partial result was removed while it was written.
 
-    If one is gone, delete the record and raise `IncompleteRun`.
+    `raybatch reap` may do so. The record is then deleted, and the error is `IncompleteRun`, or
+    `ConfigError` if the run has become complete.
     """
     try:
         check_parts(ledger.store, record.parts)

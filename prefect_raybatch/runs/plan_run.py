@@ -1,4 +1,4 @@
-"""Makes a run's plan, or adopts the existing one, after checking the job."""
+"""Checks a job, then makes its run's plan or continues with the existing one."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def adopt_plan(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[
     """Return the run of an existing plan, or the repaired run that supersedes it.
 
     Raises `PlanMismatch` if the job differs from the plan in a field that `accept` does not name.
+    Accepted differences are logged.
     """
     store = ledger.store
     accepted = check_same_job(plan, resolved, store.uri, accept)
@@ -69,7 +70,7 @@ def adopt_plan(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[
 
 
 def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved) -> Run:
-    """Log accepted differences between job and plan; return the run with a record of them.
+    """Log the accepted differences between job and plan; return the run with a record of them.
 
     If the model is one of them, the run gets the job's model in place of the plan's.
     """
@@ -83,11 +84,11 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
 
 
 def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """Check everything about a job that can be checked within a second; return the job.
+    """Check what can be checked of a job within a second; return the job, marked as checked.
 
-    So a wrong job fails before anything starts. Reads the plan in the run directory if there is
-    one, otherwise a sample of the input. The returned job notes that its model was checked, so that
-    planning does not check it again.
+    So a wrong job fails before anything starts. If the run directory `store` has a plan, the job is
+    compared with it, except for what `accept` names; else it is checked against the beginning of
+    the input. Planning skips the check of the model's files for a job that is marked.
     """
     from prefect_raybatch import source
 
@@ -115,7 +116,10 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
 
 
 def _check_cluster(resolved: Resolved) -> None:
-    """Raise `ConfigError` if the job's cluster cannot be reached or started from here."""
+    """Raise `ConfigError` if the job's cluster cannot be reached or started from this machine.
+
+    A cluster to which runs are submitted as Ray jobs is not contacted.
+    """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder
     from prefect_raybatch.installed import check_engine_packages
@@ -133,9 +137,9 @@ def _check_cluster(resolved: Resolved) -> None:
 
 
 def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
-    """Raise `ConfigError` if `output` lies in the input, is a file, or names no storage account.
+    """Raise `ConfigError` if `output` lies inside the input, is a file, or lies below a file.
 
-    Only Azure needs the account, in the URI or the options.
+    Also if the URI of an Azure container lacks the storage account and `options` do not name it.
     """
     from prefect_raybatch.source import reaches
 
@@ -158,7 +162,7 @@ def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
 
 
 def check_schema_names(types: Mapping[str, str] | None) -> None:
-    """Raise `ConfigError` for a type in output.schema that Arrow does not have."""
+    """Raise `ConfigError` for a type in `types` (output.schema) that Arrow does not have."""
     if types:
         from prefect_raybatch.stages.result_columns import declared_schema
 
@@ -171,19 +175,20 @@ def check_schema_names(types: Mapping[str, str] | None) -> None:
 def check_same_job(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
-    """Return the accepted differences between a job and a plan.
+    """Return the differences between a job and a plan, all of which `accept` names.
 
-    Raises `PlanMismatch` if the job differs in anything else. For a run that retries failed rows,
-    the input in the job is not compared: the plan has the rows.
+    Raises `PlanMismatch` for any other difference; `where` is the run in its text. For a plan that
+    retries failed rows, the job's input is not compared.
     """
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, user_at_host())
 
 
 def _checked(resolved: Resolved) -> Resolved:
-    """Check that each model's files fit the job, unless already checked; return the checked job.
+    """Check that the files of each model fit the job; return the job, marked as checked.
 
-    Skips a Hugging Face model that is not pinned yet. Raises `ConfigError`.
+    A model that is not pinned yet is skipped and not marked. Does nothing for a job that is marked.
+    Raises `ConfigError`.
     """
     is_pinned = resolved.pinned_model is not None
     if is_pinned and not resolved.checked:
@@ -210,7 +215,8 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
 def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = True) -> None:
     """Raise `ConfigError` if the judge's model does not exist, or its engine cannot be started.
 
-    A Hugging Face name is looked up only if `pinned`; `files` is as for `check_pinned_model`.
+    With `pinned`, a Hugging Face name is looked up on the Hub. `files` is explained in
+    `check_pinned_model`. Does nothing for a hosted judge or a job without one.
     """
     job = resolved.job
     if job.quality.judge.model is None:
@@ -229,9 +235,10 @@ def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = Tru
 def length_of_spec(
     spec: RunSpec, run_key: str | None, measured: counting.PromptLengths
 ) -> counting.PromptLengths:
-    """Return `measured` with the context length that `auto` resolves to.
+    """Return `measured` with the `max_model_len` that `auto` resolves to.
 
-    For a run that reuses answers, this is the context length of the earlier run, if it suffices.
+    That is the one measured or, for a run that reuses answers, that of the earlier run if it is
+    long enough.
     """
     if not spec.reuse.keeps:
         return measured
@@ -245,8 +252,8 @@ def begin_run(
 ) -> Run:
     """Check the job, make the plan of a new run and write it; return the run.
 
-    If another process wrote a plan of the same run first, that plan holds. `dataset` replaces the
-    source files.
+    If another process writes a plan of the same run first, the returned run has that plan.
+    `dataset` is read in place of the job's source.
     """
     job = resolved.job
     check_made_cluster(job.cluster.access, job.engine, job.output.escalate.engine)
@@ -263,9 +270,10 @@ def begin_run(
 def _write_plan(
     resolved: Resolved, run_key: str, ledger: Ledger, dataset: ray.data.Dataset | None
 ) -> Plan:
-    """Read the input, make the plan and write it; return the plan in force.
+    """Read the input, make the plan and write it; return the run's plan.
 
-    If another process wrote its plan first, that plan is in force.
+    If another process writes its plan first, returns that one. `dataset` is read in place of the
+    job's source.
     """
     from prefect_raybatch import source
 
@@ -302,9 +310,10 @@ def _write_plan(
 
 
 def _check_rows(least: int | None, limit: int | None, rows: int) -> None:
-    """Raise `SourceError` if the input's number of rows, `rows`, is below `least`.
+    """Raise `SourceError` if the input has fewer than `least` rows (limits.min_rows).
 
-    Does nothing if source.limit or source.sample, `limit`, is why there are no more.
+    `rows` is the number of rows to read. Does nothing if they reach `limit` (source.limit or
+    source.sample), because the input then may have more.
     """
     if least is None or rows >= least or (limit is not None and rows >= limit):
         return
@@ -317,8 +326,8 @@ def _check_rows(least: int | None, limit: int | None, rows: int) -> None:
 def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | None) -> RunInput:
     """Return the input of a new run; copy it into the run directory unless it is plain Parquet.
 
-    While the files are copied, the job's engines may start already. `dataset` replaces the job's
-    input.
+    The job's engines may be started while the files are copied. `dataset` is read in place of the
+    job's source, and is always copied. Raises `ConfigError` for a `dataset` with source.sample.
     """
     from prefect_raybatch import source
     from prefect_raybatch.cluster.prewarm import begin_prewarming
@@ -359,8 +368,8 @@ def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
 class RunInput:
     """The input of a new run.
 
-    `found` lists its files. `store` is rooted at the run directory; `copied`: the files are a copy
-    in it, made by `attempt`.
+    `found` lists its files. `store` is the run directory. `copied`: the files are a copy in the run
+    directory, made by `attempt`.
     """
 
     found: Inventory
@@ -388,12 +397,12 @@ def new_plan(
     earlier: bool = True,
     share: increments.RetryShare | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan of a new run of `spec`, and the tables that the plan names, by name.
+    """Return the plan of a new run, and the tables that it names, as {name: bytes}.
 
-    Writes neither, only the files that a requests phase or reused answers need. `context` records
-    what an automatic context length resolved to, `numbers` the row numbers of a run that retries
-    failed rows. Without `earlier`, no answers of earlier runs are reused. `share` limits the rows
-    that a retry of a cascade sends to the larger model.
+    Writes neither of them, but copies of reused answers and the input of a requests phase.
+    `context` records how `max_model_len: auto` was resolved. `numbers` is a Parquet table of row
+    numbers, for a retry of failed rows. With `earlier=False`, no answers of earlier runs are
+    reused. `share` limits the rows that a retry of a cascade sends to the larger model.
     """
     found = run_input.found
     return make_plan(
@@ -432,7 +441,11 @@ def _increment(
     earlier: bool,
     share: increments.RetryShare | None,
 ) -> JsonObject | None:
-    """Write the files that `Plan.increment` names; return it, or None for a run with one phase."""
+    """Return the plan's `increment`, after writing the files that it names.
+
+    Returns None for a run of one phase. If the input is too large for `engine.order: run`, logs
+    that this setting is ignored.
+    """
     if resolved.first is not None and spec.first is not None:
         from prefect_raybatch.runs.increment import plan_first_model
 

@@ -1,4 +1,4 @@
-"""Decides, before the first shard, whether a run uses a quantization (`try-fp8`)."""
+"""Decides before a run's first shard whether a quantization is good enough (`try-fp8`)."""
 
 from __future__ import annotations
 
@@ -66,13 +66,17 @@ def decided_precision(
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
 ) -> Mapping[str, str]:
-    """Return the engine arguments of the precision that a run uses; decide by trials if needed.
+    """Return the engine arguments of the precision that a run uses; decide and record it if needed.
 
-    A run takes over the decision of the run whose failed rows it retries, or whose answers it
-    reuses, because answers of two precisions must not mix. `meter` counts the GPU time of the
-    trials, and `halted` returns why the run must stop. Raises `CorruptRun` if shards are committed
-    without a decision, `ConfigError` if the input has too few rows to show the required agreement,
-    `EngineStartError` and `EngineFailure` if the unquantized model does not work.
+    A decision on record holds. Else the run takes over the decision of the run whose failed rows it
+    retries or whose answers it reuses, because answers of two precisions must not mix. Else it
+    infers a sample of rows in each precision. `attempt` is the id of this attempt, `user` its
+    registration with the cluster, `engine` replaces the engine stage in tests. `meter` counts the
+    GPU time of the trials; `halted` returns the error if the run must stop.
+
+    Raises `CorruptRun` if shards are committed without a decision, `ConfigError` if the input has
+    too few rows to show the required agreement, `EngineStartError` or `EngineFailure` if the
+    unquantized model does not work.
     """
     note = read_precision(ledger.store)
     if note is None:
@@ -92,7 +96,7 @@ def decided_precision(
 
 
 def decision_text(note: PrecisionNote) -> str:
-    """Return the decision as a line of text: the precision, and how well each one tried agreed."""
+    """Return the decision as a line of text: the precision, and the agreement of each one tried."""
     if not note.tries:
         return f"{settings_text(note.decided)}, as decided in run {note.by}"
     told = []
@@ -108,7 +112,10 @@ def decision_text(note: PrecisionNote) -> str:
 
 
 def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
-    """Return the decision of the run whose failed rows this one retries; None if it is no retry."""
+    """Return the decision of the run whose failed rows this one retries.
+
+    Returns None if it is no retry, or if that run has no decision.
+    """
     if plan.parent is None:
         return None
     root = open_store(output.uri, dict(output.options) or None)
@@ -117,7 +124,7 @@ def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
 
 
 def _of_plan(plan: Plan) -> PrecisionNote | None:
-    """Return the decision that this run's plan took over from other runs; None if it took none."""
+    """Return the decision that this run's plan took over from another run; None if it has none."""
     increment = increment_of(plan)
     if increment is None or increment.precision is None:
         return None
@@ -135,13 +142,13 @@ def precision_of(store: Store) -> PrecisionNote | None:
 def taken_precision(
     tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """Return the decision that a run's plan takes over from other runs; None to decide anew.
+    """Return the decision that a new run's plan takes over from another run; None to decide anew.
 
-    `tries` are the precisions that the job wants tried, empty without `try-fp8`. `earlier` are the
-    runs whose answers are reused (the one that the job names first), `parent` the run whose failed
-    rows are retried.
+    `tries` are the engine arguments of the precisions to try; without any (no `try-fp8`), returns
+    None. `parent` is the run whose failed rows are retried: if it is set, only its decision counts.
+    Else the first decision of the `earlier` runs counts, whose answers are reused.
 
-    Raises `CorruptRun` if none of the runs whose answers are reused has a decision.
+    Raises `CorruptRun` if there are `earlier` runs, no `parent`, and no decision.
     """
     stores = [parent] if parent is not None else list(earlier)
     if not tries or not stores:
@@ -159,9 +166,9 @@ def taken_precision(
 
 
 class SampleBench:
-    """Answers a sample of a run's rows with several engine settings, and compares the answers.
+    """Infers a random sample of a run's rows with several engine settings; compares the answers.
 
-    The sample has `rows` rows, by default as many as the required agreement takes.
+    The sample has `rows` rows, by default as many as limits.min_agreement needs.
     """
 
     def __init__(
@@ -185,7 +192,10 @@ class SampleBench:
         self.sample = drawn_rows(shards, plan.rows, rows, plan.hash)
 
     def decide(self) -> PrecisionNote:
-        """Try one precision after the other until one agrees well enough; return the decision."""
+        """Try one precision after the other until one agrees well enough; return the decision.
+
+        If none does, the decision is the unquantized model.
+        """
         began = time.monotonic()
         tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
@@ -218,10 +228,11 @@ class SampleBench:
         stored: Mapping[SampledRow, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
-        """Answer the sample with an engine of `spec`, which has the arguments `tried`; compare.
+        """Infer the sample with an engine of `spec`, which has the arguments `tried`; compare.
 
-        `stored` has the outcomes to compare with: those of the unquantized model or the unchanged
-        job. `confidence` is that of the returned lower bound of the agreement.
+        `stored` has the outcomes to compare with, of the unquantized model or the unchanged job.
+        The agreement's lower bound holds with `confidence` (0 to 1). If the engine does not work,
+        the result's `error` says why.
         """
         began = time.monotonic()
         try:
@@ -249,14 +260,15 @@ class SampleBench:
         )
 
     def _number(self, row: SampledRow) -> int:
-        """Return the number of a sampled row (shard, position) in the input of the run."""
+        """Return the number that a sampled row, (shard, position), has in the whole input."""
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
     def asking(self, spec: RunSpec, why: str) -> Iterator[AskSample]:
-        """Start an engine of `spec`, alone on its GPUs; yield a function that answers the sample.
+        """Start one engine of `spec`; yield a function that infers the sample with it.
 
-        Sampling is greedy. `why` is the end of the shown text on what the run waits for.
+        The engine shares its GPUs with no other, and sampling is greedy. `why` ends the text that
+        is shown while the run waits.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.trial_actor import trial_on_worker
@@ -321,8 +333,9 @@ def _deciding(arguments: Mapping[str, str]) -> str:
 def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
     """Return {shard: ascending positions} of `sample` random rows from random shards.
 
-    First draws shards, until there are at least SHARDS_SAMPLED (64) with at least `2 * sample` rows
-    in all, or until all are drawn; then draws rows of them. `rows` is the run's number of rows.
+    Shards are drawn until there are SHARDS_SAMPLED (64) or more with at least `2 * sample` rows in
+    all, or until all are drawn; then rows are drawn from them. Equal `seed`s draw equal rows.
+    `rows`, the run's number of rows, is not used.
     """
     draw = random.Random(seed)
     order = draw.sample(range(len(shards)), len(shards))
@@ -350,7 +363,7 @@ def _compared(
 
 
 def _both(stored: RowOutcome, tried: RowOutcome) -> tuple[str, str]:
-    """Return the outcomes of a row in both precisions as text, with the cosine of two vectors."""
+    """Return a row's outcome in both precisions as text; for two vectors, with their cosine."""
     from prefect_raybatch.stages.trial import cosine
 
     one, other = stored[1], tried[1]

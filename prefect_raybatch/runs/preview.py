@@ -1,4 +1,4 @@
-"""Answers the first rows of a job in this process, without Prefect or Ray; keeps no run."""
+"""Infers the first rows of a job in this process, without Prefect or Ray; keeps no run."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class PreviewedPrompt:
 class Preview:
     """Prompts and answers of a job's first rows.
 
-    `columns` are (name, type) of the input, `asked` the columns used in the prompts. `answers` and
-    `failed` are rows of the result and of the quarantine, empty if no engine was asked. `seconds`
-    has the duration of each phase. `larger` is the preview by the larger model of a cascade.
+    `columns` are (name, type) of the input; `asked` are the columns that the prompt uses. `answers`
+    and `failed` are rows of the result and of the quarantine; both are empty if only prompts were
+    made. `seconds` maps each step (plan, prompts, engine's start, answers) to its duration.
+    `larger` is the preview with the larger model of a cascade.
     """
 
     job: str
@@ -78,9 +79,9 @@ def preview_spec(
     answers: bool,
     engine: type | None,
 ) -> Preview:
-    """Send all rows of a planned run through every stage in this process.
+    """Send all rows of a planned run through every stage here; return prompts and answers.
 
-    `clock` was started before the plan was made. Without `answers`, only the prompts are made.
+    `clock` was started before planning. Without `answers`, stops after the prompts are made.
     `engine` replaces the engine stage in tests.
     """
     from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
@@ -114,7 +115,7 @@ def preview_spec(
 
 
 def _read(pipeline: Pipeline, plan: Plan, shards: Shards) -> list[pa.Table]:
-    """Return all shards of the plan as blocks; raise `SourceError` if one cannot be read."""
+    """Return the rows of all shards as blocks; raise `SourceError` if one cannot be read."""
     from prefect_raybatch.ledger.records import Unit
     from prefect_raybatch.stages.block import is_lost, losses
 
@@ -129,7 +130,10 @@ def _read(pipeline: Pipeline, plan: Plan, shards: Shards) -> list[pa.Table]:
 def _answered(
     prepared: Sequence[pa.Table], launch: EngineLaunch, engine: type, clock: PhaseClock
 ) -> list[pa.Table]:
-    """Start an engine, return the blocks with its answers, and end it."""
+    """Start an engine, return the blocks with its answers, and close it.
+
+    Raises `EngineFailure`, or the engine's error, if a block was not answered.
+    """
     from prefect_raybatch.driver.driver import error_of_loss
     from prefect_raybatch.stages.block import is_lost, losses
 
@@ -161,7 +165,7 @@ def check_gpus_here(spec: SizeSpec, capacity: Capacity) -> None:
 def _finished(
     ledger: Ledger, plan: Plan, shards: Shards, table: pa.Table
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Commit a finished block; yield (kind of piece, its rows as in the result)."""
+    """Commit the shards of a finished block; yield ("data" or "quarantine", rows) per piece."""
     from prefect_raybatch.ledger.layout import POSITION_COLUMN
     from prefect_raybatch.ledger.records import Receipt
     from prefect_raybatch.result.pieces import read_pieces
@@ -204,7 +208,7 @@ def _of_tokens(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, int]:
 
 
 def _of_messages(text: str) -> tuple[str, int]:
-    """Return JSON messages for a hosted model as lines of text, and an estimate of their tokens."""
+    """Return (JSON messages for a hosted model as lines of text, estimated tokens)."""
     from prefect_raybatch.stages.endpoint.body import prompt_estimate
 
     messages = json.loads(text)
@@ -213,7 +217,7 @@ def _of_messages(text: str) -> tuple[str, int]:
 
 
 def _shown(content: object) -> str:
-    """Return the content of a message, with [image] for each image."""
+    """Return a message's content as text, with [image] in place of each image."""
     from prefect_raybatch.stages.images.rows import is_image
 
     if not isinstance(content, list):
@@ -222,7 +226,10 @@ def _shown(content: object) -> str:
 
 
 class PhaseClock:
-    """A stopwatch for consecutive phases: `took(name)` ends a phase and adds to its `seconds`."""
+    """A stopwatch for consecutive steps.
+
+    `took(name)` ends a step and sets its duration in `seconds`.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""Removes old runs: only complete ones, with the runs that retried their failed rows.
+"""Removes old complete runs, together with the runs that retried their failed rows.
 
-A run and its retries, the retries of these and so on are a family, which is kept or removed as a
-whole. Everything is checked before anything is written. A run first gets a file that marks its
-removal, and its plan and `_SUCCESS` go last: whoever reads it meanwhile finds a finished run whose
-files are missing, and never one that seems to be unfinished and would be resumed. An interrupted
-removal is found by that mark, and the next call completes it.
+A run, its retries, their retries and so on are a family, which is kept or removed as a whole.
+Everything is checked before anything is removed. A run directory first gets a file that marks its
+removal, and its plan and `_SUCCESS` are removed last. So until the end, it looks like a finished
+run with missing files, and never like an unfinished run that could be resumed. The mark lets the
+next call complete an interrupted removal.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 
 @dataclass
 class Pruned:
-    """The runs that were removed, or would be, and those that stay.
+    """The runs that `prune_runs` removed (with `dry_run`: would remove), and those that it kept.
 
-    `removed` maps run keys to sizes in bytes, `lines` has the entries of these runs in the list of
-    runs, and `kept` maps the runs that stay to the reason.
+    `removed` maps run keys to bytes, and `lines` maps them to the runs' entries in the list of
+    runs. `kept` maps the keys of the other runs to the reason.
     """
 
     output: str
@@ -62,11 +62,12 @@ def prune_runs(
 ) -> Pruned:
     """Remove the complete runs below `output` except for the newest `keep` of each job.
 
-    A run is removed together with the runs that retried its failed rows, once all of them are
-    complete and finished over `older_than` seconds ago. An attempt that failed before there was a
-    plan is removed if it left nothing but its record and is older than the kept runs. Incomplete
-    runs, unreadable directories and the targets of links are never removed. Raise `ConfigError` for
-    `keep` under 1, and the store's errors.
+    With `job`, only runs of the job of this name are removed; with `dry_run`, nothing is. A run and
+    the runs that retried its failed rows are removed together, once all are complete and the last
+    finished over `older_than` seconds ago. An attempt that failed before there was a plan is
+    removed if its record is the only file, and if it ended over `older_than` seconds ago and before
+    each kept run. Incomplete runs, unreadable directories and the targets of links are never
+    removed. Raises `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -103,7 +104,7 @@ def prune_runs(
 
 
 def _remove_all(root: Store, pruned: Pruned) -> None:
-    """Remove the runs and attempts of `pruned.removed`, in its order."""
+    """Remove the runs and attempts in `pruned.removed`, in that order."""
     for key in pruned.removed:
         if pruned.lines[key].is_attempt:
             root.delete([f"{key}/{LAST_ATTEMPT}"])
@@ -112,9 +113,9 @@ def _remove_all(root: Store, pruned: Pruned) -> None:
 
 
 def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | None) -> None:
-    """Add a family of runs (see the module) to `pruned`: kept if there is a `reason`, else removed.
+    """Add a family of runs (see the module) to `pruned`, as kept for `reason` or as removed.
 
-    The family is also kept if its files cannot be listed.
+    Without a reason, it is nevertheless kept if its files cannot be listed.
     """
     sizes: dict[str, int] = {}
     if reason is None:
@@ -133,9 +134,10 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 
 
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """Return (first run, the first run and its retries) for each family, newest first.
+    """Return (first run, all runs) of each family (see the module), in the order of `lines`.
 
-    An unreadable directory counts as a retry of the run that its name tells.
+    An unreadable directory counts as a retry if its key ends in .rNUMBER. Attempts without a plan
+    and half removed runs are left out.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}
@@ -149,15 +151,19 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
 
 
 def _parent(line: RunLine) -> str:
-    """Return the key of the run whose failed rows `line` retries; "" if it is no retry."""
+    """Return the key of the run whose failed rows `line` retries; "" if it retries none.
+
+    For an unreadable directory, that is its own key without the ending .rNUMBER.
+    """
     match = _RETRY_KEY.match(line.run_key) if line.state == DAMAGED else None
     return line.parent or (match[1] if match else "")
 
 
 def _reason_to_keep(members: list[RunLine], before: float) -> str | None:
-    """Return why a family must stay even if it is not among the newest; None if it may go.
+    """Return why a family must be kept, however old it is; None if it may be removed.
 
-    It must stay if a run is not complete, or finished after `before` (seconds since 1970).
+    It must be kept if one of its runs is not complete or finished after `before` (seconds since
+    1970).
     """
     for line in members:
         if line.state != COMPLETED:
@@ -172,8 +178,9 @@ def _reason_to_keep_attempt(
 ) -> str | None:
     """Return why the record of an attempt without a plan is kept; None if it may be removed.
 
-    It is kept if the attempt ended after `before` (seconds since 1970) or after one of `runs_kept`,
-    or if its directory holds other files, which whoever plans the run now may be using.
+    It is kept if the attempt has no recorded end, ended after `before` (seconds since 1970) or
+    after one of `runs_kept` finished, or if its directory holds other files, which a process that
+    plans the run may be using.
     """
     if line.finished is None:
         return "it may still be planning"
@@ -188,12 +195,15 @@ def _reason_to_keep_attempt(
 
 
 def _size(store: Store) -> int:
-    """Return the bytes of the files in a run directory, except the file that marks its removal."""
+    """Return the bytes of the files in a run directory, without the file that marks its removal."""
     return sum(info.size for info in store.list() if info.path != PRUNED)
 
 
 def _remove(root: Store, key: str) -> None:
-    """Remove a run directory, through the root's store so that the folder is removed too."""
+    """Remove the run directory `key` below `root`.
+
+    Deletes through the root's store, so that no empty folder is left.
+    """
     store = root.sub(key)
     store.put_if_absent(PRUNED, dump({"pruned": store.now()}))
     for names in _batches(store):

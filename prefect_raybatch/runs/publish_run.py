@@ -17,7 +17,7 @@ from prefect_raybatch.storage import Store
 
 
 def finished_member(store: Store) -> Member:
-    """Return the run in `store`; raise `IncompleteRun` unless it is finished."""
+    """Return the run in the directory `store`; raise `IncompleteRun` if it is not finished."""
     ledger = Ledger(store)
     plan = need_plan(ledger)
     success = ledger.finished(plan)
@@ -35,10 +35,11 @@ def publish_member(
     options: StoreOptions,
     observe: Callable[[str], None],
 ) -> RunReport:
-    """Publish a finished run to each target once; return its updated report.
+    """Publish a finished run to each target that does not have it yet; return its updated report.
 
-    `options` are those of the store with the run. Raises `ConfigError` if the run cannot be
-    published to a target, `PublishFailed` (worth a retry) if a target fails.
+    `options` open the store with the run. `observe` is called with texts on the progress. Raises
+    `ConfigError` if there is no target or the run cannot be published to one, and `PublishFailed`
+    (worth a retry) if a target fails.
     """
     from prefect_raybatch.publish.publish import publish
 
@@ -61,9 +62,9 @@ def publish_member(
 
 
 def targets_text(targets: Sequence[PublishTarget], run_key: str) -> str:
-    """Return the targets as text, one per line: name, format, location, mode and variables.
+    """Return the targets as text, one per line: name, format, location and mode.
 
-    The variables are the environment variables that a target's URI or catalog settings name.
+    A line also names the environment variables that a target's URI or catalog settings use.
     """
     lines = []
     for target in targets:
@@ -78,7 +79,7 @@ def targets_text(targets: Sequence[PublishTarget], run_key: str) -> str:
 
 
 def _update_pages(ledger: Ledger) -> None:
-    """Rewrite the report's Markdown and HTML with the targets published so far."""
+    """Rewrite the report's Markdown and HTML with the targets published so far, if any."""
     made = load_report(ledger.store)
     if made.published:
         put_pages(ledger.store, made)

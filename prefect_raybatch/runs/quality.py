@@ -1,4 +1,7 @@
-"""Measures the accuracy of a finished run on its golden rows, and decides whether to publish it."""
+"""Measures a finished run's accuracy on golden rows, and checks whether it may be published.
+
+Golden rows are input rows whose right answers are known.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from prefect_raybatch.words import counted
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
-    """Return the golden rows of a job, None if it names none; raise the errors of `read_golden`."""
+    """Return the job's golden rows, None if it names none; raise the errors of `read_golden`."""
     if quality.golden is None:
         return None
     return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
@@ -44,9 +47,9 @@ def check_quality_columns(
 ) -> None:
     """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
 
-    Also if the judge's prompt names no column with the answer, so that the judge cannot see it.
-    `names` are the columns of the input. If output.postprocess has no output.schema, its columns
-    are unknown before a run, and nothing is checked.
+    Also raises it if the judge's prompt names no column with the answer. `names` are the columns of
+    the input. With output.postprocess but no output.schema, the result's columns are not known in
+    advance; then only the golden rows are read.
     """
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
@@ -83,7 +86,7 @@ def golden_plan(quality: Quality, output: Output) -> str:
 
 
 def check_judge(quality: Quality) -> None:
-    """Raise `ConfigError` if the judge names a block that is not loaded."""
+    """Raise `ConfigError` if the judge's engine names a Prefect block that is not loaded."""
     if not quality.judge.asked:
         return
     try:
@@ -93,7 +96,10 @@ def check_judge(quality: Quality) -> None:
 
 
 def judge_plan(quality: Quality, rows: int) -> str:
-    """Return what the job's judge would judge, e.g. `200 of 500 rows, by MODEL`; "" without one."""
+    """Return the rows to judge, as text, e.g. `200 of 500 rows, by MODEL`; "" without a judge.
+
+    `rows` is the run's number of rows.
+    """
     if not quality.judge.asked:
         return ""
     golden = ", and the golden rows" if quality.golden is not None else ""
@@ -102,9 +108,9 @@ def judge_plan(quality: Quality, rows: int) -> str:
 
 
 def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> str:
-    """Return a warning if the judge is the model whose answers it judges, else "".
+    """Return a warning if the judge is a model whose answers it judges, else "".
 
-    `larger` is the larger model of a cascade.
+    `engine` has the job's model, `larger` the larger model of a cascade.
     """
     judge = quality.judge
     if not judge.asked:
@@ -119,7 +125,7 @@ def judge_warning(quality: Quality, engine: Engine, larger: Engine | None) -> st
 
 
 def _model_of(engine: Engine) -> tuple[str | None, str | None]:
-    """Return (server URL or None, model name) of an engine."""
+    """Return (URL of the hosted model's server or None, model name) of an engine."""
     if engine.endpoint.asked is not None:
         return engine.endpoint.url, engine.endpoint.model
     return None, engine.model
@@ -133,11 +139,12 @@ def measured(
     written: str,
     measure_again: bool = False,
 ) -> RunReport:
-    """Return the report of a finished run with its accuracy on the job's golden rows.
+    """Measure a finished run on the golden rows; write its accuracy; return the report with it.
 
-    A run that was measured is measured once more only if `measure_again`. A retry of failed rows is
-    no sample of the input, so it is not measured. `written` is output.uri as written in the job, by
-    which the earlier runs to compare with are found.
+    Returns `report` unchanged if the job has no golden rows, for a retry of failed rows (they are
+    no random sample of the input), and, unless `measure_again`, for a run that was measured.
+    `written` is the job's output.uri before placeholders are filled in; earlier runs to compare
+    with are looked for there.
     """
     store, plan = member.ledger.store, member.plan
     if quality.golden is None or plan.parent is not None:
@@ -166,10 +173,11 @@ def measured(
 
 
 def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
-    """Raise `QualityTooLow` unless the run has the accuracy that publishing needs.
+    """Raise `QualityTooLow` if the run's accuracy is too low, or not known, to publish it.
 
-    The golden rows must show it or, in a job without them, the judge. A retry of failed rows is
-    published with the run that it retries, so no accuracy of its own is needed.
+    The lower end of the accuracy's interval must reach quality.at_least. The accuracy is that on
+    golden rows or, in a job without them, that by the judge. Does nothing without quality.at_least,
+    and for a retry of failed rows: the run that it retries was checked.
     """
     least = quality.at_least
     accuracy = report.accuracy if quality.golden is not None else report.judgement

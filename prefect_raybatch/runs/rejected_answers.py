@@ -1,7 +1,7 @@
-"""Finds the raw answers of which every row failed in a later check.
+"""Finds stored answers that must not be reused, because each row with such an answer failed later.
 
-A failure is never stored: the next run asks a failed row again. If the row failed after it was
-answered (in a check of the answer or in postprocess), the answer is stored and must not be reused.
+An answer is stored before it is checked and postprocessed. If all rows fail there, the next run is
+to send the request again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from prefect_raybatch.ledger.success import read_success
 
 
 def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[str, SomePositions]:
-    """Return the positions of rejected answers in their files, by file path.
+    """Return {file path: positions in the file} of the run's rejected answers.
 
     An answer is rejected if rows failed with it and none succeeded or was left out by postprocess.
-    All shards must be committed. Memory: two bytes per answer, and one table of `increment.places`.
+    All shards must be committed. Memory: two bytes per answer, and one table of
+    `increment.places`.
     """
     taken = sum(part.rows for part in increment.reused)
     answers = taken + increment.counts.asked
@@ -61,7 +62,7 @@ def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[s
 class _Places:
     """Looks up the number of each row's answer; -1 if the row has none.
 
-    Reused answers are numbered from 0, those that this run asked for from `taken`.
+    Reused answers are numbered from 0, answers to this run's own requests from `taken`.
     """
 
     def __init__(self, ledger: Ledger, increment: Increment, taken: int) -> None:
@@ -92,9 +93,10 @@ class _Places:
 def _note(
     made: dict[str, SomePositions], path: str, start: int, rows: int, rejected: np.ndarray
 ) -> None:
-    """Add to `made` the positions of rejected answers in the file `path` of `rows` answers.
+    """Add to `made` the positions of rejected answers in the file `path`, if it has any.
 
-    Its answers are numbered from `start`; `rejected` are the numbers of all rejected answers.
+    The file has `rows` answers, numbered from `start`. `rejected` are the ascending numbers of all
+    rejected answers.
     """
     low, high = np.searchsorted(rejected, [start, start + rows])
     if low < high:
@@ -111,8 +113,8 @@ def _request_files(ledger: Ledger, increment: Increment) -> Iterator[tuple[str, 
 def _request_positions(ledger: Ledger, increment: Increment, asks: np.ndarray) -> np.ndarray:
     """Return the numbers of the stored answers to the requests with the ascending numbers `asks`.
 
-    Stored answers are numbered in the order of their files. A failed request has no stored answer
-    and is left out.
+    Requests are numbered in the order of the requests phase's rows, stored answers in the order of
+    their files. A failed request has no stored answer and is left out.
     """
     begun = begin_requests_phase(ledger.store, increment)
     if begun is None:

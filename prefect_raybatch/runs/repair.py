@@ -1,8 +1,8 @@
-"""Repairs a run by a fork: a new run that begins with its intact shards.
+"""Repairs a damaged run by a fork: a new run that begins with the intact shards.
 
-The damaged run is not repaired in place: finalize may already have written rows to the result, and
-rows inferred again would then exist twice. The fork has the same input and the same shards. Lost
-shards are simply not committed in it, so it is resumed, finished and verified like any run.
+The damaged run is not repaired in place: its result may hold rows of the lost shards already, and
+rows inferred again would then exist twice. The fork has the same input and the same shards. In the
+fork, lost shards are pending, so it is resumed, finished and verified like any run.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ MAX_FAULTS_LISTED = 20  # most faults in the outcome
 class Repaired:
     """The outcome of a repair.
 
-    `run` is the URI of the damaged run, `run_key` the key of the new one, None if no row was lost
-    and no new run was created. Of `shards` shards, `taken` were intact and copied; `lost` are the
-    numbers of the damaged ones. `faults` says what is damaged, `published` names the targets that
-    have the damaged run's rows. `restored` lists the records that were restored in that run.
+    `run` is the URI of the damaged run. `run_key` is the key of the fork, None if no fork was
+    needed. Of the run's `shards`, `taken` were intact and are in the fork; `lost` are the numbers
+    of the damaged ones. `faults` says what is damaged (up to MAX_FAULTS_LISTED). `published` names
+    the targets that have rows of the damaged run. `restored` says which records were restored in
+    the damaged run.
     """
 
     run: str
@@ -79,13 +80,13 @@ class Repaired:
 
 
 def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
-    """Create a new run from the intact shards of a damaged one.
+    """Repair a damaged run with a fork that begins with its intact shards.
 
-    A run is damaged if a commit, piece, table or result file is missing or changed. The new run, a
-    fork, has a commit for each intact shard; an interrupted repair is resumed. If a finished run
-    lost only raw answers or records, no fork is made: answers.json is rewritten to name the intact
-    answers, and damaged row checksums, precision.json and report.json are recreated. Raises
-    `ConfigError` for a run that cannot be forked, `CorruptRun` if its plan is unreadable.
+    A run is damaged if a commit, piece, table or result file is missing or changed. An interrupted
+    repair is continued; an intact run stays unchanged. If a finished run lost only raw answers or
+    records, no fork is made: answers.json is rewritten to name the intact answers, and damaged row
+    checksums, precision.json and report.json are recreated. Raises `ConfigError` for a run that
+    cannot be forked, `CorruptRun` if its plan or anything that cannot be restored is unreadable.
     """
     root, key = locate_run(run_dir, options)
     old = Ledger(root.sub(key))
@@ -131,7 +132,7 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
 
 
 def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str, int]:
-    """Create or complete the fork of a run; return its key and its number of committed shards."""
+    """Create or complete the fork of a run; return (its key, its number of committed shards)."""
     old, plan = member.ledger, member.plan
     key = fork_key(member.key)
     ours = Ledger(root.sub(key))
@@ -149,7 +150,10 @@ def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str
 
 
 def _check_alone(plan: Plan, where: str) -> None:
-    """Raise `ConfigError` for a retry run, which cannot be repaired. `where` is its URI."""
+    """Raise `ConfigError` for a retry of failed rows, which cannot be repaired.
+
+    `where` is its URI.
+    """
     if plan.parent is not None:
         raise ConfigError(
             f"{where} retries failed rows of {plan.parent}, and retries cannot be repaired. Move "
@@ -158,7 +162,7 @@ def _check_alone(plan: Plan, where: str) -> None:
 
 
 def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Member | None:
-    """Return the requests phase of a run, None if it has none; report a bad _SUCCESS to `fault`."""
+    """Return a run's requests phase, None if it has none; call `fault` for a damaged `_SUCCESS`."""
     if increment is None or increment.asks is None:
         return None
     ledger, plan = requests_ledger(old.store), Plan.from_bytes(dump(increment.asks))
@@ -170,7 +174,10 @@ def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Memb
 
 
 def _lost(member: Member, fault: FaultHandler) -> tuple[int, ...]:
-    """Return the finished shards that are damaged or lack a commit; call `fault` for each fault."""
+    """Return the numbers of the lost shards; call `fault` with a text on each fault.
+
+    A shard is lost if its commit or a piece is damaged, or if a finished run lacks its commit.
+    """
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
         absent = np.flatnonzero(~committed)
@@ -182,7 +189,7 @@ def _lost(member: Member, fault: FaultHandler) -> tuple[int, ...]:
 
 
 def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:
-    """Raise `ConfigError` if no shard of the requests phase is intact: the answers are lost."""
+    """Raise `ConfigError` if the requests phase has no intact shard: all answers are lost."""
     faults: list[str] = []
     if next(intact_shards(requests_run, faults.append), None) is None:
         why = "have been deleted"
@@ -197,7 +204,10 @@ def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:
 
 
 def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
-    """Copy snapshot, tables, reused answers and schema of the old run; write the fork's plan."""
+    """Copy the old run's snapshot, tables, reused answers and schema to the fork; write its plan.
+
+    `key` is the fork's run key. Raises `CorruptRun` if something to copy is lost.
+    """
     fork_ledger.store.probe()
     if plan.snapshot:
         for file in old.files(plan):
@@ -228,7 +238,7 @@ def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
 
 
 def _fork_requests_phase(requests_run: Member, fork_ledger: Ledger, increment: Increment) -> None:
-    """Create the requests phase of the fork from the intact shards of the old one."""
+    """Create the fork's requests phase from the intact shards of the old run's."""
     ledger = requests_ledger(fork_ledger.store)
     if ledger.load_plan() is None:
         named = increment_of(requests_run.plan)
@@ -246,7 +256,7 @@ def _fork_requests_phase(requests_run: Member, fork_ledger: Ledger, increment: I
 def _decision(store: Store) -> PrecisionNote | None:
     """Return the run's decision on `try-fp8`, None if it has none.
 
-    Raises `CorruptRun`, with the remedy, if the record is damaged.
+    Raises `CorruptRun`, which says what to do, if the record is damaged.
     """
     try:
         return read_precision(store)
@@ -289,7 +299,7 @@ def _copy(old: Ledger, fork_ledger: Ledger, path: str, sha256: str | None = None
 
 
 def _commit_intact_shards(member: Member, fork_ledger: Ledger, plan: Plan) -> int:
-    """Commit intact shards of `member` in the fork; return how many commits the fork then has."""
+    """Commit the intact shards of `member` in the fork; return the fork's number of commits."""
     shards, done = fork_ledger.shards(plan), fork_ledger.committed(plan)
     for whole in intact_shards(member, lambda text: None):
         shard = whole.commit.shard
@@ -316,7 +326,7 @@ def _receipt(shard: IntactShard) -> Receipt:
 
 
 def _pieces(fork_ledger: Ledger, shard: IntactShard) -> Iterator[Piece]:
-    """Write the rows of a shard as new pieces of the fork; yield the pieces."""
+    """Write the rows of an intact shard as new pieces of the fork; yield their records."""
     for held in shard.encoded_rows:
         name = f"{shard.commit.shard:08d}-{uuid.uuid4().hex}.parquet"
         put_proved(fork_ledger.store, piece_path(name), held.data)

@@ -1,6 +1,7 @@
-"""Rewrites missing or damaged records of a finished run from its other contents.
+"""Rewrites missing or damaged records of a finished run from its intact files.
 
-The record of raw answers is rewritten too, so that later runs can reuse the intact ones.
+Among them is answers.json, the record of raw answers, so that later runs can reuse the intact
+ones.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from prefect_raybatch.words import counted
 
 
 def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
-    """Restore damaged records of a finished run with an intact result; return a sentence for each.
+    """Restore damaged records of a finished run with an intact result.
 
-    Restores row checksums, precision.json and report.json, also those of its requests phase.
+    These are row checksums, precision.json and report.json, also those of its requests phase.
+    Returns a text for each record that was restored or could not be.
     """
     restored = [
         text
@@ -63,7 +65,7 @@ def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 def restore_reports(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
     """Restore precision.json from report.json, and report.json from the commits, if damaged.
 
-    Returns a sentence for each.
+    Returns a text for each record that was restored or could not be.
     """
     return (*restore_precision(ledger.store, plan), *_restore_report(ledger, plan, success))
 
@@ -71,7 +73,8 @@ def restore_reports(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
     """Rewrite a damaged precision.json from the decision in the report of a finished run.
 
-    Returns a sentence, or () if nothing was rewritten.
+    Returns (text), or () if nothing was rewritten: the record is intact, or the report has no
+    decision.
     """
     if not decides_precision(plan):
         return ()
@@ -105,10 +108,11 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 
 
 def _restore_sums(store: Store, part: Part, row_number: str) -> tuple[str, ...]:
-    """Recompute damaged checksums of a file's rows; write them if their hash is as recorded.
+    """Compute the row checksums of a result file again, and write them, if they are damaged.
 
-    Returns (sentence) that says so, or why they are not written; () if they are intact, or if the
-    file was changed too.
+    Returns (text), which says so, or that they were not written because their hash is not the
+    recorded one. Returns () if the checksums are intact, or if the result file itself was
+    changed.
     """
     path = row_sums_path(part.path)
     if part.sums is None or _is_whole(store, path, part.sums):
@@ -138,10 +142,11 @@ def _is_whole(store: Store, path: str, sha256: str) -> bool:
 def restore_answers(
     ledger: Ledger, plan: Plan, success: Success, answers: StoredAnswers
 ) -> tuple[str, ...]:
-    """Restore the records of a finished run's raw answers; return a sentence for each restored one.
+    """Restore the records of a finished run's raw answers; the run's rows do not change.
 
-    Files of answers cannot be recreated without asking the model. So answers.json is rewritten to
-    name the intact ones, and the next run asks for the others. The run's rows do not change.
+    The requests phase's plan is restored. Lost answers cannot be, so answers.json is rewritten to
+    name only the intact ones; later runs send the other requests again. `answers` says what is
+    damaged. Returns a text for each record that was restored or could not be.
     """
     increment = increment_of(plan)
     if increment is None or answers.gone or not answers.faults:
@@ -173,7 +178,7 @@ def restore_answers(
 def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
     """Rewrite the plan of the requests phase, if damaged, from the copy in the run's plan.
 
-    Returns [sentence], or [] if it was intact or the run has no such phase.
+    Returns [text], or [] if it was intact or the run has no such phase.
     """
     if increment.asks is None:
         return []
@@ -188,7 +193,7 @@ def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
 
 
 def _rebuilt_answers(ledger: Ledger, plan: Plan, increment: Increment, success: Success) -> Answers:
-    """Return what the run's end wrote to answers.json, except for the measured engine time."""
+    """Return answers.json as finalize wrote it, but without the engine seconds per answer."""
     reuse = compile_plan(plan).reuse
     days = reuse.keep_days if reuse.keeps else 0.0
     return Answers(

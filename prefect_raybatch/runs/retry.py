@@ -1,8 +1,8 @@
 """Retries the failed rows of a finished run in a child run.
 
-A finished run never changes: its failed rows are copied from its quarantine into the child as a
-snapshot, with their row numbers, and no two children of a run take the same row. From there on, a
-child is a run like any other.
+The finished run does not change: its failed rows are copied from its quarantine into the child as a
+snapshot, with their row numbers. No two children of a run take the same row. Apart from this, a
+child is an ordinary run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FROM_OPERATOR = ("output.publish", "cluster.address", "cluster.job_server", "clu
 
 @dataclass(frozen=True)
 class NothingToRetry:
-    """The outcome of a retry request without rows to retry; `message` says why there are none."""
+    """The outcome of a retry request if no row is left to retry; `message` says why."""
 
     run: str
     message: str
@@ -52,8 +52,8 @@ class NothingToRetry:
 def retried_run(root: Store, key: str) -> tuple[Family, Member]:
     """Return the finished run `key` below `root`, with its family (it and its retries).
 
-    Raises `ConfigError` if its failed rows cannot be retried, `CorruptRun` if runs related to it
-    are unreadable.
+    Raises `ConfigError` if the run is not finished or is a requests phase, `CorruptRun` if a run of
+    the family is unreadable.
     """
     family = load_family(root, key)
     if family.strays:
@@ -74,9 +74,9 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
 
 
 def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | None:
-    """Return the newest unfinished retry of run `key` with `fingerprint`, or None.
+    """Return the newest unfinished retry of run `key` with `fingerprint`; None if there is none.
 
-    A retry that is not published to all its targets counts as unfinished.
+    A retry that is not yet published to all targets in its plan counts as unfinished.
     """
     unfinished = None
     for member in family.children(key):
@@ -90,8 +90,8 @@ def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | Non
 def operator_fields(plan: Plan) -> dict[str, str]:
     """Return {job field: text} of the publish targets and the cluster that a run's plan names.
 
-    A retry takes them from its caller, because a run directory does not decide where rows and keys
-    are sent.
+    A retry does not take these from the plan but from its caller: others may write to a run
+    directory, and it must not decide where rows and keys are sent.
     """
     from prefect_raybatch.runs.publish_run import targets_text
 
@@ -107,17 +107,19 @@ def operator_fields(plan: Plan) -> dict[str, str]:
 
 
 def options_of_retry(plan: Plan) -> list[str]:
-    """Return the command-line options that `raybatch retry-failed` needs beside the run.
+    """Return the options that `raybatch retry-failed` needs for this run.
 
-    Returns `--job JOB`, with JOB for the user to fill in, or an empty list.
+    These are `--job JOB`, with JOB for the user to fill in, if the plan names publish targets or a
+    cluster; else none.
     """
     return ["--job", "JOB"] if operator_fields(plan) else []
 
 
 def check_classes(parent: Member, errors: Sequence[str]) -> None:
-    """Raise `ConfigError`, naming the existing classes, for a class in `errors` that no row has.
+    """Raise `ConfigError` if no row failed with one of the error classes `errors`.
 
-    Reads the commits, because the report names only the most common failures.
+    The message names the existing classes. Reads the commits, because the report names only the
+    most common failures.
     """
     classes: Counter[str] = Counter()
     ledger, plan = parent.ledger, parent.plan
@@ -138,8 +140,9 @@ def new_child(
 ) -> tuple[Ledger, Plan] | NothingToRetry:
     """Create a retry of run `parent`, from failed rows that no other retry has taken.
 
-    Returns its ledger and plan. `selection` ({parent, errors}) names the rows. Raises
-    `PlanMismatch` if another retry of these rows began at the same moment.
+    Returns (ledger, plan), or why no row is left. `selection["errors"]` are the error classes of
+    the rows, None for all. Raises `ConfigError` if a retry of these rows has to be finished,
+    published or retried instead, `PlanMismatch` if another retry began at the same moment.
     """
     from prefect_raybatch import source
 
@@ -182,9 +185,10 @@ def new_child(
 
 
 class FailedRows:
-    """The failed rows of a run with classes `errors` (None: all) that no retry has taken.
+    """The failed rows of a run that no retry in `children` has taken.
 
-    `tables` must be read to its end before `numbers` and `takers` are complete.
+    `errors` are the error classes of the rows to take, None for all. Read `tables` to its end
+    before `numbers` or `takers`.
     """
 
     def __init__(self, parent: Member, errors: list[str] | None, children: Sequence[Member]):
@@ -201,7 +205,7 @@ class FailedRows:
         self.free: list[np.ndarray] = []
 
     def tables(self) -> Iterator[tuple[str, pa.Table]]:
-        """Yield (quarantine file, its rows to retry).
+        """Yield (quarantine file, the input rows in it to retry).
 
         Raises `CorruptRun` unless the failed rows are in the order of their row numbers.
         """
@@ -232,25 +236,22 @@ class FailedRows:
         return np.concatenate([np.zeros(0, np.int64), *self.free])
 
     def takers(self) -> list[Member]:
-        """Return the children that have taken failed rows of the requested classes."""
+        """Return the retries that have taken failed rows of the requested classes."""
         asked = np.concatenate([np.zeros(0, np.int64), *self.asked])
         return [self.children[k] for k, rows in self.taken.items() if among(rows, asked).any()]
 
 
 def _missing_targets(member: Member) -> list[str]:
-    """Return the names of a finished run's targets to which it is not published yet.
-
-    There are some after a kill after `_SUCCESS`, or if a target rejected the rows.
-    """
+    """Return the names of the targets in a finished run's plan to which it is not published yet."""
     job = planned_job(member.plan)
     published = {record.target for record in all_published(member.ledger.store)}
     return [target.label for target in job.output.publish if target.label not in published]
 
 
 def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]) -> NothingToRetry:
-    """Return `NothingToRetry` if the retries `takers` answered all rows and were published.
+    """Return `NothingToRetry` if the retries `takers` answered all their rows and were published.
 
-    Otherwise raises `ConfigError` with what to do: finish, publish or retry one of them.
+    Otherwise raises `ConfigError`, which says which retry to finish, publish or retry.
     """
     here = family.root.uri
     ends = [end for taker in takers for end in _ends(family, taker)]
@@ -284,9 +285,10 @@ def _retry_command(root: str, member: Member) -> str:
 
 
 def _ends(family: Family, member: Member) -> list[Member]:
-    """Return the runs in whose quarantine the failed rows of `member` are now, or will be.
+    """Return the runs whose quarantine has the failed rows of `member` now or will have them.
 
-    This is `member`, or the last retries in the chain if retries took all its failed rows.
+    If retries took all its failed rows, these are the last retries of each chain, else `member`
+    itself.
     """
     children = family.children(member.key)
     if member.summary is None or not children or not family.is_taken(member):
@@ -297,8 +299,9 @@ def _ends(family: Family, member: Member) -> list[Member]:
 def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
     """Return the job of a retry with its model pinned.
 
-    A Hugging Face model stays at the commit of the parent's plan: the results form one table, and
-    the name may refer to another commit by now.
+    If the job names the same Hugging Face model and revision as the parent's plan, it is pinned to
+    the commit in that plan: the name may refer to another commit by now, and the results of both
+    runs form one table.
     """
     before = planned_job(parent).engine
     now = resolved.job.engine
@@ -309,9 +312,10 @@ def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
 
 
 def copy_output_types(parent: Member, output: Output, child: Ledger) -> None:
-    """Copy the types of postprocess's columns, which the parent's first shard fixed, to the child.
+    """Copy the column types of output.postprocess, fixed by the parent's first shard, to the child.
 
-    The results of both form one table. Without such types, the child's first shard fixes them.
+    The results of both form one table. Does nothing if the child has another postprocess or an
+    output.schema, or if the parent fixed no types.
     """
     from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 

@@ -1,7 +1,7 @@
 """Decides how many rows of a cascade's retry may go to the larger model.
 
 `output.escalate.at_most` is a share of the first run's rows and counts over that run and all its
-retries. A row counts once, however often it is asked again.
+retries. A row counts once, however often it goes to the larger model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ POSITIONS_AT_ONCE = 1 << 20  # rows whose first answers are looked at together
 def share_of_retry(
     family: Family, cascade: CascadeSpec | None, numbers: np.ndarray
 ) -> tuple[RetryShare, bytes] | None:
-    """Return which rows of a new retry may go to the larger model, and the bytes of its table.
+    """Return which rows a new retry of a cascade may send to the larger model, and a table's bytes.
 
-    A row may go if a finished run of the family (a run and its retries) sent it to the larger model
-    before: the table has the positions of these rows in the retry. Of the other rows, as many may
-    go as `at_most` allows, less the rows that were sent and those that unfinished retries may still
-    send. `numbers` are the retry's row numbers in the first run, ascending. Returns None if the job
-    has no `at_most`. Raises `CorruptRun` if the rows that a run of the family sent cannot be read.
+    The table has the positions, in the retry, of rows that a finished run of the family (a run and
+    its retries) sent to the larger model: these may go again. Of the others, as many may go as
+    `at_most` leaves after the rows sent so far and those that unfinished retries may still send.
+    `numbers` are the ascending row numbers of the retry's rows in the first run.
+
+    Returns None for a job without a cascade or with `at_most` 1. Raises `CorruptRun` if it cannot
+    be read which rows were sent.
     """
     if cascade is None or cascade.at_most == 1:
         return None
@@ -53,7 +55,7 @@ def share_of_retry(
 
 
 def _reserved(member: Member, increment: Increment) -> int:
-    """Return how many rows an unfinished retry may send that no earlier run has sent."""
+    """Return how many rows an unfinished run may still send that no other run has sent."""
     share = increment.share
     if share is None:
         return member.plan.rows
@@ -61,9 +63,10 @@ def _reserved(member: Member, increment: Increment) -> int:
 
 
 def _sent(member: Member, increment: Increment) -> np.ndarray:
-    """Return the numbers of the rows that a finished run sent to its larger model, ascending.
+    """Return the ascending numbers of the rows that a finished run sent to its larger model.
 
-    Rows sent only to be checked are not among them.
+    Rows sent only to compare both models are not among them. Raises `CorruptRun` if they cannot be
+    read.
     """
     ledger, plan = member.ledger, member.plan
     cascade = compile_plan(plan).cascade

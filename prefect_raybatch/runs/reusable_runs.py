@@ -52,7 +52,7 @@ class DamagedAnswers(CorruptRun):
 
 
 def damaged(store: Store, text: str) -> DamagedAnswers:
-    """Return the error `text` about the stored answers of the run at `store`."""
+    """Return a `DamagedAnswers` with this text and the URI of the run at `store`."""
     error = DamagedAnswers(text)
     error.run = store.uri
     return error
@@ -70,11 +70,11 @@ def log_skipped_run(error: DamagedAnswers) -> None:
 class ReusableRuns:
     """Earlier runs with raw answers: the one that the job's `reuse` names, then its retries.
 
-    With `reuse: all` (`every_run`), they are all runs of the job that keep answers, newest first.
-    `runs` has the URIs of all of them. `held` has (store, record of answers) of each run whose
-    context, the hash of what all its requests have in common (model, sampling, ...), equals the new
-    run's. `differs` are the job fields in which the context of the run named by `reuse` differs;
-    nothing is reused then.
+    With `reuse: all` (`every_run`), all runs of the job that keep answers, newest first. `runs` has
+    the URIs of all of them. The context of a run is the hash of what all its requests have in
+    common (model, sampling, ...): `held` has (store, record of answers) of each run whose context
+    equals the new run's. `differs` are the job fields in which the first of these runs differs from
+    the new one if their contexts do, else ().
     """
 
     runs: tuple[str, ...] = ()
@@ -84,9 +84,9 @@ class ReusableRuns:
 
     @property
     def files(self) -> list[tuple[Store, Answers, AnswerPart]]:
-        """Return the files of answers, newest run or retry first.
+        """Return (store, record of answers, file) of each file of answers, newest run first.
 
-        If several files have an answer to one greedy request, the first answer is reused.
+        If several files have an answer to the same greedy request, the first of them is reused.
         """
         return [(*pair, part) for pair in self._newest_first for part in pair[1].files]
 
@@ -100,15 +100,15 @@ class ReusableRuns:
 
     @property
     def seconds(self) -> float | None:
-        """Return the GPU-seconds per answer of the newest run that knows them, or None."""
+        """Return the GPU-seconds per answer of the newest run that recorded them, or None."""
         known = (answers.seconds for _, answers in self._newest_first)
         return next((seconds for seconds in known if seconds is not None), None)
 
     def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
-        """Yield (request keys of answers, bool array: whether each may be reused) in batches.
+        """Yield (request keys of stored answers, bool array: which may be reused) in batches.
 
-        The keys are in the order of `files` and their rows. Raises `DamagedAnswers` if a file is
-        too damaged to read; its checksum is compared when its answers are reused.
+        The keys are in the order of `files` and of the rows in each file. Raises `DamagedAnswers`
+        if a file cannot be read; checksums are not compared here but when answers are copied.
         """
         for store, answers, part in self.files:
             with (
@@ -138,12 +138,12 @@ def find_reusable_runs(
     parts: JsonObject,
     skipped: Collection[str] = (),
 ) -> ReusableRuns:
-    """Return the runs whose answers a run of the job `name` reuses.
+    """Return the runs below `output` whose answers the new run `run_key` of the job `name` reuses.
 
-    `reused` is the `run` of its `ReuseSpec`, `output` where its runs are, and `context` the hash of
-    `parts`: what all requests of the new run have in common. Runs in `skipped` (URIs) have damaged
-    answers and are left out. Raises `ConfigError` for a run that is missing,
-    unfinished, or keeps no answers; `latest` or `all` without such a run is no error.
+    `reused` is the job's `reuse`: a run, "latest", "all", or None for none. `context` is the hash
+    of `parts`, which are the values (model, sampling, ...) that all requests of the new run have in
+    common. Runs whose URI is in `skipped` are left out. Raises `ConfigError` for a named run that
+    is missing, unfinished, or keeps no answers; finding none for "latest" or "all" is no error.
     """
     held = _stored_answers(reused, output, name, run_key, skipped)
     if held is None:
@@ -162,11 +162,10 @@ def with_reused_context(
     run_key: str | None,
     measured: PromptLengths,
 ) -> PromptLengths:
-    """Return `measured` with the context length that `auto` resolves to in a run with `reuse`.
+    """Return `measured` with the max_model_len of the run whose answers are reused, if larger.
 
-    This is the context length of the run whose answers are reused, if the new prompts fit into it,
-    because the answers of a run with another context length are not reused. `reused` and `output`
-    are as for `find_reusable_runs`.
+    Answers of a run with another max_model_len could not be reused. `reused`, `output`, `name` and
+    `run_key` are explained in `find_reusable_runs`.
     """
     held = _stored_answers(reused, output, name, run_key)
     before = held[0][1].parts.get("engine.max_model_len") if held is not None else None
@@ -183,10 +182,11 @@ def _stored_answers(
     run_key: str | None,
     skipped: Collection[str] = (),
 ) -> RunAnswers | None:
-    """Return the answers that are kept by the run `reused` and its retries.
+    """Return (store, record of answers) of the run `reused` and of its retries.
 
-    `reused` may also be `latest`, or `all` for all runs. Returns None if it is None, if the answers
-    are damaged, or if no run of the job `name` other than `run_key` keeps any.
+    `reused` may also be "latest", or "all" for all runs. Returns None if it is None, if the answers
+    are damaged, or if no run of the job `name` other than `run_key` keeps any. Runs whose URI is in
+    `skipped` are left out.
     """
     if reused is None:
         return None
@@ -212,19 +212,20 @@ def _stored_answers(
 
 
 def _without_reused(answers: Answers) -> Answers:
-    """Return the answers that the run asked for itself.
+    """Return the record without answers that the run copied from an earlier one.
 
-    Answers copied from an earlier run are left out, because a sampled answer is reused for one row
-    only.
+    With `reuse: all`, each answer is read from the run that sent its request, because a sampled
+    answer may be reused for one row only.
     """
     own = tuple(part for part in answers.files if not part.path.startswith(f"{REUSED_FOLDER}/"))
     return replace(answers, files=own)
 
 
 def _kept_by(root: Store, key: str, skipped: Collection[str]) -> RunAnswers:
-    """Return the answers that run `key` and its retries keep, first the run's own.
+    """Return (store, record of answers) of run `key` and of those of its retries that keep any.
 
-    Raises `DamagedAnswers` if its records or answers are damaged; a damaged retry is left out.
+    Raises `DamagedAnswers` if the run's records or answers are damaged, `ConfigError` if it does
+    not exist, is not finished or keeps none. A damaged or unfinished retry is left out.
     """
     uri = root.sub(key).uri
     try:
@@ -269,7 +270,7 @@ def _answers_of(store: Store) -> Answers | None:
 
 
 def _retries(root: Store, family: Family, member: Member) -> Iterator[Member]:
-    """Yield the retries of a run, and of the runs that it was forked from, parents first."""
+    """Yield the retries of a run, then those of the runs that it was forked from, parents first."""
     yield from _descendants(family, member.key)
     plan = member.plan
     for _ in range(MOST_FORKS):
@@ -308,9 +309,10 @@ def _follow_forks(root: Store, key: str) -> str:
 def _newest_first(
     root: Store, name: str, run_key: str | None, retries: bool
 ) -> list[tuple[str, Answers]]:
-    """Return (key, answers) of the complete runs of job `name` that keep answers, newest first.
+    """Return (key, record of answers) of the job's complete runs that keep answers, newest first.
 
-    Leaves out run `run_key` and, unless `retries`, the runs that retried failed rows.
+    `name` is the job's name. Leaves out run `run_key` and, unless `retries`, runs that retry failed
+    rows. Unreadable runs are skipped with a warning.
     """
     found: list[tuple[tuple[datetime, int, float, str], tuple[str, Answers]]] = []
     for key in run_keys(root):
@@ -338,9 +340,9 @@ def _newest_first(
 def intended_time(plan: Plan) -> datetime:
     """Return the date and time for which a run was made.
 
-    This is the scheduled start or the date in its run key, so that a backfill counts as old as its
-    date. Without either, it is when the run was planned; for a repaired run, when the damaged
-    original was.
+    This is the scheduled start in a default run key, so that a late run counts for its schedule.
+    For another run key, it is the time of planning, for a repaired run that of the damaged
+    original.
     """
     start = start_of_key(plan.run_key)
     if start is not None:
@@ -354,9 +356,9 @@ def intended_time(plan: Plan) -> datetime:
 
 @contextmanager
 def opened_answers(store: Store, part: AnswerPart) -> Iterator[Any]:
-    """Open a file of raw answers, downloaded to the local disk.
+    """Download a file of raw answers to the local disk; yield it as an open Parquet file.
 
-    Raises `DamagedAnswers` if it was changed.
+    Raises `DamagedAnswers` if it is missing or was changed.
     """
     with tempfile.TemporaryFile(prefix="raybatch-") as local, _reading(store, part):
         hashed = hashlib.sha256()

@@ -33,8 +33,9 @@ STORE_AWAY = (StoreUnavailable, CredentialsUnusable)  # the whole store is unrea
 class Run:
     """Location, key, size and state of a run, as passed between tasks; holds no secrets.
 
-    `probed`: the current command made the plan and tested the store. `accepted` are the differences
-    between job and plan that the user accepted; `model` is the job's model if it is one of them.
+    `probed`: this command made the plan and tested the store for it, so it need not be tested
+    again. `accepted` are the differences between job and plan that the user accepted. `model` is
+    the job's model if it is one of these differences, else None.
     """
 
     uri: str
@@ -56,7 +57,10 @@ def run_store(output: Output, run_key: str) -> Store:
 
 
 def latest_unfinished(root: Store, fingerprint: str) -> str | None:
-    """Return the key of the newest unfinished run below `root` with `fingerprint`, or None."""
+    """Return the key of the newest unfinished run below `root` with `fingerprint`, or None.
+
+    Unreadable run directories are skipped with a warning.
+    """
     unfinished = []
     for key in run_keys(root):
         ledger = Ledger(root.sub(key))
@@ -78,7 +82,7 @@ def latest_unfinished(root: Store, fingerprint: str) -> str | None:
 
 
 def complete_before(run: Run | RunReport) -> str:
-    """Return the message that a run was complete already, so nothing was started."""
+    """Return the message that the run was already complete, so that nothing was started."""
     key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
     return (
         f"Run {key} was complete before in {uri}, so nothing was started. For new answers use "

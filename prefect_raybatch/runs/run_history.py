@@ -41,11 +41,11 @@ def history_of(
     job: str | None = None,
     most: int = RUNS_SHOWN,
 ) -> list[HistoryPage]:
-    """Return a page with the newest `most` runs for each job below `output`, or for `job` alone.
+    """Return, for each job below `output` or only for `job`, a page with its newest `most` runs.
 
-    Retries of failed rows are left out; the rows that they answered count for their run. If a
-    job's `output` contains {run_date} or {run_key}, all its folders are read. Missing or broken
-    runs are named; only an unreachable store raises.
+    Retries of failed rows are left out; the rows that they answered count for the run itself. If
+    `output` contains {run_date} or {run_key}, all folders that match are read. A page names
+    unreadable runs. Raises only if the store is unreachable.
     """
     lines = matching_runs(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
@@ -66,9 +66,9 @@ def history_of(
 
 
 def usual_time(page: HistoryPage, run_key: str) -> float | None:
-    """Return the median seconds of the job's latest completed runs other than `run_key`, or None.
+    """Return the median seconds of the latest complete runs on the page; None if there are none.
 
-    A repaired run counts in the place of the original.
+    The run `run_key` does not count, nor do runs that a repaired run replaces.
     """
     others = {run_key, *replaced_keys(page.runs)}
     times = [(line.elapsed, line.good) for line in page.runs if line.run_key not in others]
@@ -76,7 +76,7 @@ def usual_time(page: HistoryPage, run_key: str) -> float | None:
 
 
 def with_retries(lines: list[RunLine]) -> list[RunLine]:
-    """Return the lines, with rows that retries answered counted as good, not as quarantined."""
+    """Return the runs, with rows that retries answered counted as good and not as quarantined."""
     by_place = {line.run: line for line in lines}
     answered: dict[str, int] = {}
     for line in lines:
@@ -103,9 +103,10 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
 
 
 def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | None) -> str:
-    """Return a text that names the fields in which a run's job differs from the run before.
+    """Return the job fields in which a run differs from the one it is compared with, as text.
 
-    The input is not compared. "" if nothing differs, or if the plans cannot be read.
+    The input is not among them. "" if nothing differs, if there is no such run, or if a plan cannot
+    be read.
     """
     before = next((b for s in run.shifts for b in page.runs if b.run_key == s.before), None)
     if before is None:
@@ -122,16 +123,20 @@ def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | 
 
 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
-    """Return the newest `most` runs, and the earlier ones that they are compared with.
+    """Return the newest `most` of the runs `found`, and earlier ones to compare them with.
 
-    The earlier runs include MOST_RUNS completed ones, as many as drift is computed from.
+    The earlier ones go back to the MOST_RUNS-th complete run, because drift is computed from so
+    many.
     """
     completed = [number for number in range(most, len(found)) if found[number].state == COMPLETED]
     return found[: completed[MOST_RUNS - 1] + 1] if len(completed) >= MOST_RUNS else found
 
 
 def matching_runs(output: str, options: StoreOptions | None) -> list[RunLine]:
-    """Return the runs below all folders that match `output` with its placeholders, newest first."""
+    """Return the runs below all folders that match `output`, newest first.
+
+    `output` may contain {run_date} or {run_key}.
+    """
     folders = _dated_folders(output, options)
     lines = [line for folder in folders for line in list_runs(folder, options)]
     return lines if len(folders) == 1 else sorted(lines, key=recency_key, reverse=True)
@@ -140,7 +145,7 @@ def matching_runs(output: str, options: StoreOptions | None) -> list[RunLine]:
 def _dated_folders(output: str, options: StoreOptions | None) -> list[str]:
     """Return the folders that match `output`, which may contain {run_date} or {run_key}.
 
-    Of more than DATES_LOOKED_AT folders, returns the last by name.
+    If more than DATES_LOOKED_AT match, returns the last ones by name.
     """
     base, parts = dated_parts(output)
     folders = [base]
@@ -154,7 +159,7 @@ def _dated_folders(output: str, options: StoreOptions | None) -> list[str]:
 
 
 def _compared(lines: list[HistoryLine]) -> tuple[HistoryLine, ...]:
-    """Return each run with how it differs from the completed runs before it."""
+    """Return `lines` (newest first), each with its differences from complete runs before it."""
     made: list[HistoryLine] = []
     replaced = replaced_keys(lines)
     earlier: list[HistoryLine] = []  # completed, newest first
@@ -178,7 +183,8 @@ def _shifts(
 ) -> tuple[Shift, ...]:
     """Return how far the answers and inputs of a run drift from those of the `earlier` runs.
 
-    For kinds of answers of which these are too few, return the differences from the run `before`.
+    `earlier` are complete runs, newest first. For kinds of answers that too few of them have,
+    returns the differences from the run `before` alone.
     """
     if not earlier:
         return ()
@@ -197,13 +203,19 @@ def _shifts(
 
 
 def _prompt_tokens(report: RunReport) -> float | None:
-    """Return the mean tokens of a prompt; None if the run did not ask all its rows."""
+    """Return the mean prompt tokens of an answered row, None if unknown.
+
+    Also None for a run that reused answers, because it did not send all requests.
+    """
     tokens = report.tokens.get("prompt_tokens")
     return tokens / report.good if tokens and report.good and not report.reuse else None
 
 
 def _is_left(line: RunLine, options: StoreOptions | None) -> bool:
-    """Return whether an incomplete run has a plan and no driver at work."""
+    """Return whether an incomplete run was left: it has a plan, but no driver is at work.
+
+    False if its directory is unreadable or being removed.
+    """
     if not line.has_plan or line.trouble or line.state == PRUNING:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Finds the accuracy or agreement of a job's earlier runs, in their order (a series).
+"""Finds a job's earlier measured runs in their order, as a series of accuracies or agreements.
 
-Each run counts once: a repaired run in the place of the original, and a run that is measured only
-after later ones in the series of the run that is measured next.
+Each run counts once. A repaired run takes the place of the original. A run that is measured after
+later runs is added to the series of the next run that is measured.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RUNS_LOOKED_AT = 14  # runs before the newest series in which one that it lacks 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measured accuracy of a run, or the agreement of its models.
+    """The measured accuracy of a run, or the agreement of its two models.
 
     Of `rows` measured rows, `right` had the right answer, or the same answer of both models. `key`
-    and `measure` are those of `ShareSeries`. `series` is the one that ends with this run, or None
-    before the run is counted.
+    and `measure` are explained in `ShareSeries`. `series` is the recorded series that ends with
+    this run, None if none is recorded.
     """
 
     key: str
@@ -46,12 +46,12 @@ class MeasuredRun:
 
 
 def accuracy_in(store: Store) -> MeasuredRun | None:
-    """Return the accuracy of a run on golden rows; None if no such row is in its result."""
+    """Return the recorded accuracy of a run on golden rows; None if there is none."""
     return _counted(read_accuracy(store))
 
 
 def judgement_in(store: Store) -> MeasuredRun | None:
-    """Return the accuracy of a run by its judge; None if no row was judged."""
+    """Return the recorded accuracy of a run by its judge; None if there is none."""
     return _counted(read_judgement(store))
 
 
@@ -70,9 +70,10 @@ def series_before(
 ) -> ShareSeries | None:
     """Return the series of a job's measured runs before the run with this `plan`, or None.
 
-    This is the newest series that an earlier run recorded, with measured runs added that it lacks.
-    `output` is as for `history_of`, and `read` reads what was measured in a run. Runs that cannot
-    be read are skipped, but an unreachable store raises.
+    This is the newest series that an earlier run recorded, continued with measured runs that it
+    lacks. `read` returns what was measured in a run, None if nothing was. Runs are looked for below
+    `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an unreachable
+    store raises.
     """
     this, series, looked = original_key(plan), None, 0
     missing: list[tuple[str, MeasuredRun]] = []
@@ -101,9 +102,10 @@ def _measured_before(
     plan: Plan,
     read: Callable[[Store], MeasuredRun | None],
 ) -> Iterator[tuple[str, MeasuredRun]]:
-    """Yield (original run key, run) of a job's measured runs before `plan`, newest first.
+    """Yield (run key, measurement) of the job's measured runs before `plan`, newest first.
 
-    Of a run and its repairs, yields only the last one that was measured.
+    A run and its repaired runs have one key, that of the original, and yield the measurement of the
+    last of them that has one.
     """
     began, seen = _planned_at(plan), {original_key(plan)}
     lines = [
@@ -133,7 +135,10 @@ def _order(run: tuple[float, RunLine, str]) -> tuple[object, ...]:
 
 
 def _placed(line: RunLine, options: StoreOptions | None) -> tuple[float, RunLine, str]:
-    """Return (time of planning, run, run key); a repaired run has time and key of the original."""
+    """Return (time of planning, `line`, run key).
+
+    For a repaired run, time and key are those of the original.
+    """
     if forks_of(line.run_key):
         try:
             plan = Ledger(_store(line, options)).load_plan()
@@ -147,7 +152,10 @@ def _placed(line: RunLine, options: StoreOptions | None) -> tuple[float, RunLine
 
 
 def _planned_at(plan: Plan) -> float:
-    """Return when a run, or the original of a repaired run, was planned, in seconds since 1970."""
+    """Return the time at which a run was planned, in seconds since 1970.
+
+    For a repaired run, it is that of the original.
+    """
     when = datetime.fromisoformat(plan.night or plan.created)
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 

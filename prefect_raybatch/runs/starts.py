@@ -23,10 +23,9 @@ _STARTS = TypeAdapter(StartTimes)
 
 
 def starts_of(notes: Sequence[JsonObject]) -> tuple[StartTimes, ...]:
-    """Return how long each phase of an attempt's start took, for the last STARTS_SHOWN attempts.
+    """Return how long each step of starting the engines took, for the last STARTS_SHOWN attempts.
 
-    `notes` are attempt records, the oldest first. Those whose durations are missing or invalid are
-    left out.
+    `notes` are attempt records, oldest first. Those without valid durations are left out.
     """
     found = []
     for note in notes:
@@ -39,15 +38,18 @@ def starts_of(notes: Sequence[JsonObject]) -> tuple[StartTimes, ...]:
 
 
 def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
-    """Return how long each phase of the starts of a run's latest attempts took, oldest first."""
+    """Return how long each step of starting the engines took, for the run's latest attempts.
+
+    The oldest of these attempts comes first.
+    """
     return starts_of(sorted(_notes(ledger), key=lambda note: str(note.get("started"))))
 
 
 def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
-    """Return the seconds in which any process worked on a run, its requests phase included.
+    """Return for how many seconds at least one process worked on a run or on its requests phase.
 
-    Counts from an attempt's begin to its last heartbeat, engine starts and waits included.
-    Concurrent attempts count once; anything missing in a record or heartbeat counts as nothing.
+    An attempt lasts from its start to its last heartbeat, including engine starts and waits.
+    Attempts without a readable start or heartbeat do not count.
     """
     spans = []
     for one in ledgers_of(ledger, plan):
@@ -59,10 +61,10 @@ def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
 
 
 def seconds_of_others(ledger: Ledger, attempt: str, now: float) -> float:
-    """Return for how many more seconds a limit per minute counts requests of other attempts.
+    """Return for how many more seconds other attempts' requests count for a limit per minute.
 
     Attempts other than `attempt` may have sent requests until one heartbeat interval after their
-    last recorded heartbeat. `now` is in seconds since 1970.
+    last heartbeat. `now` is in seconds since 1970.
     """
     others = [name for name in ledger.attempts() if name != attempt]
     beats = read_heartbeats(ledger.store, others).values()
@@ -71,7 +73,7 @@ def seconds_of_others(ledger: Ledger, attempt: str, now: float) -> float:
 
 
 def engine_deaths(ledger: Ledger) -> int:
-    """Return how often an engine died in all attempts, from their last heartbeats."""
+    """Return how many engines died in all attempts, from their last heartbeats; 0 if unreadable."""
     try:
         beats = read_heartbeats(ledger.store, ledger.attempts())
     except RayBatchError as error:

@@ -66,22 +66,24 @@ log = logging.getLogger(__name__)
 class Status:
     """The current state of a run directory.
 
-    Of `rows`, `done` are committed: `good` ones with an answer, `quarantined` ones, and `skipped`
-    ones that output.postprocess left out. `rate` is rows per second over the latest commits;
-    `beats` are the heartbeats of attempts that have not reported their end, newest first; `strays`
-    are unexpected files among the commits; `stopped` says how the latest attempt crossed its error
-    budget, if it did; `asks` is the state of the requests phase of a run that reuses answers;
-    `partials` are its partial results, newest first, which do not change its state. `cost` is the
-    cost of all attempts so far, `cost_end` the expected total; None if unknown. `superseded_by` is
-    the run that replaces this one, which was repaired. `drained` is the drain request that stopped
-    the latest attempt. `failure` says why the latest attempt at an incomplete run failed, `command`
-    continues the run once `first_step` is done ("": nothing). `unmeasured` says why a complete run
-    was not measured or judged. `retried_by` are the runs that retry its failed rows, if they took
-    all of them, and `failed_again` counts the rows that failed there, None until all these runs are
-    complete; `retry_options` are the options that another retry needs. In the state of a cascade's
-    first model, `to_larger` counts failed rows that go on to the larger one; they are not among
-    `quarantined` and `failures`. `asked_larger` counts the `done` rows of a cascade that the larger
-    model answered or failed.
+    `state` is "planned", "unfinished", "completed" or, if the latest attempt failed, "failed", for
+    the reason `failure`; `command` continues the run, once `first_step` is done ("": nothing to
+    do). Of `rows`, `done` are committed: `good` with an answer, `quarantined`, or `skipped` because
+    output.postprocess left them out. `rate` is rows per second over the latest commits. `failures`
+    maps kinds of failure to rows.
+
+    `beats` are the heartbeats of attempts without an end, newest first. `strays` are unexpected
+    files among the commits. `stopped` says how the latest attempt crossed its error budget,
+    `drained` which drain request stopped it. `partials` are the partial results, newest first.
+    `cost` is that of all attempts so far, `cost_end` the expected total; None if unknown.
+    `superseded_by` is the URI of the repaired run that replaces this one. `unmeasured` says why a
+    complete run was not measured or judged. `retried_by` are the keys of retries that took all
+    failed rows, `failed_again` the number of rows that failed there too (None until all these
+    retries are complete), `retry_options` the options that `raybatch retry-failed` needs.
+
+    `asks` is the state of the first phase of a run with two. In a cascade, `asked_larger` counts
+    the `done` rows that the larger model answered or failed. In its `asks`, `to_larger` counts
+    failed rows that go on to the larger model; `quarantined` and `failures` do not count these.
     """
 
     run: str
@@ -123,7 +125,7 @@ class Status:
 
 
 def status(uri: str, options: StoreOptions | None = None) -> Status:
-    """Read a run directory, even while it runs, from any machine."""
+    """Return the state of the run in the directory `uri`; it may be running on other machines."""
     store = open_store(uri, options)
     ledger = Ledger(store)
     plan = need_plan(ledger)
@@ -193,19 +195,19 @@ def _state(ledger: Ledger, plan: Plan, finished: bool, tally: Tally) -> str:
 
 
 def _asked_larger(tally: Tally) -> int:
-    """Return the committed rows that a cascade's larger model answered or failed."""
+    """Return how many committed rows a cascade's larger model answered or failed."""
     figures = tally.stats.others
     return sum(int(figures.get(name, 0)) for name in (LARGER_ANSWERED, LARGER_FAILED))
 
 
 def _superseded_by(ledger: Ledger, plan: Plan) -> str | None:
-    """Return the directory of the run that continues this one; None if there is none."""
+    """Return the directory of the repaired run that replaces this one; None if there is none."""
     later, _ = follow_forks(ledger, plan)
     return None if later is ledger else later.store.uri
 
 
 def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> Status:
-    """Return the state of a finished run with failed rows, with the retries of these."""
+    """Return the state of a finished run with failed rows, with the retries of these rows."""
     from prefect_raybatch.runs.retry import options_of_retry
 
     if is_first_phase(plan):
@@ -227,9 +229,9 @@ def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> St
 
 
 def _asks(store: Store, plan: Plan, options: StoreOptions | None) -> Status | None:
-    """Return the state of the requests phase of a run that reuses answers.
+    """Return the state of a run's requests phase or of a cascade's first model.
 
-    None for any other run, and before that phase has begun.
+    None for a run of one phase, and before the first phase has begun.
     """
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
@@ -242,9 +244,10 @@ def _asks(store: Store, plan: Plan, options: StoreOptions | None) -> Status | No
 
 
 def _without_passed_on(state: Status, kinds: frozenset[str]) -> Status:
-    """Return the state of a cascade's first model, with rows failed with `kinds` in `to_larger`.
+    """Return the state of a cascade's first model, with failed rows moved to `to_larger`.
 
-    They are no longer among `quarantined` and `failures`.
+    These are the rows that failed with one of the error classes `kinds`; `quarantined` and
+    `failures` no longer count them.
     """
     kept = {t: n for t, n in state.failures.items() if FailureKey.parse(t).error not in kinds}
     rows = sum(state.failures.values()) - sum(kept.values())
@@ -269,10 +272,10 @@ def state_of(uri: str, options: StoreOptions | None = None) -> str:
 
 
 def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
-    """Return the report of a run directory.
+    """Return the report of the run directory `uri`.
 
-    Returns the one written at the run's end or, before that, builds one from the commits so far.
-    For the folder of a partial result, returns the report written there.
+    For a complete run, it is the one written at its end; else it is made from the commits so far.
+    For the folder of a partial result, it is the one written there.
     """
     uri, name = split_partial(uri)
     store = open_store(uri, options)
@@ -323,9 +326,9 @@ def _prices(plan: Plan) -> Prices:
 
 
 def _stop_of(attempts: Sequence[JsonObject], done: np.ndarray) -> Stop | None:
-    """Return how the latest attempt crossed its error budget; None if it did not.
+    """Return how the latest attempt crossed its error budget.
 
-    Also None if the shard that it did not commit for that reason was committed meanwhile.
+    Returns None if it did not, or if the shard at which it stopped is committed by now.
     """
     stop = Stop.from_note(attempts[-1]) if attempts else None
     if stop is None or type(stop.shard) is not int or not 0 <= stop.shard < len(done):

@@ -1,9 +1,9 @@
-"""Tries some engine settings on a sample of the job's own rows, and finds the best.
+"""Tries some engine settings on a sample of the job's own rows, and chooses the fastest.
 
-A trial is the real path (read, prepare, engine, finish) for a short time; nothing is committed and
-nothing stays in the output. Settings that may change answers (quantization, speculation, tensor
-parallelism) are tried after the others; if one is faster, sampled answers are compared with the
-job's own.
+A trial runs the real stages (read, prepare, engine, finish) for a short time; nothing is committed,
+and its files are deleted. Settings that may change answers (quantization, speculation, tensor
+parallelism) are tried after the others. If one of them is faster, some of its answers are compared
+with those of the unchanged job.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ Moves = Callable[[int], list[int]]  # the next values of a field to try from a v
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings (field: value) that were tried, and how fast they were.
+    """A trial of the settings `changes` {job field: value}, and how fast they were.
 
-    `rows_per_s` is the steady state, over `rows`; `start_s` the seconds until the first row was in
-    an engine. There were `replicas` of the model with `engines` in all. `error` says why the trial
-    failed. `may_alter`: the settings may change answers; `agreement` then tells how many of a
-    sample are equal to the unchanged job's, None if that was not measured.
+    `rows_per_s` is the steady rate, measured over `rows` rows; `start_s` is the time until an
+    engine got its first row. The model had `replicas`, with `engines` in all. `error` says why the
+    trial failed, or "". `may_alter`: the settings may change answers; `agreement` then says how
+    many sampled answers equal those of the unchanged job, None if that was not measured.
     """
 
     changes: Changes
@@ -80,8 +80,9 @@ class Trial:
 class Tuned:
     """The outcome of tuning.
 
-    The whole input has `rows` and would take `seconds` with `best`. If that misses `deadline`, in
-    seconds, `needs` is the number of replicas that would meet it; None if none can.
+    The whole input has `rows` rows and would take `seconds` with the settings of `best`. If that is
+    longer than `deadline` (seconds), `needs` is the number of replicas that would meet it. `needs`
+    is None if it is met or cannot be met. `notes` are sentences to show.
     """
 
     trials: tuple[Trial, ...]
@@ -100,11 +101,11 @@ def tried(
     seconds: float,
     observe: Callable[[Trial], None],
 ) -> list[Trial]:
-    """Run trials, first of fields changed by `moves`, then of `options`; return them in that order.
+    """Run trials for about `seconds` and return them: first of other sizes, then of `options`.
 
-    `moves` maps job fields to functions from a value to the next values to try. Each of `options`,
-    which may change answers, is tried on top of the best trial. All trials together take about
-    `seconds`.
+    `moves` maps a job field to a function from a value to the next values to try. Each of `options`
+    is a change of the job that may alter answers; it is tried on top of the best trial so far.
+    `observe` is called with each trial.
     """
     began = time.monotonic()
     trials = list(search(bench.starts(), moves, bench, seconds, observe, len(options)))
@@ -119,10 +120,11 @@ def outcome(
     rows: int,
     deadline: float | None,
 ) -> Tuned:
-    """Choose the best of the `trials`, for `rows` input rows; raise `ConfigError` if none worked.
+    """Choose the fastest of the `trials` that keep the answers; return it and the time it takes.
 
-    `options` are the settings that may change answers, `min_agreement` is the share of answers that
-    must stay equal.
+    `options` are the changes that may alter answers; a trial of one is chosen only if at least the
+    share `min_agreement` of answers stays equal. The input has `rows` rows; `deadline` is in
+    seconds. Raises `ConfigError` if no trial worked.
     """
     kept = (trial for trial in trials if keeps(trial, min_agreement))
     best = max(kept, key=lambda trial: trial.rows_per_s)
@@ -134,9 +136,9 @@ def outcome(
 
 
 def keeps(trial: Trial, least: float) -> bool:
-    """Return whether a trial's settings keep at least the share `least` (0 to 1) of the answers.
+    """Return whether a trial keeps at least the share `least` (0 to 1) of the job's answers.
 
-    Settings that cannot change answers keep all.
+    True if its settings cannot change answers; False if they may, but were not compared.
     """
     if not trial.may_alter:
         return True
@@ -153,7 +155,8 @@ def altered(
 ) -> list[Trial]:
     """Try each of `options`, which may change answers, on top of the best of `trials`.
 
-    Stops when there is no time for another trial; `ends` is the last time on `clock` to start one.
+    Stops when a trial as long as the longest so far would end after `ends`, a time of `clock`.
+    `observe` is called with each trial.
     """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
@@ -171,10 +174,11 @@ def altered(
 def alteration_sentences(
     trials: Sequence[Trial], options: Sequence[Changes], least: float
 ) -> list[str]:
-    """Return a sentence for each option that may alter answers.
+    """Return a sentence for each of `options`, the changes that may alter answers.
 
-    It gives the speed-up and the share of unchanged sampled answers; `least` is
-    `limits.min_agreement`. A last sentence names the options that were not tried.
+    A sentence gives the speed-up and the share of sampled answers that stayed equal, and says
+    whether that reaches `least` (limits.min_agreement). A last one names the options that were not
+    tried.
     """
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
@@ -211,10 +215,10 @@ def search(
 ) -> Iterator[Trial]:
     """Try the unchanged job, then change one field after the other in the best settings so far.
 
-    A field is changed further in the same direction while that helps. The search ends when no time
-    is left for another trial: `seconds` after the first trial's first row, less the time of `kept`
-    trials (at most half of `seconds`), which is left for trials of other kinds. `starts` are the
-    fields' values in the unchanged job; `axes` maps fields to functions from a value to the next.
+    While a change helps, the field is changed further in the same direction. `starts` are the
+    fields' values in the unchanged job; `axes` maps a field to a function from a value to the next
+    ones to try. The search ends `seconds` after the first trial's first row, earlier by the time
+    that `kept` more trials will need (at most half of `seconds`).
     """
     took = 0.0  # the latest trial
 
@@ -253,16 +257,16 @@ def search(
 
 
 def last_trial_start(began: float, first: Trial, seconds: float) -> float:
-    """Return the monotonic time after which no trial begins: `seconds` after the first row.
+    """Return the monotonic time by which trials have to end: `seconds` after the first row.
 
-    That row is of the `first` trial, which began at `began`. Its start is not counted because it
-    may compile kernels: 140 s for an 8B model where later starts took 50 s.
+    That is the first row of the trial `first`, which began at `began`. The start of its engine does
+    not count because it may compile kernels: 140 s for an 8B model where later starts took 50 s.
     """
     return began + first.start_s + seconds
 
 
 class Bench:
-    """A test bench on a cluster: called with changes of the job, it runs a trial with them.
+    """Runs trials on a cluster: call it with changes of the job to get the `Trial`.
 
     All trials infer shards of one plan, made of a sample of the input.
     """
@@ -277,16 +281,20 @@ class Bench:
         seconds: float,
         engine: type | None = None,
     ):
-        """Store the arguments; `changed` returns the run's spec with some fields changed."""
+        """Store the arguments.
+
+        `changed(changes)` returns the run's spec with some fields changed. A trial lasts `seconds`
+        after its first finished shard. `engine` replaces the engine stage in tests.
+        """
         self.changed, self.plan, self.shards, self.store = changed, plan, shards, store
         self.capacity, self.seconds, self.engine = capacity, seconds, engine
         self.spec = changed({})
 
     def compared(self, trials: Sequence[Trial], user: Tenant) -> list[Trial]:
-        """Return the trials, with the agreement of answers measured where it decides.
+        """Return the trials, with the agreement of answers measured where it matters.
 
-        That is so for trials that may change answers and were faster than all that may not. Their
-        answers to a sample are compared with the unchanged job's.
+        It does for trials that may change answers and are faster than all that cannot: their
+        answers to a sample are compared with those of the unchanged job.
         """
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
@@ -303,7 +311,7 @@ class Bench:
         return [found.get(id(trial), trial) for trial in trials]
 
     def starts(self) -> dict[str, int]:
-        """Return {job field: value} of the fields to tune in the unchanged job, `auto` resolved."""
+        """Return {job field: value} of the fields to tune in the unchanged job; resolve `auto`."""
         size = sized.for_attempt(self.spec.sizes, self.plan, self.capacity)
         return {
             ENGINES: size.pool.engines_per_gpu,
@@ -313,7 +321,7 @@ class Bench:
         }
 
     def __call__(self, changes: Changes) -> Trial:
-        """Run one trial; a failure is in its `error`."""
+        """Run one trial; if it fails, the returned trial's `error` says why."""
         try:
             return self._trial(changes)
         except RayBatchError as error:
@@ -347,7 +355,7 @@ class Bench:
         return Trial(changes, round(rate, 1), start, rows, pool.replicas[1], pool.engines)
 
     def _receipts(self, pipeline: Pipeline) -> tuple[list[Receipt], str]:
-        """Return the receipts of shards finished in time, and why a shard failed, or ""."""
+        """Return (receipts of the shards finished in time, why a shard failed or "")."""
         done: list[Receipt] = []
         until = math.inf
         error = ""
@@ -367,7 +375,7 @@ class Bench:
         return done, error
 
     def _units(self) -> Iterator[Unit]:
-        """Yield shards in an order whose first few are spread over the input."""
+        """Yield up to MOST_SHARDS shards, in an order whose first few are spread over the input."""
         number = min(self.plan.shards, MOST_SHARDS)
         for place in spread(number):
             shard = place * self.plan.shards // number
@@ -382,10 +390,10 @@ def spread(number: int) -> list[int]:
 
 
 def steady(receipts: list[Receipt]) -> tuple[float, int]:
-    """Return (rows per second, rows) of the shards of a trial.
+    """Return (rows per second, rows) of the finished shards of a trial.
 
-    Measured between the ends of the first and the last shard if there are at least three; otherwise
-    over the whole time in the engine.
+    With three or more shards, the rate is that between the ends of the first and the last; else it
+    is that over the whole time in the engine.
     """
     figures = [receipt.stats for receipt in receipts]
     ends = sorted((one.ended or 0.0, int(one.rows or 0)) for one in figures)
@@ -433,10 +441,10 @@ def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float 
 
 
 def remove_trials(output: Store, top: str) -> None:
-    """Delete all files of the trials in the folder `top`.
+    """Delete the folder `top` of the trials, including unfinished files of killed writers.
 
-    Includes unfinished files, left by writers that were killed. Deletes through the output's root
-    store, so that the folders are removed as well.
+    Deletes through the output's root store, so that no empty folder is left. Logs a warning if
+    files remain.
     """
     trials = output.sub(top)
     try:
@@ -455,7 +463,7 @@ def remove_trials(output: Store, top: str) -> None:
 
 
 def changes_text(changes: Changes) -> str:
-    """Return settings as text; of speculation, only the method."""
+    """Return settings as text, e.g. `engine.max_num_seqs: 512`; of speculation, the method only."""
     named = (
         (name, value.get("method", value) if isinstance(value, Mapping) else value)
         for name, value in changes.items()
@@ -469,7 +477,7 @@ def line(trial: Trial) -> str:
 
 
 def table(tuned: Tuned) -> list[dict[str, str]]:
-    """Return one table row for each trial, in order, with the best marked."""
+    """Return one {column title: text} for each trial, in order, with the best marked."""
     first = tuned.trials[0].rows_per_s
     compared = any(trial.may_alter for trial in tuned.trials)
     return [
@@ -492,7 +500,7 @@ def _agreed(trial: Trial) -> str:
 
 
 def conclusion(tuned: Tuned) -> list[str]:
-    """Return sentences that say which settings are best and whether they meet the deadline."""
+    """Return sentences: how long the input takes, if the deadline is met, and what did not work."""
     engines = counted(tuned.best.engines, "engine")
     said = [
         f"{counted(tuned.rows, 'row')} would take {duration(tuned.seconds)} with {engines} "
@@ -513,19 +521,22 @@ def conclusion(tuned: Tuned) -> list[str]:
 
 
 def settings(tuned: Tuned) -> dict[str, Any]:
-    """Return {job field: value} of the best trial, to set in the job."""
+    """Return {job field: value} to set in the job: those of the best trial.
+
+    If only more replicas meet the deadline, their number is among them.
+    """
     more = {REPLICAS: tuned.needs} if tuned.needs else {}
     return {**tuned.best.changes, **more}
 
 
 def job_file(value: JsonObject, tuned: Tuned) -> str:
-    """Return a job file as YAML with the best settings, and the trials in comments."""
+    """Return the job `value` as YAML, with the best settings set and the trials in comments."""
     rows = ("  ".join(cell for cell in row.values() if cell) for row in table(tuned))
     return commented(value, settings(tuned), [*rows, *conclusion(tuned)])
 
 
 def commented(value: JsonObject, changes: Changes, texts: Sequence[str]) -> str:
-    """Return a job file as YAML, with `changes` made and `texts` as comments at its head.
+    """Return the job `value` as YAML, with `changes` set and `texts` as comments at its head.
 
     `value` is the job as plain values.
     """

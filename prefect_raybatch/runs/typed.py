@@ -1,4 +1,4 @@
-"""The command line that was typed, completed so that typing it again continues the same run."""
+"""The command line of this process, completed so that repeating it continues the same run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _typed: ContextVar[tuple[str, ...]] = ContextVar("typed", default=())
 
 @contextmanager
 def typed_command(words: Sequence[str]) -> Iterator[None]:
-    """Keep `words` as this process's command line within the block, with secret values masked."""
+    """Record `words` as this process's command line within the block, with secret values masked."""
     token = _typed.set(tuple(without_secrets(words)))
     try:
         yield
@@ -36,7 +36,7 @@ def typed_command(words: Sequence[str]) -> Iterator[None]:
 
 
 def name_typed_run(run_key: str) -> None:
-    """Add the run key to a typed `raybatch run`, which without it would later get another key."""
+    """Add the run key to the recorded `raybatch run` command, so that it repeats this run."""
     words = _typed.get()
     if words[1:2] == ("run",):
         _typed.set(_with_option(words, "--run-key", run_key))
@@ -45,10 +45,10 @@ def name_typed_run(run_key: str) -> None:
 def typed_words(
     run_key: str | None = None, changes: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Return the words of this process's command line, completed so that it continues the run.
+    """Return the recorded command line, completed so that repeating it continues the run.
 
-    `run_key` is set as the run key of a `raybatch run`; `changes` (field: value) are added as
-    `--set` options of a `raybatch run` or `retry-failed`. Empty if this process was not started by
+    `run_key` becomes the `--run-key` of a `raybatch run`; `changes` (field: value) are added as
+    `--set` options to a `raybatch run` or `retry-failed`. Empty if this process was not started by
     a `raybatch` command, e.g. in a Prefect worker.
     """
     words = _typed.get()
@@ -73,7 +73,10 @@ def _with_option(words: Sequence[str], option: str, value: str) -> tuple[str, ..
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return the words, with the value of each `FIELD=VALUE` masked that may be a credential."""
+    """Return the words, with the value of each FIELD=VALUE masked if it may be a credential.
+
+    The credentials in a URI are masked as well.
+    """
     return [_shown_word(word) for word in words]
 
 

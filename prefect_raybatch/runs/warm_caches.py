@@ -1,8 +1,8 @@
 """Fills this machine's caches of compiled code for the engine of a job: `raybatch warm`.
 
 vLLM compiles a model for a GPU at the first start of an engine, and kernels at its first requests.
-It finds what it has compiled by a hash of the engine's arguments and of its own code; so an engine
-is started here with the very arguments of a run.
+It finds compiled code by a hash of the engine's arguments and of vLLM's own code, so an engine is
+started here with the same arguments as in a run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMED_LEVELS = 3  # vLLM: torch_compile_cache/torch_aot_compile/HASH
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """A folder that a library keeps compiled code in."""
+    """A folder in which the library `name` keeps compiled code."""
 
     name: str
     path: str
@@ -25,10 +25,10 @@ class CacheFolder:
 
 @dataclass(frozen=True)
 class FilledCache:
-    """A cache and its size in bytes, before an engine started and afterwards.
+    """A cache folder with its size in bytes before and after an engine started.
 
-    `compiled`: whether something was compiled anew. The sizes do not show this, because vLLM writes
-    a file of some hundred KiB even at a start that finds everything in the cache.
+    `compiled`: new code was compiled. The sizes do not show this, because vLLM writes some hundred
+    KiB even if it finds all compiled code in the cache.
     """
 
     folder: CacheFolder
@@ -39,7 +39,10 @@ class FilledCache:
 
 @dataclass(frozen=True)
 class WarmedCaches:
-    """The caches of one model's engine, and the seconds of its start and of its first answer."""
+    """The caches of one model's engine, after it was started and gave an answer.
+
+    `start_seconds` and `answer_seconds` say how long these took.
+    """
 
     model: str
     caches: tuple[FilledCache, ...]
@@ -48,12 +51,12 @@ class WarmedCaches:
 
     @property
     def were_warm(self) -> bool:
-        """Return whether the engine compiled nothing anew."""
+        """Return whether no new code was compiled."""
         return not any(cache.compiled for cache in self.caches)
 
 
 def cache_folders(environment: Mapping[str, str]) -> tuple[CacheFolder, ...]:
-    """Return the folders of vLLM, Triton and FlashInfer in a process with these variables.
+    """Return the cache folders of vLLM, Triton and FlashInfer in a process with this `environment`.
 
     The variables are documented by vLLM (envs.py: VLLM_CACHE_ROOT), Triton (TRITON_CACHE_DIR,
     TRITON_HOME) and FlashInfer (FLASHINFER_WORKSPACE_BASE). PyTorch's code is in vLLM's folder.
@@ -71,10 +74,10 @@ def cache_folders(environment: Mapping[str, str]) -> tuple[CacheFolder, ...]:
 
 @dataclass(frozen=True)
 class CacheContent:
-    """What a cache holds: its size in bytes, and the names of what was compiled.
+    """A cache's size in bytes, and the names of its folders, which identify compiled code.
 
-    The names are of folders in the first `NAMED_LEVELS` levels: vLLM and Triton name a folder by
-    the hash of what it was compiled from, FlashInfer by the version and the GPU.
+    Only the first `NAMED_LEVELS` levels of folders are named: vLLM and Triton name a folder by the
+    hash of the source, FlashInfer by its version and the GPU.
     """
 
     size: int
@@ -97,6 +100,6 @@ def cache_content(path: str) -> CacheContent:
 
 
 def filled(folder: CacheFolder, before: CacheContent) -> FilledCache:
-    """Return a cache's sizes and whether code was compiled since it held `before`."""
+    """Return a cache's size before and now, and whether code was compiled since `before`."""
     now = cache_content(folder.path)
     return FilledCache(folder, before.size, now.size, bool(now.names - before.names - {"."}))

@@ -1,1 +1,4 @@
-"""Derives every size of a run, with its reason, from job, cluster and model."""
+"""Chooses the sizes of a run (engines, batches, shards, ...) from job, cluster and model.
+
+Each size has a text with the reason for it.
+"""

@@ -1,4 +1,4 @@
-"""How many rows must be compared to show that two settings give the same answers. Pure.
+"""How many rows to compare to show that two settings give the same answers. No I/O.
 
 The bound is the exact one-sided lower limit for a binomial proportion (C. J. Clopper and E. S.
 Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
@@ -23,26 +23,26 @@ MOST_SAMPLE = 4000  # rows, unless even full agreement needs more
 
 
 def comparable_rows(larger: Sequence[object]) -> np.ndarray:
-    """Return bool[rows]: which rows can be compared with a larger model's answers, `larger`.
+    """Return bool[rows]: True for each row to which the larger model gave an answer.
 
-    These are the rows that the larger model answered. Where it failed (None), a smaller model's
+    `larger` are its answers, None for each row that it failed. In such a row, a smaller model's
     answer counts neither as equal nor as different.
     """
     return np.array([answer is not None for answer in larger], bool)
 
 
 def unanswered_text(rows: int, kind: str, model: str) -> str:
-    """Return e.g. `3 checked rows got no answer of the larger model`; "" if `rows` is 0.
+    """Return a text such as `3 checked rows got no answer of the larger model`; "" for 0 `rows`.
 
-    Here `kind` is `checked row`, and `model` is `the larger model`.
+    In the example, `kind` is "checked row" and `model` is "the larger model".
     """
     return f"{counted(rows, kind)} got no answer of {model}" if rows else ""
 
 
 def lower_bound(agreed: int, rows: int, confidence: float) -> float:
-    """Return the lower confidence limit (0 to 1) for the share of all rows that agree.
+    """Return the lower confidence limit (0 to 1) of the share of all rows that agree.
 
-    In a random sample of `rows` rows, `agreed` rows agreed.
+    `agreed` rows agreed in a random sample of `rows` rows. `confidence` is between 0 and 1.
     """
     if not 0 < agreed <= rows:
         return 0.0
@@ -64,7 +64,7 @@ def lower_bound(agreed: int, rows: int, confidence: float) -> float:
 def bonferroni_confidence(tries: int) -> float:
     """Return the confidence that each of `tries` comparisons needs, by the Bonferroni correction.
 
-    Then the results of all of them hold together with the confidence `CONFIDENCE`.
+    With it, all results hold together with the confidence `CONFIDENCE`.
     """
     return 1 - (1 - CONFIDENCE) / max(1, tries)
 
@@ -77,8 +77,9 @@ def least_sample(least: float, confidence: float) -> int:
 def sample_size(least: float, confidence: float) -> int:
     """Return how many rows to compare to show that at least the share `least` of all rows agrees.
 
-    The number suffices if at most half as many rows differ as `least` allows. It is at least
-    `LEAST_SAMPLE`, and at most `MOST_SAMPLE` unless even a sample without differences needs more.
+    This many suffice if at most half as many rows differ as `least` allows. They are at least
+    `LEAST_SAMPLE`, and at most `MOST_SAMPLE` unless even a sample in which all rows agree needs
+    more.
     """
     must = least_sample(least, confidence)
     for differ in range(1, 100):
@@ -89,11 +90,11 @@ def sample_size(least: float, confidence: float) -> int:
 
 
 def trial_rows(tries: Sequence[Mapping[str, str]], least: float, rows: int) -> int:
-    """Return how many of a run's `rows` rows are answered in each precision to decide on `try-fp8`.
+    """Return how many of a run's `rows` rows to infer in each precision to decide on `try-fp8`.
 
     `tries` are the engine arguments of each lower precision; without any, returns 0. `least` is the
-    share of answers that must agree (limits.min_agreement). Raises `ConfigError` if the run has too
-    few rows to show that.
+    share of answers that must agree (limits.min_agreement). Raises `ConfigError` if `rows` are too
+    few to show that.
     """
     if not tries:
         return 0

@@ -1,8 +1,8 @@
-"""GPU models: memory, bandwidth and speed, to choose sizes where no GPU can be queried.
+"""Data of GPU models (memory, bandwidth, speed), for choosing sizes where no GPU can be queried.
 
 The figures are from the makers' data sheets: dense 16-bit tensor FLOPs (without sparsity; fp8 is
-twice as fast on the cards that support it), and gigabytes of 10**9 bytes, which is at most what the
-card reports. Ray uses one name for cards of several sizes (A100, H100, V100): `memory` is the
+twice as fast on the cards that support it), and gigabytes of 10**9 bytes, so a card reports at
+least that much. Ray uses one name for cards of several sizes (A100, H100, V100): `memory` is the
 smallest, `most` the largest.
 """
 
@@ -16,10 +16,10 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU model: bytes of memory, bytes per second and FLOPs per second.
+    """A GPU model: bytes of memory, bytes per second (`bandwidth`) and FLOPs per second.
 
-    `memory` and `most` are the bytes of the smallest and the largest card of the name. `nvlink`:
-    servers connect these GPUs by NVLink. `fp8`: the tensor cores multiply fp8.
+    `memory` and `most` are the bytes of the smallest and of the largest card with this name.
+    `nvlink`: servers connect these GPUs by NVLink. `fp8`: the tensor cores multiply fp8.
     """
 
     name: str
@@ -60,10 +60,10 @@ CARDS = {
 
 @dataclass(frozen=True)
 class EngineGpu:
-    """The GPU that engines run on, as far as it is known.
+    """The GPU on which engines run, as far as it is known.
 
-    `card` is None if the model is unknown or there are several. `memory` is in bytes, 0 if unknown.
-    `most` is the memory of the largest card of that name, or 0 if `memory` was measured.
+    `card` is None if its model is unknown or the cluster has several. `memory` is in bytes, 0 if
+    unknown; `most` is the memory of the largest card with this name, 0 if `memory` was measured.
     """
 
     name: str
@@ -73,9 +73,9 @@ class EngineGpu:
 
 
 def card(name: str) -> Card | None:
-    """Return the card for a name that Ray or the driver uses; None if there is no such card.
+    """Return the data of a GPU named as by Ray or by the driver; None if the model is unknown.
 
-    Names are such as `L4` or `NVIDIA H100 80GB HBM3`.
+    Such names are `L4` and `NVIDIA H100 80GB HBM3`.
     """
     if name in CARDS:
         return CARDS[name]

@@ -1,10 +1,10 @@
-"""Cost of a row for an engine's host and its GPU, and the rate that engines on one GPU reach. Pure.
+"""Estimates the host and GPU time of a row, and rows per second of engines on one GPU. No I/O.
 
-An engine takes its rows in steps. In a step the host (an engine's Python on one core) schedules all
+An engine works in steps. In a step the host (an engine's Python on one core) schedules all
 sequences, takes their tokens and, where answers follow a grammar, advances each grammar and fills
 its mask; the GPU computes meanwhile, as far as it can. Engines that share a GPU are modelled as a
 closed queue with n customers, one server and think time, solved by mean value analysis. GPU time is
-FLOPs and bytes, one after the other. docs/decisions/cost-model.md compares the model with
+the time for FLOPs plus that for bytes. docs/decisions/cost-model.md compares the model with
 measurements.
 """
 
@@ -30,14 +30,16 @@ class Constants:
     """Constants of the cost model, in seconds unless another unit is given.
 
     Host time: `host_step` per step, `host_sequence` per sequence in a step, `host_text` per
-    detokenized token, `host_row` per row. In addition per sequence in a step: `host_experts` for a
-    mixture of experts, `host_grammar` under a grammar of xgrammar, `host_guidance` of guidance.
-    `apart` and `apart_grammar` (with a grammar) are shares: how much of the smaller of host and GPU
-    time does not overlap the other.
+    detokenized token, `host_row` per row. Added per sequence in a step: `host_experts` for a
+    mixture of experts, `host_grammar` with an xgrammar grammar, `host_guidance` with a guidance
+    grammar.
 
-    GPU time: `gpu_step` per step, beside FLOPs and bytes. `compute` is the reached share of a
-    card's dense 16-bit FLOPs, `fp8` a factor for it where card and weights are fp8, `sharing` a
-    factor where processes take turns at a GPU.
+    GPU time: `gpu_step` per step, in addition to FLOPs and bytes. `compute` is the share of a
+    card's dense 16-bit FLOPs that is reached; it is multiplied by `fp8` if card and weights are
+    fp8. With several engines on a GPU, its speed is multiplied by `sharing`.
+
+    Host and GPU overlap, except for a share of the smaller of their times: `apart`, or
+    `apart_grammar` if answers follow a grammar.
     """
 
     host_step: float
@@ -77,11 +79,12 @@ FITTED = Constants(
 
 @dataclass(frozen=True)
 class Tokens:
-    """Estimated tokens of a row: prefix shared by all rows, rest of the prompt, longest answer.
+    """Estimated tokens of a row's prompt and of its answers.
 
-    A row may get several answers; `out` counts all of them, and `why` is the reason for it. `form`:
-    the backend of the grammar that constrains an answer, "" without a grammar. `text`: vLLM
-    detokenizes the answer. `mean`: the expected tokens of all answers, 0 if as many as `out`.
+    `shared` is the prefix that all prompts have in common, `own` the rest of the prompt. `out` is
+    the most that all answers to the row may have, and `why` is the reason for it. `form` is the
+    backend of the grammar that answers follow, "" without a grammar. `text`: vLLM detokenizes the
+    answer. `mean` is the expected number of answer tokens, 0 if it is `out`.
     """
 
     shared: int
@@ -94,7 +97,7 @@ class Tokens:
 
     @classmethod
     def of(cls, row: RowSpec, row_bytes: float) -> Tokens:
-        """Estimate the tokens of a row with `row_bytes` of input columns or prepared images."""
+        """Estimate the tokens of a row with `row_bytes` bytes in its columns or prepared images."""
         shared = row.shared_characters / CHARACTERS
         own = row_bytes / (IMAGE_TOKEN_BYTES if row.images else CHARACTERS)
         own += row.own_characters / CHARACTERS + MARKUP
@@ -114,25 +117,25 @@ class Tokens:
 
     @property
     def cached_once(self) -> int:
-        """Return the shared tokens that a KV cache keeps once for all rows: whole blocks."""
+        """Return how many shared tokens the KV cache keeps once for all rows: whole blocks only."""
         return self.shared // CACHE_BLOCK * CACHE_BLOCK
 
     def cached_per_row(self, times: int = 1) -> int:
-        """Return the tokens of KV cache that each row takes in addition to `cached_once`.
+        """Return the tokens of KV cache that each row takes besides `cached_once`, in whole blocks.
 
-        Counts the row's own prompt and answer `times` over, and the part of the shared prefix that
-        does not fill a block.
+        Counts the row's own prompt and answer `times` over, and the end of the shared prefix that
+        fills no whole block.
         """
         own = self.shared - self.cached_once + times * (self.own + self.out)
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
-    """Return the GPU seconds that a row takes, with `seqs` sequences in a step.
+    """Return the GPU seconds that a row takes if a step has `seqs` sequences.
 
-    Counts FLOPs and bytes of its uncached tokens. In addition, for each token of its answer, counts
-    1 / `seqs` of a step's fixed time and of the time to read the weights. In a mixture of experts,
-    a step reads all weights, but a token computes only with its own experts.
+    Counts FLOPs and bytes of the row's uncached tokens and, per answer token, 1 / `seqs` of what a
+    step takes: its fixed time and the reading of the weights. A step of a mixture of experts reads
+    all weights, but a token is computed by its own experts only.
     """
     out = row.expected
     work = work_of(model, card)
@@ -143,7 +146,7 @@ def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
 
 
 def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
-    """Return the seconds that a row takes of its engine's core, with `seqs` sequences in a step."""
+    """Return the CPU seconds that a row takes in its engine if a step has `seqs` sequences."""
     grammar = {"": 0.0, "xgrammar": FITTED.host_grammar, "guidance": FITTED.host_guidance}
     each = FITTED.host_sequence + grammar[row.form]
     each += FITTED.host_text if row.text else 0.0
@@ -152,7 +155,7 @@ def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
-    """Return the share of time (0 to 1) for which the GPU works for `engines` engines.
+    """Return the share of time (0 to 1) in which the GPU works for one of `engines` engines.
 
     Each engine alternates between `host` seconds without the GPU and `gpu` seconds on it.
     """
@@ -165,7 +168,7 @@ def busy(engines: int, host: float, gpu: float) -> float:
 
 
 def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: float) -> float:
-    """Return rows per second of `engines` on one GPU, each with `seqs` sequences at once."""
+    """Return the rows per second of `engines` engines on one GPU, with `seqs` sequences in each."""
     gpu, host = gpu_seconds(model, card, row, seqs), host_seconds(model, row, seqs)
     apart = FITTED.apart_grammar if row.form else FITTED.apart
     away = max(host, gpu) + apart * min(host, gpu) - gpu

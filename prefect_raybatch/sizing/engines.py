@@ -1,7 +1,7 @@
-"""Chooses how many engines share a GPU, and how many rows each computes at once. Pure.
+"""Chooses how many engines share a GPU, and how many rows each computes at once. No I/O.
 
-Engines share a GPU if that pays by the cost model. A decoding step reads all weights whatever the
-number of rows, so more rows share that cost.
+More engines are chosen if the cost model predicts a gain. More rows at once are faster because a
+decoding step reads all weights once, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SEQUENCE_GAIN = 0.005
 
 
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
-    """Return whether the KV cache of each of `engines` probably holds `max_num_seqs` rows.
+    """Return whether the KV cache of each of `engines` engines on a GPU probably holds enough rows.
 
-    `row` has the tokens of a typical row; the cache keeps the shared prefix once. Engines that
-    share a GPU have a fixed part of its memory each, so their cache must hold rows of twice this
-    length, and at least one row of the context length.
+    Enough are `max_num_seqs` rows of the tokens of `row`, with the shared prefix kept once. If
+    engines share the GPU, each has a fixed part of its memory: the cache must then hold rows of
+    twice that length, and at least one row of the context length.
     """
     arguments, model = fit.arguments, fit.model
     if engines == 1:
@@ -58,9 +58,9 @@ def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
 
 
 def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> int:
-    """Return the first number of `tried` whose rate is close to the best rate of them all.
+    """Return the first number of `tried` (ascending) whose `rate` is close to the best rate.
 
-    Close: the best rate is at most (1 + `gain`) times as high. `tried` is ascending.
+    It is close if the best rate is at most (1 + `gain`) times as high.
     """
     best = max(map(rate, tried))
     return next(number for number in tried if rate(number) * (1 + gain) >= best)
@@ -69,9 +69,10 @@ def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> i
 def best_sequences(
     fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
 ) -> int:
-    """Return the value of `tried` (max_num_seqs) with the best rate for `engines` on a GPU.
+    """Return the smallest value of `tried` (max_num_seqs) with nearly the best rate.
 
-    Skips values for which the KV cache has no room, except the first.
+    The rate is that of `engines` engines on one GPU. Values for which the KV cache has no room are
+    skipped, except the first.
     """
     most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
     measured = [n for n in tried[1:] if n <= most]
@@ -84,10 +85,9 @@ def best_sequences(
 
 
 def _best_number(numbers: Sequence[int], rate: Callable[[int], float], out: int) -> int:
-    """Return the fewest engines that are nearly as fast as the best number.
+    """Return the fewest engines of `numbers` that are nearly as fast as the best number.
 
-    `out` is the length of answers in tokens. Returns 1 for long answers if several engines gain
-    little by the cost model.
+    Returns 1 if answers of `out` tokens are long and several engines gain less than LONG_GAIN.
     """
     best = fewest(numbers, rate, ENGINE_GAIN)
     gains = out <= SHORT or rate(best) >= (1 + LONG_GAIN) * rate(1)
@@ -116,8 +116,9 @@ def choose_engines_per_gpu(
 ) -> tuple[int, str]:
     """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`.
 
-    1 if too little is known about the GPU. `length` is the context length in tokens, if known;
-    `pools`: the task does not generate; `sequences` are the possible values of max_num_seqs.
+    1 if the model or the GPU is unknown, or if an engine spans several GPUs. `length` is the
+    context length in tokens, if known; `pools`: the task does not generate; `sequences` are the
+    possible values of max_num_seqs.
     """
     parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     if parts > 1:
@@ -168,14 +169,14 @@ def choose_max_num_seqs(
     engines_per_gpu: int,
     step: int | None = None,
 ) -> tuple[int, str]:
-    """Return max_num_seqs and the reason.
+    """Return (max_num_seqs, reason).
 
-    The value is the job's (`asked`), or by default 256, or 512 or 1,024 if the cost model predicts
-    a gain of at least 0.5 % and the KV cache is likely to hold that many typical rows.
+    The value is the job's (`asked`) or, by default, 256, or 512 or 1,024 if the cost model predicts
+    a gain of at least 0.5 % and the KV cache probably holds that many typical rows.
 
-    `fit` and `card` are None on a CPU and where the model or the GPU is unknown. `step` is the
-    number of tokens of an engine step, if the job sets it; vLLM allows no more sequences than that,
-    because each has a token in it.
+    `fit` and `card` are None on a CPU, or if the model or the GPU is unknown. `step` is the number
+    of tokens of an engine step, if the job sets it. It limits the default, because each sequence
+    has at least one token in a step.
     """
     if asked is not None:
         return asked, "engine.max_num_seqs"

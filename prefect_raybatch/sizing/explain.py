@@ -1,4 +1,4 @@
-"""Describes every size of a run with its reason, for people. Pure."""
+"""Describes every size of a run and the reason for it, for people. No I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = "all shards of the run"
 
 @dataclass(frozen=True)
 class Figure:
-    """A size and its reason."""
+    """A size of a run as text, and the reason for its value."""
 
     name: str
     value: str
@@ -39,9 +39,10 @@ def figures(
     model: Model | None,
     least: float,
 ) -> list[Figure]:
-    """Return all sizes, each after the sizes that it depends on.
+    """Return all sizes of a run, each after the sizes that it depends on.
 
-    `least` is the share of answers that must agree for a precision that a trial decides.
+    `least` is limits.min_agreement: the share of answers that must agree if a trial decides on the
+    precision.
     """
     return [
         *_engine_figures(spec, engine.model, capacity, size, model, cluster.prices.currency),
@@ -52,7 +53,7 @@ def figures(
 
 
 def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]:
-    """Return the figure on the precision that a trial (`try-fp8`) will choose; [] if none will."""
+    """Return [figure on the precision that a trial (`try-fp8`) will choose]; [] without a trial."""
     if not tries:
         return []
     rows = sample_size(least, bonferroni_confidence(len(tries)))
@@ -171,7 +172,7 @@ def _stage_figures(
     rule = "engine.max_concurrent_batches" if spec.max_concurrent_batches else size.concurrent_why
 
     def capped(name: str, number: int, why: str) -> Figure:
-        """Return the figure for `number` shards, but not more than the run has."""
+        """Return the figure for `number` shards, or for all shards if the run has fewer."""
         return Figure(name, str(min(number, size.shards)), why if number <= size.shards else _ALL)
 
     found = [
@@ -198,7 +199,7 @@ def _stage_figures(
 
 
 def _after_crash(hosted: EndpointSpec | None) -> str:
-    """Describe what happens to uncommitted shards after a crash."""
+    """Return a text on what happens to uncommitted shards after a crash."""
     if hosted is None:
         return "lost if the run crashes"
     if hosted.batch:

@@ -1,4 +1,4 @@
-"""Checks before engines start whether a model fits on its GPUs; suggests changes if not. Pure."""
+"""Checks before engines start whether a model fits on its GPUs, and suggests changes. No I/O."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHARES = (2, 4, 8)  # GPUs of one node that may share a model
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory that a model takes on each GPU of an engine that is alone on its GPUs.
+    """Memory that a model takes on each GPU of one engine that shares its GPUs with no other.
 
-    A GPU has `gpu_bytes` bytes; `length` is the context length in tokens, 0 if unknown.
+    `gpu_bytes` is the memory of one GPU; `length` is the context length in tokens, 0 if unknown.
     """
 
     model: Model
@@ -29,17 +29,17 @@ class Fit:
 
     @property
     def parts(self) -> int:
-        """Return the number of GPUs that share the model."""
+        """Return the number of GPUs over which the model is split."""
         return self.arguments.tensor_parallel_size * self.arguments.pipeline_parallel_size
 
     @property
     def room(self) -> float:
-        """Return the bytes of a GPU that the engine may take."""
+        """Return how many bytes of each GPU the engine may take."""
         return self.arguments.usable * self.gpu_bytes
 
     @property
     def weights(self) -> float:
-        """Return the bytes of a GPU's part of the weights, without those in host memory."""
+        """Return the bytes of weights on each GPU, without those offloaded to host memory."""
         return max(0.0, self.model.weights / self.parts - self.arguments.offloaded)
 
     @property
@@ -53,25 +53,26 @@ class Fit:
 
     @property
     def adapters(self) -> int:
-        """Return the bytes of a GPU that vLLM reserves for LoRA adapters."""
+        """Return the bytes on each GPU that vLLM reserves for LoRA adapters."""
         arguments = self.arguments
         return self.model.adapters(arguments.tensor_parallel_size, arguments.pipeline_parallel_size)
 
     @property
     def cache(self) -> float:
-        """Return the bytes of KV cache on a GPU: as the job sets them, else `left`."""
+        """Return the bytes of KV cache on each GPU: as the job sets them, else `left`."""
         return self.arguments.kv_cache_bytes or self.left
 
     @property
     def left(self) -> float:
-        """Estimate the bytes of a GPU that remain for the KV cache."""
+        """Estimate the bytes on each GPU that are left for the KV cache."""
         return max(0.0, self.room - self.weights - self.adapters - self.working)
 
     @property
     def least(self) -> int:
-        """Return a lower limit for the bytes of each GPU that the engine needs to start.
+        """Return the fewest bytes of each GPU with which the engine might start.
 
-        Counts weights, adapters, the activations of a step, and KV cache for one sequence.
+        Counts weights, adapters, the activations of a step, and KV cache for one sequence of
+        `length`.
         """
         arguments = self.arguments
         working = self.model.working(
@@ -83,7 +84,7 @@ class Fit:
         return int(self.weights + self.adapters + working + self.kv_bytes(self.length))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of KV cache of a sequence of `tokens` tokens on one GPU."""
+        """Return the bytes of KV cache that a sequence of `tokens` tokens takes on each GPU."""
         arguments = self.arguments
         return self.model.kv_bytes(
             tokens, arguments.tensor_parallel_size, arguments.pipeline_parallel_size
@@ -100,14 +101,14 @@ class Fit:
         return int(self.cache // max(1, self.kv_bytes(1)))
 
     def asking(self, **arguments: Any) -> Fit:
-        """Return this fit with other engine arguments."""
+        """Return this fit with some engine arguments (name=value) changed."""
         return replace(self, arguments=replace(self.arguments, **arguments))
 
 
 def check_memory(fit: Fit, name: str, kind: str) -> None:
-    """Raise `InsufficientResources` if an engine cannot start on GPUs of that `kind`.
+    """Raise `InsufficientResources` if an engine cannot start on GPUs of this `kind` (GPU name).
 
-    The message gives the figures and the changes that would make the model `name` fit.
+    The message gives the figures and the changes with which the model `name` would fit.
     """
     if fit.least <= fit.room:
         return
@@ -153,18 +154,21 @@ def _remedies(fit: Fit) -> list[str]:
 
 
 def _length(fit: Fit) -> int:
-    """Return the longest sequence in tokens that the KV cache probably holds, a multiple of 256."""
+    """Return the longest sequence, in tokens, that the KV cache probably holds.
+
+    A multiple of 256; 0 if a sequence takes no KV cache.
+    """
     far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far
     return int(fit.left / one) // 256 * 256 if one else 0
 
 
 def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
-    """Return the largest of `steps` (tokens per engine step, descending) that fits.
+    """Return the largest of `steps` (tokens per engine step, in descending order) that fits.
 
-    A value fits if it leaves room in the KV cache for `max_num_seqs` rows like `row` without a
-    shared prefix, or if its activations take at most 5 % of the GPU. Returns the smallest if none
-    fits.
+    A value fits if the KV cache then still holds `max_num_seqs` rows like `row`, each with its own
+    copy of the shared prefix, or if the activations of a step take at most 5 % of the usable
+    memory. Returns the smallest value if none fits.
     """
     for tokens in steps:
         asked = fit.asking(max_num_batched_tokens=tokens)
@@ -177,7 +181,7 @@ def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
 
 
 def cramped(fit: Fit, row: Tokens) -> list[str]:
-    """Return a warning if the KV cache is likely too small for `max_num_seqs` rows, else []."""
+    """Return [warning] if the KV cache probably holds fewer than `max_num_seqs` rows, else []."""
     seqs, held = fit.arguments.max_num_seqs, fit.rows_held(row)
     if held >= seqs:
         return []
@@ -189,7 +193,10 @@ def cramped(fit: Fit, row: Tokens) -> list[str]:
 
 
 def over_pcie(tensor: int, kind: str) -> list[str]:
-    """Return a warning if GPUs that share each layer have no NVLink, else []."""
+    """Return [warning] if the `tensor` GPUs that compute each layer together lack NVLink.
+
+    Else returns []. `kind` is the GPU's name.
+    """
     if tensor == 1 or not kind or not without_nvlink(kind):
         return []
     return [
@@ -200,9 +207,9 @@ def over_pcie(tensor: int, kind: str) -> list[str]:
 
 
 def over_network(tensor: int, on_a_node: float) -> list[str]:
-    """Return a warning if the `tensor` GPUs that share each layer are on several nodes, else [].
+    """Return [warning] if the `tensor` GPUs that compute each layer together need several nodes.
 
-    `on_a_node` is the most GPUs that a node has, 0 if unknown.
+    Else returns []. `on_a_node` is the most GPUs that a node has, 0 if unknown.
     """
     if not on_a_node or tensor <= on_a_node:
         return []

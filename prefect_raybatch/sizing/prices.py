@@ -1,4 +1,4 @@
-"""The price of the run's GPUs, from the prices that the job gives. Pure."""
+"""The price of a run's GPUs, from the prices in the job. No I/O."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """The price of a GPU-hour.
+    """The price of a GPU-hour; None if unknown.
 
-    If it is unknown, `hour` is None, and `why` is the reason: "" if the job has no prices.
+    `why` says why it is unknown; it is "" if the price is known or the job has no prices.
     """
 
     hour: float | None
@@ -21,10 +21,10 @@ class GpuPrice:
 
 
 def gpu_price(cluster: ClusterSpec, capacity: Capacity) -> GpuPrice:
-    """Return the price of the cards that engines may run on.
+    """Return the price of the GPU models on which engines may run.
 
-    Takes the most expensive of several kinds, so that a limit on costs holds wherever Ray places
-    the engines.
+    With several models, this is the highest price, so that a cost limit holds wherever Ray places
+    the engines; it is unknown if one of them has no price.
     """
     prices = cluster.prices
     if not prices:

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of the tokens that an engine computes, relative to the peak of its GPUs. Pure.
+"""FLOPs and bytes of the tokens that an engine computes, relative to its GPUs' peak. No I/O.
 
 The roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009): work is bound by arithmetic
 or by memory, and a GPU that is near neither bound waits for something else.
@@ -25,12 +25,13 @@ from prefect_raybatch.sizing.cards import Card
 
 @dataclass(frozen=True)
 class Work:
-    """Work of an engine per token.
+    """The work of an engine, in FLOPs and bytes.
 
-    FLOPs: `layers` for each computed token, `head` for each sampled token, `attention` for each
-    token attended to (`attention_window` in layers that see the last `window` tokens). Bytes:
-    `weights` for each step, `kv` for each token of KV cache (`kv_window` likewise). `peak_flops`
-    and `peak_bytes` are the peak per second of the engine's share of its GPUs.
+    FLOPs: `layers` per computed token, `head` per sampled token, and `attention` per token attended
+    to; `attention_window` is the same for layers that see only the last `window` tokens. Bytes:
+    `weights` per step, and `kv` per token of KV cache that is read or written (`kv_window` in those
+    layers). `peak_flops` and `peak_bytes` are the most per second that the engine's share of its
+    GPUs can do.
     """
 
     layers: float
@@ -45,9 +46,10 @@ class Work:
     peak_bytes: float
 
     def of_answer(self, prompt: int, cached: int, answers: tuple[int, ...]) -> tuple[float, float]:
-        """Return (FLOPs, bytes without weights) of a prompt and its answers.
+        """Return (FLOPs, bytes of KV cache) of one prompt and its answers; weights are not counted.
 
-        `cached` of the `prompt` tokens are in the prefix cache; `answers` are lengths in tokens.
+        `prompt` is its number of tokens, of which `cached` are in the prefix cache; `answers` has
+        the number of tokens of each answer.
         """
         fresh = max(0, prompt - cached)
         # A prompt's last token yields the first token of each answer; the last token of an answer
@@ -71,9 +73,10 @@ class Work:
 
 
 def _attended(first: int, last: int, window: int = 0) -> float:
-    """Return how many tokens the tokens `first` (0-based) to `last` (exclusive) attend to.
+    """Return how many tokens the tokens from `first` to before `last` attend to, all together.
 
-    Each attends to itself and all before it, to at most `window` tokens (0: any number).
+    Each attends to itself and to all tokens before it, but to at most `window` tokens (0: no
+    limit).
     """
     if window and last > window:
         inside = _attended(first, window) if first < window else 0.0
@@ -82,9 +85,9 @@ def _attended(first: int, last: int, window: int = 0) -> float:
 
 
 def work_of(model: Model, card: Card, gpus: int = 1, engines_per_gpu: int = 1) -> Work:
-    """Return the work per token of an engine on `gpus` cards that `engines_per_gpu` engines share.
+    """Return the work of an engine on `gpus` cards that `engines_per_gpu` engines share.
 
-    Weights in fp8 use the fp8 peak if the card has one.
+    With fp8 weights, the peak is that of fp8 if the card has one.
     """
     share = gpus / engines_per_gpu
     head = 2.0 * model.vocab * model.hidden

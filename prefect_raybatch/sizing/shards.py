@@ -1,4 +1,4 @@
-"""How many rows a shard has, and how many shards an engine works on at once. Pure."""
+"""Chooses how many rows a shard has, and on how many shards an engine works at once. No I/O."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ IMAGE_BYTES = 256 << 20  # the same for rows with prepared images
 
 
 def row_tokens(row: RowSpec, row_bytes: float) -> float:
-    """Return the weighted tokens of a row of `row_bytes` bytes, a measure of its GPU time.
+    """Return a measure of the GPU time of a row with `row_bytes` bytes of input, in tokens.
 
-    Counts the tokens of its prompt that are not cached, plus twice those of its answer.
+    Counts the prompt's tokens that are not cached, plus twice the tokens of the longest answer.
     """
     tokens = Tokens.of(row, row_bytes)
     return tokens.own + OUT_WEIGHT * row.out
@@ -35,14 +35,14 @@ def row_tokens(row: RowSpec, row_bytes: float) -> float:
 def choose_rows_per_shard(
     spec: SizeSpec, *, rows: int, row_bytes: float, engines: int
 ) -> tuple[int, str]:
-    """Return the rows of a shard and the reason.
+    """Return (rows per shard, reason).
 
-    The number is the job's, or else rows / (engines * 16), or rows / 8 for a single engine, at
-    least `batch_size` (smaller blocks starve the engine), and at most 4,000 rows or 128 MiB (256
-    MiB of images). It is below `batch_size` if rows have many tokens: with few rows in all, each
-    engine would end with one shard while others wait for it. Source of the formula: Ray Data LLM's
-    sizing guide asks for at least 2 to 4 partitions per worker and blocks no smaller than the
-    batch; with more partitions, engines wait less for each other at the end.
+    The number is the job's, else rows / (engines * 16), or rows / 8 for a single engine. It is at
+    least `batch_size`, because smaller blocks starve the engine, and at most 4,000 rows or 128 MiB
+    (256 MiB of images). If rows have many tokens, it may be below `batch_size`: with few rows in
+    all, each engine would end with one shard while others wait for it. Source of the formula: Ray
+    Data LLM's sizing guide asks for at least 2 to 4 partitions per worker and blocks no smaller
+    than the batch; with more partitions, engines wait less for each other at the end.
     """
     if spec.rows_per_shard:
         return min(spec.rows_per_shard, max(rows, 1)), "source.rows_per_shard"
@@ -69,17 +69,20 @@ def choose_rows_per_shard(
 
 
 def longest_first(works: Sequence[float]) -> list[int]:
-    """Return the order in which to start tasks so that no engine ends with a long one.
+    """Return the indices of tasks in the order to start them, so that no long one comes last.
 
-    `works` are the amounts of work of the tasks. Returns indices into it, largest amount first;
-    amounts are rounded to powers of 1.25, and equal ones keep their order.
+    `works` are the tasks' amounts of work; the largest come first. Amounts are rounded to powers of
+    1.25, and equal ones keep their order.
     """
     steps = [round(math.log(max(work, 1.0)) / math.log(1.25)) for work in works]
     return sorted(range(len(works)), key=lambda number: -steps[number])
 
 
 def known_max_num_seqs(asked: int | None, figures: Mapping[str, float]) -> int | None:
-    """Return max_num_seqs of the job (`asked`), else as engines report it in `figures`, or None."""
+    """Return max_num_seqs as the job sets it (`asked`), else as the engines reported it.
+
+    `figures` are the engines' figures by name. Returns None if it is in neither.
+    """
     if asked is not None:
         return asked
     return round(figures.get("sequences", 0.0)) or None
@@ -88,12 +91,12 @@ def known_max_num_seqs(asked: int | None, figures: Mapping[str, float]) -> int |
 def concurrent_batches(
     asked: int | None, rows_per_shard: int, seqs: int, uneven: bool = False
 ) -> int:
-    """Return the number of shards in flight in an engine.
+    """Return the number of shards that are in flight in an engine at once.
 
-    It is the job's value (`asked`), or else one more than are needed to have `seqs` (max_num_seqs)
-    rows in flight, at least 2: while the last rows of a shard are answered, the first of the next
-    are. With `uneven` lengths of answers, enough for twice `seqs`, because the longest answer holds
-    up a shard.
+    It is the job's value (`asked`), else one more than are needed for `seqs` (max_num_seqs) rows,
+    and at least 2: the next shard begins while the last rows of one are answered. With `uneven`
+    answers, enough for twice `seqs` rows are in flight, because the longest answer holds up a
+    shard.
     """
     if asked:
         return asked
@@ -103,7 +106,10 @@ def concurrent_batches(
 def problems(
     *, rows: int, rows_per_shard: int, concurrent: int, engines: int, seqs: int
 ) -> list[str]:
-    """Return messages about settings that leave engines idle, each with the value that helps."""
+    """Return texts about settings that leave engines idle, each with a better value.
+
+    `concurrent` is the number of shards in flight in an engine, `seqs` is max_num_seqs.
+    """
     messages = []
     # A run with fewer rows than that has all of them in flight.
     if min(rows_per_shard, max(rows, 1)) * concurrent < min(seqs, rows):

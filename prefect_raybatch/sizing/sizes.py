@@ -1,6 +1,4 @@
-"""Computes every size of a run, each with its reason, from the job, the cluster and the model.
-
-Pure.
+"""Computes every size of a run and the reason for it, from job, cluster and model. No I/O.
 
 `raybatch plan` prints the resulting `Sizing`, which the pipeline and the engines use.
 """
@@ -45,11 +43,11 @@ ASSUMED_PACKED = 3  # engines per GPU of such a cluster, for short answers
 
 @dataclass(frozen=True)
 class Capacity:
-    """Total capacity of the cluster (logical CPUs, GPUs, nodes) and where it is.
+    """Total capacity of a cluster (logical CPUs, GPUs, nodes) and its address.
 
-    `gpus_by_node` lists the GPUs of each node that has any. `cpus_a_gpu` is the fewest CPUs per GPU
-    on such a node. `gpu_bytes` is the measured memory of the smallest GPU, 0 if it was not
-    measured. `assumed` is true if no cluster was queried.
+    `gpus_by_node` lists the GPUs of each node that has any; `cpus_a_gpu` is the fewest CPUs per GPU
+    on these nodes. `accelerators` are Ray's names of the GPU models. `gpu_bytes` is the measured
+    memory of the smallest GPU, 0 if not measured. `assumed`: no cluster was queried.
     """
 
     cpus: float
@@ -67,10 +65,10 @@ class Capacity:
 class Pool:
     """The engines of a run: their number, their GPUs, and the reasons for both.
 
-    `replicas` is the fewest and the most copies of the model that its GPUs hold (equal if the
-    number is fixed); each copy has `gpus_a_replica` GPUs and `engines_per_gpu` engines. `kind` is
-    the GPU's name and `gpu_bytes` its memory, if known. `packing_why` is the reason for
-    `engines_per_gpu`.
+    `replicas` is the fewest and the most copies of the model (equal if the number is fixed). Each
+    copy takes `gpus_a_replica` GPUs, on which there are `engines_per_gpu` engines. `kind` is the
+    GPU's name, `gpu_bytes` its memory, 0 if unknown. `replicas_why` and `packing_why` are the
+    reasons for `replicas` and `engines_per_gpu`.
     """
 
     device: str
@@ -84,7 +82,7 @@ class Pool:
 
     @property
     def fewest(self) -> int:
-        """Return the number of engines at the start."""
+        """Return the fewest engines that the pool may have: those that it starts with."""
         return self.replicas[0] * self.engines_per_gpu
 
     @property
@@ -93,10 +91,9 @@ class Pool:
         return self.replicas[1] * self.engines_per_gpu
 
     def engines_for(self, shards: int) -> tuple[int, int]:
-        """Return the fewest and the most engines of a pass over `shards` shards.
+        """Return (fewest, most) engines for a pass over `shards` shards, at most one per shard.
 
-        No engine is started without a shard: after an engine's death few shards are left, and each
-        start takes a minute.
+        After an engine died, few shards may be left, and starting an engine takes a minute.
         """
         return min(self.fewest, shards), min(self.engines, shards)
 
@@ -107,15 +104,16 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The sizes of a run.
+    """The sizes of a run; fields ending in `_why` are reasons.
 
     `shards_a_worker` is the mean number of shards per engine, `concurrent` the shards in flight in
-    an engine, `saturated` whether their rows are at least `max_num_seqs` (or all rows of the run).
-    `arguments` are the engine arguments, and `share` the arguments that keep an engine to its share
-    of a GPU. `length` is the context length in tokens, if known. `problems` cost speed, each with
-    the change that fixes it; `warnings` may be intended. `work` is the engine's work per token,
-    None if the model or the GPU is unknown. `rate` is the rows per second on one GPU by the cost
-    model, 0 if it is unknown or the KV cache is unlikely to hold the rows at once.
+    an engine; `saturated`: their rows are at least `max_num_seqs` or all rows of the run.
+    `arguments` are the engine arguments, `share` further ones that keep an engine to its share of a
+    GPU. `length` is the context length in tokens, if known. `problems` are texts on what makes the
+    run slow, with the change to make; `warnings` are about settings that may be intended. `work` is
+    the engine's work per token, None if the model or the GPU is unknown. `rate` is rows per second
+    on one GPU by the cost model, 0 if it is unknown or if the KV cache probably cannot hold the
+    rows at once.
     """
 
     pool: Pool
@@ -138,10 +136,10 @@ class Sizing:
 
     @property
     def uncommitted(self) -> int:
-        """Return the most shards that are started and not committed; a crash loses their answers.
+        """Return the most shards that may be started but not committed.
 
-        This is twice what engines and their queues hold, so that engines need not wait for the
-        finish stage.
+        A crash may lose their answers. They are twice as many as engines and their queues hold, so
+        that engines need not wait for the finish stage.
         """
         return 2 * self.pool.engines * (self.concurrent + 1)
 
@@ -157,7 +155,7 @@ class Sizing:
 
 
 def expected_engines(spec: SizeSpec, capacity: Capacity | None) -> int:
-    """Estimate the number of engines before the cluster is up, to choose the size of shards.
+    """Estimate the number of engines before the cluster is started, to choose the rows per shard.
 
     `capacity` is None if nothing is known of the cluster.
     """
@@ -174,15 +172,16 @@ def expected_engines(spec: SizeSpec, capacity: Capacity | None) -> int:
 
 
 def certain_engines(spec: SizeSpec) -> int:
-    """Return the fewest engines that a run has by the settings of its job, whatever the cluster."""
+    """Return the number of engines that a run has at least, by the settings of its job alone."""
     each = spec.engines_per_gpu if spec.device == "gpu" else None
     return (spec.replicas[0] if spec.replicas else 1) * (each or 1)
 
 
 def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
-    """Return the capacity of an imagined cluster: `gpus` GPUs of a `kind`, up to 8 on a node.
+    """Return the capacity of an imagined cluster: `gpus` GPUs named `kind`, up to 8 on a node.
 
-    `gpus` defaults to 1 if `kind` is given, else to 0; `cpus` to 16 per GPU, or 16 without GPUs.
+    `gpus` is by default 1 with a `kind`, else 0; `cpus` is by default 16 per GPU, or 16 without
+    GPUs.
     """
     count = gpus if gpus is not None else 1 if kind else 0
     cpus = cpus or ASSUMED_CPUS * max(1, count)
@@ -194,7 +193,10 @@ def imagined(kind: str | None, gpus: int | None, cpus: int | None) -> Capacity:
 
 
 def assumed(spec: SizeSpec) -> Capacity:
-    """Return an assumed capacity for a cluster that cannot be queried: a node of 8 GPUs or none."""
+    """Return an assumed capacity for a cluster that cannot be queried.
+
+    It is one node with 8 GPUs, or without any if the job's device is the CPU.
+    """
     kinds = (spec.accelerator,) if spec.accelerator else ()
     gpus = 0.0 if spec.device == "cpu" else float(ASSUMED_GPUS)
     nodes = (gpus,) if gpus else ()
@@ -204,9 +206,9 @@ def assumed(spec: SizeSpec) -> Capacity:
 
 
 def capacity_of_pods(groups: Sequence[PodGroup], accelerator: str | None) -> Capacity:
-    """Return the capacity of the Kubernetes pods that a run will create.
+    """Return the capacity of the Kubernetes pods that will be created for a run.
 
-    `accelerator` is the job's name for their GPUs, since pods do not say which GPUs they have.
+    `accelerator` is the GPU name in the job, because pods do not say which GPUs they have.
     """
     kinds = (accelerator,) if accelerator else ()
     pods = [group for group in groups for _ in range(group.pods)]
@@ -226,7 +228,10 @@ def capacity_of_pods(groups: Sequence[PodGroup], accelerator: str | None) -> Cap
 
 
 def gpu_of(accelerator: str | None, capacity: Capacity) -> EngineGpu:
-    """Return the GPU that the job names, or the cluster's only kind; unknown for several kinds."""
+    """Return the GPU that the job names (`accelerator`), or else the only kind in the cluster.
+
+    Its data are unknown if the cluster has several kinds.
+    """
     kinds = [accelerator] if accelerator else list(capacity.accelerators)
     if len(kinds) != 1:
         return EngineGpu(" and ".join(kinds) or "unknown", None, capacity.gpu_bytes, 0)
@@ -244,10 +249,10 @@ def choose_pool(
     row: Tokens,
     length: int | None,
 ) -> Pool:
-    """Choose device, replicas and engines per GPU for a cluster with the capacity `capacity`.
+    """Choose device, replicas and engines per GPU for a cluster with this `capacity`.
 
     `model` is None if the model's size is unknown; `unknown` is the reason, for the plan's text.
-    `row` are the expected tokens of a row, `length` is the context length.
+    `row` are the expected tokens of a row, `length` is the context length in tokens.
     """
     device, gpu = spec.device_for(capacity.gpus), gpu_of(spec.accelerator, capacity)
     replicas, why = _replicas(spec, capacity, device)
@@ -300,7 +305,7 @@ def _replicas(spec: SizeSpec, capacity: Capacity, device: str) -> tuple[tuple[in
 
 
 def max_model_copies(spec: SizeSpec, capacity: Capacity) -> int:
-    """Return for how many copies of the model the cluster has enough GPUs, by their number."""
+    """Return for how many copies of the model the cluster has GPUs; memory is not considered."""
     each, nodes = spec.gpus_per_replica, capacity.gpus_by_node or (capacity.gpus,)
     if spec.spans_nodes:
         return int(sum(map(int, nodes)) // each)
@@ -309,7 +314,7 @@ def max_model_copies(spec: SizeSpec, capacity: Capacity) -> int:
 
 
 def _asked(spec: SizeSpec, device: str) -> EngineArguments:
-    """Return the job's engine arguments, with defaults that may be changed to fit GPU memory."""
+    """Return the job's engine arguments, with defaults that `_engine_sizes` may still change."""
     return EngineArguments(
         tensor_parallel_size=spec.tensor,
         pipeline_parallel_size=spec.pipeline,
@@ -333,10 +338,10 @@ def sizes_of(
     planned: int | None = None,
     expected: int | None = None,
 ) -> Sizing:
-    """Return every size of a run on a cluster with the capacity `capacity`.
+    """Return every size of a run on a cluster with this `capacity`.
 
-    `unknown` says why `model` is None. `planned` is the number of rows per shard of a plan; without
-    a plan, it follows from `expected` engines. Raises `InsufficientResources` or `ConfigError` if
+    `unknown` says why `model` is None. `planned` is the rows per shard of an existing plan; without
+    it, they are chosen for `expected` engines. Raises `InsufficientResources` or `ConfigError` if
     the model does not fit on its GPUs, or fewer engines fit on a GPU than the job sets.
     """
     gpu = gpu_of(spec.accelerator, capacity)
@@ -385,7 +390,7 @@ def _rows_per_shard(
 
 @dataclass(frozen=True)
 class _EngineSizes:
-    """The sizes of one engine; the fields are described at `Sizing`."""
+    """The sizes of one engine; `Sizing` explains the fields."""
 
     arguments: EngineArguments
     sequences_why: str
@@ -395,7 +400,7 @@ class _EngineSizes:
 
 
 def _slow_links(spec: SizeSpec, capacity: Capacity, pool: Pool) -> list[str]:
-    """Return warnings about GPUs that share a layer over PCIe or over the network."""
+    """Return warnings if GPUs that compute a layer together are connected by PCIe or network."""
     warnings = over_pcie(spec.tensor, pool.kind)
     if pool.device == "gpu":
         warnings += over_network(spec.tensor, max(capacity.gpus_by_node, default=0))
@@ -410,7 +415,7 @@ def _engine_sizes(
     length: int | None,
     pool: Pool,
 ) -> _EngineSizes:
-    """Return the sizes of one engine. Raises the errors of `sizes_of`."""
+    """Return the sizes of one engine; raise the errors of `sizes_of`."""
     arguments, fit = _asked(spec, pool.device), None
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)

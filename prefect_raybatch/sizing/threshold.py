@@ -1,4 +1,4 @@
-"""Finds the threshold of a cascade from rows that both its models answered. Pure.
+"""Finds the threshold of a cascade from rows that both its models answered. No I/O.
 
 Learn then test (A. N. Angelopoulos and others, "Learn then test: calibrating predictive algorithms
 to achieve risk control", 2021) with fixed sequence testing: thresholds are tested from the one that
@@ -21,11 +21,11 @@ STEPS_OF_PROBABILITY = 200  # thresholds from 1 down; fixed, because the data mu
 
 @dataclass(frozen=True)
 class TestedThreshold:
-    """A threshold of a cascade, and how it did on a sample of `rows` rows.
+    """A threshold of a cascade, and its effect on a sample of `rows` rows.
 
-    Rows of which the first model is less sure than `below` are escalated: the larger model answers
-    them. `agreed` rows then have the larger model's answer. `bound` is the lower confidence limit
-    of the share of all rows for which that holds.
+    `escalated` of them are rows of which the first model is less sure than `below`: they get the
+    larger model's answer. `agreed` rows then have the same answer as the larger model gives.
+    `bound` is the lower confidence limit of the share of such rows in the whole input.
     """
 
     below: float
@@ -36,7 +36,7 @@ class TestedThreshold:
 
 
 def thresholds(measure: str) -> tuple[float, ...]:
-    """Return the thresholds to test, highest first, for a measure (probability or logprob)."""
+    """Return the thresholds to test, highest first; `measure` is "probability" or "logprob"."""
     shares = [1 - step / STEPS_OF_PROBABILITY for step in range(STEPS_OF_PROBABILITY)]
     return tuple(round(p if measure == "probability" else math.log(p), 6) for p in shares)
 
@@ -50,10 +50,10 @@ def find_threshold(
 ) -> TestedThreshold | None:
     """Return the last threshold in `order` before the first that fails its test, or None.
 
-    Of each row, `sureness` is how sure the first model was (minus infinity: always escalated,
-    infinity: never), and `agrees` whether both models answered the same. An escalated row agrees,
-    because its answer is the larger model's. With probability `confidence`, at least `agreement` of
-    all rows agree with the threshold returned.
+    For each row, `sureness` is how sure the first model was (minus infinity: always escalated,
+    infinity: never), and `agrees` whether both models gave the same answer. Escalated rows count as
+    agreeing, because they get the larger model's answer. With probability `confidence`, at least
+    the share `agreement` of all rows agrees at the returned threshold. None if the first one fails.
     """
     best, rows = None, len(sureness)
     for below in order:

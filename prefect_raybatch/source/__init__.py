@@ -1,7 +1,7 @@
-"""The input as the plan sees it: Parquet in place, anything else as a Parquet snapshot.
+"""Reads the input for the plan: Parquet files in place, other inputs as a copy in Parquet.
 
-Runs on the driver. `inventory` reads only footers, and the snapshots stream, so memory never grows
-with the input.
+Runs on the driver. `inventory` reads only the footers of Parquet files, and the copies (snapshots)
+are streamed, so memory does not grow with the input.
 """
 
 from __future__ import annotations

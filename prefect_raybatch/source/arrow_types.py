@@ -1,4 +1,4 @@
-"""Arrow types of input columns: those that a run can store, and the common type of two types."""
+"""Arrow types of input columns: which of them a run can store, and the common type of two."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
 def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return `kind` with `change` applied to its nested types, innermost first, and then to itself.
+    """Return `kind` with `change` applied to its nested types, innermost first, then to itself.
 
-    A dictionary type is first replaced by its value type; extension types are returned unchanged.
+    A dictionary type is first replaced by its value type. Extension types are returned unchanged,
+    and `change` is not called for them.
     """
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
@@ -41,7 +42,7 @@ def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` with value types in place of dictionaries and view types, at any depth."""
+    """Return `kind` with value types in place of dictionary and view types, at any depth."""
 
     def change(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_string_view(kind):
@@ -52,9 +53,9 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def check_carried(schema: pa.Schema, where: str) -> None:
-    """Raise SourceError for a column whose type a run cannot store, because Parquet cannot.
+    """Raise SourceError for a column with a type that Parquet cannot store.
 
-    Raises it also for a struct with two fields of one name. `where` names the input.
+    Also for a column that contains a struct with two fields of one name. `where` names the input.
     """
     for field in schema:
         if (name := _field_twice(field.type)) is not None:
@@ -88,9 +89,10 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """Return the first type within `kind` that Parquet lacks or Arrow does not decode; else None.
+    """Return the first type within `kind` that Parquet cannot store or Arrow cannot read back.
 
-    Run-end-encoded types count: Arrow can decode them only if they are the type of a whole column.
+    A run-end-encoded type is one: `decoded` replaces it only if it is the type of a whole column.
+    None if there is none.
     """
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
@@ -115,7 +117,7 @@ def _not_carried(kind: pa.DataType) -> pa.DataType | None:
 
 
 def decoded(table: pa.Table) -> pa.Table:
-    """Return a table with its run-end-encoded columns decoded."""
+    """Return the table with each run-end-encoded column replaced by its values."""
     import pyarrow.compute as pc
 
     for number, field in enumerate(table.schema):
@@ -138,10 +140,10 @@ def decoded_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def written(schema: pa.Schema) -> pa.Schema:
-    """Return `schema` as a snapshot writes it.
+    """Return the schema with which a snapshot writes columns of this `schema`.
 
-    Columns of nulls become text, at any depth, and so do structs without a field, which Parquet
-    does not support.
+    At any depth, the null type and structs without fields, which Parquet does not support, become
+    text.
     """
 
     def change(kind: pa.DataType) -> pa.DataType:
@@ -168,7 +170,7 @@ def holds_empty_struct(kind: pa.DataType) -> bool:
 
 
 def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataType | None:
-    """Return the type that holds the values of both types, or None.
+    """Return the type that holds all values of both types; None if there is none.
 
     Null and another type give the other type; two signed or two unsigned integers, or two floats,
     give the wider one; text, binary and lists give the large variant if either is large. With
@@ -232,10 +234,10 @@ def _common_list(a: pa.DataType, b: pa.DataType, union: bool) -> pa.DataType | N
 
 
 def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Cast a column as Arrow does, but without changing how a number is written.
+    """Cast a column as Arrow does, but without rounding a whole number.
 
-    A float cast to text becomes the text that Python writes (1.0 and not 1). An integer that a
-    float cannot represent raises ArrowInvalid.
+    Raises ArrowInvalid if a float type cannot represent a whole number exactly. A float cast to
+    text is written as Python writes it (1.0, where Arrow writes 1).
     """
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if text and pa.types.is_floating(column.type):
@@ -251,9 +253,9 @@ def cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _check_whole_numbers(column: pa.ChunkedArray, made: pa.ChunkedArray) -> None:
-    """Raise ArrowInvalid if a whole number in `column` differs in `made`, its cast to floats.
+    """Raise ArrowInvalid if a whole number in `column` is rounded in `made`, its cast to floats.
 
-    Arrow itself checks this for columns of integers, but not for texts and wider floats.
+    Arrow checks this for columns of integers; this checks columns of text and of wider floats.
     """
     import pyarrow.compute as pc
 

@@ -27,7 +27,7 @@ class Bound:
     what: str
 
     def value(self) -> int:
-        """Return the limit in force. Raises ConfigError unless it is a positive integer."""
+        """Return the limit in force; raise ConfigError if the variable is no positive integer."""
         text = os.environ.get(self.variable, "")
         if not text:
             return self.default
@@ -65,17 +65,20 @@ def fields_in(kind: pa.DataType) -> int:
 
 
 def check_columns_bound(schema: pa.Schema, where: str) -> None:
-    """Raise SourceError for a file of more columns, nested ones included, than the bound."""
+    """Raise SourceError if a file has more columns, nested fields included, than the limit.
+
+    `where` names the file.
+    """
     total = sum(fields_in(field.type) for field in schema)
     if total > COLUMN_BOUND.value():
         raise COLUMN_BOUND.exceeded_error(where, f"has {total:,} columns and nested fields")
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
-    """Return what is impossible about the counts in a Parquet footer, or None.
+    """Return a text on counts in a Parquet footer that cannot be true; None if there are none.
 
-    Row counts of the file, its row groups and their column chunks must agree, and no chunk may be
-    larger than the file's `size` in bytes.
+    The row counts of the file, its row groups and their column chunks must agree, and no chunk may
+    be larger than the file, which has `size` bytes.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -102,9 +105,10 @@ def footer_fault(metadata: Any, size: int) -> str | None:
 
 
 def check_expansion_bound(declared: int, size: int, where: str) -> None:
-    """Raise SourceError if a file of `size` bytes declares too many decompressed bytes, `declared`.
+    """Raise SourceError if a file of `size` bytes claims to decompress to too many bytes.
 
-    Too many are more than FREE_BYTES, and more than EXPANSION_BOUND times `size`.
+    `declared` are too many if they are more than FREE_BYTES and more than EXPANSION_BOUND times
+    `size`. `where` names the file.
     """
     if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
         raise EXPANSION_BOUND.exceeded_error(
@@ -113,7 +117,7 @@ def check_expansion_bound(declared: int, size: int, where: str) -> None:
 
 
 def declared_bytes(metadata: Any) -> int:
-    """Return the decompressed bytes of a Parquet file's column chunks, by its footer."""
+    """Return how many bytes a Parquet file's columns decompress to, according to its footer."""
     groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
     return sum(
         group.column(index).total_uncompressed_size
@@ -123,6 +127,10 @@ def declared_bytes(metadata: Any) -> int:
 
 
 def check_rows_bound(rows: int, size: int, where: str) -> None:
-    """Raise SourceError for more `rows` than a file of `size` bytes plausibly holds."""
+    """Raise SourceError if a file of `size` bytes claims too many `rows`.
+
+    They are too many if they are more than FREE_ROWS and more than ROWS_BOUND times `size`. `where`
+    names the file.
+    """
     if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):
         raise ROWS_BOUND.exceeded_error(where, f"claims {rows:,} rows in {size:,} bytes")

@@ -1,4 +1,4 @@
-"""The columns of the input: valid names, and types merged over all files."""
+"""The columns of the input: checks their names, and merges their types over all files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from prefect_raybatch.source.text_types import common_text_type, text_type
 
 
 def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
-    """Return the columns to read from a file: `wanted`, or all of its columns (`known`).
+    """Return the columns to read from a file: `wanted`, or all columns of the file (`known`).
 
-    Raises ConfigError for a `wanted` column that is unknown or repeated, and SourceError for names
-    in the file `where` that cannot be columns here: repeated, or with the reserved prefix.
+    Raises ConfigError for a `wanted` column that is unknown or repeated, SourceError if the file
+    repeats a column name or a chosen column has the reserved prefix. `where` names the file.
     """
     for name in dict.fromkeys(known):
         if known.count(name) > 1:
@@ -50,12 +50,13 @@ def types_in(
     typed: Collection[str],
     merged: Mapping[str, pa.DataType],
 ) -> dict[str, pa.DataType]:
-    """Return the column types of a block of one file.
+    """Return {column: type} of a block of rows of one file.
 
-    With `text`, the block is CSV text: types follow from its values and the file's earlier types
-    `before`, but the `typed` columns have their declared types already. Otherwise the types are the
-    table's own, except for int64 columns that are float64 in `merged` (the types over all files):
-    with integers that floats cannot represent, they are NUMBER_TEXT (numbers kept as text).
+    With `text`, the block is CSV text, and types are inferred from its values and from `before`,
+    the types of the file's earlier blocks; `typed` columns keep the type that they have. Without
+    `text`, types are those of the table. But an int64 column that is float64 in `merged`, the types
+    over all files, is NUMBER_TEXT (numbers kept as text) if floats cannot represent one of its
+    numbers.
     """
     if not text:
         return {
@@ -73,16 +74,17 @@ def types_in(
 
 
 def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataType | None:
-    """Return `common_type`; with `text` (CSV), `common_text_type`, which is never None."""
+    """Return `common_type`, or with `text` (CSV) `common_text_type`, which is never None."""
     return common_text_type(a, b) if text else common_type(a, b, union)
 
 
 class TypesSeen:
-    """Column types of some files of the input, merged block by block.
+    """Column types of some of the input's files, merged block by block.
 
-    It starts with the types known before: `columns` of all files, `of_files` of each. `changes` are
-    (file, types of a block) for each block that widened its file's types. `clash` is True after
-    incompatible types; the error is left to a `Shape`, which also knows the earlier files.
+    It starts with known types: `columns` of the whole input, `of_files` by file. `changes` has
+    (file, types of a block) for each block that widened its file's types. `clash` becomes True once
+    types are incompatible; the error is raised later by a `Shape`, which also knows the other
+    files. `text`, `union` and `typed` are explained in `Shape`.
     """
 
     def __init__(
@@ -125,11 +127,11 @@ class TypesSeen:
 
 
 class Shape:
-    """Column names and types, merged over files; the first file determines the order.
+    """Column names and types, merged over files; columns are in the order of the first file.
 
-    `order`: the columns wanted, in this order, if given. `strict`: all files must have the same
-    columns. `text`: columns are CSV text, whose types are inferred here, except `typed` columns.
-    `union`: see `common_type`.
+    `order`: put the columns in this order, and leave out others. `strict`: all files must have the
+    same columns. `text`: the files are CSV text, and types are inferred here, except for `typed`
+    columns. `union` is explained in `common_type`.
     """
 
     clash = False  # incompatible types are errors here
@@ -167,14 +169,14 @@ class Shape:
         self.see_types(where, found)
 
     def types_of(self, where: str) -> dict[str, pa.DataType] | None:
-        """Return the column types seen so far in the file `where`, or None."""
+        """Return {column: type} seen so far in the file `where`; None if nothing of it was seen."""
         return self._files.get(where)
 
     def see_types(self, where: str, found: dict[str, pa.DataType]) -> None:
         """Merge the types `found` in a block of the file `where`.
 
-        Raises SourceError that names the column, both files and both types if these are
-        incompatible and, if `strict`, for a column that only one of two files has.
+        Raises SourceError if a column has incompatible types in two files or in one file and, if
+        `strict`, if a column is missing from a file. The message names column, files and types.
         """
         before = self._files.get(where)
         if before is None and self._strict:
@@ -211,9 +213,9 @@ class Shape:
         self._columns[name] = both
 
     def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
-        """Return a file in which column `name` has a type incompatible with `kind`.
+        """Return a file whose type of column `name` is incompatible with `kind`.
 
-        A file in which it has the type `merged` is preferred.
+        One in which the type is `merged` is preferred.
         """
         having = [file for file, types in self._files.items() if name in types]
         having.sort(key=lambda file: self._files[file][name] != merged)

@@ -1,8 +1,8 @@
-"""Records of copied shares (some small files, or a part of a large one), for resuming a copy.
+"""Records which shares of the input (some small files, or a part of a large one) were copied.
 
-A record's name is a hash of all that its copy depends on: the bytes of the share, how they are
-read, the types known before, and the code. Until there is a plan, nobody deletes the files that a
-record lists, because another copy may be using them.
+They let an interrupted copy resume. A record's name is a hash of all that the copy depends on: the
+bytes of the share, how they are read, the types known before, and the code. Until there is a plan,
+the files that a record lists are not deleted, because another copy may be using them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CopyShare = tuple[Stretch, ...]
 
 @dataclass(frozen=True)
 class _CopyRecord(StrictRecord):
-    """The stored record of a share that was copied without errors; fields as in `Copied`.
+    """The record of a share that was copied without errors; `Copied` explains the fields.
 
     `schema`, and the types of each file in `types`, are Arrow schemas in base64.
     """
@@ -70,8 +70,8 @@ def copy_key(
 ) -> str:
     """Return the name of the record for the copy of a share (some files, or a part of one).
 
-    `read_as` describes how its files are read, and by which code; `known` are the column types
-    known before the copy, `of_files` the types of each file.
+    `read_as` describes how the files are read, and by which code. `known` are the column types
+    known before the copy; `of_files` maps file URIs to their column types.
     """
     told = [
         read_as,
@@ -86,10 +86,10 @@ def copy_key(
 
 
 def read_copy_record(store: Store, key: str) -> Copied | None:
-    """Return the recorded outcome of copying a share; None if it must be copied (again).
+    """Return the recorded outcome of copying a share; None if it has to be copied.
 
-    `key` is the record's name. The share must be copied if there is no record, or if the record is
-    damaged or lists files that changed.
+    It has to be if there is no record `key`, or if the record is damaged or lists files that
+    changed.
     """
     path = _path(key)
     try:
@@ -111,16 +111,19 @@ def read_copy_record(store: Store, key: str) -> Copied | None:
 
 
 def write_copy_record(store: Store, key: str, one: Copied) -> None:
-    """Record a share's outcome, unless its copy failed. Raises the store's errors."""
+    """Record the outcome of copying a share under the name `key`; do nothing if the copy failed.
+
+    Raises the store's errors.
+    """
     if one.files is not None and one.unfit is None and one.error is None:
         put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Delete the records of copied shares once there is a plan.
+    """Delete what the plan does not need of copied shares; call it once there is a plan.
 
-    Also deletes the files that this attempt wrote and the plan does not list; `named` are the files
-    that it lists. Ignores errors of the store.
+    That is all records of shares, and the files of this `attempt` that the plan does not list
+    (`named` are those that it lists). Errors of the store are ignored.
     """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness
@@ -129,9 +132,9 @@ def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
 
 
 def _bytes_identity(stretch: Stretch) -> Sequence[object]:
-    """Return what identifies the bytes of a stretch (whole rows of a file) and how they are cut.
+    """Return values that identify the bytes of a stretch (whole rows of a file).
 
-    It includes the file's change time (ctime), which no program can set back.
+    They include the file's change time (ctime), which no program can set back.
     """
     file, info = stretch.file, stretch.file.info
     seen = [info.size, info.etag, info.mtime_ns, info.ctime_ns]

@@ -1,9 +1,9 @@
-"""Copies rows to a Parquet snapshot whose schema is known only once all rows were read.
+"""Copies rows to a Parquet snapshot, whose types are known only after all rows were read.
 
 A source is copied in pieces: all of it (`copy_tables`), shares of files in parallel
-(`side_copies.py`), or the blocks of a dataset (`dataset_copies.py`). `copy_blocks` writes each
-piece with the types known so far and reports the types of its values. Merged in order in a `Shape`,
-these are the types of the snapshot, and pieces with other types are copied again.
+(`side_copies.py`), or the blocks of a dataset (`dataset_copies.py`). `copy_blocks` writes a piece
+with the types known so far, and reports the types of its values. A `Shape` merges these types, in
+the order of the pieces, to those of the snapshot. Pieces written with other types are copied again.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ ColumnTypes = dict[str, pa.DataType]
 
 @dataclass(frozen=True)
 class Chosen:
-    """The part of the rows that is written: rows that match `filter`, and `columns` (None: all)."""
+    """The part of the input to write: the rows that match `filter`, and `columns` (None: all)."""
 
     filter: Filter
     columns: Sequence[str] | None = None
 
     def rows(self, table: pa.Table, schema: pa.Schema) -> pa.Table:
-        """Convert a table to `schema`, and return its rows that match the filter.
+        """Return the rows of a table, converted to `schema`, that match the filter.
 
         Raises ConfigError if the filter does not fit the schema.
         """
         return self.filter.keep(conform(table, schema))
 
     def schema(self, schema: pa.Schema) -> pa.Schema:
-        """Return the part of `schema` that is written."""
+        """Return `schema` with only the columns to write."""
         names = schema.names if self.columns is None else self.columns
         return pa.schema([field for field in schema if field.name in names])
 
 
 class KnownTypes(Protocol):
-    """Column types known while input is copied: `Shape`, `TypesSeen` or `SettledTypes`."""
+    """Column types, merged while input is copied: `Shape`, `TypesSeen` or `SettledTypes`."""
 
     @property
     def clash(self) -> bool:
@@ -68,25 +68,26 @@ class KnownTypes(Protocol):
 
 @dataclass(frozen=True)
 class SettledTypes:
-    """The final types of a snapshot, which no block changes any more."""
+    """The final types of a snapshot, which hold all values, so that blocks do not change them."""
 
     schema: pa.Schema
     clash: bool = False
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Change nothing: the types hold all values."""
+        """Do nothing: the types are final."""
 
 
 @dataclass(frozen=True)
 class Copied:
     """The outcome of copying a piece of the source: all of it, a share of its files, or a block.
 
-    `files` is None if none are kept: a later value did not fit the types of earlier rows, the
-    filter did not fit them, or reading failed. `schema` has types that hold all values read.
-    `types` are (file, column types) for each block that widened its file's types; `known` are the
-    names of all columns in the files. `read` counts the rows read, `kept` those that match the
-    filter. `unfit` says why the filter does not fit `schema`. `part`: the piece is a part of a
-    file.
+    `files` is None if no files were kept: a later value did not fit the types of earlier rows, the
+    filter did not fit them (`unfit` says why), or reading failed (`error`). `schema` has types that
+    hold all values read. `types` has (file URI, column types) for each block that widened its
+    file's types. `known` are the names of all columns in the files. `row_bytes` is an upper
+    estimate of a row's bytes; `weights` are (rows, bytes) of consecutive ranges of the rows
+    written. `read` counts the rows read, `kept` those that match the filter. `part`: the piece is a
+    part of a file.
     """
 
     files: tuple[InputFile, ...] | None
@@ -102,9 +103,10 @@ class Copied:
     part: bool = False  # it is part of a file, whose other parts may have wider types
 
     def under(self, shape: Shape) -> bool:
-        """Return whether the piece was written with the merged types of `shape`: the copy is final.
+        """Return whether the piece is final: written with the merged types of `shape`.
 
-        For a part of a CSV file, the types inferred from its values must be the file's, too.
+        For a part of a CSV file, the types inferred from its values must also be those of the whole
+        file.
         """
         if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
             return False
@@ -130,11 +132,12 @@ def copy_blocks(
 ) -> Copied:
     """Write the `chosen` rows of blocks (None: all), up to `limit`, as files with one schema.
 
-    With `numbers`, writes only rows with these numbers, counted from 0 among the chosen rows.
+    With `numbers`, writes only the rows with these numbers, counted from 0 among the chosen ones.
+    `attempt` becomes part of the files' names.
 
-    Once a block does not fit the schema of earlier rows, nothing more is written, but all blocks
-    are read, so that the next copy knows every type. With `keep_error`, an error of reading is in
-    the outcome, not raised.
+    If a block does not fit the schema of earlier rows, nothing is kept, but the other blocks are
+    still read, so that the types of all values are known for the next copy. With `keep_error`, an
+    error of reading is returned in the outcome, not raised.
     """
     parts = SnapshotWriter(store, f"{INPUT}/{attempt}-{uuid.uuid4()}")
     read, kept, unfit, error = 0, 0, None, None
@@ -163,9 +166,9 @@ def _write(
     limit: int | None,
     numbers: SampledNumbers | None,
 ) -> tuple[int, int, ConfigError | None]:
-    """Read all blocks once, and write them; return (rows read, rows chosen, error of the filter).
+    """Read all blocks once and write them; return (rows read, rows chosen, error of the filter).
 
-    The error is None unless the filter does not fit the types.
+    The error is None if the filter fits the types.
     """
     read, kept, unfit, first, faulty = 0, 0, None, None, None
     for where, table in blocks:
@@ -200,12 +203,13 @@ def _write(
 def copy_until_settled(
     pieces: int, shape: Shape, copy: Callable[[Sequence[int]], Iterable[tuple[int, Copied]]]
 ) -> list[Copied]:
-    """Copy the `pieces` pieces of a source until all are written with the same, merged types.
+    """Copy the pieces of a source until all are written with the same, merged types.
 
-    `copy` copies the pieces of the given numbers with the types known so far, and merges the types
-    of their values into `shape`. Returns the pieces' outcomes, in order. Two rounds are enough,
-    unless the input changes meanwhile. Raises ConfigError if the filter does not fit the types,
-    SourceError after COPY_TRIES rounds.
+    `pieces` is their number. `copy` gets the numbers of the pieces to copy: it uses the types known
+    so far, merges the types of the copied values into `shape`, and yields (number, outcome). Two
+    rounds are enough, unless the input changes meanwhile. Returns the outcomes in the order of the
+    pieces. Raises ConfigError if the filter does not fit the types, SourceError after COPY_TRIES
+    rounds.
     """
     made: dict[int, Copied] = {}
     for _ in range(COPY_TRIES):
@@ -226,10 +230,10 @@ def copy_until_settled(
 def inventory_of(
     copied: Sequence[Copied], schema: pa.Schema, kind: str, chosen: Chosen | None = None
 ) -> Inventory:
-    """Return the inventory of the snapshot whose files are those of the `copied` pieces.
+    """Return the inventory of the snapshot that consists of the files of the `copied` pieces.
 
-    `schema` is that of the columns read, `kind` the source's format. Raises SourceError if rows
-    were read, but none has a column.
+    `schema` has the columns that were read, before `chosen` selects those that were written; `kind`
+    is the source's format. Raises SourceError if rows were read, but have no columns.
     """
     if not len(schema) and any(one.read for one in copied):
         raise SourceError("source.uri: the rows have no columns. Check the files")
@@ -254,9 +258,9 @@ def copy_tables(
 ) -> Inventory:
     """Copy the `chosen` rows of all blocks (None: all) as one piece; return the inventory.
 
-    Each call of `blocks` yields all blocks from the start. With a `sample`, the rows are counted
-    first: each pass over the blocks that finds another number of rows, or other types, is followed
-    by one more.
+    Each call of `blocks` yields all blocks from the start; `kind` is the source's format. With a
+    `sample`, the first pass only counts the rows. A pass that finds other types, or another number
+    of rows to sample from, is followed by another.
     """
     counted = 0
 

@@ -1,4 +1,4 @@
-"""Reads CSV files as blocks of text columns, and explains the errors of broken files."""
+"""Reads CSV files as blocks of text columns, and explains what is wrong with a broken file."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def csv_tables(
 ) -> Iterator[pa.Table]:
     """Yield blocks of a CSV file with `columns` (None: all) as text.
 
-    An empty unquoted cell is null. Columns that the path supplies may be missing from the file; if
-    `columns` names only such, all columns of the file are read. Adds the names of the file's
-    columns to `known`.
+    An empty unquoted cell is null. `columns` may name columns of the file's path (key=value
+    folders), which are not read here; if it names only such, all columns of the file are read. Adds
+    the names of the file's columns to `known`. Raises SourceError for a broken file, ConfigError
+    for an unknown column.
     """
     import pyarrow.csv as pc
 
@@ -86,7 +87,7 @@ def csv_tables(
 
 
 def _check_width(file: File, written: _Written) -> None:
-    """Raise SourceError for a first row with more values than the bound on columns."""
+    """Raise SourceError if the first row has more values than the limit on columns."""
     most = COLUMN_BOUND.value()
     with suppress(csv.Error):  # of a value that is too long for Python's csv
         first = next((row for _, row in written.rows(file) if row), [])
@@ -97,7 +98,7 @@ def _check_width(file: File, written: _Written) -> None:
 
 
 def _empty_lines(file: File, written: _Written) -> int:
-    """Return the number of empty lines between the skipped lines (`skip_rows`) and the header."""
+    """Return the number of empty lines between the lines to skip (`skip_rows`) and the header."""
     lines = islice(written.lines(file), written.options.skip_rows, None)
     return next((number for number, line in enumerate(lines) if line.strip("\r\n")), 0)
 
@@ -105,11 +106,11 @@ def _empty_lines(file: File, written: _Written) -> int:
 def _check_closed(
     file: File, written: _Written, read: Any, parse: Any, header: Sequence[str]
 ) -> None:
-    """Raise SourceError if a quote is open at the end of a file.
+    """Raise SourceError if a quote is still open at the end of a file.
 
     pyarrow reads everything after such a quote as one value. So the file is read again with one
-    more row at its end; if that row becomes part of a value, a quote is open. `read` and `parse`
-    are pyarrow's options.
+    more row at its end: a quote is open if that row becomes part of a value. `read` and `parse` are
+    pyarrow's options, `header` the names of the columns.
     """
     import pyarrow.csv as pc
 
@@ -138,11 +139,11 @@ def _check_closed(
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
-    """Return (block size in bytes, whether no block ends between carriage return and line feed).
+    """Return (bytes per block, whether all blocks are known to end at harmless places).
 
-    At such an end pyarrow takes the carriage return for the end of a row, even within quotes, and
-    drops the line feed; without quotes in the format, that does no harm. For compressed or recoded
-    files the second item is False, because nothing tells where their blocks end.
+    If a block ends between carriage return and line feed, pyarrow ends a row there, even within
+    quotes, and drops the line feed. That is harmless only if the format has no quotes. For
+    compressed or recoded files it is not known where blocks end.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
     plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
@@ -170,9 +171,9 @@ def delimiter_of(file: File, options: Csv) -> str:
 
 
 def detect_csv_options(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
-    """Return (fields of `source.csv`, whether the encoding is a guess) by the start of a CSV file.
+    """Return (fields of `source.csv`, whether the encoding is a guess) from a CSV file's start.
 
-    The fields are those that differ from their defaults and those that `given` sets.
+    The fields are those that differ from their defaults, and those that are set in `given`.
     """
     told = given.model_dump(exclude_unset=True)
     try:
@@ -196,9 +197,9 @@ def detect_csv_options(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
 
 @dataclass(frozen=True)
 class _Written:
-    """The CSV options of one file, with its delimiter.
+    """The CSV options of one file, and its delimiter.
 
-    `assumed`: the options set no delimiter, so it is the one that the file's name implies.
+    `assumed`: the options set no delimiter, so it was chosen by the file's name.
     """
 
     options: Csv
@@ -256,7 +257,7 @@ class _Written:
             yield from iter(partial(text.readline, streams.BLOCK_BYTES), "")
 
     def rows(self, file: File) -> Iterator[tuple[int, list[str]]]:
-        """Yield (number of its first line, values) of each row, parsed by Python's csv module."""
+        """Yield (number of the first line, values) of each row, parsed by Python's csv module."""
         given, skipped = self.options, self.options.skip_rows
         reader = csv.reader(
             islice(self.lines(file), skipped, None),
@@ -272,7 +273,7 @@ class _Written:
 
 
 def _check_delimiter(file: File, written: _Written) -> None:
-    """Raise ConfigError if the first line shows another delimiter, or declares one for Excel."""
+    """Raise ConfigError if the first line shows another delimiter, or names one for Excel."""
     first = _first_line(file, written)
     if (named := _named_by_excel(first)) is not None:
         raise ConfigError(
@@ -296,22 +297,22 @@ def _first_line(file: File, written: _Written) -> str:
 
 
 def _named_by_excel(line: str) -> str | None:
-    """Return the delimiter if `line` is `sep=` and a delimiter, as Excel declares it; else None."""
+    """Return the delimiter that a line names for Excel, as in `sep=;`; None for other lines."""
     return line[4] if line.lower().startswith("sep=") and len(line) == 5 else None
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the delimiter that a line uses instead of `delimiter`.
+    """Return a delimiter that occurs in a line in which `delimiter` does not.
 
-    None if the line contains `delimiter` itself, or no known delimiter.
+    None if `delimiter` occurs in it, or if no known delimiter does.
     """
     return None if delimiter in line else _other_delimiter(line, delimiter)
 
 
 def _other_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the delimiter that occurs in a line, outside quotes, more often than `delimiter`.
+    """Return the known delimiter that is most frequent in a line, outside quotes.
 
-    None if there is none.
+    None if `delimiter` is at least as frequent.
     """
     line = _QUOTED.sub("", line)
     most = max(DELIMITERS, key=line.count)

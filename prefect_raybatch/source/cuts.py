@@ -1,9 +1,9 @@
-"""Where a large text file may be split, so that its parts are read in parallel.
+"""Finds where a large text file may be split, so that its parts are read in parallel.
 
 JSON Lines may be split after any line, and are split where a reader of the whole file would end a
-block. A line break of a CSV file may be inside quotes; the number of quotes before it tells,
-provided that each quote is at the beginning or end of a field, or doubled. If one is not, the file
-is not split and the reader reports it.
+block. A line break of a CSV file may be inside quotes, which follows from the number of quotes
+before it if each quote is at the beginning or end of a field, or doubled. A file with another quote
+is not split; its reader reports the error.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Stretch:
     """Whole rows of a file: its bytes [start, stop), or up to the end if `stop` is None.
 
     `head` is the file's header line, which is put before these rows. `lead` is the number of bytes
-    that a reader of JSON Lines adds to its first block, so that its blocks end where the whole
-    file's do.
+    by which the first block of a JSON Lines reader is longer, so that blocks end where those of the
+    whole file do.
     """
 
     file: File
@@ -52,7 +52,7 @@ class Stretch:
     head: bytes = b""
 
     def opened(self) -> File:
-        """Return the stretch as a file. Raises SourceError if the whole file is shorter by now."""
+        """Return the stretch as a file; raise SourceError if the whole file has become shorter."""
         if self.stop is None:
             return self.file
         data = _bytes_of(self.file, self.start, self.stop)
@@ -66,9 +66,9 @@ class Stretch:
 
 
 def cut_lines(file: File) -> list[Stretch]:
-    """Return a JSON Lines file as stretches of about CUT_BYTES; as one if it cannot be split.
+    """Return a JSON Lines file as stretches of about CUT_BYTES, each of whole lines.
 
-    Each stretch holds whole lines.
+    Returns one stretch for a file that is small, compressed, or a JSON array.
     """
     size = file.info.size
     if size <= CUT_BYTES or ending(file.info.path)[1] or is_array(file):
@@ -81,9 +81,11 @@ def cut_lines(file: File) -> list[Stretch]:
 
 
 def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) -> list[Stretch]:
-    """Return a CSV file as stretches of about CUT_BYTES; as one if it cannot be split.
+    """Return a CSV file as stretches of about CUT_BYTES, each of whole rows.
 
-    Each stretch holds whole rows. `everywhere` scans the parts of the file for quotes, in parallel.
+    Returns one stretch for a file that is small or cannot be split (compressed, other encodings
+    than UTF-8, ambiguous quotes, ...). `everywhere` scans the parts of the file for quotes, in
+    parallel.
     """
     size, quote = file.info.size, options.quote.encode()
     plain = options.encoding == "utf-8" and not options.escape and not options.skip_rows
@@ -108,11 +110,11 @@ def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) ->
 
 
 class _Seen:
-    """Findings about a part of a CSV file, assuming that it begins outside quotes or inside.
+    """Findings about a part of a CSV file, under an assumption about its beginning.
 
     `inside` is 1 if it is assumed to begin inside quotes, else 0. `clear`: each quote so far opens
-    or closes a value; `quotes`: the number of quotes so far, plus `inside`; `line_end`: the offset
-    after the first line break outside quotes, None if the first `data` passed to `look` has none.
+    or closes a value. `quotes` is the number of quotes so far, plus `inside`. `line_end` is the
+    offset in the file after the first line break outside quotes; None if the first window has none.
     """
 
     def __init__(self, inside: int) -> None:
@@ -123,10 +125,10 @@ class _Seen:
     def look(
         self, data: bytes, places: np.ndarray, opens: np.ndarray, closes: np.ndarray, at: int
     ) -> None:
-        """Process the bytes of `data` except the first and the last, which are only context.
+        """Process a window of the part; the first and the last byte of `data` are only context.
 
-        `data` begins at byte `at` of the file. `places` are the offsets of quotes in it; `opens`
-        and `closes` say of each whether it may open or close a value.
+        `at` is the offset in the file of the first byte of `data`. `places` are the positions of
+        quotes in `data`; `opens` and `closes` say of each whether it may open or close a value.
         """
         opening = (np.arange(len(places)) + self.quotes) % 2 == 0
         self.clear = self.clear and bool(np.where(opening, opens, closes).all())
@@ -145,9 +147,9 @@ class _Scan:
     delimiter: bytes
 
     def __call__(self, start: int) -> tuple[_Seen, _Seen]:
-        """Scan the part from byte `start`.
+        """Scan the part that begins at byte `start`, of up to CUT_BYTES.
 
-        Return (findings if it begins outside quotes, findings if it begins inside).
+        Returns (findings if it begins outside quotes, findings if it begins inside).
         """
         seen = _Seen(0), _Seen(1)
         edges = np.frombuffer(self.delimiter + b"\r\n" + self.quote, np.uint8)
@@ -163,9 +165,10 @@ class _Scan:
         return seen
 
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) of windows over the part, each with one more byte at either end.
+        """Yield (offset, bytes) of windows over the part, with one byte of context at either end.
 
-        That byte is the file's, or a line break where the file begins or ends.
+        Before the file's first byte and after its last one, the context is a line break. The offset
+        is that of the first byte, context included.
         """
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
@@ -184,8 +187,8 @@ class _Scan:
 def beginning(file: File) -> File:
     """Return the whole lines in the first `HEADER_BYTES` of a text file, as a file.
 
-    Columns and row counts are estimated from it. A quoted value that spans lines may be cut off.
-    A compressed file and a JSON array are returned whole.
+    It is for estimates of columns and row counts: a quoted value that spans lines may be cut off. A
+    small or compressed file and a JSON array are returned whole.
     """
     if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
         return file
@@ -196,7 +199,7 @@ def beginning(file: File) -> File:
 def _header(file: File, quote: bytes) -> bytes | None:
     """Return the bytes up to the end of the first non-empty row.
 
-    None if the row ends beyond HEADER_BYTES.
+    None if that is not within the first HEADER_BYTES.
     """
     data = _bytes_of(file, 0, HEADER_BYTES)
     at = data.find(b"\n")
@@ -222,9 +225,9 @@ def _line_before(file: File, at: int) -> int:
 
 
 def _bytes_of(file: File, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a file, fewer at its end.
+    """Return bytes [start, stop) of a file; fewer if the file ends before.
 
-    Raises the store's errors, SourceError for a file that was deleted.
+    Raises SourceError if the file was deleted, and the store's errors.
     """
     with opened_again(file) as handle:
         handle.seek(start)

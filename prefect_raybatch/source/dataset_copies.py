@@ -1,8 +1,8 @@
-"""Copies a `ray.data.Dataset` to a snapshot by its own tasks: no row passes through the driver.
+"""Copies a `ray.data.Dataset` to a snapshot in the dataset's own tasks, not on the driver.
 
-The task that made a block writes it, with the types of its own values, and reports them. Blocks
-with types other than the merged ones are read and written again, and so are neighbouring small
-blocks, which are joined to avoid many small files. The dataset itself is computed once.
+The task that computed a block writes it, with the types of its own values, and reports them. Blocks
+with types other than the merged ones are read and written again. Small neighbouring blocks are
+joined, to avoid many small files. The dataset itself is computed once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def snapshot_dataset(
     columns: Sequence[str] | None = None,
     everywhere: Everywheres = in_this_process,
 ) -> Inventory:
-    """Copy any `ray.data.Dataset` to Parquet, as `snapshot` does, keeping the order of its rows.
+    """Copy a `ray.data.Dataset` to Parquet files in the order of its rows; return their inventory.
 
-    Its own tasks write the blocks, so `run_store` must be reachable where they run; `everywhere`
-    (as in `snapshot`) says where files are rewritten. Raises SourceError for columns that cannot be
-    written or change type, ConfigError for an unknown column, and the store's errors. Errors of the
-    dataset itself propagate.
+    The dataset's tasks write the files, so `run_store` must be reachable from where they run;
+    `attempt` becomes part of the files' names. `everywhere` says where files are written again if
+    needed, as in `snapshot`. Only the first `limit` rows and `columns` are copied (None: all).
+    Raises SourceError for columns that cannot be written or that change type, ConfigError for an
+    unknown column, and the errors of store and dataset.
     """
     if limit is not None:
         dataset = dataset.limit(limit)
@@ -74,7 +75,7 @@ def snapshot_dataset(
 def _written(
     dataset: ray.data.Dataset, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> Iterator[Copied]:
-    """Write the dataset's blocks in its tasks; yield the outcomes of non-empty blocks, in order."""
+    """Write the dataset's blocks in its tasks; yield the outcomes of non-empty ones, in order."""
     write: Any = copy_block
     copies: Any = dataset.map_batches(
         write,
@@ -94,7 +95,7 @@ def _written(
 def copy_block(
     table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None
 ) -> pa.Table:
-    """Write a block in the task that made it; return a table with its outcome, pickled.
+    """Write a block in the task that computed it; return a table with the pickled outcome.
 
     The table has one row, or none for a block without rows.
     """
@@ -103,10 +104,10 @@ def copy_block(
 
 
 def _copied(table: pa.Table, store: Store, attempt: str, columns: Sequence[str] | None) -> Copied:
-    """Copy a block; return the outcome, which holds a `RayBatchError` (`error`) if copying failed.
+    """Copy a block; return the outcome, with a `RayBatchError` in `error` if copying failed.
 
-    The error is not raised: Ray would retry the task, and if several blocks fail, the error of the
-    first one in order is to be reported.
+    The error is not raised, because Ray would retry the task, and because the first error in the
+    order of the blocks is to be reported.
     """
     try:
         table = table.select(check_columns(columns, table.column_names, DATASET))
@@ -132,9 +133,9 @@ def _settled(
     attempt: str,
     everywhere: Everywheres,
 ) -> list[Copied]:
-    """Rewrite blocks whose types differ from `schema`, and join small neighbours.
+    """Rewrite the blocks whose types differ from `schema`, and join small neighbours.
 
-    Return the outcomes of all blocks. The files that were replaced are deleted.
+    Returns the outcomes of all blocks in order. Files that were replaced are deleted.
     """
     groups = list(_groups(blocks))
     todo = [n for n, group in enumerate(groups) if len(group) > 1 or group[0].schema != schema]
@@ -172,7 +173,7 @@ def _groups(blocks: Sequence[Copied]) -> Iterator[list[Copied]]:
 
 @dataclass(frozen=True)
 class _Joiner:
-    """A function for tasks: it rewrites the files of some blocks as files of one, with `schema`."""
+    """Rewrites the files of some blocks as one block with the types of `schema`, in a task."""
 
     store: Store
     attempt: str
@@ -188,10 +189,10 @@ class _Joiner:
         return copy_blocks(rows, SettledTypes(self.schema), self.store, self.attempt)
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """Return a table read from a block's files, with the schema's types in place of null types.
+        """Return a table read from a block's files, with some columns converted to `schema`.
 
-        `types` are the types that the block's columns had. Where one is null, at any depth, it was
-        written as text, which cannot be cast to the schema's type.
+        These are columns in which `types`, the block's column types, have a null type at any depth:
+        they were written as text, which cannot be cast to the schema's type.
         """
         for number, (name, kind) in enumerate(types.items()):
             wanted = self.schema.field(name).type
@@ -227,6 +228,6 @@ def _read(store: Store, file: InputFile) -> Iterator[pa.Table]:
 
 
 def _forget(store: Store, blocks: Sequence[Copied]) -> None:
-    """Delete the files of these blocks, which no plan lists yet. Ignores errors of the store."""
+    """Delete the files of these blocks, which no plan lists; errors of the store are ignored."""
     with suppress(RayBatchError):  # only tidiness
         store.delete([file.uri for block in blocks for file in block.files or ()])

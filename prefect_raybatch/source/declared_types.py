@@ -1,4 +1,4 @@
-"""Types that source.types gives to columns of CSV and JSON files and of `key=value` folders."""
+"""Applies source.types to columns of CSV and JSON files and of `key=value` folders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TYPED = ("csv", "jsonl")  # formats without types of their own
 def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[str, pa.DataType]:
     """Return {column: type} of the columns in paths (`key=value` folders) and in source.types.
 
-    `kind` is the files' format, `files` are the columns in the path of each. Raises ConfigError if
-    source.types names a column of files that have types of their own.
+    `kind` is the files' format; `files` has the path columns of each file. Raises ConfigError if
+    source.types names a column of files whose format has types of its own.
     """
     declared = {name: arrow_type(text) for name, text in source.types.items()}
     paths = path_types(iter(files), declared)
@@ -35,7 +35,7 @@ def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[
 
 
 def check_type_columns(columns: Collection[str], names: Collection[str]) -> None:
-    """Raise ConfigError for a column of source.types that is not among `names`."""
+    """Raise ConfigError for a column of source.types that is not one of the input's (`names`)."""
     for name in columns:
         if name not in names:
             near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
@@ -47,20 +47,19 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
 
 
 def digits_kept(types: Mapping[str, pa.DataType]) -> list[str]:
-    """Return the columns declared as text or decimal.
+    """Return the columns whose declared type is text or decimal.
 
-    A JSON reader must keep their numbers as written, because converting them to float64 would lose
-    digits.
+    A JSON reader must keep their numbers as written: converted to float64, they would lose digits.
     """
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_decimal)
     return [name for name, kind in types.items() if any(held(kind) for held in kinds)]
 
 
 def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) -> pa.Table:
-    """Return rows of the file `where` with the columns of `types` cast.
+    """Return a table of the file `where` with the columns of `types` cast to these types.
 
-    Raises SourceError with the first value that a type cannot hold, ConfigError if the column
-    cannot be cast to the type at all.
+    Columns that the table lacks are skipped. Raises SourceError with the first value that a type
+    cannot hold, ConfigError if a column cannot be cast to its type at all.
     """
     for name, kind in types.items():
         if name in table.column_names:
@@ -72,7 +71,10 @@ def with_types(table: pa.Table, types: Mapping[str, pa.DataType], where: str) ->
 def cast_column(
     column: pa.ChunkedArray, name: str, kind: pa.DataType, where: str
 ) -> pa.ChunkedArray:
-    """Return a column cast to a declared type. Raises the errors of `with_types`."""
+    """Return a column cast to a declared type; raise the errors of `with_types`.
+
+    `name` is the column's name, `where` the file's.
+    """
     try:
         return cast_exactly(column, kind)
     except pa.ArrowNotImplementedError:

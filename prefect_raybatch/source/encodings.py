@@ -1,4 +1,4 @@
-"""The encoding of a text file, judged by its bytes, and its first undecodable byte."""
+"""Judges a text file's encoding by its first bytes, and finds its first undecodable byte."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ UTF8_ONLY = "JSON must be UTF-8: convert the file, for example with iconv -f lat
 
 
 def check_kind(file: File, head: bytes) -> None:
-    """Raise SourceError for a file whose first bytes show that it is no text, whatever its name."""
+    """Raise SourceError if a file's first bytes, `head`, show that it is no text file.
+
+    Compressed files, Excel workbooks and Parquet files are recognized, whatever the file's name.
+    """
     for mark, said in OTHER_KINDS.items():
         if head.startswith(mark):
             name = PurePosixPath(file.info.path).name
@@ -44,7 +47,7 @@ def check_kind(file: File, head: bytes) -> None:
 
 
 def check_encoding(file: File) -> None:
-    """Raise SourceError for a JSON file whose first bytes show UTF-16, UTF-32 or no text."""
+    """Raise SourceError if a JSON file's first bytes show UTF-16, UTF-32 or no text."""
     with open_bytes(file) as stream:
         head = stream.read(4)
     check_kind(file, head)
@@ -57,9 +60,9 @@ def check_encoding(file: File) -> None:
 
 
 def check_csv_encoding(file: File, encoding: str) -> None:
-    """Raise SourceError for a file that is not in `encoding`, by its first bytes.
+    """Raise SourceError if the first bytes of a CSV file show that it is not in `encoding`.
 
-    Decoded with a wrong encoding, most files would give wrong text and no error.
+    Without this check, most files would be decoded to wrong text, without an error.
     """
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
@@ -84,9 +87,10 @@ def check_csv_encoding(file: File, encoding: str) -> None:
 
 
 def detect_encoding(file: File) -> tuple[str, bool]:
-    """Return (Python's name of the encoding, whether it is a guess) by the first bytes of a file.
+    """Return (Python's name of a file's encoding, whether it is a guess), from its first bytes.
 
-    The guess for bytes that are not Unicode is cp1252, in which Excel writes CSV in Western Europe.
+    UTF-8, UTF-16 and UTF-32 are recognized. Else the guess is cp1252, in which Excel writes CSV in
+    Western Europe, or latin-1 if bytes are not valid in cp1252.
     """
     with open_bytes(file) as stream:
         head = stream.read(SAMPLE)
@@ -102,9 +106,9 @@ def detect_encoding(file: File) -> tuple[str, bool]:
 
 
 def not_decoded(file: File, encoding: str, remedy: str) -> str:
-    """Return the error message about the first byte that is not in `encoding`.
+    """Return the error message for a file that is not in `encoding`; it ends with `remedy`.
 
-    It ends with `remedy`. Reads the file again to find the byte.
+    Reads the file again to name the line and the first byte that cannot be decoded.
     """
     place, said = "", ""
     decoder = codecs.getincrementaldecoder(encoding)()
@@ -129,7 +133,10 @@ def not_decoded(file: File, encoding: str, remedy: str) -> str:
 
 
 def _wide(head: bytes) -> tuple[str | None, str]:
-    """Return (name of UTF-16 or UTF-32, how the first bytes show it), or (None, "")."""
+    """Return ("UTF-16" or "UTF-32", how the first bytes show it); (None, "") if they show neither.
+
+    The name may end in LE or BE, the order of the bytes.
+    """
     found = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
     if found is not None:
         return found, "it begins with a byte order mark"
@@ -142,7 +149,10 @@ def _wide(head: bytes) -> tuple[str | None, str]:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Return whether bytes begin with UTF-8's byte order mark, or have valid non-ASCII UTF-8."""
+    """Return whether bytes are surely UTF-8: they have its byte order mark or special characters.
+
+    Text of ASCII characters alone is also valid in other encodings, so it does not count.
+    """
     if head.startswith(UTF8_MARK):
         return True
     if head.isascii():

@@ -1,4 +1,4 @@
-"""Reads Parquet that is copied to a snapshot: from http(s), or with a filter or a sample."""
+"""Reads Parquet files that are copied to a snapshot: over http(s), or to filter or sample rows."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def parquet_tables(
     known: dict[str, None],
     filter: Filter | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a Parquet file with `columns` (None: all), batch by batch.
+    """Yield the rows of a Parquet file with the chosen `columns` (None: all), batch by batch.
 
-    Adds the names of all columns to `known`. Skips row groups whose statistics show that no row
-    matches `filter`.
+    Columns that only the path supplies are left out. Adds the names of all columns in the file to
+    `known`. Skips row groups whose statistics show that no row matches `filter`, but yields the
+    other row groups whole. Raises SourceError if the file cannot be used.
     """
     with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow
@@ -59,10 +60,11 @@ def _at_once(metadata: pq.FileMetaData) -> int:
 
 
 def _groups(parquet: pq.ParquetFile, filter: Filter | None) -> list[int]:
-    """Return the numbers of the row groups in which a row may match `filter`, by the footer.
+    """Return the indexes of the row groups that may hold rows that match `filter`.
 
-    pyarrow's dataset reader gets the footer alone: on a whole file it would read ahead in threads
-    of its own, see `Store.open`.
+    All of them if there is no filter, or if it cannot be applied, e.g. because it uses a column of
+    the path. pyarrow's dataset reader gets only a copy of the footer, because it would read ahead
+    in the whole file in its own threads (see `Store.open`).
     """
     import pyarrow.dataset as ds
 

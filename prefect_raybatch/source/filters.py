@@ -42,7 +42,7 @@ _WORDS = {bool: "TRUE or FALSE", str: "a text", int: "a number", Decimal: "a num
 
 @dataclass(frozen=True)
 class Filter:
-    """The text of source.filter; `condition` is its parsed form."""
+    """A condition on rows: `text` is source.filter, `condition` the result of parsing it."""
 
     text: str
 
@@ -60,26 +60,28 @@ class Filter:
     def expression(self, schema: pa.Schema) -> pc.Expression:
         """Return the filter as a pyarrow expression for rows of `schema`.
 
-        Raises ConfigError for missing columns and values of another type.
+        Raises ConfigError for a missing column, or a value that cannot be compared with its
+        column.
         """
         return _expression(self.condition, schema)
 
     def skips(self, schema: pa.Schema) -> bool:
-        """Return whether to skip files and row groups whose statistics show that no row matches.
+        """Return whether files and row groups may be skipped if their statistics rule out a match.
 
-        False if the filter tests floats for being unequal: statistics leave out NaN, which is
-        unequal to every value.
+        False if the filter has `!=` or `NOT IN` on a column of floats: statistics leave out NaN,
+        which such a filter keeps.
         """
         return not _unequal_floats(self.condition, schema)
 
     def keep(self, table: pa.Table) -> pa.Table:
-        """Return the matching rows."""
+        """Return the rows of `table` that match; raises ConfigError as `expression` does."""
         return table.filter(self.expression(table.schema))
 
     def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
-        """Return an SQL condition that keeps at least the matching rows; None if all must be read.
+        """Return an SQL condition that keeps all matching rows, and maybe others; None: read all.
 
-        `quote` surrounds names; values are written as literals of their columns' types.
+        `keep` must still be applied to the rows read. `quote` surrounds column names; values are
+        written as literals of their columns' types.
         """
         return _sql(self.condition, schema, quote)
 
@@ -107,9 +109,10 @@ def _field(name: str, schema: pa.Schema) -> pa.Field:
 
 
 def typed(value: Literal, field: pa.Field) -> pa.Scalar:
-    """Return a literal of the filter as a scalar that can be compared with the column.
+    """Convert a literal of the filter to a scalar that can be compared with the column `field`.
 
-    Raises ConfigError if the two are incompatible.
+    Raises ConfigError if the types do not match, or the literal is not valid for the column's
+    type.
     """
     types, kind = pa.types, _value_type(field)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
@@ -164,10 +167,11 @@ def _bounds(kind: pa.DataType) -> tuple[int, int]:
 
 
 def _moment(value: str, kind: pa.DataType) -> pa.Scalar:
-    """Return a text as a date, time or timestamp of the column's type.
+    """Convert a text to a date, time or timestamp of type `kind`.
 
-    A timestamp without a zone is in UTC if the column has a zone; one with an offset is rejected if
-    the column has none.
+    If the type has a time zone, a timestamp without one is taken as UTC. Raises ArrowInvalid or
+    ValueError for an invalid text, and for a timestamp with a UTC offset if the type has no time
+    zone.
     """
     if pa.types.is_timestamp(kind):
         zoned = re.search(r"(Z|[+-]\d\d:?\d\d)$", value[10:]) is not None
@@ -224,7 +228,7 @@ def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
 def _compare_exactly(
     column: pc.Expression, op: str, value: Decimal, kind: pa.DataType
 ) -> pc.Expression:
-    """Return the expression `column op value`, written so that Arrow does not cast the column."""
+    """Return `column op value` for an integer or decimal column, without a cast of the column."""
 
     def literal(units: int) -> pa.Scalar:
         return pa.scalar(
@@ -276,7 +280,7 @@ def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
 
 
 def _sql_value(value: Literal, field: pa.Field) -> str | None:
-    """Return a value as SQL, for kinds of values that all engines write alike; else None."""
+    """Return a value as an SQL literal; None for types that databases write in different ways."""
     scalar: Any = typed(value, field).as_py()
     if isinstance(scalar, bool):
         return "TRUE" if scalar else "FALSE"

@@ -62,12 +62,12 @@ SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", 
 class Inventory:
     """The input of a run.
 
-    `files` are in reading order. `schema` is that of the columns read, with dictionary types
-    decoded. `row_bytes` is the mean of uncompressed bytes per row in the file where it is largest.
-    `format` is the format of the source (parquet, csv, jsonl, arrow, dataset or a table format),
-    even if the files are a snapshot of it. `table` names the table and its version for
-    `Plan.table`. `weights` are (rows, bytes) of consecutive row ranges that cover all rows, empty
-    if unknown. `guessed`: the number of rows is estimated from a part of the input.
+    `files` are in reading order. `schema` has the columns to read, with dictionary types decoded.
+    `row_bytes` are uncompressed bytes per row: the mean of the file whose mean is highest. `format`
+    is the format of the source (parquet, csv, jsonl, arrow, dataset or a table format), even if
+    `files` are a snapshot of it. `table` names the table and its version for `Plan.table`.
+    `weights` are (rows, bytes) of consecutive row ranges that cover all rows, empty if unknown.
+    `guessed`: the number of rows is estimated from a part of the input.
     """
 
     files: tuple[InputFile, ...]
@@ -85,10 +85,11 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Cut:
-    """Whole rows of a file that are read in its place: `content`, from byte `at` of the file.
+    """A part of a file that is read instead of the whole file.
 
-    A reader of JSON Lines reads `lead` bytes in addition to its first block, so that its blocks end
-    where those of the whole file do.
+    `content` holds whole rows, from byte `at` of the file on, after the header line if it is CSV.
+    The first block that a reader of JSON Lines takes is longer by `lead` bytes, so that its blocks
+    end where those of the whole file end.
     """
 
     at: int
@@ -98,10 +99,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class File:
-    """A file of the input; `given` is its entry in source.uri.
+    """A file of the input; `given` is the entry of source.uri that includes it.
 
-    `named`: the entry names the file itself. `values` are the columns that its path supplies; `cut`
-    is the part of it to read, None for all.
+    `named`: the entry is the path of the file, not a folder or a glob. `values` are the columns
+    that the path supplies (`name=value` folders). `cut` is the part of the file to read, None for
+    all.
     """
 
     store: Store
@@ -120,8 +122,9 @@ class File:
     def input(self, rows: int, footer: str | None = None, values: Values = ()) -> InputFile:
         """Return the file's entry in the plan, with `rows` rows to read.
 
-        `footer` is the digest of a Parquet footer: with it, change time and inode are recorded as
-        well, to be compared on reading. `values` are columns of the path, to be added on reading.
+        With `footer`, the digest of a Parquet footer, the change time and inode are recorded as
+        well; the reader compares them to detect a changed file. `values` are the columns of the
+        path that the reader adds.
         """
         made = replace(input_file(self.uri, self.info, rows), values=values)
         if footer is None:
@@ -136,8 +139,8 @@ def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
 def detect_format(source: ReadSpec) -> str:
     """Return `source.format`, or infer it from a table's folder or from file extensions.
 
-    Raises SourceError if nothing is found, for a mixture and for unknown extensions, and the
-    store's errors.
+    Raises SourceError if there are no files, several formats or unknown extensions, and the errors
+    of `table_format`.
     """
     table = table_format(source)
     if table is not None or source.format != "auto":
@@ -148,7 +151,8 @@ def detect_format(source: ReadSpec) -> str:
 def needs_snapshot(source: ReadSpec) -> bool:
     """Return whether `source` is read through a Parquet snapshot.
 
-    Raises the errors of `detect_format`.
+    Only Parquet files are read in place: not over http(s), and without a filter or sample. Raises
+    the errors of `detect_format`.
     """
     chosen = source.filter is not None or source.sample is not None
     in_place = not chosen and not any(map(is_web, source.uris))
@@ -197,9 +201,10 @@ def _is_folder(root: str, given: str) -> bool:
 
 
 def find(source: ReadSpec) -> tuple[str, list[File]]:
-    """Return the format of `source` and its files, sorted by name.
+    """Return the format of a `source` of files, not of a table, and the files, sorted by URI.
 
-    Raises the errors of `detect_format`.
+    Raises SourceError if there are no files, several formats, unknown extensions, file names that
+    are not UTF-8, or two links to one file; and the store's errors.
     """
     kind, files = _choose(source, _list(source))
     _refuse_names(files)
@@ -244,7 +249,10 @@ def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
 
 
 def _by_web(given: str, source: ReadSpec) -> File:
-    """Query the server of a URL and return its file. Raises SourceError, StoreUnavailable."""
+    """Return the file at the URL `given`, after a request to its server for size and ETag.
+
+    Raises SourceError, StoreUnavailable, and ConfigError for invalid headers in source.options.
+    """
     headers = source.options.get("headers") or {}
     if not isinstance(headers, Mapping):
         raise ConfigError("source.options.headers must map header names to values")
@@ -304,10 +312,12 @@ def reaches(given: str, output: str) -> bool:
 
 
 def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) -> None:
-    """Raise CorruptRun for a file of a plan that the run may not read.
+    """Raise CorruptRun if the plan lists an input file that the run may not read.
 
-    The job's source.uri must cover it or, for a `snapshot`, it must be in the run directory: a plan
-    may have been forged, and its files are read with the rights of whoever continues the run.
+    A plan may be forged, and its files are read with the rights of whoever continues the run. So
+    source.uri must cover each file; if the files are a `snapshot`, they must be in the run
+    directory. Raises ConfigError for a symbolic link out of the folders that the operator
+    allows.
     """
     places = [] if snapshot else [_as_it_stands(uri, source.options) for uri in source.uris]
     if not snapshot:
@@ -327,10 +337,10 @@ def check_planned(files: Sequence[InputFile], source: ReadSpec, snapshot: bool) 
 
 
 def _is_within(uri: str, root: str, pattern: str | None) -> bool:
-    """Return whether `root`, with a glob `pattern` below it or None, covers the file `uri`.
+    """Return whether the file `uri` is `root`, below it, or matched by the glob `pattern` below it.
 
-    Links below the root belong to the input, and are followed when it is listed; links in the root
-    are resolved.
+    Symbolic links below `root` count as part of the input and are not resolved; `root` counts both
+    as written and with its links resolved. False for a `uri` with `.` or `..` in it.
     """
     if {".", ".."} & {*uri.split("/")}:
         return False
@@ -368,8 +378,8 @@ def _nothing(given: str) -> str:
 def _as_it_stands(given: str, options: Mapping[str, object]) -> tuple[str, str | None]:
     """Split an entry of source.uri into (root, glob pattern or None), like `split_glob`.
 
-    An existing file or folder with brackets in its name is taken literally. `*` and `?` need no
-    such exception: as patterns they also match themselves.
+    Brackets in the name of an existing file or folder are taken literally. `*` and `?` need no such
+    exception: as patterns they also match themselves.
     """
     root, pattern = split_glob(given)
     parts = pattern.split("/") if pattern else []
@@ -414,7 +424,7 @@ def _expand(
 
 
 def ending(name: str) -> tuple[str | None, str | None]:
-    """Return the format and the compression that a file name implies, None for each it does not."""
+    """Return (format, compression) that a file name implies, None for what it does not imply."""
     stem, dot, last = name.lower().rpartition(".")
     compression = COMPRESSIONS.get(dot + last)
     if compression:
@@ -426,10 +436,10 @@ def ending(name: str) -> tuple[str | None, str | None]:
 
 
 def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
-    """Return the format and the files that have it.
+    """Return the format and the files to read.
 
-    With source.format, files of other formats in folders are dropped; without it, files of several
-    formats raise SourceError.
+    With source.format, files in folders and globs are dropped if their extension implies another
+    format. Without it, several formats or an unknown extension raise SourceError.
     """
     if source.format != "auto":
         chosen = [f for f in files if _may_be_read(f, source.format)]
@@ -460,7 +470,7 @@ def _choose(source: ReadSpec, files: list[File]) -> tuple[str, list[File]]:
 
 
 def _unreadable(file: File) -> str:
-    """Return why the name of a file does not tell how to read it, and what to do."""
+    """Return, for an error message, why a file name does not imply a format, and what to do."""
     name = file.info.path.lower()
     if name.endswith((".snappy", ".sz", ".zip", ".7z", ".xz")):
         return (
@@ -498,9 +508,9 @@ def database_of_file(path: str) -> str | None:
 
 
 def _without(file: File, read: Sequence[File]) -> str:
-    """Return a hint how to exclude a file that a folder or glob matched, "" if it was named itself.
+    """Return, for an error message, a hint how to exclude `file` from its folder or glob.
 
-    `read` are the files that can be read.
+    "" if source.uri names the file itself. `read` are the files that can be read.
     """
     if file.named:
         return ""
@@ -529,7 +539,8 @@ def hidden(part: str) -> bool:
 def matches(path: Sequence[str | None], pattern: Sequence[str]) -> bool:
     """Return whether a path matches a glob, both given as their parts between slashes.
 
-    `**` stands for any number of folders (at the end: also files). A part of `path` that is None
+    `**` stands for any number of folders; as the last part, also for files. A hidden name is
+    matched only by a part that is itself a hidden name, e.g. `_*`. A part of `path` that is None
     stands for any name that is not hidden.
     """
     if not pattern:

@@ -24,10 +24,11 @@ Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for 
 
 @lru_cache(1024)
 def path_values(root: str, folder: str) -> Values:
-    """Return the columns that the path supplies to a file in `folder` below `root`.
+    """Return (column, text or None for null) for each column that the path supplies to a file.
 
-    They come from `name=value` folders below the root and at the end of the root itself. Raises
-    SourceError for a repeated column, or one that is not UTF-8.
+    The file is in `folder`, relative to `root`. Columns come from `name=value` folders below the
+    root and at the end of the root itself. Raises SourceError for a repeated column, or one that is
+    not UTF-8.
     """
     above: list[str] = []
     for part in reversed(root.split("/")):
@@ -65,8 +66,9 @@ def path_types(
 ) -> dict[str, pa.DataType]:
     """Return the types of the columns in paths; `files` are the values in the path of each file.
 
-    A type is the `declared` one, otherwise int32 if all values are whole numbers without leading
-    zeros, otherwise text. Raises ConfigError for a value that a declared type cannot hold.
+    A type is the `declared` one; without it, int32 if all values are whole numbers in its range
+    without leading zeros; else text. Raises ConfigError for a value that a declared type cannot
+    hold.
     """
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
@@ -98,7 +100,7 @@ def _holds(kind: pa.DataType, text: str) -> bool:
 
 
 def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
-    """Return whether all values of a column equal the one in the path; None is null."""
+    """Return whether all values of a column equal `value`, the text in a path (None: null)."""
     import pyarrow.compute as pc
 
     if value is None or column.null_count:
@@ -124,10 +126,11 @@ def add_columns(
     types: Mapping[str, pa.DataType],
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """Return `table` with the columns of its path; with `columns`, only these, in their order.
+    """Return `table` with the columns that its path supplies.
 
-    `where` is the file that the table comes from, `values` are the columns in its path, `types`
-    their types. Raises SourceError if the table has such a column with other values.
+    With `columns`, keep only these, in this order; names that neither has are skipped. `where` is
+    the file that the table comes from, `values` are the columns in its path and `types` their
+    types. Raises SourceError if the table has a column of the path with other values.
     """
     for name, value in values:
         if columns is not None and name not in columns:

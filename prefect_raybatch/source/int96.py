@@ -1,7 +1,7 @@
 """INT96 timestamps in Parquet files, as Spark and Impala write them.
 
-pyarrow reads them as nanoseconds by default, which wrap outside the years 1677 to 2262. They are
-read as microseconds, which Spark writes; finer times are rejected.
+By default pyarrow reads them as nanoseconds, which wrap outside the years 1677 to 2262. Here they
+are read as microseconds, the precision that Spark writes; more precise times are rejected.
 """
 
 from __future__ import annotations

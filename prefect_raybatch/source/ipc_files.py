@@ -23,9 +23,10 @@ _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
 def arrow_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None]
 ) -> Iterator[pa.Table]:
-    """Yield the non-empty batches of an Arrow file or stream, with `columns` if given.
+    """Yield the non-empty batches of an Arrow file or stream with the chosen `columns` (None: all).
 
-    Adds the names of all columns to `known`.
+    Columns that only the path supplies are left out. Adds the names of all columns in the file to
+    `known`. Raises SourceError if the file cannot be used.
     """
     rows = 0
     with _readable(file), _opened(file, columns, known) as (reader, chosen):
@@ -58,7 +59,11 @@ def _readable(file: File) -> Iterator[None]:
 
 
 def arrow_rows(file: File) -> int:
-    """Return the approximate number of rows, by the first and last batch, or by the file's size."""
+    """Return the approximate number of rows of an Arrow file or stream.
+
+    Estimated from the first and last batch of a file, and from the first batch of a stream and the
+    size of the file that holds it.
+    """
     with _readable(file), _opened(file, None, {}) as (reader, _):
         if hasattr(reader, "num_record_batches"):
             count = int(reader.num_record_batches)
@@ -78,7 +83,8 @@ def _opened(
 ) -> Iterator[tuple[Any, list[str]]]:
     """Yield (pyarrow's reader of the chosen columns, their names).
 
-    Adds the names of all columns to `known`. Raises SourceError for a file that must not be read.
+    Adds the names of all columns in the file to `known`. Raises SourceError for Feather version 1,
+    types that cannot be used, and files that exceed a bound.
     """
     with open_bytes(file) as stream:
         head = stream.read(len(_FILE))

@@ -27,7 +27,7 @@ LEGACY = b"ARROW:experimental_compression"  # before the format had a field for 
 
 @dataclass(frozen=True)
 class _Table:
-    """A flatbuffer table. Fields have numbers; an absent field has its default."""
+    """A flatbuffer table at byte `at` of `data`; an absent numeric field counts as 0."""
 
     data: bytes
     at: int
@@ -53,9 +53,9 @@ class _Table:
         return None if place is None else _Table(self.data, place + self.number(field, "<I"))
 
     def structs(self, field: int, size: int, kind: str) -> list[tuple[int, ...]]:
-        """Return the structs of the vector in `field`, each of `size` bytes, as tuples.
+        """Return the structs of the vector in field number `field` as tuples; [] if it is absent.
 
-        `kind` is the format by which the module `struct` unpacks one.
+        Each struct has `size` bytes; `kind` is its format for Python's `struct` module.
         """
         place = self.place(field)
         if place is None:
@@ -68,10 +68,11 @@ class _Table:
 
 
 def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> None:
-    """Raise SourceError if compressed buffers declare more bytes than the bound on expansion.
+    """Raise SourceError if compressed buffers declare more bytes than the expansion bound allows.
 
-    Raise ValueError or OSError for a damaged file. `size` is that of the file in bytes. `is_file`:
-    it has Arrow's file format, otherwise the stream format.
+    `size` is the size of the file in bytes, `where` names it in the error. `is_file`: `stream` has
+    Arrow's file format; otherwise the stream format. Raises ValueError or OSError for a damaged
+    file.
     """
     total = 0
     try:
@@ -88,7 +89,7 @@ def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> N
 
 
 def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
-    """Yield (metadata, offset of its body) of each batch of a file."""
+    """Yield (metadata, offset of the body in the file) of each batch in Arrow's file format."""
     stream.seek(-len(ARROW_MAGIC) - 4, os.SEEK_END)
     length = _number("<i", stream.read(4), 0)
     end = stream.tell() - 4
@@ -107,7 +108,7 @@ def _file_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
 
 
 def _stream_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
-    """Yield (metadata, offset of its body) of each message of a stream."""
+    """Yield (metadata, offset of the body in the stream) of each message in the stream format."""
     while len(head := stream.read(4)) == 4:
         length = _number("<i", head, 0)
         if length == CONTINUATION:
@@ -126,7 +127,7 @@ def _stream_blocks(stream: Any) -> Iterator[tuple[bytes, int]]:
 
 
 def _compressed_buffers(metadata: bytes) -> list[tuple[int, int]]:
-    """Return (offset, length) of a batch's compressed buffers, ordered by offset."""
+    """Return (offset in the batch's body, length) of a batch's compressed buffers, sorted."""
     message = _Table.root(metadata)
     kind, batch = message.number(1, "<B"), message.table(2)
     if batch is not None and kind == DICTIONARY_BATCH:

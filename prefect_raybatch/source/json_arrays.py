@@ -1,7 +1,8 @@
 """Splits a JSON array of objects into its items without holding more than a few of them.
 
-Python's decoder finds where an item ends, and its text is passed on unchanged, so that one parser
-reads arrays and lines alike. Also determines how deep JSON is nested, before it is parsed.
+Python's decoder finds where an item ends. The text of the item is not changed, so that one parser
+reads arrays and JSON Lines alike. This module also detects JSON that is nested too deep, before it
+is parsed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CLOSE[[*b"]}"]] = 1
 
 
 def is_array(file: File) -> bool:
-    """Return whether the first character of the file begins a JSON array."""
+    """Return whether the file begins with `[`, after white space and a UTF-8 mark (BOM)."""
     with open_bytes(file) as stream:
         while head := stream.read(streams.TEXT_CHUNK):
             head = head.removeprefix(UTF8_MARK).lstrip(b" \t\r\n")
@@ -43,9 +44,10 @@ def is_array(file: File) -> bool:
 
 
 def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first item, items) for blocks of BLOCK_BYTES.
+    """Yield the items of a JSON array as JSON Lines, in blocks of BLOCK_BYTES or a little more.
 
-    Items are numbered from 1; a block has one item on each line.
+    Each block is (number of its first item, lines); items are numbered from 1. The last block may
+    be smaller. Raises SourceError for anything but an array of objects.
     """
     first, held, size = 1, [], 0
     for number, item in enumerate(_items(file), 1):
@@ -80,14 +82,14 @@ def _items(file: File) -> Iterator[str]:
 
 
 class _Text:
-    """The decoded text of a file, read in pieces, with a position in it."""
+    """The decoded text of a file, read in chunks, with a cursor in it."""
 
     def __init__(self, file: File) -> None:
         self._file, self._at, self._text = file, 0, ""
         self._chunks = _decoded(file)
 
     def peek(self) -> str:
-        """Return the next character that is no space; "" at the end of the file."""
+        """Skip white space and return the next character without reading past it; "" at the end."""
         while True:
             space = _SPACE.match(self._text, self._at)
             self._at = space.end() if space else self._at
@@ -108,9 +110,10 @@ class _Text:
         self._at += 1
 
     def value(self, decoder: json.JSONDecoder, number: int) -> str:
-        """Return the text of the JSON value at the position, and move behind it.
+        """Return the text of the JSON value at the cursor, and move past it.
 
-        Raises SourceError that names item `number` if it is not valid.
+        Raises SourceError that names item `number` if the value is invalid, too long or nested too
+        deep.
         """
         while True:
             try:
@@ -138,7 +141,7 @@ class _Text:
                 return found
 
     def end(self) -> None:
-        """Raise SourceError unless the file ends here."""
+        """Raise SourceError unless only white space is left in the file."""
         if self.peek():
             raise self.wrong(
                 "after the array: the end of the file expected, but found more. Write it again"
@@ -148,9 +151,9 @@ class _Text:
         return SourceError(f"{self._file.uri}, {message}")
 
     def _more(self, least: int = 1) -> bool:
-        """Read at least `least` characters more, and drop those before the position.
+        """Read at least `least` more characters if there are as many; forget those already read.
 
-        Return False at the end of the file.
+        Return False if nothing was left to read.
         """
         parts = [self._text[self._at :]]
         while least > 0:
@@ -182,7 +185,7 @@ def _decoded(file: File) -> Iterator[str]:
 
 
 def is_too_deep(text: bytes) -> bool:
-    """Return whether JSON nests more than MOST_LEVELS arrays and objects."""
+    """Return whether arrays and objects in a JSON text are nested deeper than MOST_LEVELS."""
     if text.count(b"[") + text.count(b"{") <= MOST_LEVELS:
         return False
     values = np.frombuffer(_STRING.sub(b"", text), np.uint8)

@@ -33,9 +33,9 @@ def json_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of JSON Lines, or of one array of objects, in blocks; add all keys to `known`.
 
-    `columns` are the keys to read (None: all), but a block lacks those that none of its rows has.
-    If the numbers of a key in `as_written` include fractions, all its numbers in the block become
-    text, as written in the file.
+    `columns` are the keys to read (None: all); a key that no row of a block has is missing there.
+    If a key in `as_written` has a fraction in a block, all its numbers in the block become text,
+    exactly as in the file.
     """
     types: dict[str, pa.DataType] = {}
     schema = None
@@ -73,7 +73,7 @@ def json_tables(
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (text that names the file and the first line, rows) for each block.
+    """Yield (text for errors: the file and the block's first line or item, rows) for each block.
 
     A block whose rows have many keys gives several tables.
     """
@@ -86,7 +86,10 @@ def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.T
 
 
 def line_blocks(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, whole lines) in blocks of about streams.BLOCK_BYTES."""
+    """Yield (number of the first line, whole lines) in blocks of about streams.BLOCK_BYTES.
+
+    Lines are numbered from 1. Raises SourceError for a line longer than LINE_BYTES.
+    """
     line, carry = 1, b""
     first = file.cut is None or not file.cut.at
     with open_bytes(file) as stream:
@@ -137,10 +140,10 @@ def _parse_json(
 
 
 def _pieces(file: File, block: bytes) -> Iterator[bytes]:
-    """Yield whole lines of a block, few enough to bound the columns and cells of their table.
+    """Split a block at line ends into parts whose tables have few enough columns and cells.
 
-    pyarrow makes each key of any line a column of all lines. Raises SourceError for a line of more
-    keys than the bound.
+    pyarrow makes each key of any line a column of all lines. Raises SourceError for a line with
+    more keys than COLUMN_BOUND allows.
     """
     most, waiting = COLUMN_BOUND.value(), [block]
     while waiting:
@@ -211,7 +214,7 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
 
 
 def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
-    """Return a table whose columns at `paths` have the type NUMBER_TEXT instead of text.
+    """Return the table with type NUMBER_TEXT instead of text for the values at `paths`.
 
     That type marks numbers that are kept as text, so that they merge with columns of numbers.
     """
@@ -228,10 +231,10 @@ def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
 
 
 def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
-    """Return tables of one block of the file `where` with one schema.
+    """Convert the tables of one block to a common schema, and join them up to TABLE_CELLS cells.
 
-    They are joined up to TABLE_CELLS cells. Raises ArrowInvalid for incompatible types, SourceError
-    for more keys than the bound.
+    `where` names the file in errors. Raises ArrowInvalid for incompatible types, SourceError for
+    more keys than COLUMN_BOUND allows.
     """
     held: list[pa.Table] = []
     types: dict[str, pa.DataType] = {}
@@ -276,9 +279,10 @@ def _no_time(kind: pa.DataType) -> pa.DataType:
 
 
 def _explain_json(file: File, block: bytes, line: int, unit: str, error: Exception) -> str:
-    """Return the error message that names the line at which pyarrow failed.
+    """Return an error message with the line or item at which pyarrow failed to parse `block`.
 
-    pyarrow counts from the start of a block; `line` is the number of its first line.
+    `line` is the number of the block's first line or item, because pyarrow counts from the start of
+    a block; `unit` is "line" or "item", `error` is pyarrow's.
     """
     kinds: dict[str, tuple[str, int]] = {}
     for number, text in enumerate(block.split(b"\n"), line):

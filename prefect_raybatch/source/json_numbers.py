@@ -28,7 +28,7 @@ Path = tuple[str | None, ...]  # keys from the top; None for the items of a list
 
 
 def is_exact_float(number: str) -> bool:
-    """Return whether a float represents a number exactly as written."""
+    """Return whether a number survives being read as a float64: 0.1 does, 2^53 + 1 does not."""
     value = float(number)
     if number.lstrip("-").isdigit():
         return abs(value) <= EXACT_INTEGERS and int(number) == value
@@ -97,8 +97,8 @@ def _long_numbers(block: bytes) -> set[bytes]:
 def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:
     """Return a JSON Lines block in which the numbers at `paths` are strings.
 
-    At the paths in `as_written` they are verbatim; at others, fractions that a float can represent
-    are written as Python writes them.
+    At the paths in `as_written` the strings are verbatim. Elsewhere, fractions that a float
+    represents exactly are written as Python prints them, all other numbers verbatim.
     """
     made = []
     for line in block.split(b"\n"):

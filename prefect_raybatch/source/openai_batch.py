@@ -33,8 +33,9 @@ def request_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of a batch file in tables of about streams.BLOCK_BYTES.
 
-    Adds the names of all columns to `known`. `models` are the names that a request may ask for,
-    None for any.
+    `columns` are those of REQUEST_SCHEMA to yield (None: all); the names of all are added to
+    `known`. `models` are the model names that a request may have, None for any. Raises SourceError
+    if the file cannot be read.
     """
     known.update(dict.fromkeys(REQUEST_SCHEMA.names))
     models, seen = None if models is None else list(models), set[str]()
@@ -59,8 +60,9 @@ def rows_of_requests(
 ) -> Iterator[list[object]]:
     """Yield the values of REQUEST_SCHEMA for each line that is not blank.
 
-    The row of an invalid line has no body, and says in `fault` what is wrong. `lines` are (number,
-    text); `seen` are the custom_ids of earlier lines, to which those of valid `lines` are added.
+    The row of an invalid line has no body, and `fault` says what is wrong. `lines` are (number,
+    content). `models` are the model names that a request may have, None for any. `seen` are the
+    custom_ids of earlier valid lines, which must not occur again; new ones are added to it.
     """
     for number, line in lines:
         if line.strip():
@@ -74,9 +76,10 @@ def rows_of_requests(
 
 
 def _read(line: bytes, models: Sequence[str] | None) -> tuple[str, str | None, object, str | None]:
-    """Return (custom_id, URL, body, fault of the line or None) of a line; URL and body may be None.
+    """Parse one line of a batch file to (custom_id, URL, body, fault).
 
-    The custom_id is "" if the line has no valid one.
+    The custom_id is "" if the line has no valid one. URL and body may be None; the fault is None if
+    the line is valid.
     """
     try:
         request = json.loads(line.decode("utf-8"), parse_constant=_not_json)

@@ -1,4 +1,4 @@
-"""Parquet files read in place: what a run must know of them, from their footers alone."""
+"""Lists Parquet files that are read in place, with their rows, types and sizes from the footers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch_rows(row_bytes: float) -> int:
 
 
 def inventory(source: ReadSpec) -> Inventory:
-    """Return the inventory of Parquet files in place, from their footers.
+    """Return the inventory of Parquet files that are read in place, from their footers.
 
     `limit` and `columns` of `source` apply; the footers of files beyond the limit are not read.
     FOOTER_THREADS threads read footers. Raises SourceError that names a missing, unreadable or
@@ -84,7 +84,10 @@ def _footers(
     limit: int | None,
     hive: Mapping[str, pa.DataType],
 ) -> Iterator[tuple[File, _Footer, int]]:
-    """Yield (file, its footer, rows to read of it), until `limit` rows are reached."""
+    """Yield (file, its footer, rows to read of it) until `limit` rows are reached (None: all).
+
+    `hive` are the types of the columns in paths.
+    """
     left = sys.maxsize if limit is None else limit
     footers = read_ahead(
         partial(_footer, columns=columns, hive=hive), files, FOOTER_THREADS, FOOTERS_AHEAD
@@ -153,7 +156,7 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
 
 
 def check_footer(metadata: pq.FileMetaData, file: File) -> None:
-    """Raise SourceError for a footer whose counts are impossible, or exceed a bound."""
+    """Raise SourceError if a footer has impossible counts, or counts too high for the file size."""
     if (fault := footer_fault(metadata, file.info.size)) is not None:
         raise SourceError(
             f"{file.uri} is not a readable Parquet file ({fault}). Write it again or remove it"
@@ -163,7 +166,10 @@ def check_footer(metadata: pq.FileMetaData, file: File) -> None:
 
 
 def _all_are(metadata: pq.FileMetaData, field: pa.Field, value: str | None) -> bool:
-    """Return whether the statistics show that a column holds only `value`."""
+    """Return whether statistics of all row groups prove that a column holds only `value`.
+
+    `value` is the text in the path, None for null.
+    """
     kind = plain_type(field.type)
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
         if not group.num_rows:

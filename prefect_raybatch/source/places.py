@@ -30,9 +30,10 @@ OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as wh
 
 
 def mark(path: str) -> tuple[str, str] | None:
-    """Return (folder, kind) if a file at `path` shows that a folder is a table or run; else None.
+    """Return (folder, kind) if the presence of a file `path` shows a table or a run; else None.
 
-    `kind` is the table's format (Delta, Hudi, Iceberg, Lance) or RUN.
+    `folder` is the part of `path` that is the table or the run. `kind` is the table's format
+    (Delta, Hudi, Iceberg, Lance) or RUN.
     """
     parts = path.split("/")
     for kind, name in (("Delta", "_delta_log"), ("Hudi", ".hoodie")):
@@ -51,7 +52,7 @@ def mark(path: str) -> tuple[str, str] | None:
 def detect_folder_kind(store: Store) -> str | None:
     """Return what is at the root of `store`: a table's format, RUN, or None.
 
-    What this user may not list counts as absent. Raises transient errors of the store.
+    A folder that this user may not list counts as absent. Raises transient errors of the store.
     """
 
     def listed(name: str, recursive: bool = False) -> bool:
@@ -92,7 +93,7 @@ def saved_dataset(store: Store) -> bool:
 
 
 class Places:
-    """Memory of which folders are tables or runs: noted from listings, or looked up once each."""
+    """Remembers which folders are tables or runs, as listings showed or as it looked up itself."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -100,7 +101,7 @@ class Places:
         self._found: dict[str, tuple[tuple[str, str], ...]] = {}
 
     def note(self, folder: str, kind: str) -> None:
-        """Note what a listing has shown `folder` to be."""
+        """Remember that `folder` is a table of format `kind`, or a run if `kind` is RUN."""
         self._kinds[folder] = kind
 
     def look_above(self, folder: str) -> None:
@@ -113,10 +114,10 @@ class Places:
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """Return (place, kind) of the nearest table or run that encloses `folder`, in a tuple.
+        """Return (its folder, kind) of the nearest table or run around `folder`, in a tuple.
 
         The tuple is empty if there is none. If `folder` is reached by symbolic links, the nearest
-        one that encloses its real path is added.
+        one around its real path is added. Only folders that were noted or looked up are known.
         """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)
@@ -136,9 +137,9 @@ class Places:
     def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
         """Raise SourceError if files of a source.uri entry must not be read as plain files.
 
-        Such files belong to a table, or to a run that is not finished or whose whole directory is
-        read. `uris` are the files, `root` is the folder in which they were looked for; `whole`:
-        everything in it is read; `named`: the entry names the file itself.
+        These are the files of a table, the results of an unfinished run, a run's own records, and
+        the whole directory of a run. `uris` are the files, `root` is the folder in which they were
+        looked for; `whole`: everything in it is read; `named`: the entry is the path of a file.
         """
         self.look_above(root)
         runs: dict[str, set[str]] = {}

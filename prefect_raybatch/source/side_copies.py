@@ -51,9 +51,10 @@ class Reader(Protocol):
 
 
 class NotSideBySide(Exception):
-    """Raised when reading a part of `file` failed, or if its parts have incompatible types.
+    """Raised if a part of `file` cannot be read, or its parts have incompatible types.
 
-    Only reading the file from its start shows in which row, or that nothing is wrong.
+    The file must then be read from its start: that raises the error with the right row number, or
+    shows that nothing is wrong.
     """
 
     def __init__(self, file: File) -> None:
@@ -65,10 +66,11 @@ class NotSideBySide(Exception):
 class ShareCopier:
     """A function that copies a share (some files, or a part of one) to `store`.
 
-    If an earlier copy of the same share is recorded there, it is used instead.
+    If an earlier copy of the same share is recorded in the store, it is used instead.
 
-    `known` are the column types known so far, in the snapshot's order, `of_files` the types of each
-    file; `read_as` as in `copy_key`; `text`, `union` and `typed` as in `Shape`.
+    `attempt` is part of the folder's name, `chosen` the part of the rows to write (None: all).
+    `known` are the column types known so far, in the snapshot's order, `of_files` those of each
+    file by URI. For `read_as` see `copy_key`; for `text`, `union` and `typed` see `Shape`.
     """
 
     reader: Reader
@@ -83,9 +85,10 @@ class ShareCopier:
     of_files: Mapping[str, dict[str, pa.DataType]] = field(default_factory=dict)
 
     def __call__(self, share: CopyShare) -> Copied:
-        """Copy a share, or find an earlier copy; return the outcome, which may hold a read error.
+        """Copy a share, or find an earlier copy of it; return the outcome.
 
-        Which share's error is raised is known only once all earlier shares are done.
+        A read error is put into the outcome, not raised: shares are copied in any order, but the
+        error to raise is that of the first share in file order.
         """
         names = {stretch.file.uri for stretch in share}
         mine = {uri: types for uri, types in self.of_files.items() if uri in names}
@@ -113,10 +116,10 @@ class ShareCopier:
 def shares_of(
     files: Sequence[File], stretches: Callable[[File], Sequence[Stretch]]
 ) -> Iterator[CopyShare]:
-    """Group all files, in order, into shares: what is copied at once as one piece of work.
+    """Group all files, in order, into shares, which are copied in parallel.
 
-    A share is some small neighbouring files, one larger file, or one part of a file that
-    `stretches` splits into several (ranges of whole rows).
+    A share is some small neighbouring files, one larger file, or one of several parts of a file.
+    `stretches` splits a file into such parts (ranges of whole rows).
     """
     held: list[Stretch] = []
     size = 0
@@ -166,9 +169,9 @@ def copy_shares(
 ) -> Inventory:
     """Copy all shares with `copier` until their types agree; return the snapshot's inventory.
 
-    `guess`: likely types of columns, for the first round. Adds the names of all columns to `known`.
-    Raises the errors of a sequential copy, and `NotSideBySide` if only such a copy can tell what is
-    wrong.
+    `guess`: likely types of columns, for the first round. `everywhere` runs the copies, `kind` is
+    the format of the files. Adds the names of all columns to `known`. Raises the errors of a
+    sequential copy, and `NotSideBySide` if only such a copy can tell what is wrong.
     """
     rounds = count()
 
@@ -190,9 +193,11 @@ def _round(
     shape: Shape,
     everywhere: Callable[[Iterable[CopyShare], int], Generator[tuple[int, Copied], None, None]],
 ) -> Iterator[tuple[int, Copied]]:
-    """Copy the shares numbered `todo`; yield (number, outcome) of each as it is done.
+    """Copy the shares with indexes `todo`; yield (index, outcome) of each as it is done.
 
-    Merges their types into `shape` in file order.
+    Merges the types of all outcomes into `shape`, in file order. `everywhere` copies the shares it
+    is given (with their total bytes) and yields (number of the share among these, from 0;
+    outcome).
     """
     size = sum(_bytes(stretch) for number in todo for stretch in shares[number])
     waiting: dict[int, Copied] = {}

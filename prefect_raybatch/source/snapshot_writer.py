@@ -31,10 +31,10 @@ SNAPSHOT_PART_BYTES = 128 << 20
 class SnapshotWriter:
     """Writer of the Parquet files of a snapshot, all with one schema.
 
-    `row_bytes` is the mean of bytes per row in the table where it is largest, `weights` are (rows,
-    bytes) of consecutive ranges of the rows written. Once a table needs a schema other than that of
-    the rows already written, the writer deletes its files and writes nothing more, and `close`
-    returns None.
+    `row_bytes` is the highest mean of bytes per row in any table written so far. `weights` are
+    (rows, bytes) of consecutive ranges of the rows written. Once a table needs a schema other than
+    that of the rows already written, the writer deletes its files and writes nothing more, and
+    `close` returns None.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -51,7 +51,8 @@ class SnapshotWriter:
     def write(self, table: pa.Table, schema: pa.Schema) -> None:
         """Add rows; `schema` is the snapshot's schema as known so far.
 
-        Raises the errors of `PartFiles`.
+        Raises SourceError for values that Parquet or the schema cannot hold, and the errors of
+        `PartFiles`.
         """
         if self._given_up or not table.num_rows:
             return
@@ -137,7 +138,7 @@ class SnapshotWriter:
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return `table` with exactly the columns and types of `schema`; absent columns are null.
 
-    Raises SourceError for a value that its type cannot hold unchanged.
+    Raises SourceError for a value that the type in `schema` cannot hold unchanged.
     """
     columns = []
     for field in schema:
@@ -169,9 +170,9 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _with_text(value: Any, kind: pa.DataType) -> Any:
-    """Return a JSON value with "{}" for each empty dict whose type in `kind` is string.
+    """Return a JSON value with "{}" for each empty dict, at any depth, whose type is string.
 
-    Replaces them in nested values too.
+    `kind` is the type of the value.
     """
     types = pa.types
     if value is None:

@@ -60,12 +60,12 @@ GUESS_FILES = 8  # files whose first block is read before the copy begins
 def snapshot(
     source: ReadSpec, run_store: Store, attempt: str, everywhere: Everywheres | None = None
 ) -> Inventory:
-    """Copy a table, or files other than Parquet, to Parquet in `_raybatch/input/ATTEMPT-UUID/`.
+    """Copy input that cannot be read in place to Parquet in `_raybatch/input/ATTEMPT-UUID/`.
 
     Files are copied in parallel, by default in threads of this process. `everywhere(size, remote)`
     chooses where instead: `size` is the bytes of the input, `remote` whether other nodes can read
     it. Rows, their order and types are those of a sequential copy, which is used with `limit` or
-    `sample` and for files over http(s).
+    `sample`, for files over http(s) and for small inputs.
 
     The URIs of the inventory are relative to `run_store`. Types come from the values: CSV cells are
     int64, float64, bool or string, whichever is the narrowest that reproduces each value as written
@@ -133,7 +133,10 @@ Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
 
 @contextmanager
 def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
-    """Yield what `in_threads` returns for the CPUs of this process; `snapshot`'s default."""
+    """Open an `Everywhere` with a thread for each CPU of this process, more for `remote` files.
+
+    The default of `snapshot`; `size` is not used.
+    """
     yield in_threads(len(os.sched_getaffinity(0)), remote)
 
 
@@ -148,8 +151,8 @@ def _side_by_side(
 ) -> Inventory | None:
     """Copy the files as parallel shares; return None if they must be copied sequentially.
 
-    A sequential copy is needed for small inputs, and if only it can tell what is wrong. Raises like
-    `snapshot`.
+    That is so for a small input, one that gives a single share, and one whose parts have different
+    types though its rows are valid. Raises like `snapshot`.
     """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
@@ -181,9 +184,10 @@ def _side_by_side(
 def _guess(
     kind: str, files: Sequence[File], reads: ReadSpec, types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """Return likely types of columns, by the first blocks of some files.
+    """Return likely types of columns, from the first blocks of some files.
 
-    Stops at the first error, such as incompatible types.
+    `types` are the types known before. Stops at the first error, such as incompatible types, and
+    returns the types found until then.
     """
     shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
@@ -242,9 +246,10 @@ def peek(source: ReadSpec) -> Inventory:
 
 
 def detect_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
-    """Return (fields that `source.csv` needs for the first file, whether the encoding is a guess).
+    """Return (fields to set in source.csv by name, whether the encoding is only a guess).
 
-    ({}, False) if the source is not CSV. Raises the errors of `detect_format`.
+    They are determined from the first file. ({}, False) if the source is not CSV. Raises the errors
+    of `detect_format`.
     """
     if table_format(source) is None:
         kind, files = find(source)
@@ -254,10 +259,10 @@ def detect_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
 
 
 def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (uri, first block) of up to `most` files, spread over all.
+    """Yield (uri, matching rows of the first block) for up to `most` files, spread over all.
 
-    Each block has the types that `peek` estimates. A file without rows is left out. Writes nothing.
-    Raises the errors of `peek`.
+    The rows have the types that `peek` estimates; without a filter all rows match. A file without
+    rows is left out. Of a table, yields one block. Writes nothing. Raises the errors of `peek`.
     """
     if (table := table_format(source)) is not None:
         yield from copying.head_of(table, source)
@@ -278,9 +283,10 @@ def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
-    """Return the source with the columns that its filter needs, and the part of it to write.
+    """Return (source to read, rows and columns of it to write).
 
-    The part is None if there is no filter: all that is read is written.
+    The source to read also has the columns that only the filter needs. Without a filter the second
+    is None: everything read is written.
     """
     if source.filter is None:
         return source, None
@@ -309,7 +315,10 @@ def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schem
 
 
 def _stored_row_bytes(kind: str, file: File) -> float:
-    """Return the mean bytes per row in the file, as stored (compressed), by its first rows."""
+    """Return the mean bytes per row in the file, as stored (compressed).
+
+    Estimated from the first block of a text file, else from the number of rows in the file.
+    """
     if kind in ("arrow", "parquet"):
         count = arrow_rows(file) if kind == "arrow" else parquet_rows(file)
         return file.info.size / max(1, count)
@@ -390,9 +399,9 @@ def _shape(kind: str, columns: Sequence[str] | None, types: Collection[str]) -> 
 
 
 def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
-    """Return what plan.json keeps of files fetched over http(s): their URLs and versions.
+    """Return `Plan.table` for files fetched over http(s): their format, URLs, ETags and sizes.
 
-    None if there are none.
+    None if no file is.
     """
     found = [file for file in files if is_web(file.uri)]
     if not found:

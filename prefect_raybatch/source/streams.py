@@ -28,7 +28,7 @@ def one_line(error: BaseException) -> str:
 def open_text(
     file: File, encoding: str, unbroken: bool = False, more: bytes = b""
 ) -> Iterator[Any]:
-    """Yield the file's text from the start as UTF-8, followed by `more`.
+    """Open a file's text as a stream of UTF-8 bytes, from the start, followed by the bytes `more`.
 
     With `unbroken`, no read ends between a carriage return and a line feed.
     """
@@ -49,7 +49,11 @@ def open_text(
 
 @contextmanager
 def open_bytes(file: File) -> Iterator[Any]:
-    """Yield the file's decompressed bytes from the start, for pyarrow's readers."""
+    """Open a stream of the file's decompressed bytes for pyarrow's readers, at the start.
+
+    If the file has a `cut`, the stream has only its content. Raises SourceError if the file was
+    deleted, or decompresses to more than the bound.
+    """
     if file.cut is not None:
         yield pa.BufferReader(file.cut.content)
         return
@@ -81,7 +85,7 @@ class Readable(Protocol):
 
 
 class Raw(io.RawIOBase):
-    """A pyarrow stream as a raw file; pyarrow's own buffering requires seeking."""
+    """Wraps a pyarrow stream as a raw file, because pyarrow's own buffering requires seeking."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream

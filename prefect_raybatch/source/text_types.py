@@ -22,8 +22,9 @@ _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataType:
     """Return the type that reproduces the texts of `column` as written.
 
-    It is int64, float64 or bool, otherwise text. If earlier values of the column had a type,
-    `before`, the result is that type or text.
+    It is int64, float64 or bool; otherwise text. If earlier values of the column had the type
+    `before`, the result is that type or text. If `column` has only nulls, it is `before`, or
+    null.
     """
     if before == pa.string():
         return before

@@ -1,4 +1,4 @@
-"""Which answers of the first model of a cascade go to the larger model."""
+"""The rule that sends answers of a cascade's first model to the larger model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from fractions import Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeSpec:
-    """The rule by which rows are unsure, and the names of both models.
+    """The rule by which rows of a cascade go to the larger model, and the names of both models.
 
-    A row is unsure if the `measure` of its answer (probability or logprob) is under `below`, both
-    None without such a bound, or if `fails_schema` and its answer does not fit the schema. In the
-    first model's result, `column` holds the answers and `measure_column` the values of the measure;
-    `columns` are columns of that result that only this rule needs; the run's result drops them. At
-    most the share `at_most` (0 to 1) of the rows goes to the larger model. `classifies`: the first
-    model embeds, and rows that it cannot embed are unsure. `check`: the number of rows besides the
-    unsure ones that the larger model answers too, to compare both models' answers.
+    These are the unsure rows. A row is unsure if the `measure` of its answer (probability or
+    logprob) is under `below`; without such a bound both are None. A row whose answer does not fit
+    the schema is unsure if `fails_schema` is set. `at_most` is the largest share (0 to 1) of the
+    rows that may go to the larger model. `check` is the number of further rows that the larger
+    model answers, to compare both models. `classifies`: the first model embeds, and rows that it
+    cannot embed are unsure.
+
+    In the first model's result, `column` holds the answers and `measure_column` the values of the
+    measure. `columns` are columns of that result that only this rule needs, so the run's result
+    drops them.
     """
 
     measure: str | None

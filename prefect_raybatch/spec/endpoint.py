@@ -17,7 +17,8 @@ class EndpointSpec:
 
     `path` is the API path, below `url`, to which requests are sent. `secret` holds the API key as
     `key`, or nothing; a key may be a variable `${NAME}` that the driver fills in. The limits hold
-    for the whole run; None for no limit. `timeout` is in seconds; prices are per million tokens,
+    for the whole run; None for no limit. `max_in_flight` is the most requests at once, `timeout` is
+    in seconds. Prices are per million tokens of prompts (`price_in`) and answers (`price_out`),
     None if unknown. `batch`: shards go to the server's batch API.
     """
 
@@ -35,7 +36,7 @@ class EndpointSpec:
 
     @property
     def limited(self) -> bool:
-        """Return whether there is a limit per minute."""
+        """Return whether requests or tokens per minute are limited."""
         return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
     def api_key(self) -> str:

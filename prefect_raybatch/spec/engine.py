@@ -52,11 +52,11 @@ class EngineSpec:
     """The model that answers, how requests reach its engines, and when an answer is complete.
 
     `sort`: rows of a shard enter the engine ordered by prefix and length. `merge`: equal requests
-    of a shard are asked once. `early_stop` says when an answer out of several choices is complete:
-    `decided`, once its tokens determine the label; `first_token`, after one token, and rows that it
-    leaves open are asked again; `off`, when the label is written out. `tries` are the engine
-    arguments of the precisions among which a trial on sampled rows decides before the first commit,
-    the preferred precision first; () if there is nothing to decide.
+    of a shard are sent once. `early_stop` says when an answer that must be one of several labels is
+    complete: `decided`, once its tokens determine the label; `first_token`, after one token, with a
+    second request if this leaves several labels; `off`, when the label is written out. `tries` are
+    the engine arguments of the precisions among which a trial on sampled rows decides before the
+    first commit, the preferred precision first; () if there is nothing to decide.
     """
 
     model: ModelRequest

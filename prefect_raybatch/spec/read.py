@@ -1,4 +1,4 @@
-"""Which rows a run reads."""
+"""The input rows that a run reads."""
 
 from __future__ import annotations
 

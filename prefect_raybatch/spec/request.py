@@ -84,7 +84,7 @@ class PromptSpec:
 
     @property
     def paired(self) -> bool:
-        """Whether a row may have two texts, for the task `score`, which compares them."""
+        """True if a row may have two texts, which the task `score` compares."""
         return self.second is not None or self.function is not None
 
     @property
@@ -122,7 +122,7 @@ class SamplingSpec:
     def fills_context(self) -> bool:
         """Return whether answers may fill the context (`sampling.max_tokens: null`).
 
-        `max_tokens` is then an assumption, for sizes.
+        `max_tokens` then holds an assumed number, used only to estimate sizes.
         """
         return self.fields.get("max_tokens") == WHOLE_CONTEXT
 
@@ -137,6 +137,6 @@ class SamplingSpec:
         return self.temperature > 0 and self.fields.get("seed") is None
 
     def greedy(self) -> SamplingSpec:
-        """Return the sampling for comparing models: one answer per row, without randomness."""
+        """Return a copy for comparing models: one answer per row, at temperature 0."""
         fields = {name: value for name, value in self.fields.items() if name != "n"}
         return replace(self, fields={**fields, "temperature": 0.0}, temperature=0.0, answers=1)

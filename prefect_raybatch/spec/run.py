@@ -1,4 +1,4 @@
-"""What a run does, the fingerprint that identifies it, and whose answers it reuses."""
+"""Everything that a run does, the fingerprint that identifies it, and the answers it reuses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Identity:
 
     @property
     def retry(self) -> Mapping[str, Any] | None:
-        """The failed rows that are the input; None for an ordinary input.
+        """The failed rows that a retry run infers; None for any other run.
 
-        {parent: run key of the retried run, errors: classes of the rows' errors, None for all}.
+        {parent: run key of the run in which they failed, errors: classes of their errors, None for
+        all}.
         """
         return self.parts.get("retry")
 
@@ -65,7 +66,7 @@ class RunSpec:
     In a cascade this is the spec of the larger model's run; `first` is that of the first model.
 
     Fields that depend on the rows or on a trial are set by `decide`, which returns another spec.
-    Only two other places copy a spec with changes: the requests that a run asks first
+    Only two other places copy a spec with changes: the requests phase
     (`runs.increment.requests_spec`) and the trial of a precision (`runs.precision.SampleBench`).
     """
 

@@ -12,13 +12,14 @@ Grammar = Literal["", "xgrammar", "guidance"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """What the tokens of a row are estimated from, besides the bytes of its columns.
+    """The properties of a job's prompts and answers from which the tokens of a row are estimated.
 
-    `shared_characters` begin every prompt (the system prompt, and the template up to its first
-    column); `own_characters` are the rest of the template. `caches`: vLLM's prefix cache computes
-    shared prefixes once. `form`: the backend of the grammar that answers follow, "" without one.
-    `text`: vLLM detokenizes answers. `out` is the most tokens of all answers to a row, with the
-    reason in `out_why`. `expected` are the tokens that they probably take, 0 if as many as `out`.
+    The bytes of the row's columns come in addition. `shared_characters` begin every prompt (the
+    system prompt, and the template up to its first column); `own_characters` are the rest of the
+    template. `caches`: vLLM's prefix cache computes shared prefixes once. `form` is the backend of
+    the grammar that answers follow, "" without one. `text`: vLLM detokenizes answers. `out` is the
+    most tokens of all answers to a row, with the reason in `out_why`. `expected` are the tokens
+    that these answers probably take, 0 if as many as `out`.
     """
 
     shared_characters: int

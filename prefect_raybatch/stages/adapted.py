@@ -20,8 +20,9 @@ class Adapted:
 
     `column` is the input column that holds the name of each row's adapter; None: all rows use the
     only adapter, whose name is "". `null`: the base model answers rows in which `column` is null;
-    otherwise they fail. `alone`: this engine can use the base model beside adapters. It is false on
-    a CPU, where vLLM answers such a row with another row's adapter (measured with vLLM 0.29).
+    otherwise they fail. `alone`: the engine can answer rows with the base model while others use
+    adapters. It is false on a CPU, where vLLM answers a row without an adapter with that of another
+    row (measured with vLLM 0.29).
     """
 
     column: str | None

@@ -15,9 +15,9 @@ LONGEST_REASON, LONGEST_LABEL = 20, 80  # characters
 
 
 def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[str, float]:
-    """Return {ANSWER_LABELS + label: number of answers}.
+    """Return the number of answers by label; the keys are ANSWER_LABELS + label.
 
-    An answer that is none of `labels` counts under the label "".
+    An answer that is none of `labels`, or None, counts under the label "".
     """
     names = {label: label[:LONGEST_LABEL] for label in labels}
     found = Counter(names.get(answer or "", "") for answer in answers)
@@ -27,10 +27,11 @@ def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[s
 def length_counts(
     answers: Iterable[Sequence[Sequence[int]]], reasons: Iterable[str | None]
 ) -> dict[str, float]:
-    """Return {ANSWER_LENGTHS + length: answers, ANSWER_ENDS + finish reason: rows}; None is "?".
+    """Return the number of answers by length in tokens, and the number of rows by finish reason.
 
-    `answers` has the token ids of each answer of each row. An answer's length in tokens is grouped
-    by its number of binary digits: 4 to 7 tokens count under 3, 8 to 15 under 4.
+    The keys are ANSWER_LENGTHS + length and ANSWER_ENDS + finish reason, "?" for None. `answers`
+    has the token ids of each answer of each row, `reasons` one finish reason per row. Lengths are
+    grouped by their number of binary digits: 4 to 7 tokens count under 3, 8 to 15 under 4.
     """
     lengths = Counter(len(ids).bit_length() for row in answers for ids in row)
     ends = Counter(str(reason or "?")[:LONGEST_REASON] for reason in reasons)

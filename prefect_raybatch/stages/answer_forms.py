@@ -82,8 +82,8 @@ def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
 class Spelling:
     """Checks whether the answers of a block have the required form.
 
-    An answer whose decoded text does not fit is checked again in the spelling of its tokens,
-    because decoding drops leading blanks, and special tokens that may be part of a grammar.
+    An answer that does not fit as decoded is checked again as the exact text of its tokens:
+    decoding drops leading blanks, and special tokens that may be part of a grammar.
     """
 
     def __init__(

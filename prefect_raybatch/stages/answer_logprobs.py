@@ -30,10 +30,10 @@ TokenLogprobs = list[TokenLogprob]  # of one step: the chosen token first
 
 
 def logprobs_type(most: int, answers: int) -> pa.DataType:
-    """Return the type of the log probabilities column: a list of tokens for each answer.
+    """Return the type of the log probabilities column: per row, a list of tokens for each answer.
 
-    With one answer a row (`answers` is 1), the column holds that list itself. `most`: alternatives
-    of each token, in its field `top`; 0: there is no such field.
+    If `answers` (per row) is 1, a row has only the list of tokens. `most` is the number of most
+    probable tokens listed with each token in its field `top`; with 0 there is no such field.
     """
     top = [("top", pa.list_(pa.struct(_TOKEN)))] if most else []
     one = pa.list_(pa.struct([*_TOKEN, *top]))

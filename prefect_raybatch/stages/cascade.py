@@ -69,12 +69,11 @@ class FirstAnswers:
     """The first model's result, looked up by row number, and the choice of rows for the larger one.
 
     `data` and `failed` are the files of the first model's valid and failed rows. `unsure` is the
-    number of rows that meet the conditions of `cascade`, `escalated` the number of those that get
-    the larger model's answer: rows whose (sureness, row number) is at most `last`, or all unsure
-    rows if `last` is None, and rows in `again`. `again` has the numbers, ascending, of a retry's
-    rows that an earlier run sent to the larger model. `checked` are the numbers of further rows,
-    ascending, that the larger model answers for comparison only: they keep the first model's
-    answer.
+    number of rows that meet the conditions of `cascade`. `escalated` is the number of those that
+    get the larger model's answer: all if `last` is None, else those whose (sureness, row number) is
+    at most `last`, and those in `again`. `again` has the numbers, ascending, of rows of a retry run
+    that an earlier run sent to the larger model. `checked` are the numbers, ascending, of further
+    rows that the larger model answers only for comparison: they keep the first model's answer.
     """
 
     data: AnswerFiles
@@ -95,7 +94,7 @@ class FirstAnswers:
         return self.escalated + len(self.checked)
 
     def is_checked(self, numbers: np.ndarray) -> np.ndarray:
-        """Return bool[rows]: whether both models answer a row only to compare their answers.
+        """Return bool[rows]: whether the larger model answers a row only for comparison.
 
         `numbers` are the row numbers.
         """
@@ -104,8 +103,8 @@ class FirstAnswers:
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
         """Return bool[rows]: whether a row gets the larger model's answer, by row `numbers`.
 
-        These are the unsure rows up to `last` or in `again`; rows that are only checked are not
-        among them.
+        It does if it is unsure, and not excluded by `last` (see the class). Rows that are only
+        checked do not.
         """
         sureness = sureness_of(self, numbers)
         chosen = np.asarray(sureness < np.inf)
@@ -265,7 +264,7 @@ def _unasked(table: pa.Table, began: float) -> pa.Table:
 
 
 def failed_at_larger(receipt: Receipt) -> Receipt:
-    """Return the receipt with its failed rows counted in the stats as the larger model's."""
+    """Return the receipt with stats that count its failed rows as failed at the larger model."""
     counts = {LARGER_FAILED: float(len(receipt.failed))}
     return replace(receipt, stats=replace(receipt.stats, others=counts))
 
@@ -347,12 +346,13 @@ class EscalateFinish(Finish):
         return []
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        """Return {name: count}: what `Finish._counts` returns, and how the larger model did.
+        """Return {name: count}: the counts of `Finish._counts`, and those of the larger model.
 
-        That is the number of rows which it answered or failed for the result, and the number of
-        checked rows which it answered, for which both models' answers are equal, and which it did
-        not answer. Answers are equal if all columns but the thinking are. Lengths and finish
-        reasons of the first model's answers are not in its result, so these are left out.
+        The latter are the rows of the result that it answered, and that it failed. Of the checked
+        rows, they are those that it answered, those with equal answers of both models, and those
+        that it did not answer. Answers are equal if all columns but the thinking are. Lengths and
+        finish reasons of the first model's answers are not counted: its result does not have
+        them.
         """
         kept = set(self._kept_rows(table))
         decided = [outcome for i, outcome in enumerate(outcomes) if i not in kept]

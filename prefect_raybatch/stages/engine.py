@@ -120,7 +120,7 @@ class EngineLaunch:
     takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes` (0:
     unknown, so the engine looks itself). `done` (picklable) returns whether a shard, by id, is
     committed. `sort` puts a block's rows in the order that suits the engine; `merge` sends equal
-    requests of a block once. `hang_seconds` is the time limit of a step, None for no limit.
+    requests of a block once. `hang_seconds` limits one step of vLLM, None for no limit.
     `labels` are the labels whose probabilities are written. `early_stop`: when to stop generating
     an answer that is one of several labels (see `label_cutoff`). By `attempt`, an actor finds the
     note (`process_note`) that a dead actor of the same driver left on its node. `encodes`: the
@@ -161,9 +161,9 @@ def engine_launch(
     task: pooling.Pooling | None = None,
     tell: phases.ReportStart | None = None,
 ) -> EngineLaunch:
-    """Return everything that an engine of the pinned `model` is started with.
+    """Return what an engine of the pinned `model` is started with; `task` is None unless pooling.
 
-    Every sizing argument is set explicitly: through Ray, vLLM's own defaults starve a GPU.
+    Every sizing argument is set explicitly: under Ray, vLLM's own defaults underuse a GPU.
     """
     cpu, request = size.pool.device == "cpu", spec.engine.model
     sampling = dict(spec.sampling.fields if task is None else task.fields)
@@ -275,13 +275,13 @@ class EngineStage:
         self._early = LabelCutoff(launch.early_stop, self._token_bytes)
 
     def take_over(self, launch: EngineLaunch) -> None:
-        """Work for another run from now on with the running engine.
+        """Work for another run from now on, with the running engine.
 
         `launch` must equal the earlier one in everything that the engine was started with. No block
         may be in the engine.
 
-        The start of an engine that was prewarmed for this run is reported as the run's own. One
-        that could not start is not tried again, and the run is told why.
+        If the engine was prewarmed for this run, its start is reported as the run's own; if it
+        could not start, it is not tried again, and the run's blocks are lost with the reason.
         """
         untaken, refused = self.launch.untaken, self._refused
         if untaken:
@@ -334,7 +334,7 @@ class EngineStage:
     def _tell(self, stepped: Callable[[], float]) -> phases.StartReporter:
         """Start a thread that reports this engine's start, and end the thread of an earlier one.
 
-        `stepped` returns when the first step was over (seconds since 1970), 0 before.
+        `stepped` returns when the engine's first step ended (seconds since 1970), 0 if none has.
         """
         if self._teller is not None:
             self._teller.end()
@@ -346,7 +346,10 @@ class EngineStage:
         return 0.0 if engine is None else float(engine.stats().get("stepped_at", 0.0))
 
     def _begin_working(self) -> None:
-        """Start an engine, and prove it (`_prove`) if one died before without answering a row."""
+        """Start an engine, and test it (`_prove`) if an earlier one died before it answered a row.
+
+        `_refused` says why if there is no engine afterwards.
+        """
         if not (self._take_labels() and self._take_adapters()):
             return
         left, self._left = self._left, None
@@ -473,7 +476,10 @@ class EngineStage:
         return share
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Answer the valid rows of a block; add answers, finish reasons and token counts."""
+        """Answer the valid rows of a block; add answers, finish reasons and token counts.
+
+        Returns a lost block if there is no engine, or if it dies meanwhile.
+        """
         from prefect_raybatch.stages.vllm.stepper import EngineDied
 
         table = self.pending(table)
@@ -540,11 +546,11 @@ class EngineStage:
         return [*(pooling.without_misfits(made) if pools else made), *refused]
 
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
-        """Return the engine's answers to the requests.
+        """Return the engine's answers to the requests, in their order.
 
-        If the job asks for label probabilities, `Completion.later` has the log probabilities of the
-        possible tokens at each later fork of the labels (`label_probabilities.Fork`), each from one
-        further request.
+        If the job asks for label probabilities, each request is followed by one further request for
+        each later fork of the labels (`label_probabilities.Fork`). `Completion.later` has the log
+        probabilities of the possible tokens at each of these forks.
         """
         labels, run = self._labels, partial(self._meter.run, engine)
         if labels is None or not labels.later:
@@ -567,14 +573,11 @@ class EngineStage:
         return {} if engine is None else engine.load()
 
     def pending(self, table: pa.Table) -> pa.Table:
-        """Return the block, or an empty one if its shards are committed.
+        """Return the block if it must still be answered, an empty one if its shards are committed.
 
-        Returns a lost block if the node is being drained.
-
-        Another driver may have committed a shard meanwhile. A block that starts on a node that is
-        being drained would be lost with it.
-
-        The read stage checks for commits too, but runs ahead: blocks can wait here for a long time.
+        Returns a lost block if the node is being drained, because the block would be lost with it.
+        Another driver may have committed a shard meanwhile: the read stage checks for that too, but
+        runs ahead, and blocks can wait here for a long time.
         """
         if is_passthrough(table):
             return table

@@ -238,9 +238,10 @@ class Finish:
         return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        """Return the number of answers by label, or else by length and finish reason.
+        """Return counts of answers by label, or else by length and finish reason.
 
-        Failed rows are left out. The keys are those of `answer_counts`.
+        `_counts_labels` says which. Failed rows are left out. The keys are those of
+        `answer_counts`.
         """
         well = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
         if self._counts_labels():
@@ -256,7 +257,10 @@ class Finish:
         return length_counts([answers[i] or () for i in well], [reasons[i] for i in well])
 
     def _counts_labels(self) -> bool:
-        """Return whether answers are counted by label."""
+        """Return whether answers are counted by label.
+
+        They are if the job has choices, not more than MOST_COUNTED_LABELS, and no answer schema.
+        """
         return 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None
 
     def _input_counts(self, table: pa.Table) -> dict[str, float]:

@@ -27,10 +27,11 @@ _DIGEST_BYTES = 6
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
-    """Count nulls, other values, and each common value in the input columns of a block.
+    """Return {name: rows}: nulls, other values and each common value in a block's input columns.
 
-    `columns` names the columns, None: all. Values that are rare, long, or of a type such as a list
-    have no count of their own.
+    The names are made of the constants in `ledger.stats`. `columns` names the columns, None: all;
+    only the first _MOST_COLUMNS are counted, and none with a long name. Values that are rare, long,
+    or of a type such as a list have no count of their own.
     """
     present = input_columns(table)
     names = present if columns is None else [name for name in columns if name in present]

@@ -3,7 +3,7 @@
 After `label_cap` tokens (the longest common prefix of two labels in bytes, plus one), an answer has
 ended or its bytes begin only one label. So `max_tokens` is lowered to this number, and the label is
 completed here, from the bytes that the grammar itself assigns to each token, not from decoded text.
-The engine computes the same steps as without this, but stops sooner. Where the uncapped answer
+The engine generates the same tokens as without this, but stops sooner. Where the uncapped answer
 would have been cut off in the middle of a label, the result has the whole label.
 
 With `engine.early_stop: first_token`, only one token is generated at first. If several labels begin
@@ -173,11 +173,10 @@ class LabelCutoff:
         return request if short is None else replace(request, params=short.params)
 
     def _completed(self, done: Completion, short: Shortened | None) -> Completion | None:
-        """Return the answer `done` with its label complete; None if its tokens do not decide one.
+        """Return the answer `done` with its label complete; None if the request must be sent again.
 
-        The request must then be sent again. An answer is returned unchanged if its request was not
-        shortened (`short` is None), if it failed or was not cut off, and, if undecided, with
-        `short.whole`.
+        It must if its tokens do not decide a label, and it was shortened (not `short.whole`). The
+        answer is returned unchanged if `short` is None, if it failed, or if it was not cut off.
         """
         if short is None or done.error or done.finish_reason != "length":
             return done
@@ -203,8 +202,8 @@ class LabelCutoff:
         """Return `made` with each None replaced by an answer from further requests.
 
         `done` has the answer to each shortened request, `made` the same with labels completed, None
-        where undecided. Tried are, in this order: a request for the rest of the label, the request
-        shortened to `label_cap` tokens, the original request.
+        where undecided. Each of these rows is tried with a request for the rest of the label, then
+        with the request shortened to `label_cap` tokens, then with the original request.
         """
         todo = [i for i, completion in enumerate(made) if completion is None]
         seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}
@@ -225,8 +224,8 @@ class LabelCutoff:
         """Return the second request for an answer `done` of one token, for the rest of its label.
 
         The `choice` of that request has what follows the token in each label that begins with it.
-        None if fewer than two labels do, or if such a request is impossible, as with images or if
-        `short.again` is False.
+        None if fewer than two labels begin with it, if it ends inside a character, if the row has
+        images, or if `short.again` is False.
         """
         if short is None or not short.again or request.features is not None:
             return None  # features say where in the prompt the images are

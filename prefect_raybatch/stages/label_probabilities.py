@@ -1,4 +1,4 @@
-"""Computes the probability of each label of `sampling.choice`, from the steps where labels diverge.
+"""Computes the probability of each label of `sampling.choice`, from the places where they diverge.
 
 An answer must be one of the labels, so at each of its tokens the model chooses among those that
 continue some label. With l(token) the log probability of a token after the prompt and the answer so
@@ -43,9 +43,10 @@ class Fork:
     tokens: tuple[int, ...]
 
     def shares(self, told: Mapping[int, float]) -> dict[int, float] | None:
-        """Return {next token: probability}, from `told`, reported log probabilities by token id.
+        """Return {possible next token: probability}; the probabilities sum to 1.
 
-        A next token that is not in `told` has probability 0. None if no next token is in it.
+        `told` are the log probabilities that vLLM reported, by token id. A possible token that was
+        not reported has probability 0. None if none was reported.
         """
         found = [told.get(token, -math.inf) for token in self.tokens]
         most = max(found)
@@ -60,7 +61,7 @@ class Fork:
 class LabelTokens:
     """The labels of a job and the tokens of each (`paths`).
 
-    A label that is the beginning of another ends with the end token.
+    The tokens of a label that is the beginning of another label include the end token.
     """
 
     labels: tuple[str, ...]
@@ -92,7 +93,7 @@ class LabelTokens:
 
     @cached_property
     def forks(self) -> tuple[Fork, ...]:
-        """Return the places where labels diverge, beginning with an answer's first token."""
+        """Return the places where labels diverge, sorted by the number of tokens before them."""
         following: dict[tuple[int, ...], dict[int, None]] = {}
         for path in self.paths:
             for at, token in enumerate(path):
@@ -106,7 +107,10 @@ class LabelTokens:
         return tuple(fork for fork in self.forks if fork.before)
 
     def with_logprobs(self, sampling: SamplingFields) -> SamplingFields:
-        """Return `sampling` with a request for log probabilities of the labels' first tokens."""
+        """Return `sampling` with a request for log probabilities of the labels' first tokens.
+
+        It is unchanged if all labels have the same first token.
+        """
         first = [fork for fork in self.forks if not fork.before]
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
@@ -123,8 +127,8 @@ class LabelTokens:
     ) -> list[tuple[str, float]] | None:
         """Return (label, probability) for each label; None if a fork has no reported token.
 
-        `first` holds the log probabilities of the answer's first step by token id, `later` those of
-        each later fork.
+        `first` holds the log probabilities of the answer's first token by token id, `later` those
+        of the token at each later fork, in the order of `self.later`.
         """
         told = dict(zip(self.later, later, strict=True))
         shares: dict[tuple[int, ...], dict[int, float]] = {}
@@ -140,9 +144,9 @@ class LabelTokens:
 
 
 def check_labels(labels: Sequence[str], model_request: ModelRequest, pinned: PinnedModel) -> None:
-    """Raise `ConfigError` for indistinguishable labels if the tokenizer is available here.
+    """Raise `ConfigError` for indistinguishable labels, if the tokenizer is on this machine.
 
-    Otherwise the engine reports them before its first row.
+    If it is not, the engine reports them before its first row.
     """
     if not labels:
         return

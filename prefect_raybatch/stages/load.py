@@ -1,8 +1,8 @@
-"""Load of an engine and its node: sampled in the engine's process, reported shard by shard.
+"""Load of an engine and its node: sampled in the engine's process, recorded with each shard.
 
-The figures travel in the block to `finish` and from there in the receipt to the commit, so they
-survive whatever the commit survives, and no server has to run or be queried. Unknown figures are
-left out, never 0.
+The figures reach the `finish` stage in a column of the block, and the commit in the worker's
+receipt. They are as durable as the commit, and no metrics server is needed. Unknown figures are
+left out, not set to 0.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ NO_STATS = ShardStats()
 
 
 class Sampler:
-    """Samples an engine and its node every `every` seconds from a thread of its own.
+    """Samples the load of an engine and its node every `every` seconds in a background thread.
 
-    `load()` returns the engine's state: running, waiting (numbers of sequences), sequences (the
-    most that may run), kv_cache (share in use), steps (number since its start); any of them may be
-    missing. `node()` returns cpu and gpu (shares in use), memory and gpu_memory (GiB in use).
+    `load()` returns the engine's figures: running and waiting (numbers of sequences), sequences
+    (the most that may run at once), kv_cache (share in use), steps (since the engine started). Any
+    of them may be missing. `node()` returns the node's: cpu and gpu (shares in use), memory and
+    gpu_memory (GiB in use); it is a `Node` by default. `clock()` returns seconds since 1970. The
+    last SAMPLES_KEPT samples are kept.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class Sampler:
         self._samples.append((now, {**load, **self.node()}))
 
     def stats_between(self, began: float, ended: float) -> ShardStats:
-        """Return the figures from `began` to `ended` (seconds since 1970).
+        """Return the figures sampled from `began` to `ended` (seconds since 1970).
 
-        Means of running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu; `*_peak`, the
-        highest of kv_cache, node_memory and gpu_memory; `samples`, the number of samples. A shard
-        shorter than the sampling interval gets the latest sample. Empty without a sample.
+        They are means (running, waiting, sequences, kv_cache, steps_per_s, node_cpu, gpu), peaks
+        (kv_cache_peak, node_memory_peak, gpu_memory_peak) and `samples`, the number of samples. If
+        there was no sample in that time, the latest one is used; if that is over two sampling
+        intervals old, the result is empty.
         """
         samples = list(self._samples)
         found = [sample for at, sample in samples if began <= at <= ended]
@@ -102,10 +105,11 @@ class Sampler:
         return ShardStats.of(stats)
 
     def add_stats(self, table: pa.Table, began: float, once: ShardStats = NO_STATS) -> pa.Table:
-        """Return the block with a column of figures (JSON), sampled since `began`.
+        """Return the block with a column (FIGURES) of the figures sampled since `began`.
 
-        The figures are in the first row of each shard, other rows are null. The figures `once` are
-        only in the first shard of the block, because they are summed over shards.
+        `began` is in seconds since 1970. The first row of each shard has the figures as JSON, and
+        other rows are null. The figures `once` are added to the first shard only, so that a sum
+        over the shards counts them once.
         """
         stats = self.stats_between(began, self.clock()).to_dict()
         values: list[str | None] = [None] * table.num_rows
@@ -133,7 +137,10 @@ PEAK_OF = {
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
-    """Return (engine figures of a block, {"engine": "host:pid"}); both are empty if unknown."""
+    """Return the figures of the block's first shard, and {"engine": "host:pid"}.
+
+    Both are empty if unknown.
+    """
     if FIGURES not in table.column_names:
         return ShardStats(), {}
     texts = table[FIGURES].drop_null()
@@ -142,7 +149,10 @@ def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
 
 
 class Node:
-    """Measures CPU and memory of this node, and the GPUs that this process may use."""
+    """Measures CPU and memory of this node, and the GPUs that this process may use.
+
+    A call returns cpu and gpu (shares in use), memory and gpu_memory (GiB in use).
+    """
 
     def __init__(self) -> None:
         psutil.cpu_percent(None)  # the first call has nothing to compare with

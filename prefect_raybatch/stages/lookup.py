@@ -1,7 +1,7 @@
-"""Finds each row's existing answer; replaces prepare and engine in a run that reuses answers.
+"""Looks up each row's stored answer; replaces prepare and engine in a run that reuses answers.
 
-The plan says where each row's answer is. The row's key is computed again, and a different key fails
-the row, because the answer would belong to another request.
+The plan says where each row's answer is. The key of the row's request is computed again. If it
+differs from the stored answer's key, the row fails, because the answer belongs to another request.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ IMAGE_LATE = Failure(
 
 @dataclass(frozen=True)
 class LookUp:
-    """The lookup stage: a function that adds existing answers to a block of input rows.
+    """The lookup stage: a function that adds stored answers to a block of input rows.
 
-    `prepare` makes the rows' requests, as it does for the engine, and `keying` their keys. `places`
-    says for each row of the input where its answer is: `kind` is REUSED (among `reused`, answers of
-    earlier runs), ASKED (among `asked`, answers of the requests phase), MERGED_ROW (there too, but
-    sent for an equal row) or NO_REQUEST (nowhere); `at` is the answer's number there. `places` also
-    holds the digests of the row's images. `failed` are failures of the requests phase, numbered as
-    its answers. If `by_row` is set, it holds the same answers by row number, and is read instead of
-    `reused` and `asked`. Shards have `rows_per_shard` rows. `optional` are the columns of OPTIONAL
-    that the finish stage needs; `pools`: answers are vectors.
+    `prepare` makes the rows' requests, as for an engine; `keying` computes their keys. `places` has
+    for each row of the input `kind`, the source of its answer, and `at`, the answer's number in
+    that source. The kinds are REUSED (in `reused`, answers of earlier runs), ASKED (in `asked`,
+    answers of the requests phase), MERGED_ROW (in `asked`, but sent for an equal row) and
+    NO_REQUEST (no answer). `places` also has the digests of the row's images. `failed` has the
+    failed requests of the requests phase, with the numbers of `asked`. If `by_row` is set, it has
+    all these answers by row number, and is read instead of `reused` and `asked`. Shards have
+    `rows_per_shard` rows. `optional` are the columns of OPTIONAL that the finish stage needs.
+    `pools`: answers are vectors.
     """
 
     prepare: Prepare
@@ -85,9 +86,11 @@ class LookUp:
     pools: bool = False
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Add answers, errors and times to a block of input rows.
+        """Return the block with columns of answers, errors and times.
 
-        Returns a lost block if the stored answers cannot be read; fatal if they are damaged.
+        Returns a lost or empty block unchanged. If the stored answers cannot be read or the prompt
+        function cannot be loaded, returns a lost block with the reason, fatal unless a retry can
+        help.
         """
         if is_passthrough(table):
             return table
@@ -146,10 +149,11 @@ class LookUp:
         kinds: np.ndarray,
         digests: list[Digests],
     ) -> list[ChatRequest | Failure]:
-        """Return requests with the planned `digests` of their images, which keys depend on.
+        """Return requests with the image digests of the plan, because request keys depend on them.
 
-        For rows that made no request when the run was planned, fetch the images again to find out
-        why, and return the failure.
+        `kinds` and `digests` are as from `_places`. A row that made no request when the run was
+        planned gets a failure instead: its images are fetched again to find out why, and if that
+        succeeds, the failure is IMAGE_LATE.
         """
         empty = [r.messages if isinstance(r, ChatRequest) else r for r in requests]
         requests = with_images(requests, empty, digests)
@@ -162,14 +166,15 @@ class LookUp:
         return requests
 
     def _rows(self, table: pa.Table) -> np.ndarray:
-        """Return the numbers (int64) of a block's rows in the input of the run."""
+        """Return each row's number (int64) in the run's input, counted from 0 across all shards."""
         shards = table[SHARD].to_numpy().astype(np.int64)
         return np.asarray(shards * self.rows_per_shard + table[POSITION].to_numpy())
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
-        """Return each row's kind of answer, the answer's number, and the digests of its images.
+        """Return each row's `kind` and `at` (see `LookUp`), and the digests of its images.
 
-        `rows` are row numbers. Raises `CorruptRun` if the plan lacks a row.
+        `rows` are row numbers. The list of digests is empty for a job without images. Raises
+        `CorruptRun` if the plan lacks a row.
         """
         there, places = self.places.take(rows)
         if places is None or not there.all():
@@ -180,10 +185,11 @@ class LookUp:
     def _answers(
         self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
     ) -> tuple[pa.Table, dict[int, Failure]]:
-        """Return the raw answer of each row (nulls if there is none), and failures by row index.
+        """Return a table of each row's raw answer, and the failures of requests by row index.
 
-        `numbers` are row numbers; `kinds` and `at` are as from `_places`. Raises `CorruptRun` if an
-        answer is missing.
+        A row without an answer has nulls in the table. `numbers` are row numbers; `kinds` and `at`
+        are as from `_places`. Raises `CorruptRun` if a row that made a request has neither answer
+        nor failure.
         """
         index = np.full(len(kinds), -1, np.int64)
         tables: list[pa.Table] = []
@@ -224,9 +230,10 @@ def _no_answer(schema: pa.Schema) -> pa.Table:
 
 
 def _vectors(answers: pa.Table, errors: list[Failure | None]) -> pa.Array | None:
-    """Return the answers' vectors as the engine stage does, null for a failed row.
+    """Return the answers' vectors as fixed_size_list<float32>, null for a row with an error.
 
-    None if all rows failed. A vector of another length than the first adds an error to `errors`.
+    A vector whose length differs from the first one's adds an error to `errors`. Returns None if
+    all rows had errors before.
     """
     lists = answers[VECTOR_COLUMN].combine_chunks()
     well = [i for i, error in enumerate(errors) if error is None]
@@ -263,8 +270,8 @@ def _failure(
 ) -> Failure | None:
     """Return why a row has no answer; None if it has one.
 
-    `key` is the key of its request now, `kind` its kind in `LookUp.places`, `held` the key of the
-    stored answer, `failed` the request's failure in the requests phase.
+    `key` is the key of the row's request now and `held` that of the stored answer. `kind` is as in
+    `LookUp.places`; `failed` is the request's failure in the requests phase.
     """
     if isinstance(request, Failure):
         return request

@@ -18,15 +18,15 @@ Document = Row  # a document for a chat template: texts by name, such as title a
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Chat messages of one row, the sampling fields it overrides, and documents for its template.
+    """Chat messages of one row, the sampling fields that it sets, and documents for its template.
 
     `images`: the SHA-256 of each of its images in the order of fetching, None for text alone or if
     not yet known.
 
     `raw`: the text of the messages is the whole prompt, without a chat template.
 
-    Text that comes from the job and not from the row: the first `job_messages` messages, and the
-    spans `job_text` (start, end) in characters of the last message.
+    Text from the job is told apart from text of the row: the first `job_messages` messages are the
+    job's, and in the last message the spans `job_text` (start, end in characters).
     """
 
     messages: Messages
@@ -45,7 +45,7 @@ class ChatRequest:
         return replace(self, messages=messages, job_messages=1)
 
     def with_content(self, index: int, start: int, stop: int) -> ChatRequest:
-        """Return the request with only characters [start, stop) of message `index`."""
+        """Return the request with message `index` cut to its characters [start, stop)."""
         messages = list(self.messages)
         content = messages[index]["content"][start:stop]
         messages[index] = {**messages[index], "content": content}
@@ -56,7 +56,10 @@ class ChatRequest:
         return replace(self, messages=messages, job_text=spans)
 
     def continued(self) -> ChatRequest:
-        """Return the request; raise ValueError if no answer can continue its last message."""
+        """Return the request itself; raise ValueError if its last message is not the assistant's.
+
+        With `prompt.continue_final_message`, the answer continues that message.
+        """
         role = self.messages[-1]["role"]
         if role != "assistant":
             raise ValueError(
@@ -66,15 +69,16 @@ class ChatRequest:
         return self
 
     def answer(self, most: int) -> int:
-        """Return the most output tokens: the request's own max_tokens, else `most`, the job's."""
+        """Return the request's limit of output tokens: its own max_tokens, or `most`, the job's."""
         own = (self.sampling or {}).get("max_tokens")
         return own if isinstance(own, int) else most
 
 
 class Filler:
-    """Fills the template from a row's texts (`cell_text`).
+    """Fills the prompt template: called with {column: text} of a row, it returns the request.
 
-    Only texts are inserted: no attribute of a value is reachable.
+    A call raises ValueError for a null (None), unless `prompt.on_null` is "empty". Values are
+    texts, as from `cell_texts`, so that a template cannot reach attributes of Python objects.
     """
 
     def __init__(self, template: str, prompt: PromptSpec):
@@ -104,9 +108,9 @@ class Filler:
 def _joined(
     parts: Iterable[tuple[str, str | None, str | None, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """Return (literal text, column after it or None) of a template; adjacent literals are joined.
+    """Split a template into (literal text, column inserted after it); None after the last text.
 
-    `parts` come from `string.Formatter.parse`.
+    `parts` come from `string.Formatter.parse`. Adjacent literals are joined.
     """
     joined: list[tuple[str, str | None]] = []
     literal = ""
@@ -125,11 +129,12 @@ def from_function(
     *,
     raw: bool = False,
 ) -> ChatRequest:
-    """Return the request that a prompt function makes of a row; `check` checks its sampling fields.
+    """Call a prompt function with a row and return the request that it makes.
 
     The function returns a text, a list of messages or {messages, sampling}. Only with `raw` may it
     return {prompt, sampling}, because nothing protects such a prompt from control tokens in the
-    row. Raises TypeError for any other result.
+    row. Raises TypeError for any other result. `check` is called with the row's sampling fields and
+    raises for those that a row must not set.
     """
     made = function(row)
     if isinstance(made, str):
@@ -185,7 +190,7 @@ def _messages(value: object, what: str) -> Messages:
 
 
 def _kind(value: object) -> str:
-    """Return the type of a value in words, for a dict with its keys."""
+    """Return the type of a value for an error message; for a dict, with its first keys."""
     if isinstance(value, dict):
         keys = ", ".join(repr(str(key))[:40] for key in list(value)[:5]) or "none"
         return f"a dict with the keys {keys}"

@@ -1,4 +1,4 @@
-"""Counts what an engine computes, and how long it had nothing to compute (`sizing/roofline.py`)."""
+"""Measures the FLOPs and bytes of an engine's work, and the time in which it had no requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts FLOPs, bytes, steps and idle time of an actor's engines, one after another.
+    """Counts FLOPs, bytes, steps and idle time of an actor's engine, also if it is replaced.
 
-    `work` has the FLOPs and bytes of a token; without it nothing is counted. Thread-safe: several
-    blocks are in an engine at once.
+    `work` (see `sizing/roofline.py`) has the FLOPs and bytes of a token and the GPUs' peaks; if it
+    is None, nothing is counted. Thread-safe, because several blocks are in an engine at once.
     """
 
     def __init__(self, work: Work | None, clock: Callable[[], float] = time.monotonic):
@@ -38,7 +38,10 @@ class Meter:
             self._engine, self._steps, self._busy = engine, found["steps"], found["busy_s"]
 
     def run(self, engine: SteppedEngine, requests: Sequence[Request]) -> list[Completion]:
-        """Return the engine's answers, and count their work. Raises what `engine.run` raises."""
+        """Send `requests` to the engine, return its answers, and count the work.
+
+        Answers with an error do not count. Raises what `engine.run` raises.
+        """
         if self.work is None:
             return engine.run(requests)
         with self._lock:
@@ -57,11 +60,11 @@ class Meter:
         return answers
 
     def take_stats(self, engine: SteppedEngine) -> ShardStats:
-        """Return what the engine did since the last call; empty without `work`.
+        """Return the engine's work since the last call, or at first since its first requests.
 
-        The figures are FLOPs and bytes moved; the FLOPs that its GPUs could have done, and the
-        bytes that they could have moved, in that time; steps; seconds since the last call, and in
-        how many of these seconds the engine had no request.
+        `flops` and `moved_bytes` are its work, `peak_flops` and `peak_bytes` the most that its GPUs
+        could have done in that time, and `steps` its steps. `up_s` is the length of that time in
+        seconds, `idle_s` the part in which the engine had no requests. Empty if `work` is None.
         """
         work = self.work
         if work is None:

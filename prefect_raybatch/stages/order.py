@@ -1,10 +1,11 @@
 """The order in which the rows of a block enter the engine; equal requests enter once.
 
 Rows with a shared prefix are adjacent, so that the KV blocks of the first row are still in the
-prefix cache for the next. Among such groups, and within one, the longest goes first, so that a long
-row does not keep an engine waiting at the end. vLLM enters a prompt's blocks into its cache when it
-schedules them and looks up each waiting request after that (0.29, `KVCacheManager.allocate_slots`),
-so neighbours share even within one step.
+prefix cache for the next. The groups of such rows, and the rows in a group, go in the order of
+their cost (`max_tokens`, then prompt length), the costliest first, so that a long row does not keep
+an engine waiting at the end. vLLM 0.29 puts a prompt's blocks into its cache when it schedules the
+prompt, before it looks up the next waiting request (`KVCacheManager.allocate_slots`), so neighbours
+share blocks even within one step.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 
 @dataclass(frozen=True)
 class EngineOrder:
-    """Rows in the order in which the engine gets them.
+    """Row indexes in the order in which the rows enter the engine.
 
-    `copies` maps a row to the other rows that get its answer.
+    `copies` maps a row in `rows` to the rows with equal requests, which are not in `rows` and get
+    its answer.
     """
 
     rows: list[int]
@@ -43,7 +45,10 @@ class EngineOrder:
 
 
 def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
-    """Return a key for each prompt (list<int32> without nulls) that sorts as its tokens do."""
+    """Return a sort key for each prompt: the keys compare as the lists of token ids do.
+
+    `tokens` is a list<int32> without nulls: the token ids of each prompt.
+    """
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
     # Big-endian numbers without sign compare as their bytes do, and bytes compare in C.
@@ -72,11 +77,11 @@ def arrange(
     sort: bool,
     merge: bool,
 ) -> EngineOrder:
-    """Return the order in which the valid rows (`valid`, indexes) enter the engine.
+    """Return the order in which rows enter the engine; `valid` are the indexes of those to send.
 
     `keys` (see `token_keys`) and sampling fields `params` have an entry for each row of the block.
-    `sort`: order rows by prefix and length, otherwise keep their order. `merge`: send equal
-    requests once if their answers are certain to be equal.
+    `sort`: order rows by prefix and cost; without it, they keep the order of `valid`. `merge`: send
+    equal requests once if their answers are certain to be equal.
     """
     asked = _merged(keys, params, valid) if merge else EngineOrder(list(valid))
     return EngineOrder(_sorted(keys, params, asked.rows), asked.copies) if sort else asked
@@ -85,8 +90,8 @@ def arrange(
 def is_exact(params: SamplingFields) -> bool:
     """Return whether equal prompts with the sampling fields `params` have equal answers in vLLM.
 
-    True for vectors, and for a single greedily sampled answer without a logits processor or extra
-    arguments.
+    True for a pooling request, and for a single greedily sampled answer without a logits processor
+    or extra arguments.
     """
     if "task" in params:  # a pooling request: nothing is sampled
         return True
@@ -98,7 +103,7 @@ def is_exact(params: SamplingFields) -> bool:
 
 
 def is_greedy(params: SamplingFields) -> bool:
-    """Return whether a request with the sampling fields `params` is sampled greedily."""
+    """Return whether requests with these fields are sampled greedily (temperature below GREEDY)."""
     temperature = params.get("temperature", 1.0)
     # A row's own fields may have any type; vLLM refuses those that it cannot use.
     return isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY
@@ -124,7 +129,8 @@ def _merged(
 def _sorted(keys: Sequence[bytes], params: Sequence[SamplingFields], rows: list[int]) -> list[int]:
     """Return the rows in the order of their prompts' prefix tree, the costliest branch first.
 
-    The cost of a branch is that of its costliest row: first its `max_tokens`, then its prompt.
+    A row's cost is its `max_tokens`, then the length of its prompt. A branch costs as much as its
+    costliest row.
     """
     rows = sorted(rows, key=keys.__getitem__)
     common = common_tokens([keys[row] for row in rows])
@@ -155,7 +161,10 @@ def _bound(params: SamplingFields) -> int:
 
 
 def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
-    """Return int64[len(keys)]: the length in tokens of the prefix shared with the key before."""
+    """Return int64[len(keys)]: how many tokens each prompt shares with the one before as a prefix.
+
+    `keys` are as from `token_keys`; the first value is 0.
+    """
     common = np.zeros(len(keys), np.int64)
     before = np.empty(0, np.uint8)
     for i, key in enumerate(keys):
@@ -171,7 +180,10 @@ def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
 def _by_identity(
     make: Callable[[SamplingFields], Returned],
 ) -> Callable[[SamplingFields], Returned]:
-    """Return `make` with its results cached by `id` of the dict: most rows share the job's dict."""
+    """Return `make` with its results cached by the `id` of the argument.
+
+    This is enough, because most rows share the job's dict.
+    """
     made: dict[int, Returned] = {}
 
     def known(params: SamplingFields) -> Returned:

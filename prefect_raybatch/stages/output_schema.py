@@ -28,8 +28,9 @@ def output_schema(
 ) -> pa.Schema:
     """Return the types of the output columns, which are the same for all shards of a run.
 
-    If neither the job nor an earlier shard determines them, infer them from `rows` and store them
-    in `store` by put-if-absent. `several`: rows have several answers.
+    If neither the job nor an earlier shard determines them, infer them from `rows`, the values of
+    this shard, and store them in the run directory `store` by put-if-absent. `several`: each row
+    has several answers.
     """
     if spec.postprocess is None:
         form = spec.schema
@@ -53,9 +54,10 @@ def output_schema(
 def fitting_columns(
     schema: pa.Schema, rows: Mapping[int, ColumnValues]
 ) -> tuple[list[ResultColumn], dict[int, Failure]]:
-    """Return (columns of the rows that fit the schema, {index of another row: failure}).
+    """Return the columns of the rows that fit the schema, and a failure for each other row.
 
-    `rows` are the column values by row index.
+    `rows` and the failures are by row index. A column has an entry for each fitting row, in the
+    order of `rows`.
     """
     misfits: dict[int, Failure] = {}
     for i, row in rows.items():
@@ -92,7 +94,7 @@ def _read_schema(store: Store) -> pa.Schema:
 
 
 def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
-    """Return types from the first shard's rows; a column of nulls is taken as text."""
+    """Return the columns' types, inferred from the first shard's rows; string for nulls only."""
     # Use the column names that most rows have: the other rows fail later.
     names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
     rows = [row for row in rows if row.keys() == names]
@@ -104,7 +106,10 @@ def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
 
 
 def _infer_type(values: Sequence[object]) -> pa.DataType:
-    """Return the type of all values, or of most; values of another type then fail to cast."""
+    """Return the Arrow type of the values; if they have several types, the most frequent one.
+
+    If all values are None, it is Arrow's null type.
+    """
     try:
         return pa.infer_type(values)
     except NOT_CAST:

@@ -45,7 +45,7 @@ def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
 def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> ReasoningParser:
     """Return vLLM's parser that tells whether the thinking in a prompt has ended.
 
-    Raises `ConfigError` if the job names no parser, or if it does not work with the tokenizer.
+    Raises `ConfigError` if the job names no parser, or one that does not work with the tokenizer.
     """
     if parsing.reasoning is None:
         raise ConfigError("output.reasoning_parser is not set")
@@ -62,7 +62,8 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> Reasonin
 class Parsers:
     """vLLM's parsers of a job, which split answers into thinking, text and tool calls.
 
-    They see special tokens; result columns contain none unless `keep_special`.
+    The parsers get answers with their special tokens. These are then removed from the text of the
+    result columns, unless `keep_special` is true.
     """
 
     def __init__(self, parsing: ParsingSpec, tokenizer: Tokenizer, keep_special: bool = False):
@@ -74,7 +75,7 @@ class Parsers:
         self._words = re.compile(known) if known and not keep_special else None
 
     def visible(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return an answer's token ids without the end token, as vLLM's parsers expect them."""
+        """Return an answer's token ids without a special token at the end."""
         return ids[:-1] if len(ids) and ids[-1] in self.special else ids
 
     def split_answers(
@@ -85,7 +86,9 @@ class Parsers:
     ) -> tuple[list[AnswerText], list[ColumnValues]]:
         """Return each row's text without thinking and tool calls, and its other parsed columns.
 
-        If a text cannot be parsed, sets the row's entry in `failures`.
+        Rows with an entry in `failures` are not parsed: their text stays, and they get no columns.
+        If a text cannot be parsed, the row's entry in `failures` is set. Raises if a parser cannot
+        be imported.
         """
         _ = self._open, self._closed  # raises here, not in a row, if a parser cannot be imported
         ids = table[ANSWERS].to_pylist()
@@ -118,10 +121,10 @@ class Parsers:
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> ColumnValues:
-        """Return the parsed columns of an answer by name, its remaining text under "".
+        """Return an answer's parsed columns by name; the name "" has the text that remains.
 
-        `opened`: the answer may begin with thinking. `name` is part of the ids of its tool calls if
-        the model sets none.
+        `ids` are the answer's token ids. `opened`: the answer may begin with thinking. A tool call
+        for which the model sets no id gets the id "call-{name}-{number}".
         """
         make = self._open if opened else self._closed
         reasoning: str | None = None
@@ -149,10 +152,10 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Return the text without special tokens (with them if `keep_special`), None if it is None.
+        """Return the text without special tokens, which `keep_special` keeps; None for None.
 
-        `thinks`: the model thinks before it answers, so blanks around the text are removed too; if
-        the text is the `answer`, only blanks before it.
+        `thinks`: the model thinks before it answers. Then whitespace is removed as well: before the
+        text if it is the `answer`, else on both sides.
         """
         if text is None:
             return None

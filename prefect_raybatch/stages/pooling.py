@@ -27,7 +27,10 @@ RowAnswer = tuple[int, Sequence[int], "Completion"]  # requested row, rows that 
 
 
 class Texts(Enum):
-    """The texts of a row: one prompt, a pair in one prompt, or two prompts."""
+    """How a row's texts are sent: one text, two texts in one prompt, or two texts as two prompts.
+
+    Two prompts are compared by their vectors.
+    """
 
     ONE = "one"
     PAIR = "pair"
@@ -79,7 +82,8 @@ class Pooling:
     def engine_arguments(self, sized: EngineFields, given: Collection[str]) -> dict[str, Any]:
         """Return the engine arguments `sized`, changed for vLLM's pooling runner and this model.
 
-        `given` are the names of the arguments that the job sets.
+        A step has room for `longest` tokens. An encoder does not cache prefixes, unless the job
+        sets `enable_prefix_caching`. `given` are the names of the arguments that the job sets.
         """
         step = max(int(sized.get("max_num_batched_tokens") or 0), self.longest)
         made = {**sized, "runner": "pooling", "max_num_batched_tokens": step}
@@ -90,7 +94,7 @@ class Pooling:
 
 
 def _encodes(model: ModelRequest, config: ModelConfig) -> bool:
-    """Return whether a model is an encoder: none of its architectures is a decoder's in vLLM.
+    """Return whether a model is an encoder: vLLM generates text with none of its architectures.
 
     An encoder processes a prompt in one step.
     """
@@ -114,11 +118,12 @@ def ask_pairs(
     sort: bool,
     merge: bool,
 ) -> list[RowAnswer]:
-    """Return, for each valid row (`valid`), the cosine similarity of its two prompts as its answer.
+    """Send the two prompts of each valid row; return their cosine similarity as the row's answer.
 
-    `run` sends requests to the engine; `request(row, side)` makes them for side 0 and 1, and
-    `keys[side]` are their prompts' keys (`order.token_keys`). With `merge`, a text that several
-    rows share, such as a query, is sent once.
+    `run` sends requests to the engine; `request(row, side)` makes the request of side 0 or 1, and
+    `keys[side]` are the prompts' keys (`order.token_keys`). `valid` are row indexes; `params` has
+    the sampling fields of each row. `sort` is as in `order.arrange`. With `merge`, a text that
+    several rows share, such as a query, is sent once.
     """
     rows = len(params)
     both = [*valid, *(rows + i for i in valid)]
@@ -175,7 +180,10 @@ def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
 
 
 def column(rows: int, answers: Iterable[RowAnswer]) -> pa.Array:
-    """Return fixed_size_list<float32>[rows]: the vector of each row, null if there is none."""
+    """Return fixed_size_list<float32> with the vector of each of `rows` rows, null without one.
+
+    Rows without an answer and answers with an error have none.
+    """
     good = [(served, c.vector) for _, served, c in answers if c.error is None]
     size = len(np.asarray(good[0][1])) if good else 1
     values, missing = np.zeros((rows, size), np.float32), np.ones(rows, bool)

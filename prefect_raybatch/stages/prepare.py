@@ -1,6 +1,7 @@
-"""From row to request: template or user function, chat template, tokens. CPU, one block at a time.
+"""Turns rows into requests: by template or user function, then chat template and tokenizer.
 
-A row that fails here is marked and skips the engine; the other rows of its block go on.
+Runs on CPUs, one block at a time. A row that fails here gets an error and skips the engine; the
+other rows of its block go on.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class Prepare:
     `model` is the plan's pinned model, `max_model_len` is in tokens (None: the model's own). A
     row's own sampling fields are checked against `sampling`, the job's; a prompt that is cut leaves
     room for an answer of `max_tokens`. `calls` says in which process the user's function is called.
-    With a reasoning parser in `parsing`, rows whose answers may begin with thinking are marked.
-    `images` fetches a row's images; None for text alone. `keying` computes request keys, which must
-    equal those in the block; None if the block has none.
+    With a reasoning parser in `parsing`, a column says which answers may begin with thinking.
+    `images` fetches a row's images; None for text alone. With `keying`, the block has a column of
+    the planned request keys, and a row fails if the key of its request differs.
     """
 
     prompt: PromptSpec
@@ -92,7 +93,11 @@ class Prepare:
     keying: Keying | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Add columns of tokens, sampling fields, errors and seconds to a block of input rows."""
+        """Return the block with columns of tokens, sampling fields, errors and seconds.
+
+        Returns a lost or empty block unchanged, and a lost block if the model or the user's
+        function cannot be loaded.
+        """
         if is_passthrough(table):
             return table
         try:
@@ -137,13 +142,14 @@ class Prepare:
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """Return the request of each row of a block, before chat template and tokenizer."""
+        """Return the request of each row, or its failure, before chat template and tokenizer."""
         return self._requests(table)
 
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
-        """Return each row's request with everything its key needs, and the digests of its images.
+        """Return each row's request with the hashes of its images, and the digests of these images.
 
-        Images are fetched for their digests. The second list is empty if the job has no images.
+        `Keying.keys` needs such requests. Images are fetched for their digests. The second list is
+        empty if the job has no images.
         """
         requests = self.requests(table)
         if self.images is None:
@@ -154,7 +160,7 @@ class Prepare:
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return the request and the prompt tokens of each row of a block, of any length.
+        """Return the request and the prompt tokens of each row of a block; no prompt is cut.
 
         A row without a request has a `Failure` in both lists, a row without a prompt in the second.
         A prompt of far more tokens than the model takes is a `LongPrompt`.
@@ -199,8 +205,8 @@ class Prepare:
     ) -> Messages | Failure:
         """Return a row's messages made safe for vLLM's image renderer, or the row's failure.
 
-        A text of far more than `most` tokens fails the row. Control tokens in row text fail the row
-        or are split by a space, as `prompt.special_tokens_in_rows` says.
+        A text of far more than `most` tokens fails the row. A control token in row text fails it or
+        is split by a space, as `prompt.special_tokens_in_rows` says.
         """
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages
@@ -225,9 +231,10 @@ class Prepare:
     ) -> list[bool | None]:
         """Return whether each row's answer may begin with thinking; None for a failed row.
 
-        The text that the chat template puts after the last message decides. For a row whose answer
-        has a form, the whole prompt decides, as in vLLM when it decides where the form starts to
-        apply.
+        The text that the chat template puts after the last message decides. The whole prompt
+        decides if that text is not known, as with images, and for a row whose answer must be a
+        choice, JSON or the like (`form`): vLLM applies such a constraint from where the thinking in
+        the whole prompt ends.
         """
         tokenizer = self._tokenizer()
         parser = reasoning_parser_for(parsing, tokenizer)
@@ -250,9 +257,10 @@ class Prepare:
     def _fitted(
         self, request: ChatRequest | Failure, tokens: TokenIds | Failure, limit: int | None
     ) -> TokenIds | Failure:
-        """Return prompt tokens that leave room for an answer within `limit` tokens, or a failure.
+        """Return a row's prompt tokens, cut if the job allows it, or a failure.
 
-        A prompt that is too long is cut if the job allows it. `limit` is None for no limit.
+        A prompt of `limit` tokens or more fails; None is no limit. If the job cuts long prompts,
+        one that leaves no room for the row's `max_tokens` is cut, if possible.
         """
         if isinstance(tokens, Failure) or isinstance(request, Failure):
             return tokens
@@ -321,7 +329,8 @@ def _text_rows(table: pa.Table, names: Sequence[str]) -> Iterator[dict[str, str 
 def with_own_forms(table: pa.Table, requests: Sequence[ChatRequest | Failure]) -> pa.Table:
     """Return the block with a column of each row's own `choice` and `structured_outputs`.
 
-    The column has them as JSON, and null for a row without them or a failed one.
+    These are sampling fields that the row itself sets; the column has them as JSON. It is null for
+    a row that sets neither, or that failed.
     """
     own = [own_form(r.sampling) if isinstance(r, ChatRequest) else None for r in requests]
     return OWN_FORM.add_to(table, own)
@@ -346,9 +355,9 @@ def with_images(
 
 
 def messages_for_images(request: ChatRequest | Failure) -> Messages | Failure:
-    """Return the messages of a request in a job with images, or the row's failure.
+    """Return the messages of a request in a job with images; a failed row's failure is passed on.
 
-    Raw prompts and documents cannot be combined with images.
+    A request with a raw prompt or documents gets a failure, as they do not work with images.
     """
     if isinstance(request, ChatRequest) and (request.documents or request.raw):
         what = "a raw prompt" if request.raw else "prompt.documents"

@@ -68,7 +68,10 @@ _kept: LRUCache[tuple[str, tuple[str, ...], int], pa.Table] = LRUCache(KEPT_BYTE
 
 
 def raw_columns(table: pa.Table) -> pa.Table:
-    """Return the raw answers in an engine's block, one per row."""
+    """Return the raw answers in an engine's block, a row each, under the names of the files.
+
+    Columns that the block lacks are null.
+    """
     pooled = VECTOR in table.column_names
     columns = [
         table[name].combine_chunks().cast(kind)
@@ -95,16 +98,16 @@ class AnswerFile:
 
 @dataclass(frozen=True)
 class AnswerFiles:
-    """Looks up the `columns` of rows by row number in `files`, which are in number order."""
+    """Looks up the `columns` of rows by row number in `files`, which are sorted by `first`."""
 
     store: Store
     files: tuple[AnswerFile, ...]
     columns: tuple[str, ...]
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, pa.Table | None]:
-        """Return (bool[len(numbers)]: whether a row with this number exists, table of these rows).
+        """Return (bool[len(numbers)]: whether a row with this number exists, table of those rows).
 
-        The rows are in the order of `numbers`; the table is None if no row exists.
+        The table is in the order of `numbers`, and None if no row exists.
         """
         there = np.zeros(len(numbers), bool)
         order = np.argsort(numbers, kind="stable")
@@ -147,7 +150,7 @@ class AnswerFiles:
         return there, tables
 
     def _group(self, file: AnswerFile, group: int) -> pa.Table:
-        """Return a row group; recent ones are cached, because distant rows may share an answer."""
+        """Return row group number `group` of a file, from a cache if it was read recently."""
         names = (*self.columns, *([NUMBER] if file.numbered else []))
         key = (file.sums.sha256, names, group)
         with _lock:
@@ -219,10 +222,10 @@ class NamedFile:
 
 
 def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]:
-    """Return files of answers whose rows are numbered from 0 on, across `files` in their order.
+    """Return `files` with their rows numbered consecutively from 0, in the order of the files.
 
-    The first number of each follows from the recorded row counts. Raises `CorruptRun` for a file
-    that is missing or whose SHA-256 differs from its record.
+    The number of each file's first row follows from the recorded row counts. Raises `CorruptRun`
+    for a file that is missing or whose SHA-256 differs from its record.
     """
     made, first = [], 0
     for file, sums in zip(files, _every_sum(store, files), strict=True):
@@ -232,10 +235,10 @@ def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]
 
 
 def numbered(store: Store, files: Sequence[tuple[int, NamedFile]]) -> tuple[AnswerFile, ...]:
-    """Check files whose rows are numbered by their column `_row`, and return them.
+    """Return files whose rows are numbered by their column `_row`.
 
-    `files` are (number of the file's first row, file). Raise `CorruptRun` for a file that is
-    missing or differs from its record.
+    `files` are (number of the file's first row, file). Raises `CorruptRun` for a file that is
+    missing or whose SHA-256 differs from its record.
     """
     every = _every_sum(store, [file for _, file in files])
     return tuple(

@@ -1,8 +1,7 @@
 """Everything that this package uses of Ray beyond its documented interface, in one file.
 
-A new version of Ray may move any of it: `tests/stages/test_ray_internals.py` looks for each name in
-the installed Ray and says which one is gone. For this reason `pyproject.toml` allows one minor
-version.
+A new version of Ray may move or remove any of it. So `pyproject.toml` allows only one minor version
+of Ray, and `tests/stages/test_ray_internals.py` checks that each name exists in the installed Ray.
 """
 
 from __future__ import annotations
@@ -76,9 +75,10 @@ class KeepBlocks(Rule):
 
     With `target_max_block_size=None`, Ray 2.60 joins everything that a task yields into one block
     at its end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a
-    task until the last is read, multiply the memory, and mix `lost` blocks with rows. The same
-    applies to map operators after the read that take whole blocks (batch_size=None): for these one
-    block in gives one block out, fused with the read or not. Other datasets are left alone.
+    task until the last is read, multiply the memory, and mix `lost` blocks with rows. Map operators
+    after the read that take whole blocks (batch_size=None), fused with the read or not, are changed
+    as well: each block in gives one block out. Datasets that do not read from `KeptBlocks` are not
+    changed.
     """
 
     @classmethod
@@ -90,7 +90,7 @@ class KeepBlocks(Rule):
         return [FuseOperators]
 
     def apply(self, plan: Any) -> Any:
-        """Return `plan` (a PhysicalPlan) with its operators changed in place."""
+        """Return `plan` (a PhysicalPlan), with its operators changed in place."""
         operators = list(_with_inputs(plan.dag))
         logical = [plan.op_map.get(operator) for operator in operators]
         if not any(_is_ours(op) for op in logical):
@@ -127,10 +127,10 @@ def _takes_blocks(function: MapTransformFn) -> bool:
 
 
 def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
-    """Return the dataset mapped by a pool of actors of class `stage`, each block passed as it is.
+    """Return the dataset mapped by a pool of actors of class `stage`; each call gets a whole block.
 
-    The public `Dataset.map_batches` rejects whole blocks with `num_gpus`, and with a batch size it
-    would wait until blocks with that many rows have arrived.
+    `options` are those of `Dataset.map_batches`, which itself rejects whole blocks with `num_gpus`,
+    and with a batch size waits until blocks with that many rows have arrived.
     """
     return dataset.map_batches_internal(stage, **options)
 
@@ -141,9 +141,10 @@ def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
 def limit_in_flight(context: DataContext, blocks: int) -> None:
     """Set in `context` that at most `blocks` blocks are in the engines and the stages after them.
 
-    What an engine has answered and nobody has committed is inferred again after a crash. Ray itself
-    limits that only in bytes, which does not help with short rows: while the first finish worker
-    starts, engines could answer the whole input (measured: one kill lost 1,000 of 1,200 rows).
+    Answers that are not committed yet are inferred again after a crash. Ray itself limits them only
+    in bytes, which does not help with short rows: while the first finish worker starts, engines
+    could answer the whole input (measured: one kill lost 1,000 of 1,200 rows). This also turns on
+    the other policies of this module.
     """
     context.set_config(Window.BLOCKS, blocks)
     # Once a policy holds an operator back, Ray does not ask the policies after it. So those come
@@ -154,10 +155,10 @@ def limit_in_flight(context: DataContext, blocks: int) -> None:
 
 
 class Window(BackpressurePolicy):
-    """A policy that gives engines no new block while too many are in them or after them.
+    """A policy that gives engines no new block while too many are in engines or later stages.
 
-    The limit is set by `limit_in_flight`. Counts the blocks that are there now, not arrivals minus
-    departures: a block that is lost with its engine would then count forever.
+    The limit is set by `limit_in_flight`. The policy counts the blocks that are there now. If it
+    counted arrivals minus departures, a block lost with its engine would count forever.
     """
 
     BLOCKS: ClassVar = "prefect_raybatch.window"  # setting of the context: the most blocks
@@ -196,11 +197,12 @@ class Window(BackpressurePolicy):
 
 
 class LeavingNodes(BackpressurePolicy):
-    """A policy that releases engines without work on a node that is being drained.
+    """A policy that ends engines on a node that is being drained as soon as they have no task.
 
-    Ray gives such an engine no new block, but keeps it: its place in the pool would stay taken, so
-    that no other engine starts elsewhere, and the node would wait for it until its deadline. It is
-    a policy because Ray asks policies each time before it starts tasks; it never holds back a task.
+    Ray gives such an engine no new block, but keeps its actor in the pool. So no engine would start
+    on another node in its place, and the drained node would wait for the actor until its deadline.
+    It is a policy because Ray asks policies each time before it starts tasks; it never holds back a
+    task.
     """
 
     def can_add_input(self, op: PhysicalOperator) -> bool:
@@ -223,13 +225,14 @@ class EnginesDied(Exception):
 class DeadEngines(BackpressurePolicy):
     """A policy that replaces engines that Ray no longer restarts.
 
-    Raises `EnginesDied` if the replacements die too (see `limit_deaths`), or if no engine is left.
+    Raises `EnginesDied` if too many die without an answer in between (see `limit_deaths`).
 
     Ray 2.60 leaves an actor that has used up its `max_restarts` in the pool: it gets no blocks, no
-    other takes its place, and once the last one is dead the execution waits forever. Once it is
-    released, Ray's autoscaler starts another actor. Actors with a placement group of their own are
-    not replaced, because the group keeps its resources until the end of the pass. It is a policy
-    because Ray asks policies each time before it starts tasks; it never holds back a task.
+    other actor takes its place, and once the last one is dead, the execution waits forever. Once it
+    is released, Ray's autoscaler starts another actor. Actors that have placement groups are not
+    replaced, because the group keeps its resources until the end of the pass; `EnginesDied` is
+    raised when all of them are dead. It is a policy because Ray asks policies each time before it
+    starts tasks; it never holds back a task.
     """
 
     MOST: ClassVar = "prefect_raybatch.dead_engines"  # setting of the context, see `limit_deaths`
@@ -270,24 +273,25 @@ class DeadEngines(BackpressurePolicy):
 
 
 def is_dead(actor: ActorHandle[object]) -> bool:
-    """Return whether Ray will not restart this actor any more."""
+    """Return whether an actor is dead for good, so that Ray will not restart it."""
     return bool(actor._get_local_state() == ActorTableData.ActorState.DEAD)
 
 
 def limit_deaths(context: DataContext, engines: int) -> None:
     """Set in `context` that a pass ends with `EnginesDied` once `engines` engines died for good.
 
-    An engine counts if it died after all of its restarts; the count begins anew with each block
-    that an engine answers.
+    An engine counts if it died after all of its restarts. The count starts again at 0 whenever an
+    engine answers a block.
     """
     context.set_config(DeadEngines.MOST, engines)
 
 
 class LateCancel(BackpressurePolicy):
-    """A policy that cancels the tasks of a pass that ends early only after END_GRACE seconds.
+    """A policy that delays the cancelling of a pass: its tasks get END_GRACE seconds to end.
 
-    See `still_running` for the reason. It is a policy because Ray creates the policies of each
-    execution with its operators; it never holds back a task.
+    Only tasks that still run after that are cancelled, for the reason given in `still_running`. It
+    is a policy because Ray creates the policies of each execution with its operators; it never
+    holds back a task.
     """
 
     def __init__(
@@ -317,7 +321,7 @@ def still_running(
 ) -> list[ObjectRef[object]]:
     """Return the references whose tasks still run after `seconds` (default: END_GRACE).
 
-    A pass that ends early cancels only these.
+    A pass that ends early cancels only these. If Ray cannot tell, all of `tasks` are returned.
 
     Ray 2.60's driver aborts (`Tried to complete task that was not pending`) if a task is cancelled
     at the moment in which it ends: the reply removes it from the running tasks, and only then
@@ -370,10 +374,10 @@ def _after(op: PhysicalOperator) -> list[PhysicalOperator]:
 
 
 def stop_pass(dataset: Dataset) -> None:
-    """End the execution of a dataset from a thread other than the one that iterates over it.
+    """End the execution of a dataset that another thread iterates over.
 
-    Finds Ray's executor by its thread's name: until the first block arrives, only the iterating
-    thread has a reference to it.
+    Does nothing if the dataset is not being executed. Finds Ray's executor by its thread's name:
+    until the first block arrives, only the iterating thread has a reference to it.
     """
     name = f"StreamingExecutor-{dataset.get_dataset_id()}"
     for thread in threading.enumerate():
@@ -400,7 +404,7 @@ def raylet_socket() -> str | None:
 
 
 def actors_of_this_job(detached: bool = False) -> list[dict[str, Any]]:
-    """Return this driver's actors as rows of Ray's actor table, which needs no dashboard.
+    """Return the actors of this driver as rows of Ray's actor table; needs no dashboard.
 
     `detached` adds the detached actors of other drivers.
     """
@@ -430,7 +434,7 @@ def has_died(actor: Mapping[str, Any]) -> bool:
 
 
 def running_cluster() -> str | None:
-    """Return the address of the cluster that Ray finds for `auto`; None if there is none."""
+    """Return the address of the cluster that `ray.init("auto")` would join, or None."""
     from ray._private import services
 
     try:
@@ -443,9 +447,9 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 def use_token(token: str | None) -> dict[str, str | None]:
-    """Make Ray send this authentication token from now on; None leaves that to the environment.
+    """Make Ray send this authentication token from now on; None changes nothing.
 
-    Returns the previous values of the environment variables for it, for `put_back_auth`.
+    Returns the previous values of Ray's token variables in the environment, for `put_back_auth`.
     """
     from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 
@@ -457,12 +461,12 @@ def use_token(token: str | None) -> dict[str, str | None]:
 
 
 def put_back_auth(before: Mapping[str, str | None]) -> None:
-    """Restore Ray's token variables to what they were before Ray was started here.
+    """Restore Ray's token variables in the environment to `before`, as returned by `use_token`.
 
-    `ray.init()` of a local cluster turns token authentication on for the whole process and leaves
-    it on. As the driver of a cluster without tokens, this process would then reject the calls of
-    that cluster's head, which would conclude that nobody refers to our actors any more, and end
-    them.
+    A local cluster's `ray.init()` turns token authentication on for the whole process and leaves it
+    on. If this process then became a driver of a cluster without tokens, it would reject the calls
+    of that cluster's head, and the head would conclude that nobody uses this driver's actors and
+    end them.
     """
     if all(os.environ.get(name) == value for name, value in before.items()):
         return
@@ -485,7 +489,7 @@ def _read_auth_again() -> None:
 
 
 def log_deaths() -> None:
-    """Log Ray's messages about dead workers, which it would print to this process's output.
+    """Send the messages of Ray's raylets, as about dead workers, to the log instead of the output.
 
     The run reports such deaths itself, and the output may have to be a single JSON object.
     """
@@ -509,10 +513,10 @@ def log_deaths() -> None:
 
 
 def title_forked_worker() -> None:
-    """Let Ray set the process title of a forked worker, as `ps` shows it, through setproctitle.
+    """Make Ray set the process title of a forked worker, as `ps` shows it, through setproctitle.
 
-    Ray's own functions look for the title's memory beside the initial environment variables, and
-    setproctitle has moved those.
+    Ray's own functions look for the title's memory next to the initial environment variables, which
+    setproctitle has moved.
     """
     import setproctitle
     from ray import _raylet
@@ -529,7 +533,10 @@ STARTS_KEPT = 86400.0  # seconds after which the entries of a killed driver are 
 
 
 def tell_start(attempt: str, engine: str, marks: Mapping[str, float]) -> None:
-    """Report an engine's start from its actor to the driver; `marks` are as in `phases.Marks`."""
+    """Report to the driver how far an engine's start has come; called in the engine's actor.
+
+    `attempt` and `engine` are ids. `marks` say when each phase began (see `phases.Marks`).
+    """
     from ray.experimental.internal_kv import _internal_kv_put
 
     known = _reported.setdefault(engine, f"{attempt}/{time.time():.0f}/{engine}")
@@ -540,9 +547,9 @@ _reported: dict[str, str] = {}  # the key of each engine of this process
 
 
 def reported_starts(attempt: str) -> list[dict[str, float]]:
-    """Return for each engine of an attempt when the phases of its start began, as it reported.
+    """Return {phase: seconds since 1970} for each engine of an attempt that reported its start.
 
-    That is {phase: seconds since 1970} (`phases.Marks`).
+    The values say when the phases of the start began (see `phases.Marks`).
     """
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
@@ -552,7 +559,7 @@ def reported_starts(attempt: str) -> list[dict[str, float]]:
 
 
 def forget_starts(attempt: str) -> None:
-    """Remove the starts that engines of an attempt reported, and old ones of other attempts."""
+    """Delete the reports of an attempt's engine starts, and all reports older than STARTS_KEPT."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
 
     _internal_kv_del(f"{attempt}/".encode(), del_by_prefix=True, namespace=STARTS)

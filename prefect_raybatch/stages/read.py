@@ -2,8 +2,8 @@
 
 Each row group is decoded once per task.
 
-A fault of the input becomes a `lost` block and no exception (see `block`): Ray would lose the text
-of an exception in retries.
+If a unit cannot be read, its block is a `lost` block (see `block`). An exception would be lost: Ray
+retries the task and drops the text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Done = Callable[[int], bool]  # shard id -> whether its commit exists; must pick
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows [start, start + rows) of file number `file` of the task."""
+    """Rows [start, start + rows) of a file; `file` is its index in `Task.files`."""
 
     file: int
     start: int
@@ -59,7 +59,10 @@ class FileRows:
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one read task: units in input order, the file rows of each, and the files."""
+    """The work of one read task: units in input order, and the file rows of each unit (`parts`).
+
+    `files` are the files that these rows are in.
+    """
 
     units: tuple[Unit, ...]
     parts: tuple[tuple[FileRows, ...], ...]
@@ -104,11 +107,11 @@ class ShardReader:
 
         Each task has `units_per_task` units: more if there would otherwise be more than `max_tasks`
         tasks, fewer if there would otherwise be fewer than `min_tasks`. The tasks are in input
-        order. With `work` (a number for each shard, in any unit of measure), the task with the most
-        work per shard comes first. With `shuffle_seed` (an attempt's uuid), they are shuffled, so
-        that two live drivers seldom work on the same shard: drivers that go through the same order
-        from different places meet sooner or later, and then do. Raises ValueError for rows outside
-        the files.
+        order; with `work` (a number for each shard, in any unit of measure), the task with the most
+        work per shard comes first. With `shuffle_seed` (an attempt's uuid), they are shuffled
+        instead, so that two live drivers seldom work on the same shard, which they would whenever
+        one catches up with the other in a common order. Raises ValueError for rows outside the
+        files.
         """
         ordered = sorted(units, key=lambda pair: pair[1])
         size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
@@ -146,11 +149,11 @@ class ShardReader:
             number += 1
 
     def read(self, task: Task) -> Iterator[pa.Table]:
-        """Yield the tables of a task, one for each unit; see `read_units`."""
+        """Yield the blocks of a task's units, as `read_units` does."""
         return self.bind(task)()
 
     def bind(self, task: Task) -> Callable[[], Iterator[pa.Table]]:
-        """Return a small picklable function that reads `task`."""
+        """Return a small picklable function that yields the blocks of a task's units."""
         return partial(read_units, task, self.schema, self.store, self.options, self.done)
 
 
@@ -163,9 +166,10 @@ def read_units(
 ) -> Iterator[pa.Table]:
     """Yield a block for each unit, in order: rows, tagged and cast to `schema`, or a lost block.
 
-    Units whose shard is `done` are left out. Each file is compared with the plan's record of it
-    before its first use and again before a unit read from it is yielded. Memory: a unit, a decoded
-    batch (`batch_rows`), and the column chunks of a row group as stored (at most CHUNK_BYTES each).
+    The arguments are as in `ShardReader`; a unit whose shard is `done` gets no block. Each file is
+    compared with the plan's record of it before its first use and again before a unit read from it
+    is yielded. Memory: a unit, a decoded batch (`batch_rows`), and the column chunks of a row group
+    as stored (at most CHUNK_BYTES each).
     """
     files = _Files(task, schema, store, dict(options or {}))
     with files:
@@ -249,7 +253,11 @@ class _Files:
         return self._open[1].take(part.start, part.rows)
 
     def check(self, number: int) -> None:
-        """Compare file `number` with the plan. Raises _Changed, FileNotFoundError, store errors."""
+        """Compare file `number` with the plan's record of it.
+
+        Raises `_Changed` if they differ, `FileNotFoundError`, and errors of the store. Of a
+        snapshot only the size is compared.
+        """
         planned = self._task.files[number]
         store, path = self._place(number)
         found: FileInfo = store.stat(path)
@@ -267,10 +275,11 @@ class _Files:
         self._check_written(number, planned, found)
 
     def _check_written(self, number: int, planned: InputFile, info: FileInfo) -> None:
-        """Compare file `number`'s footer if its change time or inode differ from the plan.
+        """Compare file `number`'s footer with the plan if its change time or inode differ.
 
-        Size and modification time, which `check` has compared, can be set by anybody. Raises the
-        errors of `check`.
+        `info` is the file as it is now. Size and modification time, which `check` has compared, can
+        be set by anybody. Does nothing if the plan has no digest of the footer. Raises the errors
+        of `check`.
         """
         at = (info.ctime_ns, info.inode)
         if planned.footer is None or at in (
@@ -379,7 +388,10 @@ class _Files:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Return whether reading again is useless: True for a corrupt file, False for a store error."""
+    """Return whether reading again is useless, as for a corrupt file.
+
+    False for errors that may pass, such as a store that does not answer.
+    """
     if isinstance(error, MemoryError):
         return False
     if isinstance(error, pa.ArrowException):
@@ -390,9 +402,10 @@ def _is_fatal(error: Exception) -> bool:
 
 
 class Cursor:
-    """Reads forward through a Parquet file and returns row ranges, up to row `stop`.
+    """Reads ranges of rows from a Parquet file, mostly forward, and casts them to `schema`.
 
-    `values`: columns that are not in the file, each with its value for all rows, as text.
+    No row from number `stop` on is read. `values` has the columns that are not in the file, each
+    with the text that is its value in all rows, None for null.
     """
 
     def __init__(
@@ -492,7 +505,7 @@ def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | N
 
 
 class ShardDatasource(KeptBlocks):
-    """One Ray read task for each `Task`, one block for each unit. Displayed as "ReadShards"."""
+    """A data source with one Ray read task for each `Task`; Ray displays it as "ReadShards"."""
 
     def __init__(self, reader: ShardReader, tasks: Sequence[Task]) -> None:
         super().__init__()

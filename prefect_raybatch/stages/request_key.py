@@ -2,8 +2,8 @@
 
 The key of a request is a hash of everything that depends on the row: messages before the chat
 template, the row's own sampling fields, the content of its adapter. What is the same for all rows
-(model, template, the job's sampling, ...) is the context. The hash function is a keyed one, and the
-context's hash is its key.
+(model, template, the job's sampling, ...) is the context. Its hash is the secret of the keyed hash
+function (BLAKE2b), so requests in different contexts have different keys.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Keying:
         sampling: SamplingFields | None = None,
         merge: bool = True,
     ) -> Keying:
-        """Return the keying of a context, with the adapters that a plan has `pinned`."""
+        """Return the keying of a context, given the `pinned` adapters of a plan by name.
+
+        The other arguments are as in the class.
+        """
         named = {name: str(adapter["identity"]) for name, adapter in pinned.items()}
         return cls(context, named, column, sampling or {}, merge)
 
@@ -106,7 +109,10 @@ class Keying:
         ]
 
     def adapters_of(self, table: pa.Table) -> list[str | None]:
-        """Return the content hash of each row's adapter; None for a row without an adapter."""
+        """Return the content hash of each row's adapter; None for a row without an adapter.
+
+        For an unknown adapter, the value contains its name instead of a hash.
+        """
         if self.column is None:
             return [self.adapters.get("")] * table.num_rows
         # An unknown name fails its row in the engine; for keys it counts as one more adapter.
@@ -137,7 +143,10 @@ def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None)
 
 
 def context_of(parts: Mapping[str, object]) -> str:
-    """Return 32 bytes in hex that identify the `parts` of a job and model which shape answers."""
+    """Return the hash of a context, 32 bytes in hex.
+
+    `parts` are the values of job and model that shape the answers to all rows.
+    """
     return hashlib.blake2b(canonical(parts), digest_size=32).hexdigest()
 
 
@@ -149,7 +158,7 @@ def canonical(value: object) -> bytes:
 
 
 def _other(value: object) -> dict[str, str]:
-    """Return {type: text} for a value that JSON lacks; for bytes, {"__sha256": their hash}."""
+    """Return {"__TYPE": text} for a value that JSON lacks; for bytes, {"__sha256": hex digest}."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"__sha256": hashlib.sha256(value).hexdigest()}
     return {f"__{type(value).__name__}": str(value)}

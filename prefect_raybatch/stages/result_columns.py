@@ -1,4 +1,4 @@
-"""The columns, with types, that a result has in addition to its input's; known before a run."""
+"""The names and types of a result's columns, as far as they are known before a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
 def answer_columns(column: str, task: TaskName) -> list[str]:
-    """Return the names of the columns with a pooling task's answer; `column` is the first one."""
+    """Return the names of a pooling task's answer columns; classify has one for probabilities too.
+
+    `column` is the name of the first one.
+    """
     return [column, probabilities(column)] if task == "classify" else [column]
 
 
 def result_columns(
     output: FinishSpec, sampling: SamplingSpec, task: TaskName
 ) -> tuple[tuple[str, str], ...]:
-    """Return (name, type in words) of each column that is not from the input."""
+    """Return (name, type in words) of each result column that is not from the input.
+
+    If a postprocess function declares no types, one entry stands for its columns.
+    """
     answers, made = sampling.answers, named_answers(output, sampling, task)
     made += [(name, str(extra_type(name, answers))) for name in output.extras]
     if output.probabilities:
@@ -70,9 +76,9 @@ def named_answers(
 def result_types(
     output: FinishSpec, sampling: SamplingSpec, task: TaskName, input_schema: pa.Schema
 ) -> tuple[pa.Schema, bool]:
-    """Return the result columns whose types are known before a run.
+    """Return (result columns whose types are known before a run, whether these are all of them).
 
-    Also returns whether these are all columns of the result. `input_schema` is the input's schema.
+    Kept input columns are included; `input_schema` has their types.
     """
     answers, known = sampling.answers, True
     fields = [
@@ -107,7 +113,10 @@ def result_types(
 
 
 def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
-    """Return `output.schema` as an Arrow schema; raises ValueError for an unknown type."""
+    """Return `output.schema` ({column: name of its type}) as an Arrow schema.
+
+    Raises ValueError for an unknown type.
+    """
     fields = []
     for name, kind in schema.items():
         if kind.startswith("list<") and kind.endswith(">"):
@@ -118,7 +127,7 @@ def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
 
 
 def _typed(form: str) -> list[tuple[str, str]]:
-    """Return (name, type in words) of the column for each property of a JSON Schema (as text)."""
+    """Return (name, type in words) of the column for each property of `form`, a JSON Schema."""
     made = []
     for name, shape in columns_of(form).items():
         null = "" if shape.nullable else " not null"
@@ -141,7 +150,10 @@ def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, st
 
 
 def extra_type(name: str, answers: int) -> pa.DataType:
-    """Return the type of the column `name` of `output.extras`, with `answers` answers a row."""
+    """Return the type of the column `name` of `output.extras`.
+
+    With several `answers` to a row, most are lists.
+    """
     if name == DIGESTS_COLUMN:
         return DIGESTS_TYPE
     kind = pa.string() if name == "finish_reason" else pa.int64()

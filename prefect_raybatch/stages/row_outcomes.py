@@ -20,7 +20,10 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class LeftOutRow:
-    """A row for which `output.postprocess` returned None."""
+    """A row for which `output.postprocess` returned None.
+
+    It is in neither the result nor the quarantine.
+    """
 
 
 FinishedRow = OutputRow | Failure | LeftOutRow
@@ -34,8 +37,9 @@ def postprocessed(
 ) -> FinishedRow:
     """Call a user's function with a row and its answer, and return the row's outcome.
 
-    The row fails if the function raises, or returns a column name in `taken` (already in the
-    result). Raises `NoChild` if the function's process did not start.
+    `row` has the input columns and `answer` the answer's; a `Failure` as `row` is returned. The row
+    fails if the function raises, returns neither a dict nor None, or returns a column name in
+    `taken` (already in the result). Raises `NoChild` if the function's process did not start.
     """
     if isinstance(row, Failure):
         return row

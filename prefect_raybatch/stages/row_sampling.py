@@ -31,10 +31,11 @@ NUMBERS = (  # vLLM takes null in these for its own default, not for the job's v
 
 
 def check_own(own: SamplingFields, job: SamplingFields, fixed_form: str | None = None) -> None:
-    """Raise ValueError if a row's `own` sampling fields are invalid or cannot have their effect.
+    """Raise ValueError if a row's `own` sampling fields are invalid or would have no effect.
 
     The error names the field and the remedy. `job` holds the job's sampling fields that are set;
-    both are plain values. `fixed_form`: the job's field that sets one form for all answers.
+    both are plain values. `fixed_form` is the job's field, if any, that fixes the format of all
+    answers; the row must not set `choice` or `structured_outputs` then.
     """
     known = vllm_fields.sampling_fields()
     refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
@@ -75,7 +76,7 @@ def has_form(job: SamplingFields, own: SamplingFields | None = None) -> bool:
 
 
 def _check_answers(own: SamplingFields, job: SamplingFields) -> None:
-    """Raise ValueError for a row's number of answers, length or decoding that cannot be used."""
+    """Raise ValueError if a row's `n`, `max_tokens` or decoding options cannot be used."""
     usual = job.get("n") or 1
     number = own.get("n", usual)
     number = 1 if number is None else number

@@ -53,11 +53,11 @@ IMAGE_KEYS = ("image", "image_url", "image_pil")
 
 @dataclass(frozen=True)
 class RowText:
-    """Finds control tokens in the text of rows and encodes such rows as plain text.
+    """Finds control tokens in the text of rows, so that they can be sent as ordinary text.
 
     `controls` are the texts of the tokenizer's control tokens, `fragments` parts of them that the
-    chat template around a row's text would complete. `normalize`: the tokenizer's normalizer, if it
-    may turn other characters into a control token; `normalized` are the control texts after
+    chat template around a row's text would complete. `normalize` is the tokenizer's normalizer, if
+    it may turn other characters into a control token; `normalized` are the control texts after
     normalization.
     """
 
@@ -77,7 +77,7 @@ class RowText:
         return replace(self, fragments=tuple({*self.fragments, *parts}), _patterns={})
 
     def control_in(self, request: ChatRequest) -> str | None:
-        """Return the first control token in the row's part of a request, or None."""
+        """Return the first control token in a request's text that comes from the row, or None."""
         for i, message in enumerate(request.messages):
             if i < request.job_messages:
                 continue
@@ -96,10 +96,10 @@ class RowText:
         return self._first_of(request.documents) if request.documents else None
 
     def bad_role(self, request: ChatRequest) -> str | None:
-        """Return the first role that contains or makes a control token; None if there is none.
+        """Return the first message role that contains or becomes a control token, or None.
 
-        A template that writes `<|ROLE|>` makes one. A template compares roles, so they cannot be
-        hidden.
+        A role becomes one if the template writes it as `<|ROLE|>`. Roles cannot be replaced by
+        digits like other text, because a template compares them with names.
         """
         for message in request.messages[request.job_messages :]:
             role = str(message["role"])
@@ -108,7 +108,10 @@ class RowText:
         return None
 
     def first_in(self, text: str, job_spans: Sequence[tuple[int, int]] = ()) -> str | None:
-        """Return the first control token in `text` outside `job_spans`; None if there is none."""
+        """Return the first control token in `text`, or None if there is none.
+
+        Those inside `job_spans`, (start, end) of text that comes from the job, do not count.
+        """
         for match in self._pattern.finditer(text):
             if not _is_within(match.span(), job_spans):
                 return match.group()
@@ -119,10 +122,10 @@ class RowText:
         return matches[0] if len(matches) > own else None
 
     def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
-        """Return the request with the control tokens in its row text replaced by digits.
+        """Return the request with digits in place of the control tokens in its row text.
 
-        In messages of the assistant, control tokens that match `keep` stay, each after digits by
-        which `settled` recognizes it.
+        In the assistant's messages, a control token that matches `keep` stays and gets digits in
+        front, by which `settled` finds it again.
         """
         texts: list[str] = []
 
@@ -141,11 +144,11 @@ class RowText:
         return Hidden(self._changed(request, text_of), texts)
 
     def settled(self, prompt: str, hidden: list[str]) -> str:
-        """Return a rendered prompt with digits in place of the control tokens of row text in it.
+        """Return a rendered prompt with digits in place of the control tokens that `keep` kept.
 
-        These are tokens that the method `hidden` left in messages because they match its `keep`, so
-        that the chat template sees them. The texts of those in the prompt are appended to `hidden`,
-        the list of texts that digits stand for.
+        The method `hidden` left these in the messages, so that the chat template sees them. The
+        text of each one that is still in the prompt is appended to the list `hidden`, whose index
+        the digits contain.
         """
 
         def hide(match: re.Match[str]) -> str:
@@ -158,9 +161,10 @@ class RowText:
         )  # a template trims what stood before the token
 
     def neutral(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with digits in place of the row's text.
+        """Return the request with digits in place of the row's text in messages.
 
-        So all control tokens in its rendered prompt come from chat template or job; see `made_of`.
+        All control tokens in its rendered prompt then come from chat template or job (see
+        `made_of`).
         """
         messages: Messages = []
         for i, message in enumerate(request.messages):
@@ -183,9 +187,10 @@ class RowText:
         return next((text for text in more if not THINKING.search(text)), None)
 
     def spaced(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with a space within each control token of its row text.
+        """Return the request with a space after the first character of each control token in rows.
 
-        For a tokenizer that cannot be copied: the text is altered, but stays text.
+        The tokenizer then sees ordinary text. This is for a tokenizer without a `plain` copy, which
+        would leave the text unchanged.
         """
 
         def spaced(text: str) -> str:
@@ -196,10 +201,10 @@ class RowText:
         return self._changed(request, lambda role: spaced)
 
     def marked(self, prompt: str, hidden: Sequence[str]) -> str:
-        """Return a rendered prompt as the tokenizer copy `plain` takes it.
+        """Return a rendered prompt in the form that the tokenizer copy `plain` takes.
 
-        Its control tokens get the prefix MARK, and then digits become row text again: `hidden` are
-        the texts that they stand for.
+        Each control token in it gets the prefix MARK. Then the digits are replaced by the row's
+        texts, which `hidden` lists.
         """
         marked = self._exact.sub(lambda m: MARK + m.group(), prompt)
         return _HIDDEN.sub(lambda m: hidden[int(m[1])], marked)
@@ -223,9 +228,9 @@ class RowText:
     def _changed(
         self, request: ChatRequest, text_of: Callable[[str], Callable[[str], str]]
     ) -> ChatRequest:
-        """Return the request with each row text changed by the function that `text_of` returns.
+        """Return the request with each row text changed by the function `text_of(role)`.
 
-        `text_of` gets the role of the text's message.
+        `role` is that of the text's message; "" for a document.
         """
         messages: Messages = []
         for i, message in enumerate(request.messages):
@@ -297,7 +302,7 @@ class RowText:
 class Hidden:
     """A request with digits in place of the control tokens of its row text, and their `texts`.
 
-    The digits end with the index of the text.
+    The digits are HIDDEN_TEXT and the index in `texts`.
     """
 
     request: ChatRequest
@@ -372,8 +377,9 @@ def refused_role(role: str) -> Failure:
 def _is_control(text: str, special: bool) -> bool:
     """Return whether an added token is a control token, which steers the model.
 
-    Sequences of spaces, single characters, words and HTML are no control tokens: tokenizers add
-    them to encode text with fewer tokens.
+    Every token that the tokenizer calls `special` is one if it has two characters or more. Of the
+    others, sequences of spaces, words and HTML are not: tokenizers add them to encode text with
+    fewer tokens.
     """
     bare = text.strip("\u2581 \t\r\n")
     if len(bare) < 2:
@@ -384,7 +390,11 @@ def _is_control(text: str, special: bool) -> bool:
 
 
 def _completed(control: str, before: str, after: str) -> Iterator[str]:
-    """Yield the parts of a control token that `before` and `after` complete to the whole token."""
+    """Yield the parts of a control token that are the whole token between `before` and `after`.
+
+    For example, `im_end` is such a part of `<|im_end|>` if the template writes `<|` and `|>` around
+    it.
+    """
     size = len(control)
     starts = [i for i in range(size) if before.endswith(control[:i])]
     stops = [i for i in range(1, size + 1) if after.startswith(control[i:])]
@@ -435,10 +445,9 @@ def _each_text(value: object, change: Callable[[str], str]) -> Any:
 def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
     """Return a copy of the tokenizer in which each control token is named MARK + its text.
 
-    So its usual text encodes as ordinary text. The token is renamed in the vocabulary too, and BPE
-    merges with a control token are dropped, so that plain text cannot make one. The copy comes with
-    {its token id: the original id} for ids that changed. Raises TypeError or ValueError if the
-    tokenizer cannot be changed so.
+    The token's own text is then ordinary text. The token is renamed in the vocabulary too, and BPE
+    merges with a control token are dropped, so that plain text cannot make one. Raises TypeError or
+    ValueError if this tokenizer cannot be copied in this way.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -473,7 +482,7 @@ def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
 
 
 def _joins(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
-    """Return whether the two parts of a BPE merge, or its result, include a control token.
+    """Return whether a part or the result of a BPE merge is a control token.
 
     The keys of `names` are the texts of the control tokens.
     """

@@ -25,7 +25,10 @@ SECONDS = 10.0  # for one answer; usual schemas take less than a millisecond
 
 
 class AnswerMisfit(ValueError):
-    """Why an answer does not fit: the `place` in it, and the `rule` of the schema."""
+    """Why an answer does not fit a schema: where in the answer (`place`), and by which `rule`.
+
+    A place is a path such as `.items[0]`. A rule is a keyword of JSON Schema, or what else failed.
+    """
 
     def __init__(self, place: str, rule: str, message: str):
         super().__init__(message)
@@ -91,7 +94,10 @@ class SchemaCheck:
         return checked
 
     def _matches(self, pattern: str, text: str) -> bool:
-        """Return whether a pattern occurs in a text; True for a pattern of another dialect."""
+        """Return whether a pattern occurs in a text; True if `regex` cannot compile the pattern.
+
+        Raises `AnswerMisfit` if the search takes too long.
+        """
         import regex
 
         try:
@@ -119,7 +125,7 @@ class SchemaCheck:
                     yield from validator.descend(value, part, path=name, schema_path=pattern)
 
     def _additional(self, rule: Rule) -> Rule:
-        """Return `rule` (additionalProperties) without properties that match patternProperties."""
+        """Return `rule` (additionalProperties) changed to skip properties in patternProperties."""
 
         def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             patterns = schema.get("patternProperties")

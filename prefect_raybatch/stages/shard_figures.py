@@ -33,8 +33,8 @@ def shard_figures(
 ) -> ShardStats:
     """Return the figures of a finished shard: `load`, `counts`, and figures of its rows.
 
-    `load` has the engine's figures. `began`: when the finish stage received the block `table`, in
-    seconds since 1970.
+    `load` has the engine's figures, `counts` further ones by name (`ShardStats.others`). `began`:
+    when the finish stage received the block `table`, in seconds since 1970.
     """
     answers = table[ANSWERS].to_pylist()
     ends = table[FINISH].to_pylist()
@@ -75,7 +75,10 @@ def shard_figures(
 
 
 def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
-    """Return `stats` with the numbers of rows by origin of their answers, and the tokens saved."""
+    """Return `stats` with the numbers of rows by origin of their answers, and of tokens saved.
+
+    They are unchanged if the run does not reuse answers.
+    """
     if REUSE not in table.column_names:
         return stats
     kinds = table[REUSE].to_numpy()

@@ -1,4 +1,4 @@
-"""From an engine's answers to the outcomes of rows: text, parsers, forms and postprocess."""
+"""Turns an engine's answers into outcomes of rows: text, parsed columns, checks, postprocess."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CUT_OFF = "AnswerCutOff"
 
 @dataclass(frozen=True)
 class TextAnswers:
-    """Reads the answers of a block as a job asks for: as text, parsed, typed, or postprocessed."""
+    """Reads the answers of a block as the job says: as text, parsed, typed, or postprocessed."""
 
     spec: FinishSpec
     sampling: SamplingSpec
@@ -50,7 +50,7 @@ class TextAnswers:
     calls: Calls
 
     def outcomes(self, table: pa.Table) -> list[FinishedRow]:
-        """Return the outcome of each row of an answered block."""
+        """Return the outcome of each row of an answered block: columns, a failure, or left out."""
         texts = self.texts(table)
         failures = self._failures(table, texts)
         answers = self._answers(table, failures, texts)
@@ -113,10 +113,10 @@ class TextAnswers:
     def _compared(
         self, table: pa.Table, texts: list[AnswerText], failures: list[Failure | None]
     ) -> list[AnswerText]:
-        """Return the texts, with labels as written in the choice.
+        """Return the texts, with labels spelled as in the choice.
 
-        A text without the required form sets its row's entry in `failures`, unless it was truncated
-        and the job keeps truncated answers.
+        A text that is not of the required choice, JSON or the like sets its row's entry in
+        `failures`, unless it was truncated and the job keeps truncated answers.
         """
         job = (
             {"choice": self.sampling.choices}
@@ -196,7 +196,10 @@ class TextAnswers:
         )
 
     def texts(self, table: pa.Table) -> list[AnswerText]:
-        """Return each row's text, or list of texts; None for a row without an answer."""
+        """Return each row's text, or a list of texts in a job with several answers to each row.
+
+        None for a row without an answer.
+        """
         ready = table[TEXTS].to_pylist()
         answers = table[ANSWERS].to_pylist()
         todo = [i for i, a in enumerate(answers) if a is not None and ready[i] is None]

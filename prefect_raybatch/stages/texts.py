@@ -1,4 +1,4 @@
-"""From row to the plain text of a pooling task, or to a pair of texts; from text to tokens.
+"""Turns rows into the texts of a pooling task (one text or a pair), and texts into tokens.
 
 No chat template surrounds the text, and the tokenizer adds its special tokens: this is what
 embedding and classifying models are trained on, and what vLLM's `LLM.embed` does.
@@ -91,7 +91,7 @@ class Truncation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PrepareTexts(Prepare):
-    """The prepare stage for a pooling task; `texts`: one prompt a row, a pair, or two prompts."""
+    """The prepare stage for a pooling task; `texts` says how a row's texts are sent."""
 
     texts: Texts = Texts.ONE
 
@@ -118,13 +118,13 @@ class PrepareTexts(Prepare):
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """Return a request for each row, with one message for each of its texts."""
+        """Return a request for each row, with one message for each of its texts, or a failure."""
         return list(map(_as_request, self._given(table)))
 
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return an empty request and the prompt tokens of each row, of any length.
+        """Return an empty request and the prompt tokens of each row; no prompt is cut to the limit.
 
         If a row has two prompts, the tokens are those of the longer one. If a text is far too long,
         they are the tokens of a part of it, which are still more than the model takes.
@@ -159,9 +159,10 @@ class PrepareTexts(Prepare):
     def _encoded(
         self, given: Sequence[RowRequests | Failure], limit: int | None, most: int | None
     ) -> list[Encoded | Failure]:
-        """Return the tokens of each row, cut or failed if there are over `limit` (None: no limit).
+        """Return the tokens of each row, or its failure.
 
-        If a text has far more than `most` tokens, only a part of it is tokenized.
+        A row with more than `limit` tokens (None: no limit) is cut or fails, as the job says. If a
+        text has far more than `most` tokens, only a part of it is tokenized.
         """
         tokenizer, most = self._tokenizer(), most or UNKNOWN_CONTEXT
         rows = self.prompt.special_tokens_in_rows
@@ -194,7 +195,8 @@ class PrepareTexts(Prepare):
     def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
         """Return the tokens of each row, or its failure.
 
-        Rows for the model's tokenizer go in one call, rows for its `plain` copy one by one.
+        All rows for the model's tokenizer are tokenized in one call, those for a `plain` copy one
+        by one.
         """
         ordinary = [a for a in inputs if isinstance(a, Input) and a.plain is None]
         made: Iterator[Encoded | Failure]
@@ -208,9 +210,10 @@ class PrepareTexts(Prepare):
         ]
 
     def _bounded(self, given: Input, limit: int | None, most: int) -> Input | Failure:
-        """Return the texts, each cut if it has far more than `most` tokens, or the row's failure.
+        """Return the texts, shortened if they have far more than `most` tokens, or a failure.
 
-        The row fails instead if there is a `limit` and the job cuts no prompts.
+        A shortened text still has more than `most` tokens. The row fails instead if there is a
+        `limit` and the job cuts no prompts.
         """
         tokenizer = self._tokenizer() if given.plain is None else given.plain.tokenizer
         side, texts = self.prompt.on_too_long, list(given.texts)
@@ -325,7 +328,8 @@ def _too_long(count: str, limit: int) -> Failure:
 def prepare_of(task: Pooling | None, *args: Any, hosted: bool = False, **more: Any) -> Prepare:
     """Return the prepare stage for a pooling `task`, or for text generation (None).
 
-    `hosted`: the model is behind an HTTP API. The other arguments are the stage's fields.
+    `hosted`: the model is behind an HTTP API; the stage is then the same for every task. The other
+    arguments are the stage's fields.
     """
     if hosted:
         return PrepareHosted(*args, **more)

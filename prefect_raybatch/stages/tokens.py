@@ -1,4 +1,4 @@
-"""From chat messages to tokens: chat template, tokenizer, and truncation."""
+"""Turns chat messages into tokens: chat template, tokenizer, and truncation."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def render(
     """Render requests to prompt texts through the chat template; failures stay in place.
 
     A row for which the template takes over `seconds` fails; after LATE_ROWS such rows, all later
-    rows fail too.
+    rows fail too. Without a chat template, the texts of the messages are joined.
     """
     if not chat.templated(tokenizer):
         return [
@@ -253,9 +253,10 @@ def guarded_request(
 
 @lru_cache(maxsize=8)
 def _guard_of(tokenizer: Tokenizer, template: str | None) -> RowText | None:
-    """Return the `RowText` for a tokenizer and a chat template; None if it has no control tokens.
+    """Return the `RowText` for a tokenizer; None if the tokenizer has no control tokens.
 
-    The template may complete a part of a control token in row text to a whole one.
+    It also finds parts of control tokens in row text that the chat template `template` (None: the
+    tokenizer's) would complete to whole ones.
     """
     guard = row_text(tokenizer)
     if guard is None:
@@ -294,7 +295,11 @@ def _unforged(
     texts: Sequence[str | Failure],
     chat: Chat,
 ) -> list[str | Failure]:
-    """Return the prompts `texts`; a failure where the template made a control token of row text."""
+    """Return `texts`, with a failure in place of each in which a control token was forged.
+
+    That is a token that the chat template made from row text, e.g. by changing it to lower case.
+    `requests` are those of the prompts.
+    """
     neutral = [r if isinstance(r, Failure) else guard.neutral(r) for r in requests]
     made: list[str | Failure] = []
     for text, other in zip(texts, render(tokenizer, neutral, chat), strict=True):
@@ -308,7 +313,10 @@ def _unforged(
 def _plain_tokens(
     tokenizer: Tokenizer, guard: RowText, request: ChatRequest, chat: Chat, most: int | None
 ) -> TokenIds | Failure:
-    """Return a request's prompt tokens, with control tokens in its row text as plain text."""
+    """Return a request's prompt tokens, with control tokens in its row text as plain text.
+
+    `most` is as in `prompt_tokens`.
+    """
     special = not chat.templated(tokenizer)
     if most is not None:  # hiding the control tokens of millions of characters takes long
         (text,) = render(tokenizer, [request], chat)
@@ -361,9 +369,9 @@ def tokenize(
 
 
 class LongPrompt(list[int]):
-    """Tokens of a part of a prompt that has far too many: of its first or last `characters`.
+    """Tokens of a part of a prompt that is far too long.
 
-    `characters` is the number of characters of that part, `estimate` is the approximate number of
+    The part is the first or last `characters` characters. `estimate` is the approximate number of
     tokens of the whole prompt.
     """
 
@@ -374,9 +382,9 @@ class LongPrompt(list[int]):
 
 
 def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of texts to tokenize together, of CHARACTERS_AT_ONCE characters if possible.
+    """Yield slices of texts to tokenize together, of at most CHARACTERS_AT_ONCE characters in all.
 
-    `sizes` has the number of characters of each text.
+    A longer text has a slice of its own. `sizes` has the number of characters of each text.
     """
     start = total = 0
     for i, size in enumerate(sizes):

@@ -106,7 +106,8 @@ class TrialEngine:
         """Return the blocks with their answers.
 
         A block with which the engine died is sent once more, alone; if the engine dies again, the
-        block is left out.
+        block is left out. Raises `EngineFailure` if none is left, and `EngineStartError` for a
+        fatal loss.
         """
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
@@ -161,7 +162,10 @@ def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
 
 
 def _greedy(table: pa.Table) -> pa.Table:
-    """Return the block with temperature 0 and one answer set in each row's own sampling fields."""
+    """Return the block with temperature 0 and one answer in the sampling fields that rows set.
+
+    A row without sampling fields of its own is unchanged, as the job's fields apply to it.
+    """
     own = [
         text and json.dumps({**json.loads(text), "temperature": 0.0, "n": 1})
         for text in table[PARAMS].to_pylist()
@@ -171,10 +175,11 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
-    """Yield each row's answer of a pooling task, in the form in which precisions are compared.
+    """Yield each row's answer of a pooling task in the type in which answers are compared.
 
     An answer is the vector for task embed, the label for classify, the number for score. `table` is
-    a data piece with the answers in `column`, or with raw vectors.
+    a data piece with the answers in `column`, or with raw vectors; "label 3" then stands for a
+    label.
     """
     raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
     for value in table[VECTOR_COLUMN if raw else column].combine_chunks():

@@ -1,7 +1,7 @@
 """Reads JSON answers strictly: an answer that does not fit `output.schema_model` fails its row.
 
-A grammar does not enforce all of a schema, and an answer can end before its object does. So each
-one is parsed and validated here, whatever the engine was asked.
+Each answer is parsed and validated here, even if the engine generated it by a grammar: a grammar
+does not enforce all of a schema, and an answer can end before its object does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reader_of(schema: str) -> AnswerReader:
 def _parsed(text: str) -> AnswerObject:
     """Parse the JSON of an answer strictly; raise `AnswerMisfit` if it is not valid.
 
-    The check against the schema then ensures that it is an object.
+    Whether it is an object is checked later, against the schema.
     """
     try:
         found: AnswerObject = json.loads(

@@ -1,4 +1,4 @@
-"""The finish stage of pooling tasks: makes a result vector, label or score of a raw vector."""
+"""The finish stage of pooling tasks: turns raw vectors into result vectors, labels or scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SMALL = {"float32": np.float32, "float16": np.float16}
 
 @dataclass(frozen=True)
 class FinishVectors(Finish):
-    """The finish stage for a pooling task; `labels` has one for each value of a vector."""
+    """The finish stage for a pooling task.
+
+    In task classify, `labels` has the label of each value of a vector.
+    """
 
     task: str = "embed"
     labels: tuple[str, ...] = ()

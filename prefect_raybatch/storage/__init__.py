@@ -77,7 +77,7 @@ def open_store(uri: str, options: StoreOptions | None = None, links: bool = Fals
     files as boto3 does (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). Options for gs:// and az:// are
     obstore's (`schemes.CLOUD_OPTIONS`); missing ones come from GOOGLE_... and AZURE_... variables
     and from the machine's identity. A local store ignores them. With `links`, listings follow links
-    to folders; use it only for data that is read (input, models). Contacts nothing yet. Raises
+    to folders; use it only for data that is read (input, models). Does not connect yet. Raises
     ConfigError for an unknown scheme.
     """
     root = normalize(uri)
@@ -94,12 +94,12 @@ def open_store(uri: str, options: StoreOptions | None = None, links: bool = Fals
 
 
 def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
-    """Return (pyarrow file system, path of the store's root in it).
+    """Return (pyarrow file system, path of the store's root in it), to read whole tables.
 
-    It is for code that reads whole tables. pyarrow reads with its own threads, which must not call
-    back into Python (see `Store.open`), so this does not wrap the store but configures pyarrow's
-    client with the same options. Contacts nothing. Raises ConfigError for a profile that does not
-    exist.
+    pyarrow reads with its own threads, which must not call back into Python (see `Store.open`). So
+    this does not wrap the store, but configures pyarrow's own client with the same options. Does
+    not connect yet. Raises ConfigError for a store of Google Cloud or Azure, and for a profile that
+    does not exist.
     """
     from pyarrow import fs
 
@@ -128,11 +128,11 @@ def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
 def read_ahead(
     read: Callable[[Item], Value], items: Iterable[Item], threads: int, ahead: int
 ) -> Iterator[Value]:
-    """Yield `read(item)` for each item in order; threads read up to `ahead` items ahead.
+    """Yield `read(item)` for each item in order; `threads` threads read up to `ahead` items ahead.
 
-    Memory is that of `ahead` results, however many items there are. An exception from `read` is
-    raised at its item. Then, or when the consumer stops early, pending reads are dropped and
-    running ones are not waited for.
+    At most `ahead` results are in memory, however many items there are. An exception from `read` is
+    raised at its item. If that happens, or if the consumer stops early, pending reads are dropped
+    and running ones are not waited for.
     """
     waiting: deque[Future[Value]] = deque()
     pool = ThreadPoolExecutor(threads)

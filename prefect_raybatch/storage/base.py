@@ -76,16 +76,16 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "", recursive: bool = True) -> Iterator[FileInfo]:
-        """Yield the files in the folder `prefix` ("" is the root), listed anew, a page at a time.
+        """Yield the files in the folder `prefix` ("" is the root); reads the listing page by page.
 
-        Folders are not files; `recursive=False` leaves out files in deeper folders. A missing
-        folder is empty. Sorted by path locally and on S3 (except directory buckets). Locally, a
-        link to a folder is listed as one file and not entered, unless the store follows links.
+        Nothing is cached. With `recursive=False`, files in deeper folders are left out. A missing
+        folder yields nothing. Sorted by path locally and on S3 (except directory buckets). Locally,
+        a link to a folder is listed as one file and not entered, unless the store follows links.
         """
 
     @abstractmethod
     def folders(self) -> Iterator[str]:
-        """Yield the names of the folders directly below the root, listed anew.
+        """Yield the names of the folders directly below the root; nothing is cached.
 
         A link to a folder does not count, unless the store follows links.
         """
@@ -129,7 +129,8 @@ class Store(ABC):
         """Store a local file, which stays, unless `path` exists; return whether it was stored.
 
         Atomic: a link on a disk, one PUT on S3. Above 5 GiB, the limit of a PUT, it checks and then
-        writes. After an answer that was lost, False may refer to the caller's own file: compare it.
+        writes. If the store's first answer was lost and the call was retried, the result may be
+        False although this call created the file: compare the contents.
         """
 
     @abstractmethod
@@ -249,7 +250,7 @@ def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
 
 @contextmanager
 def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors of reading a local file, which is about to be stored, to StoreError.
+    """Within the block, which reads a local file to store it, convert read errors to StoreError.
 
     A missing file stays FileNotFoundError.
     """

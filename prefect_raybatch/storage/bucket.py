@@ -32,7 +32,10 @@ LONGEST_PAUSE = 8.0  # ... up to this
 
 
 class BucketStore(Store):
-    """Objects below `root`, such as s3://bucket/prefix, over one connection."""
+    """Objects below `root`, such as s3://bucket/prefix, over one connection.
+
+    `most_put_bytes` is the largest object that one PUT can write.
+    """
 
     most_put_bytes: ClassVar[int]  # the store's limit of one PUT
 
@@ -89,9 +92,9 @@ class BucketStore(Store):
         return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` (exclusive) of `info`'s object.
+        """Return bytes `start` to `stop` (exclusive) of the object of `info`.
 
-        Raises SourceError if it changed.
+        Raises SourceError if the object has changed since `info` was read.
         """
         found = self._range(info, start, stop)
         if found is None:
@@ -132,7 +135,7 @@ def content(source: str) -> bytes:
 
 
 class _RangeReader(SeekableReader):
-    """An object as a seekable raw file: each read is one ranged GET through the retry loop."""
+    """An object as a seekable raw file: each read is one ranged GET, retried as all calls are."""
 
     def __init__(self, store: BucketStore, info: FileInfo) -> None:
         super().__init__()

@@ -46,10 +46,10 @@ _lock = Lock()
 
 
 def block_sums(store: Store, path: str, sha256: str) -> BlockSums:
-    """Read a file whole, once for each version of it, and return the checksums of its blocks.
+    """Return the checksums of a file's blocks; reads the whole file, once for each version of it.
 
-    `sha256` is the recorded hash, or its first SHORT_HASH digits. Raise `CorruptRun` if the file is
-    missing or has another hash.
+    `sha256` is the recorded hash, or its first SHORT_HASH digits. Raises `CorruptRun` if the file
+    is missing or has another hash.
     """
     try:
         info = store.stat(path)
@@ -94,8 +94,8 @@ def _other_contents(uri: str) -> CorruptRun:
 def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
     """Open a file for random reads, each of which is compared with `sums`.
 
-    A read raises `CorruptRun` if a block that it touches has another checksum. Raise `CorruptRun`
-    if the file is missing.
+    Raises `CorruptRun` if the file is missing; a read raises it if a block that it touches has
+    another checksum.
     """
     try:
         return io.BufferedReader(

@@ -25,7 +25,7 @@ class DeltaAccess(NamedTuple):
 
 
 def delta_access(uri: str, options: StoreOptions) -> DeltaAccess:
-    """Return what deltalake needs to open the table at a normalized `uri`. Contacts nothing.
+    """Return what deltalake needs to open the table at a normalized `uri`; does not connect.
 
     Raises ConfigError for options that it cannot use.
     """
@@ -47,7 +47,7 @@ def delta_access(uri: str, options: StoreOptions) -> DeltaAccess:
 
 
 def _refuse_bearer_token(uri: str, options: StoreOptions) -> None:
-    """Raise ConfigError for the one credential of Google that deltalake does not take."""
+    """Raise ConfigError if Google's credentials are a bearer token, which deltalake cannot use."""
     others = ("service_account", "service_account_key", "application_credentials")
     variables = [f"GOOGLE_{name.upper()}" for name in others]
     if options.get("bearer_token") or (

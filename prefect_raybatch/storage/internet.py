@@ -55,7 +55,9 @@ class HostAway(Exception):
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
     """Return the parts of a URL; raise UrlRefused for one that is never fetched.
 
-    `setting` is the name of the job field that holds `allow_private`.
+    These are invalid ones, schemes other than http and https, URLs with a user or a password and,
+    unless `allow_private`, ports other than 80 and 443. `setting` is the name of the job field that
+    holds `allow_private`.
     """
     try:
         parts = urlsplit(url)
@@ -80,8 +82,8 @@ def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
 def allowed(address: str, allow_private: bool) -> bool:
     """Return whether an address may be contacted.
 
-    Public addresses may be contacted, private ones if `allow_private`, and never a cloud's metadata
-    service, which hands out the machine's credentials.
+    Public addresses may be contacted, and private ones if `allow_private`. Never allowed are those
+    of `_never`, such as a cloud's metadata service, which hands out the machine's credentials.
     """
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
     if _never(inner) or any(_never(one) for one in carried(inner)):
@@ -136,7 +138,10 @@ def innermost(address: Address) -> Address:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL for a message: without its query, which often holds a signature."""
+    """Return a URL for a message: without user and query, and at most 200 characters of it.
+
+    A query often holds a signature.
+    """
     plain = str(hide_users(url.partition("#")[0].partition("?")[0]))
     return plain[:200] + ("?..." if "?" in url else "")
 
@@ -189,8 +194,9 @@ def connection(
 ) -> http.client.HTTPConnection:
     """Return a connection to `address`, with the host's name in TLS and in the request.
 
-    `seconds` is its timeout. When it connects, it adds a duplicate of the socket to `handles`, so
-    that `cut_sockets` can end it: TLS takes over the socket, and a response keeps it.
+    `seconds` is its timeout. When it connects, it adds a duplicate of its socket to `handles`, so
+    that `cut_sockets` can end the transfer. The socket itself is out of reach then: it belongs to
+    TLS and to the response.
     """
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]

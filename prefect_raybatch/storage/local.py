@@ -71,10 +71,10 @@ class LocalStore(Store):
     def _walk(
         self, folder: str, recursive: bool, above: frozenset[tuple[int, int]]
     ) -> Iterator[FileInfo]:
-        """Yield the files of `folder` in S3's order.
+        """Yield the files of `folder`, sorted by path as S3 does.
 
-        A link to a folder is yielded as a file or, if links are followed, entered, unless it leads
-        to a folder in `above`: the (device, inode) of each folder on the way here.
+        A link to a folder is yielded as a file. If links are followed, it is entered instead,
+        unless it leads to a folder in `above`: the (device, inode) of each folder on the way here.
         """
         place = os.path.join(self.uri, folder)
         try:
@@ -174,9 +174,10 @@ class LocalStore(Store):
         local_path: str | os.PathLike[str],
         show: Callable[[str, str], None],
     ) -> None:
-        """Call `show(file, target)` with the local file, or with a copy of it if `show` fails.
+        """Call `show(file, target)` with the local file, or with a copy if that is not possible.
 
-        `show` renames or links the file to `target`. It may fail across file systems.
+        `show` renames or links the file to `target`, which may fail across file systems. The copy
+        is then made beside `target`.
         """
         source = os.fspath(local_path)
 
@@ -247,7 +248,8 @@ class LocalStore(Store):
     def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
         """Write and sync a temporary file beside `path`, then call `place(temporary, target)`.
 
-        `size` is only for the message of a full disk. FileExistsError comes from `place`.
+        `place` renames or links it to the target, and may raise FileExistsError. `size` is only for
+        the message of a full disk.
         """
         target = self._path(path)
         self._refuse_link(os.path.dirname(path))
@@ -289,7 +291,7 @@ class _LocalFile(io.FileIO):
 
 
 def _open_without_waiting(place: str, flags: int) -> int:
-    """Open a file without blocking on a pipe or reading an endless device in its place."""
+    """Open a file; raise OSError for a pipe or a device in its place, which could block."""
     descriptor = os.open(place, flags | os.O_NONBLOCK)
     if stat_module.S_ISDIR(mode := os.fstat(descriptor).st_mode) or stat_module.S_ISREG(mode):
         return descriptor
@@ -320,9 +322,9 @@ def _local_info(path: str, found: os.stat_result) -> FileInfo:
 
 
 def _link(temporary: str, target: str) -> None:
-    """Link `temporary` as `target` if that is free.
+    """Create the hard link `target` to the file `temporary`.
 
-    Raises FileExistsError, and UnsafeStore without hard links.
+    Raises FileExistsError if `target` exists, and UnsafeStore on a file system without hard links.
     """
     try:
         os.link(temporary, target)
@@ -395,7 +397,7 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
-    """Convert operating system errors about `place` into errors of this package.
+    """Within the block, convert operating system errors about `place` into this package's errors.
 
     `writing` is the number of bytes to write, None when reading. A missing file stays
     FileNotFoundError when reading, an existing name stays FileExistsError.

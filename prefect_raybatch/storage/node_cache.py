@@ -35,8 +35,8 @@ def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]
     """Return the folder of a cache entry; fetch it first if needed, in one process at a time.
 
     `kind` is models or adapters, `identity` the SHA-256 of the entry's listing. `fetch` fills an
-    empty folder and returns its listing. Raise `ConfigError` for a cache that others can write to,
-    and for an entry that is not what `identity` names.
+    empty folder and returns its listing. Raises `ConfigError` for a cache that others can write to,
+    and if listing or files do not match `identity`.
     """
     if not _IDENTITY.fullmatch(identity):
         raise ConfigError(
@@ -99,9 +99,10 @@ def _private_folder(kind: str) -> Path:
 
 
 def _check_root(root: Path) -> None:
-    """Raise `ConfigError` for a root in which others could rename this user's folders.
+    """Raise `ConfigError` for a cache root in which others could rename this user's folders.
 
-    The folder, or a link in its place, must belong to the user root or to this user.
+    `root`, and the folder that it links to if it is a link, must belong to this user or the
+    superuser. Others may write to it only if its sticky bit is set.
     """
     owners = {0, os.getuid()}
     if root.lstat().st_uid not in owners or root.stat().st_uid not in owners:
@@ -119,7 +120,10 @@ def _unsafe(path: Path, fault: str) -> ConfigError:
 
 
 def _check_entry(folder: Path, listing_file: Path, identity: str) -> None:
-    """Raise `ConfigError` for a cache entry that holds anything but what its identity names."""
+    """Raise `ConfigError` unless the listing has the SHA-256 `identity` and `folder` matches it.
+
+    The folder must hold exactly the listed files, as regular files of this user.
+    """
     fault = _listing_fault(listing_file, identity) or _entry_fault(folder, listing_file)
     if fault is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The permission that each operation needs on a store, by the names that its cloud uses."""
+"""The permission that each operation on a store needs, as the store's provider names it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import IO
 
 
 def private_folders(prefix: str) -> Iterator[Path]:
-    """Yield the existing folders that `make_private_folder` made for this user, by name."""
+    """Yield this user's existing folders from `make_private_folder`, sorted by name."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}-{os.getuid()}-*")):
         try:
             found = path.lstat()

@@ -79,9 +79,9 @@ def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> 
 
 
 def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
-    """Write a file and check what the store holds; write again while it holds other bytes.
+    """Write a file and check what the store holds; write it again if that differs.
 
-    Raise BadUpload after PROBE_TRIES attempts.
+    Raises BadUpload if it still differs after PROBE_TRIES writes.
     """
     return _proved(store, path, Sums.of(data), lambda: store.put(path, data))
 
@@ -89,8 +89,8 @@ def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
 def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
     """Write a file whose name identifies its content, and check it as `put_proved` does.
 
-    An existing intact file is left alone, because others may be reading it and a new upload could
-    be damaged.
+    An existing file with this content is not written again, because others may be reading it and a
+    new upload could be damaged.
     """
     sums = Sums.of(data)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Refuses redirects of servers that receive credentials, which would go to another host."""
+"""Refuses redirects, so that requests with credentials are never sent on to another host."""
 
 from __future__ import annotations
 

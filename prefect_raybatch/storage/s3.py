@@ -42,7 +42,8 @@ class S3Store(BucketStore):
         def whole(found: Response) -> None:
             """Raise ShortBody unless the whole body arrived.
 
-            Its MD5 shows it if the ETag is one; otherwise `stat` is called and sizes are compared.
+            An ETag that is the MD5 of the body proves it. Otherwise, size and ETag must be those
+            that `stat` returns.
             """
             body, etag = found["Body"], found.get("ETag", "").strip('"')
             if body is None or hashlib.md5(body, usedforsecurity=False).hexdigest() == etag:
@@ -125,7 +126,7 @@ class S3Store(BucketStore):
     def _put_at_once(self, path: str, source: str, **condition: str) -> bool:
         """PUT a local file in one request under a condition; return whether the condition held.
 
-        Some stores ignore conditions in the last step of a multipart upload.
+        It is a single request because some stores ignore conditions in a multipart upload.
         """
         key = self._key(path)
         with reading_local_file(source), open(source, "rb") as handle:
@@ -216,7 +217,7 @@ class S3Store(BucketStore):
         accept: int | None = None,
         check: ResponseCheck = lambda found: None,
     ) -> Any:
-        """Call `send`, and again after growing random pauses, until it is answered.
+        """Call `send` until it is answered, with growing random pauses; arguments as in `_call`.
 
         Gives up after `retry_seconds`, but not before MIN_TRIES. Renews expired credentials once.
         """

@@ -39,6 +39,7 @@ class Answer(NamedTuple):
     """The outcome of a failed call: S3's error code and the message, without secrets.
 
     `status` is the HTTP status, 0 without an answer, -1 if the client could not send the request.
+    In these two cases `code` is the class of the client's exception.
     """
 
     status: int
@@ -81,8 +82,8 @@ class Answer(NamedTuple):
     ) -> Exception:
         """Return the error to raise: it names the place, the answer, and what to do.
 
-        `credentials` says where the credentials come from, without revealing them; `endpoint` is
-        scheme://host:port.
+        `operation` is the name of the client's method, such as get_object. `credentials` says where
+        the credentials come from, without revealing them; `endpoint` is scheme://host:port.
         """
         place, said = f"s3://{bucket}/{key}", self.reply
         credentials = f"credentials: {credentials}"
@@ -122,7 +123,7 @@ class Answer(NamedTuple):
     ) -> Exception | None:
         """Return the error if credentials are missing, expired or refused; None for other causes.
 
-        If the client could not send the request at all, an error is returned, too.
+        Also returns one if the client could not send the request at all (status -1).
         """
         if self.expired:
             return CredentialsUnusable(
@@ -148,9 +149,10 @@ class Answer(NamedTuple):
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
-    """Return the outcome of a failed call. Raise `error` itself if it is no failure of the call.
+    """Return the outcome of a failed call; raise `error` itself if it is of another kind.
 
-    `scrub` removes secrets from a text.
+    Errors of the S3 client, the network and the file system count as failures of the call. `scrub`
+    removes secrets from a text.
     """
     from aiohttp import ClientError as AioError
     from botocore import exceptions as boto

@@ -150,7 +150,10 @@ class Connection:
 
 
 class _WithoutRedirects:
-    """An aiohttp session that follows no redirects."""
+    """An aiohttp session that follows no redirects, but raises ClientError.
+
+    Only S3's redirect to another region is returned: botocore repeats the request there.
+    """
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -177,7 +180,7 @@ def _redirect_error(status: int, url: str, location: str | None) -> Exception:
 
 @cache
 def _session_without_redirects() -> type[Any]:
-    """Return a class: aiobotocore's HTTP session, but one that follows no redirects.
+    """Return a subclass of aiobotocore's HTTP session that follows no redirects.
 
     An endpoint could otherwise send requests, with the session's token, to any address of this
     network.

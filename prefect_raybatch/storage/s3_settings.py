@@ -33,7 +33,10 @@ class S3Settings:
 
 
 def s3_settings(options: StoreOptions) -> S3Settings:
-    """Resolve s3fs's `options`; missing ones are looked up as boto3 does."""
+    """Resolve s3fs's `options`; missing ones are looked up as boto3 does.
+
+    Raises ConfigError if botocore rejects them, e.g. for an unknown profile.
+    """
     import botocore.session
     from botocore.exceptions import BotoCoreError
 

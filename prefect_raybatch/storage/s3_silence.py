@@ -27,10 +27,11 @@ class Silence:
         self._warned = float("-inf")
 
     def warn(self, place: str, endpoint: str, began: float, deadline: float, message: str) -> None:
-        """Log that a call has had no valid answer, at most every WARN_EVERY seconds.
+        """Log that a call has had no valid answer for WARN_AFTER seconds or more.
 
-        The call began at `began` and gives up at `deadline` (monotonic seconds). `message` is the
-        last answer or error.
+        Does nothing before that, and within WARN_EVERY seconds of the last warning. The call began
+        at `began` and gives up at `deadline` (monotonic seconds). `message` is the last answer or
+        error.
         """
         now = time.monotonic()
         if now - began < WARN_AFTER or now - self._warned < WARN_EVERY:

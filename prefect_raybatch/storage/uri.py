@@ -21,7 +21,7 @@ def is_remote(uri: str) -> bool:
 def join(uri: str, *parts: str) -> str:
     """Return `uri` (normalized) with relative `parts` appended.
 
-    Raises ConfigError if a part leads out of it, such as `..`.
+    Raises ConfigError if a part could lead out of `uri`, such as `..`.
     """
     root = normalize(uri)
     return "/".join([root.rstrip("/"), *(checked(part) for part in parts)]) if parts else root
@@ -61,7 +61,10 @@ def _scheme(uri: str) -> str:
 
 
 def normalize(uri: str) -> str:
-    """Return the URI of a bucket or an absolute local path, without a trailing slash."""
+    """Return the URI of a bucket or an absolute local path, without a trailing slash.
+
+    Raises ConfigError for an unsupported scheme.
+    """
     scheme = _scheme(uri)
     rest = uri[len(scheme) + 3 :] if scheme else uri
     if not rest or "\0" in rest:

@@ -1,8 +1,7 @@
 """One file over http(s), as a read-only store.
 
-It is downloaded once: a temporary file keeps what was read, so that everything is made from one
-version and a reader may seek back. A broken transfer resumes if the server's ETag shows that the
-file is unchanged.
+The file is downloaded once, into a temporary file, so that all readers get the same version and may
+seek back. A broken transfer resumes if the server's ETag shows that the file is unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class WebRules:
 
 
 class WebStore(Store):
-    """A read-only store with one file, that at `url`; its path is the last part of the URL.
+    """A read-only store with one file, the one at `url`; its path is the last part of the URL.
 
     `headers` are sent only to the URL's own host.
     """
@@ -141,7 +140,7 @@ class _Broken(Exception):
 
 @contextmanager
 def _temporary_disk() -> Iterator[None]:
-    """Raise StoreError for failures of the temporary file that keeps the download."""
+    """Within the block, convert errors of the download's temporary file to StoreError."""
     try:
         yield
     except OSError as error:
@@ -152,7 +151,7 @@ def _temporary_disk() -> Iterator[None]:
 
 
 class _Download:
-    """A download: a temporary file with what was fetched of the URL's file so far. Thread-safe."""
+    """A download: a temporary file with the bytes of the URL's file so far. Thread-safe."""
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules, shown: str) -> None:
         self._url, self._headers, self._rules, self._shown = url, headers, rules, shown
@@ -179,7 +178,11 @@ class _Download:
             return os.pread(self._file.fileno(), size, offset)
 
     def fetch(self, upto: int | None) -> None:
-        """Download at least the first `upto` bytes, or all (None)."""
+        """Download at least the first `upto` bytes, or all (None).
+
+        Raises StoreUnavailable after WEB_TRIES failed tries without new bytes between them, and
+        SourceError for a file that has changed, is too large or is refused.
+        """
         with self._lock:
             while not self._whole and (upto is None or self._have < upto):
                 try:

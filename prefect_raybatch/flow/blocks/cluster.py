@@ -166,8 +166,8 @@ class RayCluster(FormBlock, CredentialsBlock):
     def get_client(self) -> Any:
         """Return a `ray.job_submission.JobSubmissionClient` for the job server.
 
-        Requests the server's version. Raises `ConfigError` without `job_server`, and
-        `ConnectionError` if the server does not answer.
+        Contacts the server. Raises `ConfigError` if `job_server` is not set, and `ConnectionError`
+        if the server does not answer.
         """
         if self.job_server is None:
             raise ConfigError("this RayCluster block has no job_server; set it to http://host:8265")

@@ -13,7 +13,7 @@ from prefect_raybatch.job.group import show_plainly
 class FormBlock(Block):
     """A block whose optional fields look like required ones in Prefect's form.
 
-    For a union, such as text or None, the form would show tabs with the names of types.
+    Without that, the form would show an optional text as two tabs, named after the types.
     """
 
     @classmethod

@@ -100,11 +100,11 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return self
 
     def batch_job(self) -> BatchJob:
-        """Return the job as it will run.
+        """Return the job that a trigger runs.
 
-        It is on the block's cluster, and the saved block `store` has the credentials of its remote
-        input and output unless the job names another block. Raises `ConfigError` for a missing or
-        invalid job file, and for an unsaved store.
+        It is the job, or the contents of the job file, with the block's `cluster` in place of its
+        own. Remote inputs and outputs without a credentials block get the name of the saved block
+        `store`. Raises `ConfigError` for a missing or invalid job file, and for an unsaved store.
         """
         job = self.job or BatchJob.from_yaml(str(self.job_file))
         if self.cluster is not None:
@@ -160,10 +160,11 @@ class BatchInferenceJob(JobBlock[RunReport]):
         return BatchInferenceRun(job, key, made.id, process)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the new process.
+        """Return the environment variables of the process that runs the triggered flow run.
 
-        It is the environment of this process, with the current Prefect settings and without the
-        variables of this flow run. The cluster's secrets are passed here, not in flow parameters.
+        They are those of this process, with the current Prefect settings, without the variables
+        that identify the present flow run, and with the cluster's secrets, which flow parameters
+        must not contain.
         """
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT__")}

@@ -1,1 +1,1 @@
-"""Functions and classes from a notebook, a script, or a file beside the job file."""
+"""Functions and classes that a job's owner defines in a notebook, a script or a file."""

@@ -1,7 +1,8 @@
-"""Finds functions and classes that no worker could import: `file.py:ask` and `__main__:ask`.
+"""Loads functions and classes that no worker can import: `file.py:NAME` and `__main__:NAME`.
 
-Only a job's owner may name them. A job that comes through Prefect's API or a job server may not,
-whatever the operator's policy allows, because its author could name any file of the machine.
+Only a job that its owner starts on the command line or in Python may name them. A job that arrives
+through Prefect's API or a job server may not, whatever the operator's policy allows, because its
+author could name any file of the machine.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def is_own_code(name: str) -> bool:
 
 
 def name_of_function(value: object) -> object:
-    """Return `module:name` of a function or class, and any other value as it is.
+    """Return a function or class as the text `module:name`; return any other value unchanged.
 
-    Raises ValueError if no name leads to it.
+    Raises ValueError for a callable that is not defined at the top level of a module.
     """
     if not callable(value):
         return value
@@ -51,13 +52,20 @@ def name_of_function(value: object) -> object:
 
 
 def shown_name(name: str) -> str:
-    """Return the name without the folder of its file, which a moved job file changes."""
+    """Return `file.py:NAME` without its folder, so that moving the job file does not change it.
+
+    Returns any other name unchanged.
+    """
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).name}:{attribute}" if is_own_code(name) else name
 
 
 def check_owner(name: str, field: str) -> None:
-    """Raise `ConfigError` unless the job comes from its owner. Reads no file."""
+    """Raise `ConfigError` if the job's policy forbids functions from files and notebooks.
+
+    Only a job from its owner may use them. `name` is the function that the job's `field` names.
+    Reads no file.
+    """
     policy = policy_in_force()
     if policy.limited:
         raise ConfigError(
@@ -68,9 +76,11 @@ def check_owner(name: str, field: str) -> None:
 
 
 def load_user_function(name: str, field: str) -> Any:
-    """Return the function or class that `name` leads to.
+    """Return the function or class of `name`, which is `file.py:NAME` or `__main__:NAME`.
 
-    Raises `ConfigError` that names `field`, and the file and line if they are known.
+    Executes the file if its content is new. Raises `ConfigError` that begins with the job field
+    `field`, if the job may not use the file, or if the file cannot be read or executed or does not
+    define the name.
     """
     check_owner(name, field)
     place, _, attribute = name.rpartition(":")
@@ -100,7 +110,10 @@ def _is_defined_in(value: object, module: ModuleType) -> bool:
 
 
 def _file_module(path: str, field: str) -> ModuleType:
-    """Return the module of a file, executed again only if its content changed."""
+    """Execute a Python file and return its module; reuse the module if the content is unchanged.
+
+    Raises `ConfigError` that begins with the job field `field`.
+    """
     data = read_source_file(path, field)
     digest = hashlib.sha256(data).hexdigest()
     with _lock:
@@ -128,7 +141,7 @@ def _file_module(path: str, field: str) -> ModuleType:
 
 
 def read_source_file(path: str, field: str) -> bytes:
-    """Return the content of a file with functions; raise `ConfigError` if that is impossible."""
+    """Return the bytes of a user's Python file; raise `ConfigError` if unreadable or over 4 MiB."""
     try:
         data = read_regular_file(path, MOST_CODE_BYTES + 1)
     except FileNotFoundError:
@@ -141,11 +154,12 @@ def read_source_file(path: str, field: str) -> bytes:
 
 
 def function_digest(name: str, field: str) -> str:
-    """Return the SHA-256 of a function's source: its whole file, or the function in `__main__`.
+    """Return the SHA-256 of the whole file of `file.py:NAME`, or of the code of `__main__:NAME`.
 
-    In a notebook or script, this covers the function and what it uses from there, directly or not:
-    functions and classes as text, values that JSON can hold, of other values only the type, of
-    modules only the name. Changes in other cells or lines do not change the hash.
+    In a notebook or script, the hash covers the function and everything there that it uses,
+    directly or not: the source of functions and classes, the value of JSON-compatible objects, the
+    type of other objects, and the name of modules. Changes in other cells or lines do not change
+    it.
     """
     place = name.rpartition(":")[0]
     if place != MAIN:
@@ -155,7 +169,11 @@ def function_digest(name: str, field: str) -> str:
 
 
 def _texts(first: object) -> Iterator[tuple[str, str]]:
-    """Yield (name, source or value as text) of an object and all of `__main__` that it uses."""
+    """Yield (name, text to hash) of an object and of all that it uses in `__main__`, recursively.
+
+    The name of `first` itself is "". The text is the source of what `__main__` defines, and
+    `_value_text` of other values.
+    """
     main = sys.modules[MAIN]
     pending, seen = [("", first)], {""}
     while pending:
@@ -171,7 +189,7 @@ def _texts(first: object) -> Iterator[tuple[str, str]]:
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, or of the functions of a class, with inner functions."""
+    """Yield the code of a function or of all methods of a class, and of functions inside them."""
     members = list(vars(value).values()) if isinstance(value, type) else [value]
     codes = [inspect.unwrap(one).__code__ for one in members if inspect.isfunction(one)]
     while codes:

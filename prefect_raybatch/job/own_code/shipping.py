@@ -1,4 +1,4 @@
-"""Sends functions to Ray's workers by value, because workers have neither file nor notebook."""
+"""Sends users' functions to Ray's workers by value, because workers lack the file or notebook."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from prefect_raybatch.job.own_code.loading import MAIN, is_own_code, load_user_f
 
 
 class OwnFunction(str):
-    """The name of a function that workers cannot import; pickled, it carries the function.
+    """The name of a function that workers cannot import; pickling it includes the function itself.
 
-    `payload` is the pickled function in a worker, None in the process that defines it. `sent`
-    caches the first pickle, so all tasks of a run get the same function if its file changes.
+    `field` is the job field that names the function. `payload` is the pickled function in a worker,
+    None in the process that defines it. `sent` caches the first pickle, so all tasks of a run get
+    the same function even if its file changes meanwhile.
     """
 
     field: str
@@ -40,7 +41,7 @@ class OwnFunction(str):
         return self
 
     def load(self) -> Callable[..., Any]:
-        """Return the function. Raises `ConfigError` if it cannot be loaded here."""
+        """Return the function; raise `ConfigError` if this process cannot load it."""
         if self.payload is None:
             function: Callable[..., Any] = load_user_function(self, self.field)
             return function
@@ -54,14 +55,18 @@ class OwnFunction(str):
 
 
 def shipped(name: str | None, field: str) -> str | None:
-    """Return a function's name, or an `OwnFunction` if workers cannot import the function."""
+    """Return `name`, as an `OwnFunction` if workers cannot import the function; None stays None.
+
+    `field` is the job field that names the function, for errors.
+    """
     return OwnFunction(name, field) if name is not None and is_own_code(name) else name
 
 
 def pickle_by_value(name: str, field: str) -> bytes:
-    """Return a function pickled by value, with all of its file or notebook that it uses.
+    """Return a function pickled together with what it uses from its file or notebook.
 
-    Raises `ConfigError` if it holds something that cannot be sent.
+    Raises `ConfigError` that begins with the job field `field`, if the function cannot be loaded or
+    uses something that cannot be pickled.
     """
     import cloudpickle
 

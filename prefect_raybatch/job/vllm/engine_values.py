@@ -37,9 +37,9 @@ class _Unknown(Exception):
 
 
 def wrong_values(given: Mapping[str, Any]) -> str | None:
-    """Return what vLLM would reject in `given` ({engine argument: value}), one per line.
+    """Return vLLM's objections to `given` ({engine argument: value}), one per line, or None.
 
-    None if nothing, or if vLLM is not installed. null is the default and always valid.
+    Also None if vLLM is not installed. None (null in YAML) as a value is always valid.
     """
     fields = {
         name: (kind | None, None) for name, kind in types_of_arguments(tuple(sorted(given))).items()
@@ -57,7 +57,7 @@ def wrong_values(given: Mapping[str, Any]) -> str | None:
 
 @cache
 def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return {name: type} of the engine arguments whose type can be derived."""
+    """Return {name: type} of those engine arguments in `names` whose type can be derived."""
     found = {}
     for item in vllm_fields.annotated(vllm_fields.class_body(*ENGINE_ARGS)):
         name = item.target.id
@@ -75,10 +75,10 @@ def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _default_of(value: ast.expr | None) -> ast.expr | None:
-    """Return the default that `value` refers to: that of a field of one of vLLM's config classes.
+    """Return the default that a vLLM config class gives to the field to which `value` refers.
 
     `value` is the default of an engine argument in vLLM's source, such as `Class.name` or
-    `get_field(Class, "name")`. Returns None if it is written otherwise, or has no default there.
+    `get_field(Class, "name")`. Returns None if it has another form, or the field has no default.
     """
     match value:
         case ast.Attribute(value=ast.Name(id=owner), attr=name):
@@ -95,7 +95,10 @@ def _default_of(value: ast.expr | None) -> ast.expr | None:
 
 
 def _bounded(kind: Any, default: ast.expr | None) -> Any:
-    """Return a type of number with the bounds of `default`, a `Field(...)`; else `kind` itself."""
+    """Return a number type with the bounds (such as ge=0) that a `Field(...)` in `default` sets.
+
+    Returns `kind` unchanged if it is no number type or `default` sets no bounds.
+    """
     match default:
         case ast.Call(func=ast.Name(id="Field"), keywords=given):
             bounds = {one.arg: ast.literal_eval(one.value) for one in given if one.arg in BOUNDS}
@@ -148,14 +151,14 @@ def _named(name: str) -> Any:
 
 
 def _decorators(node: ast.ClassDef | ast.FunctionDef) -> dict[str, ast.expr]:
-    """Return the decorators of a class or function by name."""
+    """Return {name: expression} of the decorators of a class or function."""
     return {re.sub(r"\(.*", "", ast.unparse(one), flags=re.S): one for one in node.decorator_list}
 
 
 def _class(node: ast.ClassDef) -> type[BaseModel]:
-    """Return a configuration class with its fields only.
+    """Return a pydantic model with the public fields of a vLLM configuration class.
 
-    A field that its own code converts first is not checked.
+    Any value is valid for a field that a validator of the class converts first.
     """
     made_fit = set(_made_fit(node))
     fields: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The engine and sampling fields and the models that the installed vLLM knows, from its source.
+"""Reads from the source of the installed vLLM which fields, models and parsers it has.
 
 Importing vLLM takes over ten seconds; parsing two of its files takes a tenth of one. So a misspelt
 field is rejected at once, even on a laptop that has vLLM without a GPU. Without vLLM nothing is
@@ -47,16 +47,20 @@ def generating_models() -> frozenset[str] | None:
 
 @cache
 def text_models() -> frozenset[str] | None:
-    """Return architectures that generate text from text alone; None if vLLM is not installed."""
+    """Return architectures that vLLM lists as generating text and not as multimodal.
+
+    Returns None if vLLM is not installed.
+    """
     text = _listed(REGISTRY, "_TEXT_GENERATION_MODELS")
     return None if text is None else text - (_listed(REGISTRY, "_MULTIMODAL_MODELS") or frozenset())
 
 
 @cache
 def media_limits(architecture: str) -> Mapping[str, int | None] | None:
-    """Return {medium: most items in a request}, such as {"image": None}, of an architecture.
+    """Return {medium: most items in a request} of an architecture.
 
-    A value of None is no limit. Return None if vLLM's source does not show the limits.
+    The value None means no limit, as in {"image": None}. The result is None if vLLM is not
+    installed or its source does not show the limits.
     """
     for table in _tables(REGISTRY, "_MULTIMODAL_MODELS"):
         for key, value in zip(table.keys, table.values, strict=True):
@@ -92,9 +96,9 @@ def tool_parsers() -> frozenset[str] | None:
 
 
 def _listed(file: str, *tables: str) -> frozenset[str] | None:
-    """Return the keys of the dicts that one of vLLM's files defines under the names `tables`.
+    """Return the keys of those dicts at the top level of one of vLLM's files that `tables` names.
 
-    None if there are no keys.
+    Returns None if there are no keys, or vLLM is not installed.
     """
     found = _tables(file, *tables)
     keys = (key for table in found for key in table.keys)
@@ -113,7 +117,7 @@ def _tables(file: str, *names: str) -> list[ast.Dict]:
 
 
 def _asked_about(file: str, name: str) -> str | None:
-    """Return the class that decorators of model class `name` name by `info=`; None if none does."""
+    """Return the class that a decorator of model class `name` gets as `info=`; None without one."""
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for call in node.decorator_list:
@@ -124,9 +128,10 @@ def _asked_about(file: str, name: str) -> str | None:
 
 
 def _limits(file: str, name: str | None) -> Mapping[str, int | None] | None:
-    """Return what `get_supported_mm_limits` of vLLM's class `name` in `file` returns, if a literal.
+    """Return the dict that `get_supported_mm_limits` of class `name` in vLLM's `file` returns.
 
-    The method may be inherited. Returns None if it is not found, or returns no literal.
+    Follows base classes, and imports of the class from files beside it. Returns None if the method
+    is not found, or returns anything but one literal dict.
     """
     body = _statements(file) if name else []
     for node in body:
@@ -157,7 +162,10 @@ def _returned(method: ast.FunctionDef) -> Mapping[str, int | None] | None:
 
 @cache
 def definition(folder: str, name: str) -> ast.stmt | None:
-    """Return the class or assignment `name` at the top level of a file in vLLM's `folder`."""
+    """Return the class or assignment `name` at the top level of a file in vLLM's `folder`.
+
+    Returns None if there is none, or vLLM is not installed.
+    """
     root = _root()
     begins = re.compile(rf"^(class )?{name}\b[^.(\n]*[=:(]", re.MULTILINE)
     for path in sorted((root / folder).glob("*.py")) if root else ():
@@ -197,14 +205,14 @@ def _root() -> Path | None:
 
 
 def _statements(file: str) -> list[ast.stmt]:
-    """Return the top-level statements of one of vLLM's files; empty if vLLM is not installed."""
+    """Return the top-level statements of a file of vLLM; empty if file or vLLM is missing."""
     root = _root()
     path = None if root is None else root / file
     return parsed(path.read_text(encoding="utf-8")).body if path and path.exists() else []
 
 
 def parsed(source: str) -> ast.Module:
-    """Return the syntax tree of Python source, whatever other threads parse meanwhile.
+    """Return the syntax tree of Python source; retry if parsing in other threads disturbs it.
 
     Up to 3.11.7 and 3.12.1, Python's parser adds up the nesting depths in all threads, so parsing
     in several at once may fail (CPython's issue 106905).

@@ -1,8 +1,8 @@
 """Valid values of vLLM's sampling fields, checked without importing it.
 
 vLLM checks them request by request, so a wrong one would fail every row once the engines are up.
-The ranges are those of `SamplingParams._verify_args` in vLLM; tests compare them. A
-seed over 64 bits is only noticed in the engine, and ends it.
+The ranges are those of `SamplingParams._verify_args` in vLLM; tests compare them. vLLM does not
+check the seed: one over 64 bits crashes the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _token_ids(value: object) -> bool:
 
 
 def _biases(value: object) -> bool:
-    """Return whether `value` is a valid logit_bias; JSON has its token ids as text."""
+    """Return whether `value` is a valid logit_bias; its token ids may be text, as JSON requires."""
     return isinstance(value, Mapping) and all(
         (_whole(token) or (isinstance(token, str) and token.isdecimal())) and _number(bias)
         for token, bias in value.items()
@@ -77,10 +77,10 @@ RANGES: dict[str, RangeCheck] = {
 
 
 def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType({})) -> str | None:
-    """Return what vLLM would reject in `sampling` ({field: value}), or None.
+    """Return an error message for what vLLM would reject in `sampling` ({field: value}), or None.
 
-    A value None is vLLM's default and always valid. If `sampling` is that of a row, `job` has the
-    valid sampling fields of the job, which it overrides.
+    None as a value means vLLM's default and is always valid. If `sampling` is one row's, `job` has
+    the valid sampling fields of the job, and a row's value replaces the job's.
     """
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (fits, what) in RANGES.items():

@@ -1,4 +1,4 @@
-"""Checks whether vLLM accepts `sampling.structured_outputs` (a form), without importing vLLM.
+"""Checks whether vLLM accepts `sampling.structured_outputs` (a form), without importing it.
 
 vLLM checks the form request by request, so a wrong one would fail every row once the engines are
 up. `check_form_shape` checks the types; `check_form_parses` asks the two libraries with which vLLM
@@ -31,10 +31,10 @@ GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take
 
 
 def with_schema_text(sampling: Mapping[str, object]) -> dict[str, Any]:
-    """Return a copy of sampling fields in which a JSON Schema given as a mapping is text.
+    """Return a copy of sampling fields with a JSON Schema in `structured_outputs` as JSON text.
 
-    A model writes properties in the order of the schema; records, keys and Prefect's database keep
-    no order.
+    A model writes properties in the order of the schema, which text keeps; a mapping would lose it
+    in records, keys and Prefect's database. A schema that is no valid JSON stays as it is.
     """
     form = sampling.get(FORM)
     if not isinstance(form, Mapping) or not isinstance(form.get("json"), Mapping):
@@ -99,7 +99,7 @@ def _check_value(kind: str, value: Any) -> None:
 
 
 def _schemas_in(tag: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON Schemas in a structural tag."""
+    """Yield the JSON Schemas at any depth of a structural tag, which is parsed JSON."""
     waiting = [tag]
     while waiting:
         part = waiting.pop()
@@ -118,9 +118,9 @@ def _text(value: object) -> bool:
 
 
 def check_label_texts(labels: Sequence[str], where: str = "") -> None:
-    """Raise ValueError for a label that no answer can be, or that appears twice.
+    """Raise ValueError for a label that is empty, is not valid Unicode, or appears twice.
 
-    `where` is the field, with a colon and a blank.
+    `where` begins the message: a field with a colon and a blank.
     """
     for number, label in enumerate(labels, 1):
         if not label.strip():
@@ -154,8 +154,9 @@ def check_backend(config: object) -> None:
 def check_labels_enforced(labels: Sequence[str], where: str, config: object) -> None:
     """Raise ValueError if the engine's backend would accept an answer that is none of the labels.
 
-    `config` is `engine.structured_outputs_config`. After a label that is a prefix of another,
-    `outlines` constrains the answer no further.
+    The backend outlines does so if a label is a prefix of another: after it, outlines constrains
+    the answer no further. `where` is the field of the labels, `config` is
+    `engine.structured_outputs_config`.
     """
     if _backend_of(config) != "outlines":
         return
@@ -171,11 +172,10 @@ def check_labels_enforced(labels: Sequence[str], where: str, config: object) -> 
 def label_form(labels: Sequence[str]) -> dict[str, Any]:
     """Return the `structured_outputs` that make an answer one of the labels, for any backend.
 
-    vLLM writes a choice as an EBNF grammar for xgrammar, in which control characters stay as they
-    are. xgrammar rejects a line break there, so `auto` uses guidance for it; an engine keeps the
-    backend of its first grammar, and guidance accepts no such grammar with a tab: it then ends each
-    answer at once. outlines cannot read the characters of emoji or no-break spaces in a choice.
-    Escaped in a regular expression, every backend accepts all of these.
+    That is {"choice": [...]} if all characters are printable and below U+10000, otherwise an
+    equivalent {"regex": ...} with escapes. In a choice, other characters fail with some backend.
+    vLLM writes them unescaped into a grammar for xgrammar, which rejects a line break; guidance
+    fails for such a grammar with a tab; and outlines cannot read emoji or no-break spaces.
     """
     if all(map(_is_plain, "".join(labels))):
         return {"choice": list(labels)}
@@ -216,11 +216,11 @@ def _parsed(where: str, text: str) -> dict[str, Any]:
 
 
 def check_form_parses(form: Mapping[str, object] | None, config: object) -> None:
-    """Raise ValueError with what vLLM's parsers reject in a form that passed `check_form_shape`.
+    """Raise ValueError if vLLM's parsers reject a form that `check_form_shape` accepts.
 
-    `config` is `engine.structured_outputs_config`. With vLLM's default backend, raises only if both
-    xgrammar and guidance reject the form, because vLLM takes the one that accepts it. Forms for
-    other backends are not checked.
+    Checks json, regex and grammar. `config` is `engine.structured_outputs_config`. For the default
+    backend (auto), both xgrammar and guidance must reject the form, because vLLM uses the one that
+    accepts it. Forms for backends other than these are not checked.
     """
     given = {name: value for name, value in (form or {}).items() if value is not None}
     kind = next((name for name in ("json", "regex", "grammar") if name in given), None)
@@ -242,8 +242,8 @@ def guidance_error(kind: str, value: Any, blanks: bool = True) -> str | None:
     """Return why llguidance rejects a form; None if it accepts the form or is not installed.
 
     `kind` is the field of the form that is set, such as json or regex, and `value` its value.
-    `blanks`: JSON may have blanks between its parts. Follows the steps of vLLM's own check, in a
-    hundredth of a second, without torch.
+    `blanks`: JSON answers may have blanks between their parts. Follows the steps of vLLM's own
+    check, in a hundredth of a second, without torch. Taking over 30 s counts as rejecting.
     """
     try:
         import llguidance  # noqa: F401
@@ -273,8 +273,8 @@ def _guidance_error(kind: str, value: Any, blanks: bool) -> str | None:
 def _xgrammar_error(kind: str, value: Any) -> str | None:
     """Return why xgrammar rejects a form; None if it accepts the form or is not installed.
 
-    Also None if vLLM would first rewrite the form (Lark). xgrammar imports torch, which takes
-    seconds, so callers ask llguidance first.
+    Also None for a grammar in Lark's syntax, which vLLM would convert first. xgrammar imports
+    torch, which takes seconds, so callers ask llguidance first.
     """
     if kind == "grammar" and "::=" not in value:
         return None

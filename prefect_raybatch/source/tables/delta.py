@@ -33,7 +33,11 @@ _SESSION = {"datafusion.execution.target_partitions": "1"}
 
 
 def open_delta(source: ReadSpec) -> TableSource:
-    """Open a Delta table in a folder, local or on an object store."""
+    """Open a Delta table in a folder, local or on an object store.
+
+    It is opened at source.version, None for the newest. Raises ConfigError for a malformed version,
+    SourceError for a missing table or version.
+    """
     from deltalake import DeltaTable
     from deltalake.exceptions import TableNotFoundError
 
@@ -121,7 +125,7 @@ def _name(column: str) -> str:
 
 
 def _made(newest: DeltaTable, version: int) -> str | None:
-    """Return when a version was committed, in ISO 8601, by the log of the `newest` version.
+    """Return when a version was committed, in ISO 8601, from the log of the newest version.
 
     None if the log no longer has the commit, or if it is over HISTORY commits back. `newest` must
     be open at the newest version, because for an older one the library numbers the log's entries
@@ -147,7 +151,10 @@ def _files(table: DeltaTable, uri: str) -> Iterator[str]:
 
 
 def _rows(table: DeltaTable) -> int | None:
-    """Return the number of rows by the log's statistics; None if a writer left them out."""
+    """Return the number of rows from the log's statistics; None if a writer left them out.
+
+    Rows that a deletion vector hides are counted.
+    """
     actions = pa.table(table.get_add_actions(flatten=True))
     if "num_records" not in actions.column_names:
         return None

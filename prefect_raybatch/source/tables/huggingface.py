@@ -83,7 +83,10 @@ def _token(source: ReadSpec) -> str | None:
 
 
 def _commit(repository: str, revision: str | None, token: str | None) -> tuple[str, str | None]:
-    """Return (the commit that `revision` refers to now, its time in ISO 8601 or None)."""
+    """Return (the commit that `revision` refers to now, its time in ISO 8601 or None).
+
+    `revision` None: the newest. Raises SourceError if it does not exist.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -132,8 +135,9 @@ def _builder(
 def _refuse_elsewhere(what: str, builder: Any, repository: str, commit: str) -> None:
     """Raise SourceError unless all data files belong to the dataset at its commit.
 
-    Its card may name any file, and if the Hub fails, the library takes files of an earlier commit
-    from its cache. Raises StoreUnavailable if there are no files.
+    The card of a dataset may name any file, and if the Hub fails, the library takes files of an
+    earlier commit from its cache. Raises StoreUnavailable if there are no files. `what` names the
+    dataset in errors.
     """
     own = _own(repository, commit)
     files = [str(f) for found in (builder.config.data_files or {}).values() for f in found]
@@ -175,9 +179,9 @@ class HubSource(TableSource):
 
     @cached_property
     def rows(self) -> int | None:  # type: ignore[override]
-        """Return the number of rows by the dataset's card or its Parquet footers.
+        """Return the number of rows from the dataset's card, else from its Parquet footers.
 
-        None if neither tells.
+        None if the card does not have it, and the files are not Parquet or more than FOOTERS.
         """
         told = self._builder.info.splits or {}
         parts = self._split.split("+")
@@ -301,7 +305,7 @@ def _denied(what: str, error: Exception, scrub: Callable[[str], str]) -> SourceE
 
 @contextmanager
 def _explained(what: str, token: str | None) -> Iterator[None]:
-    """Convert errors of the libraries to ours, without the token."""
+    """Convert errors of the libraries while `what` is read to ours, with the token removed."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     def scrub(text: str) -> str:

@@ -27,7 +27,7 @@ from prefect_raybatch.storage.proof import CHUNK
 
 
 def open_saved(source: ReadSpec) -> TableSource:
-    """Open a dataset in a folder; with several in it, the one that `source.split` names."""
+    """Open a dataset written by `save_to_disk`, or the split of it that source.split names."""
     place = join(source.uris[0])
     store = open_store(place, source.options)
     what = f"source.uri: the Hugging Face dataset in {place}"

@@ -27,9 +27,9 @@ def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` without the library's own types, at any depth.
+    """Return `kind` with each extension type of the `datasets` library replaced, at any depth.
 
-    Arrays of several dimensions are lists of lists, JSON is text.
+    Arrays of several dimensions become lists of lists, JSON becomes text.
     """
     if isinstance(kind, pa.BaseExtensionType):
         return stored_type(kind.storage_type)

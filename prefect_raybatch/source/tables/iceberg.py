@@ -92,8 +92,8 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
 def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     """Return pyiceberg's catalog with these properties.
 
-    A REST catalog follows no redirects: it would send its client's secret and its own headers to
-    another host.
+    Redirects of a REST catalog raise ConfigError, because pyiceberg would send the client's secret
+    and headers to another host.
     """
     from pyiceberg.catalog import load_catalog, rest
     from requests import Response, Session
@@ -112,7 +112,10 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
 
 
 def file_properties(options: StoreOptions, keys: S3Settings | None) -> dict[str, str]:
-    """Return the properties by which pyiceberg reaches a table's files on any store."""
+    """Return the properties with which pyiceberg reads a table's files on any store.
+
+    `keys` are the settings for S3, None if the table is on another store.
+    """
     from prefect_raybatch.source.tables.cloud_files import cloud_properties
 
     return {**iceberg_options(keys), **cloud_properties(options)}
@@ -140,7 +143,7 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
 
 
 def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Table:
-    """Return the table by its newest metadata file, or by the one that `place` names.
+    """Return the table in its newest metadata file, or in the metadata file that `place` names.
 
     `StaticTable` is not used: it lets properties in the table's metadata override our own, and
     these may name Python code to load, or other endpoints to send credentials to.
@@ -278,7 +281,8 @@ class IcebergSource(TableSource):
     def _check_files(self, files: Iterable[str]) -> None:
         """Raise SourceError or ConfigError for files of the table that the job may not read.
 
-        A catalog is trusted with the locations of its tables' files on object stores.
+        For a table of a catalog only local files are checked: the catalog is trusted with the
+        locations of files on object stores.
         """
         place = str(self._table.location()) if self._of_catalog else self.pin.uri
         named = (file for file in files if not (self._of_catalog and is_remote(file)))
@@ -292,14 +296,14 @@ def _rows(told: Mapping[str, str]) -> int | None:
 
 
 def _expressions() -> Any:
-    """Return the library's module of expressions, untyped: checkers misread its classes."""
+    """Return pyiceberg's module of expressions as Any: type checkers misread its classes."""
     from pyiceberg import expressions
 
     return expressions
 
 
 def _expression(condition: Condition, schema: pa.Schema) -> Any:
-    """Return a pyiceberg expression that keeps at least the matching rows; None for all rows."""
+    """Return a pyiceberg expression that keeps all matching rows, and maybe others; None: all."""
     ice = _expressions()
     if isinstance(condition, AllOf | AnyOf):
         parts = [_expression(part, schema) for part in condition.parts]
@@ -338,7 +342,7 @@ def _compare(condition: Compare, value: Any) -> Any:
 
 
 def _value(value: Literal, field: pa.Field) -> Any:
-    """Return a literal if the library compares it unchanged with the column; else None."""
+    """Return a literal as pyiceberg takes it; None if pyiceberg might compare it differently."""
     types, kind = pa.types, field.type
     plain = (
         types.is_integer(kind) and isinstance(value, int),

@@ -28,7 +28,10 @@ ABSENT = "was not found"  # part of the library's error for a missing dataset
 
 
 def open_lance(source: ReadSpec) -> TableSource:
-    """Open a Lance dataset in a folder, local or on S3."""
+    """Open a Lance dataset in a folder, local or on S3, at source.version (None: newest).
+
+    Raises SourceError for a missing dataset or version.
+    """
     import lance
 
     uri = join(source.uris[0])
@@ -85,7 +88,7 @@ def _pinned(
 
 
 def _files(data: LanceDataset, uri: str) -> Iterator[str]:
-    """Yield the locations of the dataset's files, in its folder and in its base folders."""
+    """Yield all locations where the dataset's files may be: its folder and its base folders."""
     bases = [str(base.path) for base in data.base_paths().values()]
     yield from bases
     for fragment in data.get_fragments():

@@ -77,7 +77,10 @@ _OF_DUCKDB = {
 
 
 def open_sql(source: ReadSpec) -> TableSource:
-    """Connect to the database, begin a transaction; return the rows of source.query as a table."""
+    """Connect to the database, begin a transaction, and return the rows of source.query.
+
+    The caller closes the result, which ends both.
+    """
     import sqlalchemy
     from sqlalchemy.pool import NullPool
 
@@ -190,10 +193,10 @@ class SqlSource(TableSource):
         return pa.schema(fields)
 
     def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
-        """Return {column: Arrow type of its DuckDB type}, None where Python's values show the type.
+        """Return {column: Arrow type}; a type is None if it must be inferred from the values.
 
-        `description` is the cursor's attribute of that name. Raises SourceError for columns whose
-        values Python truncates.
+        `description` is the attribute of that name of DuckDB's cursor. Raises SourceError for
+        columns whose values Python would truncate.
         """
         for name, kind, *_ in description:
             if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
@@ -256,7 +259,7 @@ class SqlSource(TableSource):
 
 
 def _url(source: ReadSpec) -> tuple[URL, list[str]]:
-    """Return (the URL with user and password, texts that no message may contain).
+    """Return (the URL with user and password, secrets that no message may contain).
 
     Raises ConfigError for an invalid URL, or if an environment variable is not set.
     """
@@ -391,7 +394,10 @@ def _shown(url: URL) -> str:
 
 
 def missing_driver(url: URL, error: Exception) -> str:
-    """Return what to install if SQLAlchemy has no dialect or no driver for a URL."""
+    """Return, for an error message, what to install if SQLAlchemy cannot open a URL.
+
+    It may lack the dialect or the driver.
+    """
     dialect, name = url.get_backend_name(), url.drivername
     module = getattr(error, "name", None)
     if dialect not in SQL_SCHEMES:
@@ -413,7 +419,7 @@ def missing_driver(url: URL, error: Exception) -> str:
 def _plain(value: Any, text: bool = False) -> Any:
     """Return a value as Arrow takes it: JSON as text, unknown types as their text.
 
-    `text`: the column is text, so that numbers and lists become text, too.
+    `text`: the column is text; numbers and lists become text as well.
     """
     if value is None or isinstance(value, (str, bytes) if text else _PLAIN):
         return value

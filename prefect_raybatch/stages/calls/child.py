@@ -30,11 +30,12 @@ READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 
 
 def serve(fd: int, parent: int, field: str) -> None:
-    """Call a function for each row received over socket `fd`, until the socket is closed.
+    """Call a function for each row received over socket `fd`, then end this process.
 
-    The first message is the function's name, or the function itself by value; `field` is the job
-    field that names it, for errors. `parent` is the id of the process that sends the rows. Ends
-    this process, unless the function cannot be loaded, which is reported.
+    It ends when the socket is closed, or no row has come for IDLE seconds. The first message is the
+    function's name, or the function itself by value; `field` is the job field that names it, for
+    errors. `parent` is the id of the process that sends the rows. Returns only if the function
+    cannot be loaded, after telling the other side.
     """
     _end_with(parent)
     _leave_nobody()

@@ -253,7 +253,7 @@ class _Waited:
         self.rest, self.since = seconds, time.monotonic()
 
     def left(self) -> float:
-        """Return how many seconds to wait before the next call; raise _Late after the limit."""
+        """Return how many seconds to wait until the next use; raise _Late after the limit."""
         now = time.monotonic()
         if self.rest is not None:
             self.rest -= min(now - self.since, 2 * CHILD_LOOK)

@@ -63,7 +63,7 @@ class HostedAnswer:
 
 
 def row_error(kind: str, message: str, prompt: int = 0, output: int = 0) -> HostedAnswer:
-    """Return an answer with a row's error (class, message) and the tokens billed nevertheless."""
+    """Return an answer with a row's error (class, message), and the tokens billed for it."""
     return HostedAnswer((), prompt, output, (kind, message))
 
 

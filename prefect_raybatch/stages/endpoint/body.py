@@ -72,7 +72,7 @@ def body_of(
 
 
 def answer_text(content: str, params: SamplingFields) -> str:
-    """Return the answer's text: `content`, or the label in its JSON object if there is a choice."""
+    """Return a response's text `content`, or only its label if `params` restrict it to a choice."""
     form = params.get("structured_outputs") or {}
     if not (params.get("choice") or form.get("choice")):
         return content

@@ -76,7 +76,8 @@ class SharedLimiter(Protocol):
 class HostedRequest:
     """One request: its body, the tokens to reserve, and its idempotency key.
 
-    `answered` is called with each answer that is no error, before `EndpointEngine.ask` returns.
+    `answered` is called with the answer, unless it is an error, before `EndpointEngine.ask`
+    returns.
     """
 
     body: Mapping[str, Any]
@@ -110,9 +111,10 @@ class EndpointEngine:
             raise
 
     def ask(self, requests: Sequence[HostedRequest]) -> list[HostedAnswer]:
-        """Return the answers in the order of the requests.
+        """Send the requests, wait for all of them, and return the answers in the same order.
 
-        Raises `EndpointRefused` and `EndpointUnavailable`.
+        The error of a row is part of its answer. Raises `EndpointRefused` if the server will answer
+        no request, `EndpointUnavailable` after a long outage.
         """
         answers: list[HostedAnswer] = self._do(self._all(requests))
         return answers
@@ -259,9 +261,10 @@ class EndpointEngine:
             await asyncio.sleep(backoff(failures))
 
     async def _is_of_row(self, failures: int, first_failure: float) -> bool:
-        """Return whether a request fails because of its row, and not because of the server.
+        """Return whether a request fails because of its row, not because of the server.
 
-        Its `failures` tries have all failed, the first at `first_failure` (loop time).
+        True after enough `failures` if the server has answered other requests since `first_failure`
+        (loop time), or after more if it at least lists its models.
         """
         import httpx
 
@@ -296,8 +299,9 @@ class EndpointEngine:
         await asyncio.to_thread(self.limiter.settle, number, signal, *more)
 
     async def _read(self, number: int, response: httpx.Response) -> HostedAnswer | str:
-        """Report the response to the limiter; return the answer, or why to repeat the request.
+        """Report the response to the limiter; return the answer, or why to send the request again.
 
+        `number` is the request's number at the limiter. An answer may hold an error of the row.
         Raises `EndpointRefused` if the server will answer no other request either.
         """
         status, now = response.status_code, datetime.now(UTC)
@@ -323,7 +327,8 @@ class EndpointEngine:
     ) -> tuple[str, bool]:
         """Report an error response to the limiter; return (message, whether to try again).
 
-        Raises `EndpointRefused` if the server will answer no other request either.
+        `number` is the request's number at the limiter, `pause` the seconds that the server asks to
+        wait. Raises `EndpointRefused` if the server will answer no other request either.
         """
         status = response.status_code
         said = f"the server answers {status}: {_said(response)}"

@@ -31,7 +31,7 @@ Signal = Literal["answered", "limited", "failed"]
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """The open batches of a shard: their number, and how many of their requests are done."""
+    """The open batches of a shard: how many, how many requests they have, and how many are done."""
 
     batches: int = 0
     done: int = 0
@@ -40,9 +40,10 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run has sent so far, and in words why requests wait, how batches stand, any outage.
+    """The requests that a run has sent and the tokens billed so far, and what holds it up.
 
-    Each of these texts is "" if there is nothing to say.
+    `waits` says why requests wait, `batches` how far open batches are, and `outage` since when the
+    server has not answered; each is "" if there is nothing to say.
     """
 
     requests: int = 0
@@ -87,8 +88,10 @@ class Limiter:
     """The limits of one run, shared by all its workers. Thread-safe.
 
     `requests` and `tokens` are per minute, None for no limit. `most` is the maximum number of
-    requests in flight; fewer are allowed after a 429 or a failure, and more after answers. With a
-    limit, nothing is sent for the first `others` seconds: an earlier attempt may have used it up.
+    requests in flight; fewer are allowed after a 429 or a failure, and more after answers. A
+    request that is not settled after twice `timeout` seconds no longer counts as in flight. With a
+    limit, nothing is sent for the first `others` seconds: an earlier attempt may have used it
+    up.
     """
 
     requests: float | None

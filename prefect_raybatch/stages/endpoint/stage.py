@@ -154,7 +154,7 @@ class EndpointStage(EngineStage):
 
 
 def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
-    """Convert an answer to the form that a vLLM engine returns.
+    """Convert an answer to what a vLLM engine returns.
 
     The server reports only the total of tokens. So the token ids are zeros, distributed evenly over
     the choices.

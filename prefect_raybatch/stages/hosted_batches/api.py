@@ -210,7 +210,10 @@ class BatchEngine(EndpointEngine):
         self.limiter.bill(prompt_tokens, output_tokens)
 
     async def _probe(self) -> None:
-        """Check the model as `EndpointEngine` does; raise `EndpointRefused` without a batch API."""
+        """Check the model as `EndpointEngine` does, and that the server has a batch API.
+
+        Raises `EndpointRefused` if it has none.
+        """
         await super()._probe()
         try:
             await self._called("GET", "/batches", _page, params={"limit": "1"})
@@ -231,10 +234,10 @@ class BatchEngine(EndpointEngine):
         accepted: tuple[int, ...] = (),
         **given: Any,
     ) -> Returned | None:
-        """Make a call with retries; return what `read` makes of the response.
+        """Send an HTTP request with retries; return what the function `read` makes of the response.
 
-        None if the server refuses with a status in `accepted`; another refusal raises
-        `EndpointRefused`.
+        `given` are arguments of httpx. None if the server refuses with a status in `accepted`;
+        another refusal raises `EndpointRefused`.
         """
         try:
             found: Returned = self._do(self._called(method, path, read, **given))
@@ -245,7 +248,7 @@ class BatchEngine(EndpointEngine):
         return found
 
     def _do(self, work: Any) -> Any:
-        """Return what the coroutine `work` returns; raise `CancelledError` once this is closed.
+        """Return what the coroutine `work` returns; raise `CancelledError` if the engine is closed.
 
         A block makes many calls; another block may close the engine between two of them.
         """
@@ -275,11 +278,11 @@ class BatchEngine(EndpointEngine):
         repeat: bool = True,
         **given: Any,
     ) -> Returned:
-        """Make a call with retries; return what `read` makes of the response.
+        """Send an HTTP request with retries; return what the function `read` makes of the response.
 
-        With `repeat` the call is made again after any transient failure. Without `repeat`,
-        `AnswerLost` is raised if the call failed but may have had its effect. Raises `CallRefused`
-        for other errors of the server.
+        `given` are arguments of httpx. With `repeat`, the request is sent again after any transient
+        failure. Without it, `AnswerLost` is raised if the request failed but may have had its
+        effect. Raises `CallRefused` for other errors of the server.
         """
         failures, first = 0, 0.0
         while True:
@@ -300,9 +303,10 @@ class BatchEngine(EndpointEngine):
     async def _once(
         self, method: str, path: str, read: Callable[[httpx.Response], Returned], **given: Any
     ) -> Returned:
-        """Make one attempt at a call, once the limits allow it.
+        """Send an HTTP request once, as soon as the limits allow it; return `read` of the response.
 
-        Raises `_Limited`, `_Unsent`, `AnswerLost` and `CallRefused`.
+        `given` are arguments of httpx. Raises `_Limited`, `_Unsent`, `AnswerLost` and
+        `CallRefused`.
         """
         import httpx
 
@@ -346,7 +350,7 @@ def ask_for_model(spec: EndpointSpec) -> None:
 
 
 class _Limited(Exception):
-    """The server answered 429: nothing was done, and the limiter delays the next attempt."""
+    """The server answered 429: nothing was done, and the limiter delays the next try."""
 
 
 class _Unsent(Exception):

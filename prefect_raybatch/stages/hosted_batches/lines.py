@@ -33,8 +33,8 @@ REFUSING = {
 class BatchAnswers:
     """The contents of an ended batch's output and error files, by request key.
 
-    `by_key` has the answers, permanent errors included; `passing` the reason why a request that may
-    be sent again has no answer. `refusal` says why the run must end, "" if it need not.
+    `by_key` has the answers, permanent errors included. `passing` has, for each request that failed
+    but may be sent again, the reason. `refusal` says why the run must end, "" if it need not.
     """
 
     by_key: dict[str, HostedAnswer] = field(default_factory=dict)
@@ -57,9 +57,9 @@ def request_line(request: HostedRequest, path: EndpointPath) -> bytes:
 def split_requests(
     requests: Iterable[HostedRequest], path: EndpointPath
 ) -> Iterator[tuple[list[HostedRequest], bytes]]:
-    """Yield the requests and the bytes of each input file, within the API's limits.
+    """Yield (requests, content) of each input file, within the API's limits.
 
-    A request that is too large for any file is yielded alone, with b"" for the file.
+    A request that is too large for any file is yielded alone, with b"" as the content.
     """
     chosen: list[HostedRequest] = []
     lines: list[bytes] = []

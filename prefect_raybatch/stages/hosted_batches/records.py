@@ -134,7 +134,7 @@ def read_slots(store: Store, shard: int) -> tuple[list[Slot], int]:
 
 
 def open_slots(store: Store) -> list[Slot]:
-    """Return the slots of all shards whose batch has no recorded outcome."""
+    """Return the slots of all shards that have no recorded outcome yet."""
     return _slots(store, store.list(BATCHES), ended=False)
 
 

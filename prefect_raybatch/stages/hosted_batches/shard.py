@@ -75,7 +75,8 @@ class ShardBatches:
     def answer(self, requests: Iterable[HostedRequest]) -> dict[str, HostedAnswer]:
         """Send the requests in batches, wait for them, and return {request key: answer}.
 
-        Raises `EndpointRefused` and `EndpointUnavailable`, the latter also once the attempt is
+        A request without an answer after ROUNDS batches gets an error as its answer. Raises
+        `EndpointRefused` and `EndpointUnavailable`, the latter also once the attempt is
         cancelled.
         """
         asked = {request.key: request for request in requests}
@@ -104,9 +105,10 @@ class ShardBatches:
                 self.api.wait_for(self.shard, BatchCounts())
 
     def _adopt(self, asked: Mapping[str, HostedRequest]) -> tuple[bool, int]:
-        """Add recorded slots with any of these requests; find or create their batches.
+        """Take over the slots recorded for any of these requests; find or create their batches.
 
-        Return (whether any slot was added, the next free slot number).
+        `asked` has the shard's requests by key. Return (whether any slot was added, the next free
+        slot number).
         """
         known = {slot.number for slot in self._slots}
         slots, number = read_slots(self.store, self.shard)
@@ -125,7 +127,8 @@ class ShardBatches:
     def _ended(self) -> tuple[dict[str, HostedAnswer], Counter[str], str]:
         """Return (answers by key, tries by key, reason for missing answers) of ended batches.
 
-        A request's tries are the ended batches with it that count; the reason is the latest, or "".
+        Each ended batch is a try of its requests, unless its outcome does not count. The reason is
+        the latest one, "" if there is none.
         """
         answers: dict[str, HostedAnswer] = {}
         tried: Counter[str] = Counter()
@@ -148,9 +151,10 @@ class ShardBatches:
     # --- sending ----------------------------------------------------------------------------
 
     def _send(self, pending: Sequence[HostedRequest], asked: Mapping[str, HostedRequest]) -> None:
-        """Upload requests, record the files, and create their batches.
+        """Upload the `pending` requests, record the files, and create their batches.
 
-        If another driver has sent some of them meanwhile, take over its slots and send no more.
+        `asked` has all requests of the shard by key. If another driver has sent some of them
+        meanwhile, take over its slots and send no more.
         """
         self._check_cancelled()
         if self._full:
@@ -236,7 +240,10 @@ class ShardBatches:
     # --- ends -------------------------------------------------------------------------------
 
     def _poll(self, slot: Slot) -> None:
-        """Get the state of a slot's batch; if it has ended, record its answers."""
+        """Get the state of a slot's batch; record its answers if it has ended, else its progress.
+
+        Cancels other batches of the same file, if there may be any.
+        """
         batch = self.api.get(slot.batch_id or "")
         if slot.created_again:
             for other in self.api.find(slot.file_id):
@@ -277,7 +284,10 @@ class ShardBatches:
             raise EndpointRefused(f"engine.endpoint.batch: {answers.refusal}")
 
     def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
-        """Add a batch's own errors to `answers`; return whether its requests were tried."""
+        """Add a batch's own errors to `answers`; return whether the server tried its requests.
+
+        They were not tried if the queue was full or the account refused.
+        """
         counts = True
         for code, message, line in batch.errors:
             if code in REFUSING:
@@ -297,7 +307,10 @@ class ShardBatches:
         return counts
 
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
-        """Record the outcome of a slot's batch, count its tokens, delete `files` at the server."""
+        """Record the outcome of a slot's batch, bill its tokens, and delete `files` at the server.
+
+        If another driver recorded an outcome before, that one is kept and nothing is billed.
+        """
         if put_outcome(self.store, slot, outcome):
             slot.outcome = outcome
             answers = outcome.answers.values()
@@ -312,7 +325,7 @@ class ShardBatches:
 
 
 def _usefulness(batch: Batch) -> tuple[int, int]:
-    """Return a sort key, by status and requests done: likelier to give answers sorts higher."""
+    """Return a sort key: a batch that is likelier to give answers sorts higher."""
     order = ("cancelled", "failed", "cancelling", "expired")
     known = batch.status in order
     return order.index(batch.status) if known else len(order), batch.done

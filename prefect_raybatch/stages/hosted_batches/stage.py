@@ -79,9 +79,10 @@ def files_name(store: Store) -> str:
 
 
 def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
-    """Record that `attempt` was cancelled, then cancel all open batches of the run; log a failure.
+    """Record that `attempt` was cancelled, then cancel all open batches of the run.
 
-    The record comes first, so that engines that still work create no batch after it.
+    The record comes first, so that engines that still work create no batch after it. Errors are
+    only logged.
     """
     try:
         store.put(cancel_path(attempt), b"{}")

@@ -56,7 +56,10 @@ class Policy:
 
 
 def decode_image(data: bytes, policy: Policy) -> Image:
-    """Return the first frame, upright, in RGB on white, resized, without metadata."""
+    """Return the first frame, upright, in RGB on white, resized, without metadata.
+
+    Raises `BadImage` for damaged, too large or extremely narrow images.
+    """
     check_size(len(data), policy)
     image = _loaded(data, policy)
     width, height = image.size
@@ -117,7 +120,10 @@ def check_size(size: int, policy: Policy) -> None:
 
 
 def looks_like(start: bytes) -> str | None:
-    """Return in words which other kind of file begins so, e.g. "a PDF file"; None if unknown."""
+    """Return which kind of file, not an image, begins with `start`, e.g. "a PDF file".
+
+    None if it is unknown.
+    """
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
     for magic, name in _KNOWN:
         if start[: len(magic)].lower() == magic.lower():
@@ -186,7 +192,10 @@ def _upright(image: Image) -> Image:
 
 
 def _rgb(image: Image) -> Image:
-    """Return eight bits of red, green and blue per pixel; transparent parts become white."""
+    """Convert the image to 8-bit RGB; transparent parts become white.
+
+    Raises `BadImage` if it has 32-bit samples or cannot be converted.
+    """
     import PIL.Image
 
     if image.mode in DEEP or (image.mode == "I" and image.format == "PNG"):

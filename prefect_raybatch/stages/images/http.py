@@ -45,8 +45,8 @@ class ImageUnavailable(Exception):
 class Http:
     """Fetches images over http(s), within limits.
 
-    `seconds` bounds one attempt from the name lookup to the last byte; `allow_private` lets a row
-    name addresses of this network, and any port.
+    `seconds` bounds one try from the name lookup to the last byte; `allow_private` lets a row name
+    addresses of this network, and any port.
     """
 
     max_bytes: int
@@ -57,7 +57,7 @@ class Http:
         """Return the image's bytes.
 
         Raises BadImage for permanent faults (404, HTML, a private address), and ImageUnavailable
-        for transient ones, after a few attempts.
+        for transient ones, after TRIES tries.
         """
         for attempt in range(TRIES):
             if attempt:
@@ -81,7 +81,10 @@ class Http:
         raise BadImage(f"{shown_url(url)}: more than {REDIRECTS} redirects")
 
     def _ask(self, parts: SplitResult, until: float) -> bytes | str:
-        """Send one GET by `until` (monotonic time); return the body, or a redirect's target."""
+        """Send one GET by `until` (monotonic time); return the body, or the target of a redirect.
+
+        A redirect's target is a str. Raises BadImage, ImageUnavailable and HostAway.
+        """
         where = shown_url(parts.geturl())
         address = resolved(parts, until, self.allow_private, PRIVATE)
         handles: list[socket.socket] = []

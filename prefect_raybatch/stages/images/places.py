@@ -29,9 +29,9 @@ SHOWN = 200  # characters of a path or URL in a message
 class ImagePlaces:
     """The sources from which the images of rows may be read.
 
-    `media_root` is the folder of local files, None to allow none; `options` are the options of the
-    input's store, used for images in a store of the same kind; `seconds` bounds a fetch from a
-    store, and one attempt of `Http`, to which `allow_private` applies.
+    `media_root` is the folder of local files, None to allow none. `options` are the options of the
+    input's store, used for images in a store of the same kind. `seconds` bounds a fetch from a
+    store, and one try over http(s). `allow_private` applies to http(s), see `Http`.
     """
 
     media_root: str | None = None
@@ -41,7 +41,7 @@ class ImagePlaces:
     allow_private: bool = False
 
     def fetch(self, value: object) -> bytes:
-        """Return the bytes of an image: bytes, {bytes, path}, a path or a URL.
+        """Return the bytes of the image `value`: bytes, {bytes, path}, a path or a URL.
 
         Raises BadImage for permanent faults, else ImageUnavailable.
         """

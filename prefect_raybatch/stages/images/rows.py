@@ -51,10 +51,10 @@ class TooManyAway(Exception):
 class RowImages:
     """Fetches, checks and resizes the images of rows.
 
-    `arguments` are the engine's that affect preprocessing. `empty`: a null counts as no image
-    instead of a failure. `digests`: also return digests of the fetched images. Without `decode`,
-    images are fetched only for their digests, and only their headers are checked. `as_urls`: a
-    hosted model gets the images as data URLs.
+    `arguments` are the engine arguments that affect preprocessing. `empty`: a null counts as no
+    image instead of a failure. `digests`: also return digests of the fetched images. Without
+    `decode`, images are fetched only for their digests, and only their headers are checked.
+    `as_urls`: a hosted model gets the images as data URLs.
     """
 
     images: ImageSpec
@@ -72,7 +72,7 @@ class RowImages:
     def rendered(
         self, shown: Sequence[Messages | Failure], model: models.PinnedModel
     ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
-        """Return each row's prompt tokens, and the features of its images as `MM_TYPE`.
+        """Return (each row's prompt tokens, features of each row's images as in `MM_TYPE` or None).
 
         `shown` comes from `fetched`; the tokens have placeholders for the images.
         """
@@ -84,7 +84,9 @@ class RowImages:
     ) -> list[Messages | Failure]:
         """Return the rows' messages with decoded images; images of columns come before the text.
 
-        Raises `TooManyAway` if the images of too many rows could not be fetched for now.
+        `conversations` are the rows' messages without these images. A row whose images cannot be
+        used gets a `Failure`. Raises `TooManyAway` if the images of too many rows could not be
+        fetched for now.
         """
         return self.fetched(table, conversations)[0]
 
@@ -142,7 +144,10 @@ class RowImages:
         return shown
 
     def _of(self, name: str, value: object) -> list[tuple[str, object]]:
-        """Return (place for errors, image) of each image in a value of column `name`."""
+        """Return (place for errors, image) of each image in a value of column `name`.
+
+        Raises `BadImage` for a null, which is skipped instead if `self.empty`.
+        """
         if isinstance(value, list):
             many = [(f"column {name}[{i}]", item) for i, item in enumerate(value)]
         else:
@@ -214,7 +219,10 @@ def is_image(part: object) -> TypeGuard[ImagePart]:
 
 
 def image_reference(part: ImagePart) -> object:
-    """Return what an image part holds: bytes, {bytes, path}, a path or a URL."""
+    """Return what an image part holds: bytes, {bytes, path}, a path or a URL.
+
+    Raises `BadImage` if the part has no image.
+    """
     kind = part["type"]
     if kind not in part:
         raise BadImage(f"a message part of type {kind} has no field {kind}")
@@ -243,7 +251,10 @@ def _is_null(value: object) -> bool:
 
 
 def _before_text(messages: Messages, images: list[ImagePart]) -> None:
-    """Put images in front of the last user message's content, in place."""
+    """Put images in front of the last user message's content, in place.
+
+    Raises `BadImage` if there is no user message.
+    """
     users = [i for i, m in enumerate(messages) if m["role"] == "user"]
     if not users:
         raise BadImage("the conversation has no user message to put the image into")

@@ -1,8 +1,9 @@
 """Health check of a new engine after another died without answering a row.
 
 The driver finds a row that kills its engine and quarantines it. But an engine that fails on every
-row would be restarted for each block. So a new engine is first sent a fixed health-check prompt,
-and if it fails on that too, with the same error, the run gives up.
+row would be restarted for each block. So a new engine is first sent a fixed health-check prompt.
+The run ends if the engine dies of that with the same error as the engine before, or if PROMPT_TRIES
+new engines die of it one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
 
 
 def fields_for(sampling: SamplingFields) -> SamplingFields:
-    """Return the job's sampling fields for the health-check prompt: the same work, but short.
+    """Return the job's sampling fields, changed to a short answer, for the health-check prompt.
 
     The fields of a pooling request are unchanged.
     """
@@ -47,7 +48,10 @@ def _words(cause: str) -> str:
 def loss_by_note(predecessor: PredecessorNote) -> Loss | None:
     """Return why the run must end, by the note of this actor's predecessor; None to continue.
 
-    If the predecessor was killed while its engine started, that is no evidence against the engine.
+    The run ends if the predecessor died of the health-check prompt, with the same error as the one
+    before or as the PROMPT_TRIES-th in a row; or if it was the ENGINE_STARTS-th in a row that died
+    as its engine started, and left an error. Without an error, it may have been killed from
+    outside.
     """
     told = predecessor.cause != process_note.SILENT
     again = told and is_same_error(predecessor.before, predecessor.cause)

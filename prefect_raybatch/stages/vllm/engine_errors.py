@@ -1,8 +1,8 @@
-"""Collects the errors of an engine's processes before they ended, for the message of its death.
+"""Collects the errors that an engine's processes log before they end, to explain its death.
 
 vLLM tells the process that drives an engine only "See stack trace (above) for the root cause". The
 cause is in the log of the engine's core, and so is the exit code of a worker below the core. Our
-plugin listens to vLLM's log there and writes errors, but nothing of the rows, to a file.
+plugin listens to vLLM's log there and writes errors, but no row data, to a file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: 
 
 
 def _note_error(place: str, record: logging.LogRecord) -> None:
-    """Append an error in vLLM's log to a file, except in the process that reads this file.
+    """Append the error in a record of vLLM's log to the file of an engine's errors.
 
-    `place` names process and file; it is the value of the environment variable `PLACE`.
+    `place` is the value of the variable `PLACE`: the id of the process that reads the file, which
+    itself writes nothing, and the path. Records with neither an exception nor an exit code are
+    skipped.
     """
     reader, _, path = place.partition(":")
     if record.levelno < logging.ERROR or os.getpid() == int(reader):
@@ -76,7 +78,10 @@ class EngineErrors:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Make processes started in the block write errors for `read`; one engine at a time."""
+        """Make processes started in the block write their errors for `read`.
+
+        Only one engine may start at a time, because an environment variable names the file.
+        """
         me = os.getpid()
         os.environ[PLACE] = f"{me}:/proc/{me}/fd/{self._file.fileno()}"
         try:
@@ -99,7 +104,7 @@ class EngineErrors:
 
 
 def with_signal(text: str) -> str:
-    """Return a message of vLLM; if it has an exit code from a signal, name the signal."""
+    """Return a message of vLLM, with the name of the signal added if its exit code is from one."""
     found = EXIT.search(text) or STARTED.search(text)
     meaning = signal_text(int(found[1])) if found else ""
     return f"{text} ({meaning})" if meaning else text

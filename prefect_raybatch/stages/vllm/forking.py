@@ -41,12 +41,12 @@ _begun = False
 
 
 def begin_fork_server(arguments: EngineFields) -> None:
-    """Start the fork server of this process if its engines have processes of their own.
+    """Start this process's fork server, if its engines run in separate processes; does not wait.
 
-    Call it before vLLM is imported; it does not wait.
-
-    `arguments` are fields of vLLM's `EngineArgs`. If they bind processes to NUMA nodes (vLLM then
-    spawns them by another program), or have Ray start them, it does nothing.
+    Call it before vLLM is imported. `arguments` are fields of vLLM's `EngineArgs`. It does nothing
+    if vLLM starts its processes in another way: bound to NUMA nodes (by another program), by Ray,
+    or as VLLM_WORKER_MULTIPROC_METHOD says. It also does nothing on other systems than Linux, and
+    once the server was started.
     """
     global _begun
     otherwise = arguments.get("numa_bind") or arguments.get("distributed_executor_backend") == "ray"
@@ -59,15 +59,16 @@ def begin_fork_server(arguments: EngineFields) -> None:
 
 
 def core_apart() -> bool:
-    """Return whether vLLM's core runs in a separate process, by the environment."""
+    """Return whether vLLM's core runs in a separate process, as an environment variable says."""
     return os.environ.get(CORE_APART, "1") == "1"
 
 
 def fork_server_here() -> None:
-    """Start the fork server of this process as a fork of it, with all that it has imported.
+    """Start the fork server as a fork of this process, with everything that this one has imported.
 
-    It also imports what only a core needs, while this process prepares the core's start. Call it
-    where no thread runs yet. `begin_fork_server` then finds it running.
+    The server also imports what only an engine's core needs, while this process prepares the core's
+    start. Call this where no other thread runs yet. `begin_fork_server` then finds the server
+    running.
     """
     multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])
     resource_tracker.ensure_running()  # a program of its own, also here
@@ -101,9 +102,10 @@ def fork_server_here() -> None:
 
 
 def _close_other_end(pipe: int) -> None:
-    """Close this fork's copy of the other end of `pipe`, which would keep the fork server up.
+    """Close this fork's copy of the other end of `pipe`, which would keep the fork server alive.
 
-    Descriptors that imports have opened stay open, because NVML needs them.
+    The server ends once no process holds that end any more. Descriptors that imports have opened
+    stay open, because NVML needs them.
     """
     found = os.fstat(pipe)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -113,7 +115,7 @@ def _close_other_end(pipe: int) -> None:
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Replace this process's environment, but keep `FIRST_VARIABLE`."""
+    """Replace this process's environment by `environment`; `FIRST_VARIABLE` stays in its place."""
     os.environ.setdefault(FIRST_VARIABLE, "1")
     for name in [name for name in os.environ if name != FIRST_VARIABLE]:
         del os.environ[name]
@@ -128,7 +130,7 @@ def context_of_core() -> ForkedContext | None:
 class ForkedProcess(context.ForkServerProcess):
     """A process from the fork server, with the environment and output streams of its creator.
 
-    They are those that the creator had when it called `start`.
+    They are those that the creator has when it calls `start`, not those of the server.
     """
 
     _environment: dict[str, str]

@@ -21,11 +21,11 @@ STATUS = 70  # exit status of a process that ends itself: an internal error, in 
 
 
 class HangWatch:
-    """Reports a step that has taken longer than allowed; called about every second.
+    """Detects a step that has taken longer than allowed; call `look` about every second.
 
     `seconds` is the time limit of a step, twice that until the engine's first answer; None: no
-    limit. A process that was suspended, or got no CPU, could not have seen a step return: between
-    two calls at most two seconds count.
+    limit. At most two seconds count between two calls, because a process that was suspended, or got
+    no CPU, could not have seen the step return.
     """
 
     def __init__(self, seconds: float | None):
@@ -36,7 +36,7 @@ class HangWatch:
         """Return the seconds allowed if the running step has exceeded them; else None.
 
         now: seconds of a monotonic clock. step: a number that differs for each step, 0 while the
-        engine has nothing to do.
+        engine has nothing to do. answered: whether the engine has given its first answer.
         """
         if step != self._step or not step:
             self._step, self._waited = step, 0.0

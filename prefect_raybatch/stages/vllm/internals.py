@@ -135,7 +135,7 @@ class LLMEngine(Protocol):
 
 
 def start(arguments: EngineFields) -> LLMEngine:
-    """Start a vLLM engine with these fields of `EngineArgs`."""
+    """Start and return a vLLM engine with these fields of `EngineArgs`."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -175,12 +175,12 @@ def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
 
 
 def most_sequences(engine: LLMEngine) -> int:
-    """Return the most sequences that may run at once."""
+    """Return the most sequences that the engine may run at once."""
     return int(engine.vllm_config.scheduler_config.max_num_seqs)
 
 
 def sampling_params(fields: SamplingFields) -> Params:
-    """Return vLLM's `SamplingParams`, for a final answer only.
+    """Return vLLM's `SamplingParams`, set to return whole answers only, not token by token.
 
     Raises `ValueError` for a value of the wrong type: vLLM accepts any, and a seed that is a text
     ends the engine.
@@ -215,14 +215,14 @@ def pooling_params(fields: SamplingFields) -> Params:
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return vLLM's request for an adapter; vLLM identifies adapters by name."""
+    """Return vLLM's request for the adapter in folder `path`; vLLM identifies adapters by name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 def sequences(params: Params) -> int:
-    """Return the sequences that a request takes: one per answer, or one if it pools."""
+    """Return how many sequences a request takes: one per answer, or one if it pools."""
     return int(getattr(params, "n", 1))
 
 
@@ -241,7 +241,7 @@ def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
 
 
 def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
-    """Return {token id: log probability} of each step of an answer, the chosen token first."""
+    """Return a {token id: log probability} for each step of an answer, the chosen token first."""
     return [
         {int(token): float(found.logprob) for token, found in step.items()}
         for step in answer.logprobs or ()
@@ -249,10 +249,11 @@ def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
 
 
 def accept_always(params: Params) -> None:
-    """Skip the repeated check, for each row, of parameters that vLLM has accepted.
+    """Make vLLM skip its check of `params` from now on; it has accepted them once.
 
-    `params` are never changed and belong to one engine. The check parses the grammar or JSON schema
-    for every row (16 us for nine choices, more than the rest of add_request for a large schema).
+    `params` must not be changed later, nor be used with another engine. vLLM's check parses the
+    grammar or JSON schema for every row (16 us for nine choices, more than the rest of add_request
+    for a large schema).
     """
     accepted: Any = params
     if not hasattr(accepted, "__dict__"):  # of a request that pools: nothing of it is parsed
@@ -266,9 +267,10 @@ def _accept(*_: object) -> None:
 
 
 def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], front: bool) -> None:
-    """Have `keep` called in each step with the statistics of vLLM's scheduler.
+    """Make vLLM call `keep` in each step with the statistics of its scheduler.
 
-    `front`: vLLM's own statistics in this process stay on; otherwise they are switched off.
+    `front`: vLLM's own statistics in this process stay on; otherwise they are switched off. `keep`
+    is never called if this version of vLLM has no such method.
     """
     processor: Any = getattr(engine, "output_processor", None)
     if processor is not None and not front:
@@ -332,7 +334,7 @@ def engine_is_gone(error: BaseException) -> bool:
 
 
 def gpu_bytes() -> int:
-    """Return the memory of the GPU that this process sees."""
+    """Return the total memory in bytes of the GPU that this process sees."""
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
@@ -392,9 +394,10 @@ def parser_maker(
     tools: Sequence[Mapping[str, object]] | None,
     arguments: Mapping[str, object],
 ) -> Callable[[], tuple[Parser, object]]:
-    """Return a function that returns (a new parser for one answer, the request to give it).
+    """Return a function that returns (a new parser for one answer, the request for its `parse`).
 
-    `reasoning` and `tool` are vLLM's names of the parsers, `arguments` those of the chat template.
+    `reasoning` and `tool` are vLLM's names of the parsers, `tools` the tools that the prompt
+    offers, `arguments` those of the chat template.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.parser_manager import ParserManager
@@ -417,7 +420,7 @@ def parser_maker(
 
 
 def version() -> str:
-    """Return vLLM's version; its objects are passed to no other version."""
+    """Return vLLM's version; only the same version can read objects of vLLM that were pickled."""
     import vllm
 
     return str(vllm.__version__)

@@ -1,4 +1,4 @@
-"""Shows what vLLM logs in this process to listeners, whatever vLLM does with its handlers.
+"""Passes vLLM's log records in this process to listeners, even if vLLM replaces its handlers.
 
 vLLM configures its loggers again in the process of an engine's core (0.32), which removes handlers
 added before. The factory of log records stays: vLLM wraps it.
@@ -21,10 +21,10 @@ _taps: list[
 
 
 def listen_to_vllm(what: str, listener: RecordListener | None) -> None:
-    """Call `listener` with each enabled record of vLLM's loggers; None removes the listener.
+    """Call `listener` with each record that vLLM's loggers emit; None removes the listener.
 
-    `what` names the listener; it replaces an earlier one with the same name. Processes forked from
-    this one inherit its listeners. A listener's errors are dropped.
+    `what` names the listener; an earlier one with that name is replaced. Processes forked from this
+    one inherit its listeners. A listener's errors are dropped.
     """
     if listener is None:
         _listeners.pop(what, None)

@@ -79,9 +79,10 @@ class Rendered:
 
 
 class Renderer:
-    """Converts chat messages with decoded images to requests in tokens and features, for one model.
+    """Renders chat messages with decoded images to prompt tokens and image features.
 
-    `arguments` are engine arguments. Raises ConfigError for a model that takes no images.
+    `path` and `revision` are those of the model, `arguments` the engine's. Raises ConfigError for a
+    model that takes no images.
     """
 
     def __init__(self, path: str, revision: str | None, arguments: EngineFields) -> None:
@@ -97,7 +98,10 @@ class Renderer:
     def rows(
         self, conversations: Sequence[Messages | Failure]
     ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
-        """Return each row's tokens or failure, and its features as `MM_TYPE`."""
+        """Return each row's tokens, or its failure, and each row's image features as `MM_TYPE`.
+
+        The features are None for a row of text alone and for a failed one.
+        """
         tokens: list[list[int] | Failure] = []
         features: list[RowFeatures | None] = []
         here = internals.version()
@@ -205,10 +209,10 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
 def with_image_features(
     keys: Sequence[bytes], column: pa.ChunkedArray
 ) -> tuple[list[bytes], list[pa.Buffer | None]]:
-    """Return (keys of prompts with images, features of each row's images or None).
+    """Return the rows' prompt keys with the keys of their images appended, and their features.
 
-    `keys` are those of the prompts' tokens; the key of a row's images is appended to each. `column`
-    has the type `MM_TYPE`. The features are not copied out of the block.
+    `keys` are those of the prompts' tokens. `column` has the type `MM_TYPE`. The features are None
+    for a row without images, and are not copied out of the block.
     """
     _, names, sent = column.combine_chunks().flatten()
     images = names.to_pylist()

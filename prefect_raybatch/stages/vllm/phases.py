@@ -48,7 +48,10 @@ def _note_phase(path: str, record: logging.LogRecord) -> None:
 
 
 def listen_for_phases() -> None:
-    """Write start phases of this process and its forks to the file in variable PHASES_PLACE."""
+    """Write start phases of this process and its forks to the file in variable PHASES_PLACE.
+
+    If the variable is not set, stop writing.
+    """
     place = os.environ.get(PHASES_PLACE)
     listen_to_vllm("phases", partial(_note_phase, place) if place else None)
 
@@ -66,7 +69,7 @@ class StartMarks:
 
     @classmethod
     def of_warm(cls) -> StartMarks:
-        """Return marks for an engine that an earlier run started: only its first step, now over."""
+        """Return the marks of an engine that runs already: its first step begins and ends now."""
         made, now = cls(), time.time()
         made._marks = {FIRST_STEP: now, STEPPED: now}
         return made
@@ -75,7 +78,8 @@ class StartMarks:
     def capture_phases(self) -> Iterator[None]:
         """Make processes started in the block report their phases to these marks.
 
-        Only one engine may start at a time.
+        The end of the block counts as the beginning of the first step. Only one engine may start at
+        a time, because an environment variable names the file.
         """
         # Has no name, so nothing is left after a kill -9.
         with tempfile.TemporaryFile() as self._file:
@@ -108,13 +112,14 @@ class StartMarks:
 
 
 class StartReporter:
-    """Reports an engine's start from a thread of its own, until the first step or the end."""
+    """Reports an engine's start from a thread, until its first step is over or `end` is called."""
 
     def __init__(
         self, tell: ReportStart | None, marks: StartMarks, stepped: Callable[[], float], id: str
     ):
         """Store the arguments; `id` identifies the engine.
 
+        `tell` gets the id and the marks whenever these have changed; None: nothing is reported.
         `stepped` returns when the first step was over, in seconds since 1970; 0 before that.
         """
         self.tell, self.marks, self.stepped, self.id = tell, marks, stepped, id

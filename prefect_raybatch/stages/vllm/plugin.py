@@ -29,11 +29,11 @@ def register() -> None:
 
 
 def ask_for_amx() -> None:
-    """Request AMX from the kernel if this CPU has it and torch computes on the CPU.
+    """Request AMX (matrix instructions) from the kernel if the CPU has it and torch computes on it.
 
     A process that uses AMX tiles before it has requested them dies of an illegal instruction.
     oneDNN requests them when it first uses them; vLLM's attention in bfloat16 does not, and comes
-    first if the first forward is small. The permission holds for all threads and for processes
+    first if the first forward pass is small. The permission holds for all threads and for processes
     forked later.
     """
     torch = sys.modules.get("torch")  # vLLM has imported it; without it nothing computes here
@@ -51,7 +51,7 @@ def ask_for_amx() -> None:
 
 
 def allow(environment: MutableMapping[str, str]) -> None:
-    """Add this plugin to vLLM's list of allowed ones, if there is such a list."""
+    """Add this plugin to vLLM's list of allowed plugins (VLLM_PLUGINS), if there is such a list."""
     names = environment.get(ALLOWED)
     if names is not None and PLUGIN not in names.split(","):
         environment[ALLOWED] = f"{names},{PLUGIN}" if names else PLUGIN

@@ -46,10 +46,10 @@ FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PredecessorNote:
-    """The note that an ended process left: what it was `doing`, and the `cause` of its end.
+    """The note that an ended process left: what it was doing, and the `cause` of its end.
 
-    `times`: how many consecutive processes ended while doing it; `before`: the cause of the end of
-    the one before, "" if none.
+    `doing` is START, PROMPT or ROWS. `times`: how many consecutive processes ended while doing it,
+    this one included. `before`: the cause of the end of the process before this one, "" if none.
     """
 
     doing: str

@@ -72,12 +72,12 @@ _helper: Process | None = None
 def watch_children() -> bool:
     """Ensure that engine processes started from now on die with this process.
 
-    Call it before each engine.
+    Call it before each engine start.
 
-    Returns True if the helper runs (also if an earlier call started it), False without /proc. Ends
-    only child processes that look like vLLM's or multiprocessing's, with all their descendants;
-    other programs that this process starts are left alone. Children from before the call count too.
-    Costs one short-lived subprocess, about 0.05 s, on the first call.
+    Returns True if the helper runs (also if an earlier call started it), False without /proc. The
+    helper ends only child processes that look like vLLM's or multiprocessing's, with all their
+    descendants, also those started before the call. Other programs that this process starts are
+    left alone. Costs one short-lived subprocess, about 0.05 s, on the first call.
 
     Raises OSError or subprocess.CalledProcessError if the helper cannot be started.
     """
@@ -169,7 +169,8 @@ def _children(pid: int) -> list[int]:
 def _look(root: int, root_command: bytes, seen: EngineProcesses) -> None:
     """Update `seen`: drop ended processes, add engine processes below `root` and below seen ones.
 
-    A process whose command line is `root_command` may be a fork that is to become an engine's.
+    `root` is the id of the watched process. A child with its command line, `root_command`, may be a
+    fork that is to become an engine's; it is added as uncertain (False).
     """
     for process in [process for process in seen if not _alive(process)]:
         del seen[process]
@@ -221,7 +222,7 @@ def _send(process: Process, number: int) -> None:
 
 
 def _wait_for_end(root: Process, root_command: bytes, seen: EngineProcesses) -> None:
-    """Return when `root` has ended; keeps `seen` up to date until then."""
+    """Wait until `root` has ended, and keep `seen` up to date until then."""
     told, tells = os.pipe()
     os.set_blocking(told, False)
     os.set_blocking(tells, False)
@@ -248,8 +249,8 @@ def _wait_for_end(root: Process, root_command: bytes, seen: EngineProcesses) -> 
 def _end(root_command: bytes, seen: EngineProcesses) -> None:
     """Send SIGTERM, then after `GRACE_S` SIGKILL, to all seen processes and their later children.
 
-    Trackers come last: killed with the engine processes, they would leave the shared memory
-    segments of these behind (some 200 MB per engine).
+    Resource trackers of multiprocessing come last: killed with the engine processes, they would
+    leave the shared memory segments of these behind (some 200 MB per engine).
     """
     _look(0, root_command, seen)
     trackers = {process for process in seen if TRACKER in _command(process[0])}

@@ -45,10 +45,10 @@ variable.
 def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
     """Return an engine's arguments with fewer CUDA graph sizes, or unchanged.
 
-    They stay unchanged if they already decide about graphs or lack max_num_seqs, and on GPUs from
-    Blackwell on. `capability` is the major number of the GPU's compute capability. A step that fits
-    no size is padded to the next one. vLLM itself captures 51 sizes up to `MOST_TOKENS`, each
-    twice; with this function there are at most 22.
+    They stay unchanged if they set an option that decides about graphs (DECIDE_GRAPHS) or lack
+    max_num_seqs, and on GPUs from Blackwell on. `capability` is the major number of the GPU's
+    compute capability. A step that fits no size is padded to the next one. vLLM itself captures 51
+    sizes up to `MOST_TOKENS`, each twice; with this function there are at most 22.
     """
     seqs = arguments.get("max_num_seqs")
     if not seqs or capability >= BLACKWELL or any(arguments.get(name) for name in DECIDE_GRAPHS):

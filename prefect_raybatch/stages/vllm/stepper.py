@@ -74,7 +74,8 @@ class Request:
         `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
         `detokenize` is off unless given or needed by `stop`. With `task` (embed, classify) they
         are fields of vLLM's `PoolingParams`, and the answer is a vector.
-    adapter: (name, number from 1 on, local folder) of its LoRA adapter; each unique in an engine.
+    adapter: (name, number from 1 on, local folder) of its LoRA adapter. In one engine, no two
+        adapters may have the same name, number or folder. None for the base model.
     features: its images as `multimodal.Renderer` prepared them, None for text alone.
     """
 
@@ -118,9 +119,10 @@ class Completion:
 
 
 class _Call:
-    """One `run()` in progress: its requests, the answers so far, the event its caller sleeps on.
+    """One `run()` in progress: its requests, the answers so far, and its event `done`.
 
-    `cursor` is the next request to hand to vLLM, `missing` how many answers are still to come.
+    `cursor` is the index of the next request to hand to vLLM, `missing` the number of answers still
+    to come. The caller waits for `done`.
     """
 
     __slots__ = (
@@ -152,10 +154,9 @@ class SteppedEngine:
     engine_kwargs: fields of vLLM's `EngineArgs` (`model`, `max_model_len`, `max_num_seqs`, ...).
         Unless `disable_log_stats` is given, vLLM's scheduler collects statistics (once a step),
         but its front end in this process does not, because that costs Python time per token.
-    hang_seconds: an engine with requests in flight of which no step has returned for so long
-        (twice that until its first answer) is hung and treated as dead: its processes are killed.
-        Where the engine core is in this process, this process ends itself (`hang.end_process`).
-        None: it may take any time.
+    hang_seconds: the time limit of a step, twice that until the engine's first answer. After it,
+        the engine counts as hung and dead: its processes are killed. If the engine core is in
+        this process, this process ends itself (`hang.end_process`). None: no limit.
 
     The constructor returns when the engine is ready and raises whatever vLLM raises. Engine
     processes die with this one, even after `kill -9` (see `reaper`).
@@ -209,7 +210,7 @@ class SteppedEngine:
         Rows of several callers share the engine, first come first served. A request that vLLM
         refuses gets `Completion.error` and disturbs no other.
 
-        Raises EngineDied when the engine dies or is closed first, or was before.
+        Raises EngineDied if the engine is dead or closed, or becomes so before the last answer.
         """
         prompts = [_as_list(request.prompt_token_ids) for request in requests]
         params = self._prepare_params(requests)
@@ -370,7 +371,10 @@ class SteppedEngine:
         return end if own else self._errors.read() or end
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the error from vLLM's start, with the cause from its log added if there is one."""
+        """Return the error with which vLLM's start failed, with the cause from vLLM's log added.
+
+        If the log has none, `error` itself is returned.
+        """
         words = self._errors.read()
         text = with_signal(f"{error}: {words}" if words else str(error))
         if not isinstance(error, RuntimeError) or text == str(error):
@@ -433,7 +437,10 @@ class SteppedEngine:
                 call.done.set()
 
     def _feed(self, engine: LLMEngine) -> None:
-        """Hand requests to vLLM, oldest call first, until it holds as many as `WINDOW` allows."""
+        """Hand requests to vLLM, oldest call first, until it holds `self._window` sequences.
+
+        Stops earlier if the images of its requests take too much memory (`_has_room`).
+        """
         while self._waiting and self._sequences < self._window and self._has_room():
             call = self._waiting[0]
             position = call.cursor
@@ -472,7 +479,7 @@ class SteppedEngine:
             internals.accept_always(params)
 
     def _has_room(self) -> bool:
-        """Return whether vLLM may hold another request, by the bytes of images in its requests."""
+        """Return whether the images of the requests in vLLM leave memory for another request."""
         if self._sequences < self._window // WINDOW or not self._features:
             return True
         return sum(self._features.values()) < FEATURE_BYTES
@@ -582,9 +589,10 @@ class SteppedEngine:
                 return
 
     def _end_hung(self, cause: str) -> None:
-        """End an engine that hangs, first of all its processes.
+        """End an engine that hangs: kill its processes, then wake the callers with EngineDied.
 
-        The processes end before callers are told, because callers start another on the same GPU.
+        This order matters because callers start another engine on the same GPU. If the engine's
+        core is in this process, ends this process.
         """
         from prefect_raybatch.stages.vllm.reaper import kill_all
 

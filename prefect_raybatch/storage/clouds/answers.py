@@ -50,7 +50,11 @@ class CloudAnswer(NamedTuple):
     def error(
         self, scheme: str, operation: str, place: str, tries: int, endpoint: str
     ) -> Exception:
-        """Return the error to raise: it names the place, the answer, and what to do."""
+        """Return the error to raise: it names the place, the answer, and what to do.
+
+        `operation` is read, list, write or delete; `place` is the URI; `tries` counts the calls
+        made.
+        """
         said = self.text
         if self.without_token:
             return CredentialsUnusable(f"{place}: {_NO_TOKEN[scheme]} ({said})")

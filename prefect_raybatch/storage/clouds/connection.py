@@ -53,7 +53,7 @@ class CloudConnection:
 
     @classmethod
     def shared(cls, scheme: str, bucket: str, options: StoreOptions) -> CloudConnection:
-        """Return the connection for these options and environment; reuse it, with its sockets."""
+        """Return the connection for these options and environment variables, reused if possible."""
         around = {k: v for k, v in os.environ.items() if k.startswith(("AZURE_", "GOOGLE_"))}
         told = json.dumps([scheme, bucket, dict(options), around], sort_keys=True, default=repr)
         key = hashlib.sha256(told.encode()).hexdigest()
@@ -70,8 +70,8 @@ class CloudConnection:
     def client(self, extra: int = 0) -> Any:
         """Return this process's client whose requests may take ANSWER_SECONDS + `extra` seconds.
 
-        Raises ConfigError if obstore rejects the options, and StoreError in a fork of
-        a process that used obstore: its threads do not exist there, so a call would never end.
+        Raises ConfigError if obstore rejects the options. Raises StoreError in a fork of a process
+        that used obstore: its threads do not exist there, so a call would never end.
         """
         process = os.getpid()
         if _used_in and process not in _used_in:
@@ -113,7 +113,10 @@ class CloudConnection:
         }
 
     def endpoint(self) -> str:
-        """Return scheme://host:port of the store, without credentials."""
+        """Return scheme://host:port of the store, without credentials.
+
+        Raises ConfigError if no storage account is known for Azure.
+        """
         if self.scheme == "gs":
             url = self.options.get("base_url") or os.environ.get("GOOGLE_BASE_URL")
             return without_keys(str(url or "https://storage.googleapis.com"))

@@ -103,7 +103,10 @@ class CloudStore(BucketStore):
         return FileInfo(path, len(data), _etag(self._put(path, data, "overwrite")), None)
 
     def _put(self, path: str, data: Any, mode: Any) -> Any:
-        """PUT in one request; return None if the condition of `mode` does not hold."""
+        """PUT `data` in one request; return None if the condition in `mode` does not hold.
+
+        `mode` is obstore's: "overwrite", "create", or a dict with the version to replace.
+        """
         import obstore
 
         # A memory map has no length that a small limit fits.
@@ -193,9 +196,10 @@ class CloudStore(BucketStore):
         return self.connection.clock() or time.time()
 
     def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
-        """Return nothing: neither client lists uploads that were cut off.
+        """Return an empty tuple: obstore cannot list interrupted uploads.
 
-        Azure drops their blocks after a week; at Google a rule of the bucket's life cycle can.
+        Azure drops their blocks after a week. At Google, a lifecycle rule of the bucket can remove
+        them.
         """
         return ()
 
@@ -212,8 +216,9 @@ class CloudStore(BucketStore):
     ) -> Any:
         """Call `send(client)`, and again after growing random pauses, until it is answered.
 
-        Gives up after `retry_seconds`, but not before MIN_TRIES. Returns None if a condition does
-        not hold. Any other failure raises what `CloudAnswer.error` returns.
+        Gives up after `retry_seconds`, but not before MIN_TRIES tries. With `conditional`, returns
+        None if the condition of the request does not hold. Any other failure raises what
+        `CloudAnswer.error` returns.
         """
         began, tries, pause = time.monotonic(), 0, bucket.FIRST_PAUSE
         link, place = self.connection, self._place(path)
@@ -246,7 +251,7 @@ class CloudStore(BucketStore):
 
 
 def _whole(body: Any, size: int) -> bytes:
-    """Return `body`; OSError, which is retried, if it is not `size` bytes long."""
+    """Return `body` as bytes; raise OSError, which is retried, if it is not `size` bytes long."""
     if len(body) != size:
         raise OSError(f"{len(body)} of {size} bytes arrived")
     return bytes(body)
