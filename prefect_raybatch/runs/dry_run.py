@@ -220,8 +220,7 @@ def dry_run_resolved(
     """Return what a run would do; starts no Ray and writes nothing to the run directory.
 
     `what_if` is a cluster to assume instead of the job's. `sample` prompts are measured (0: none,
-    or as many as max_model_len: auto needs). The cost is estimated for `rows_left` rows, by default
-    all.
+    or as many as max_model_len: auto needs). The cost is that of `rows_left` rows, by default all.
     """
     job = resolved.job
     checked, tokens = _with_lengths(_checked(resolved, run_key, what_if), run_key, sample)
@@ -236,7 +235,6 @@ def dry_run_resolved(
     first = None
     if checked.resolved.first is not None:
         first = dry_run_resolved(checked.resolved.first, run_key, what_if, sample)
-        first = replace(first, cost=None)  # the estimate is that of both models
     return DryRun(
         job=job.name,
         rows=rows,
@@ -264,7 +262,7 @@ def dry_run_resolved(
         reuse=reuse,
         cost=cost,
         rows_guessed=found.guessed,
-        first=first,
+        first=first and replace(first, cost=None),  # the estimate is that of both models
         golden=golden_plan(job.quality, job.output),
         judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
