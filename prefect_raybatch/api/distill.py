@@ -158,7 +158,11 @@ def begin_distill(prepared: Embedding) -> Run:
 
 
 def finish_distill(prepared: Embedding, run: Run) -> Distilled:
-    """Finalize the embedding run and train a classifier; return it and the share it can answer."""
+    """Finalize `run`, which embedded the sample; train a classifier on half of it, test the rest.
+
+    Return the classifier and the outcome of the test: which share of the other texts it can answer
+    itself if the share `prepared.agreement` of the answers of the distilled run must not change.
+    """
     job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
     table = finalize_run(job, run).to_arrow()
     embedding = finished_member(open_store(run.uri))

@@ -71,10 +71,11 @@ def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion_request(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {messages, sampling} for a row with a completion: its prompt is the only message.
+    """Return {messages, sampling} for a row of a completions request (`/v1/completions`).
 
-    This is the prompt function of a run over a batch file with `engine.endpoint.api: completions`.
-    Raises ValueError if the row is invalid.
+    The request's `prompt` becomes the only message, from the user. This is the prompt function of a
+    run over a batch file with `engine.endpoint.api: completions`. Raises ValueError if the row is
+    invalid, is for another URL, or has a field that is not supported.
     """
     body, line = _opened(row, COMPLETION_URL)
     sampling = _sampling(body, line, "prompt")

@@ -62,14 +62,16 @@ class EngineStates(Protocol):
 
 
 class Monitor:
-    """Watches one attempt; an observer that passes each commit on to `observe`.
+    """Watches one attempt from threads of its own: heartbeats, stalls, dead engines, and costs.
 
-    `engines` returns {actor state: number of engines}. `starts` returns, for each engine, when it
-    began each phase of its start. `deaths` returns {actor id: (deaths so far, process and node)}.
-    All three may raise or hang. `on_started` is called once, after this attempt's first commit,
-    with the duration of each phase of the start. `meter` counts the costs. Use the monitor as a
-    context manager around the work. The caller must end the run once `failure` (the error of a
-    stall, with `limits.fail_on_stall`) or `spent` (that of a reached cost limit) is set.
+    The driver calls it after each commit, and it then calls `observe` with the same progress. It
+    regularly calls three functions of the pipeline: `engines` returns {actor state: number of
+    engines}; `starts` returns, for each engine, when it began each part of its start; `deaths`
+    returns {actor id: (deaths so far, process and node)}. All three may raise or hang. `on_started`
+    is called once, after this attempt's first commit, with the duration of each part of the start.
+    `meter` counts the costs. Use the monitor as a context manager around the work. It ends nothing
+    itself: the caller must end the run once `failure` (the error of a stall, with
+    `limits.fail_on_stall`) or `spent` (the error of a reached cost limit) is set.
     """
 
     def __init__(

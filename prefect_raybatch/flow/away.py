@@ -98,10 +98,10 @@ _UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: the watch that a task left
 
 @contextmanager
 def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
-    """Yield an `ApiWatch` for a task.
+    """Yield a watch that reports outages of Prefect's API during a task of a flow run.
 
-    If an earlier task of the flow run ended during an outage, the watch continues it, so that the
-    end and the whole length of the outage are reported.
+    If the previous task of the flow run ended during an outage, this watch takes that outage over
+    and counts it from its start, so that its end and whole length are reported.
     """
     run = flow_run.get_id() or ""
     watch = _UNANSWERED.pop(run, None) or ApiWatch(clock)

@@ -82,9 +82,9 @@ class Page(Listener):
     """Shows a run in the Prefect page; a context manager around the work.
 
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
-    receive the same updates immediately. `sizes` are the sizes that the job sets. `written` is the
-    job's output URI before {run_date} is filled in, from which earlier runs are found; None if that
-    is `output.uri`.
+    receive the same updates immediately. `sizes` are the numbers that the job itself sets, such as
+    max_num_seqs and rows_per_shard. `written` is the job's output URI before {run_date} is filled
+    in, from which earlier runs are found; None if that is `output.uri`.
     """
 
     def __init__(

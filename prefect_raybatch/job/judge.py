@@ -84,7 +84,10 @@ class Judge(Group):
 
     @property
     def engine_fields(self) -> dict[str, Any]:
-        """Return the judge's engine as the plain fields of `engine`."""
+        """Return the judge's engine as a dict with the names of the job's `engine` fields.
+
+        Nothing is validated or filled in; see `whole_engine`.
+        """
         own = {"model": self.model} if self.model else {"endpoint": dict(self.endpoint)}
         return {**self.engine, **own}
 

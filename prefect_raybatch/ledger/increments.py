@@ -335,11 +335,11 @@ def has_begun(ledger: Ledger, plan: Plan, committed: bool) -> bool:
 
 
 def begin_requests_phase(store: Store, increment: Increment) -> tuple[Ledger, Plan] | None:
-    """Return ledger and plan of a run's requests phase or first model; None if it has none.
+    """Return (ledger, plan) of a run's requests phase or, in a cascade, of its first model's part.
 
-    `store` is the run directory, and `increment` is from the run's plan. Writes the phase's plan
-    unless it exists: every caller writes the same bytes, which are part of the run's own plan.
-    Raises `CorruptRun` if the folder holds another plan.
+    Returns None if the run has neither. `store` is the run directory, and `increment` is from the
+    run's plan, which holds the plan of that phase. Writes this plan to the phase's own folder
+    unless one is there; raises `CorruptRun` if the folder holds another plan.
     """
     if increment.asks is None:
         return None

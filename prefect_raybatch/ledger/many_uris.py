@@ -1,7 +1,7 @@
-"""Inputs whose very many URIs a job names one by one: the plan keeps them in a table.
+"""Inputs of which a job names very many URIs one by one: a table beside the plan holds them.
 
-The fingerprint covers all of them. The plan holds the first few in its job, and their number and
-hash among the parts of the fingerprint.
+The fingerprint covers all URIs. plan.json shows only the first few of them in its job; its parts of
+the fingerprint have the number of all URIs and one hash of them in place of the list.
 """
 
 from __future__ import annotations

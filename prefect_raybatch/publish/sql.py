@@ -292,9 +292,12 @@ class SqlSink(Sink):
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return (plans whose rows the table has, plans whose rows it has lost).
 
-        Each is {plan: time of its mark}; a mark is a row that says when a plan was published. An
-        empty table has lost the rows of all marks; one that this user may not read counts as not
-        empty. Marks are read first, so the mark of a publisher that adds rows later is not there.
+        Each is {plan hash: time of its mark}; a mark is a row that says when a plan was published.
+        One of the two is always empty: if the table has no row, it has lost the rows of all marks,
+        else it has them. A table that this user may not read counts as not empty.
+
+        Reads the marks before the table. So a publisher that adds its mark and rows in between is
+        in neither, and never counts as lost.
         """
         from sqlalchemy import literal, select
         from sqlalchemy.exc import DBAPIError

@@ -67,7 +67,11 @@ class ShareSeries(StrictRecord):
 
     @property
     def rings(self) -> bool:
-        """Return whether the e-value is high enough (ALARM) to report that the share fell."""
+        """Return whether to report that the share of right rows fell.
+
+        It fell if the e-value (how strongly the runs speak against an unchanged share; 1 is no
+        evidence) has reached ALARM.
+        """
         return self.e_value >= ALARM
 
     def short(self) -> str:

@@ -106,10 +106,12 @@ def _null_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shif
 
 
 def _value_drift(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> Shift | None:
-    """Compare the share of new values with that in earlier runs.
+    """Return how the share of new values differs from that in earlier runs, by column.
 
-    A value of the run is new if no earlier run has it; a value of an earlier run is new if no other
-    earlier run has it. Only columns with few values in all earlier runs are compared.
+    Returns None if the change is small or may be chance. A value of the run is new if no earlier
+    run has it; a value of an earlier run is new if no other earlier run has it. Only columns with
+    few different values in all earlier runs are compared. `earlier` are newest first; `before_key`
+    is the run key of the newest.
     """
     shares: dict[str, tuple[float, float]] = {}
     chances: list[float] = []

@@ -45,7 +45,7 @@ def build(
     dashboard: str = "",
     losses: Mapping[str, int] | None = None,
 ) -> RunReport:
-    """Build the report from summed commits; parameters not in `tally` are fields of `RunReport`."""
+    """Build the report of `plan` from its `tally`; the other parameters are report fields."""
     busy, totals = tally.busy_seconds, tally.stats
     tokens = {name: float(getattr(totals, name) or 0.0) for name in COUNTED}
     return RunReport(

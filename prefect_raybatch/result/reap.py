@@ -167,10 +167,11 @@ def obsolete_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def obsolete_answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield the files of answers in row order that nothing reads any more.
+    """Yield the files in the folder of answers in row order that nothing reads any more.
 
-    For a finished run, these are all such files. Else they are those that the run's record of
-    answers in row order does not name; nothing if there is no such record.
+    Yields all of them for a finished run, else those that the run's record of these files does not
+    name. Yields nothing for an unfinished run without such a record, or if the plan has no
+    `increment`.
     """
     if plan.increment is None:
         return

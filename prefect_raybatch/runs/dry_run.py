@@ -421,7 +421,7 @@ class _Fitted:
     problems: tuple[str, ...]
 
     def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
-        """Return all sizes of the run with the reasons for them."""
+        """Return the run's settings (engines, GPUs, rows per shard, ...), each with its reason."""
         least = spec.limits.min_agreement
         have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)

@@ -205,10 +205,12 @@ def plan_increment(
     run_input: RunInput,
     context: JsonObject | None = None,
 ) -> Increment:
-    """Return the `increment` of the run's plan, after writing the files that it names.
+    """Write the files that a run's plan needs to reuse answers; return the plan's `increment`.
 
-    These are copies of the reused answers, the input and tables of the requests phase, and tables
-    that say where each row's answer is. They have no effect until plan.json is written.
+    The increment (see `Increment`) says which rows reuse an answer and which requests are sent. The
+    files are copies of the reused answers, the input and tables of the requests phase, and tables
+    that say where each row's answer is. They have no effect until plan.json is written. `context`
+    records how `max_model_len: auto` was resolved.
     """
     join, earlier = joined.join, joined.earlier
     store = run_input.store

@@ -77,16 +77,17 @@ def with_verdicts(
     ask: AskJudge,
     measure_again: bool = False,
 ) -> RunReport:
-    """Judge a finished run with the job's judge; write the judgement; return the report with it.
+    """Judge answers of a finished run (`member`); write the judgement; return the report with it.
 
-    Returns `report` unchanged if the job has no judge, for a retry of failed rows (they are no
-    random sample of the input), and for a run that this judge has judged or, without
-    `measure_again`, any judge. The run and its judgements together may cost `most_cost` (None: no
-    limit). `written` is the job's output.uri before placeholders are filled in; earlier judgements
-    are looked for there.
+    Returns `report` unchanged if the job has no judge, or if the run is a retry of failed rows,
+    which are no random sample of the input. Does so too if the run has a judgement, unless
+    `measure_again` is set and the judge or the golden rows have changed since. The run and all its
+    judgements together may cost `most_cost` (None: no limit). `written` is the job's output.uri
+    before placeholders are filled in; earlier judgements are looked for there.
 
-    `ask` runs the judge over the sampled rows and returns the report of that run. Raises the errors
-    of `ask`, after which the next call resumes, and `CostExceeded` if the limit leaves nothing.
+    `ask` runs the judge over the rows to judge and returns the report of that run. Raises
+    `CostExceeded` if nothing is left of `most_cost`, and the errors of `ask`; the next call then
+    resumes the judgement.
     """
     store, plan, judge = member.ledger.store, member.plan, quality.judge
     if not judge.asked or plan.parent is not None:
@@ -154,9 +155,9 @@ def _with_series(
 
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
-    """Return {gpu_hours, total} of the run's judgements other than `key`, incomplete ones too.
+    """Return what all judgements of the run but `key` have cost together, incomplete ones too.
 
-    Figures that are 0 are left out.
+    The result is {"gpu_hours": GPU-hours, "total": cost in money}, without figures that are 0.
     """
     hours, total = 0.0, 0.0
     for judgement, run in judge_runs(store):

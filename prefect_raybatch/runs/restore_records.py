@@ -178,7 +178,8 @@ def restore_answers(
 def _restore_plan(ledger: Ledger, increment: Increment) -> list[str]:
     """Rewrite the plan of the requests phase, if damaged, from the copy in the run's plan.
 
-    Returns [text], or [] if it was intact or the run has no such phase.
+    Returns [message that names the rewritten file], or [] if it was intact or the run has no
+    requests phase.
     """
     if increment.asks is None:
         return []

@@ -72,9 +72,10 @@ class ReusableRuns:
 
     With `reuse: all` (`every_run`), all runs of the job that keep answers, newest first. `runs` has
     the URIs of all of them. The context of a run is the hash of what all its requests have in
-    common (model, sampling, ...): `held` has (store, record of answers) of each run whose context
-    equals the new run's. `differs` are the job fields in which the first of these runs differs from
-    the new one if their contexts do, else ().
+    common (model, sampling, ...). Only answers from the new run's context can be reused: `held` has
+    (store, record of answers) of each run of `runs` with that context. If the first run of `runs`
+    has another context, `differs` names the job fields in which it differs from the new run; else
+    it is ().
     """
 
     runs: tuple[str, ...] = ()

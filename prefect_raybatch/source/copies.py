@@ -53,7 +53,11 @@ class Chosen:
 
 
 class KnownTypes(Protocol):
-    """Column types, merged while input is copied: `Shape`, `TypesSeen` or `SettledTypes`."""
+    """Column types that copying input needs: `schema` is the types so far, `see` adds a block's.
+
+    `Shape` and `TypesSeen` merge the types of each block; `SettledTypes` are final and change
+    nothing.
+    """
 
     @property
     def clash(self) -> bool:

@@ -33,9 +33,10 @@ def request_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of a batch file in tables of about streams.BLOCK_BYTES.
 
-    `columns` are those of REQUEST_SCHEMA to yield (None: all); the names of all are added to
-    `known`. `models` are the model names that a request may have, None for any. Raises SourceError
-    if the file cannot be read.
+    `columns` are the columns of REQUEST_SCHEMA to yield (None: all). All names of REQUEST_SCHEMA
+    are added to `known`. `models` are the model names that a request may have, None for any. A line
+    with another model, or that is invalid otherwise, becomes a row without a body, whose `fault`
+    says what is wrong. Raises SourceError only if the file cannot be read.
     """
     known.update(dict.fromkeys(REQUEST_SCHEMA.names))
     models, seen = None if models is None else list(models), set[str]()

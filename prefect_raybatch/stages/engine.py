@@ -512,9 +512,11 @@ class EngineStage:
         return timed(table, "engine", began)
 
     def _ask(self, engine: SteppedEngine, table: pa.Table) -> list[pooling.RowAnswer]:
-        """Have the engine answer the valid rows of a block, equal requests only once if possible.
+        """Have the engine answer a block's valid rows; return [(row, rows, answer), ...].
 
-        Return (row whose request was sent, rows that get its answer, answer) for each request.
+        `row` is the row whose request was sent, `rows` those that get the answer, `row` included.
+        If the job merges requests, equal ones that must have equal answers are sent once. A row
+        with an unknown adapter is not sent; its answer is an error.
         """
         from prefect_raybatch.stages.vllm.stepper import Request
 

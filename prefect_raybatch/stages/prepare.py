@@ -146,10 +146,10 @@ class Prepare:
         return self._requests(table)
 
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
-        """Return each row's request with the hashes of its images, and the digests of these images.
+        """Return each row's request, or its failure, and for each row the digests of its images.
 
-        `Keying.keys` needs such requests. Images are fetched for their digests. The second list is
-        empty if the job has no images.
+        Fetches the images to compute the digests (SHA-256 and size). A request has the SHA-256 of
+        its images, which `Keying.keys` needs. The second list is empty if the job has no images.
         """
         requests = self.requests(table)
         if self.images is None:

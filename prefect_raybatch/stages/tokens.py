@@ -430,10 +430,12 @@ def _tokens_of(
 def long_tokens(
     tokens: Callable[[list[str]], list[TokenIds]], text: str, most: int, end: bool = False
 ) -> TokenIds:
-    """Return the tokens of a long text, or a `LongPrompt` if it has more than `most`.
+    """Return the tokens of a text; of one far too long, a `LongPrompt` with the tokens of a part.
 
-    Tokenizes growing parts of its beginning, or with `end` of its end, until one has more. No part
-    is longer than `most` times `CHARACTERS_A_TOKEN_AT_MOST` characters.
+    `tokens` tokenizes a list of texts. Tokenizes the first characters of the text (the last ones
+    if `end`), then more and more of them, until these have clearly more than `most` tokens or there
+    are CHARACTERS_A_TOKEN_AT_MOST characters for each of `most` tokens. Tokenizes the whole text if
+    it is reached first: these tokens, too, may be more than `most`.
     """
     size = most * CHARACTERS_A_TOKEN
     bound = most * CHARACTERS_A_TOKEN_AT_MOST

@@ -35,7 +35,7 @@ class AnswerReader:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the columns' types."""
+        """Return an Arrow schema: one column for each property of the JSON Schema."""
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
     def read(self, text: str) -> tuple[AnswerObject, ColumnValues] | Failure:

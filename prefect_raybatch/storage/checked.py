@@ -106,7 +106,11 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
 
 
 class _Checked(SeekableReader):
-    """A stream that reads another stream by blocks, checks each, and holds the last in memory."""
+    """Reads a stream in blocks of CHECKED_BLOCK bytes and compares each with its checksum.
+
+    Keeps the block that it read last, so that the next read need not fetch and check it again.
+    `read_at` raises `CorruptRun` if a block has another checksum.
+    """
 
     def __init__(self, stream: BinaryIO, uri: str, sums: BlockSums) -> None:
         super().__init__()

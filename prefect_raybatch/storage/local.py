@@ -33,10 +33,10 @@ DELETED_AT_ONCE = 10_000  # files whose folders are looked at before any of them
 class LocalStore(Store):
     """A store in a local folder. Files appear by rename or hard link of a synced temporary file.
 
-    With `links`, listings follow links to folders; use it only for data that is read. Otherwise a
-    link could lead out of the output folder, to files that must not be deleted: nothing is listed,
-    written or deleted through a link below `top`, the folder that was opened first. `top` itself
-    may be a link.
+    A link could lead out of the output folder, to files that must not be deleted. So nothing is
+    listed, written or deleted through a link to a folder below `top`, the folder that was opened
+    first; `top` itself may be a link. With `links`, listings do follow links to folders: use it
+    only for data that is read and never written or deleted.
     """
 
     def __init__(self, root: str, links: bool = False, top: str | None = None) -> None:

@@ -76,9 +76,10 @@ class WebStore(Store):
             return self._begun
 
     def stat(self, path: str) -> FileInfo:
-        """Return size and ETag from the first response.
+        """Return the file's size and ETag, as of the first request of this store for it.
 
-        Without a Content-Length, downloads the whole file.
+        The download begins with that request. If the server sent no Content-Length, downloads the
+        whole file to learn its size.
         """
         return self._download().info(path)
 

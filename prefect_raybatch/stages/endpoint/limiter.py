@@ -31,7 +31,7 @@ Signal = Literal["answered", "limited", "failed"]
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """The open batches of a shard: how many, how many requests they have, and how many are done."""
+    """The open batches of a shard: their number, their requests, and how many requests are done."""
 
     batches: int = 0
     done: int = 0
