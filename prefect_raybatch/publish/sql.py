@@ -297,16 +297,13 @@ class SqlSink(Sink):
         else it has them. A table that this user may not read counts as not empty.
 
         Reads the marks before the table. So a publisher that adds its mark and rows in between is
-        in neither, and never counts as lost.
+        in neither, and never counts as lost. Reads them once more after the table: whoever adds the
+        first rows to an emptied table removes the marks of the rows that it lost.
         """
         from sqlalchemy import literal, select
         from sqlalchemy.exc import DBAPIError
 
-        with engine.connect() as connection:
-            rows = connection.execute(
-                select(marks.c.plan, marks.c.published_at).where(marks.c.target == self._mark_name)
-            ).all()
-        plans = {str(plan): str(at) for plan, at in rows if plan != TURN}
+        plans = self._read_marks(engine, marks)
         if not plans:
             return {}, {}
         try:
@@ -316,7 +313,19 @@ class SqlSink(Sink):
             if super().hopeless(error) is None:
                 raise
             return plans, {}  # the user may add rows and not read them
-        return (plans, {}) if first is not None else ({}, plans)
+        if first is None:
+            return {}, plans
+        now = self._read_marks(engine, marks)
+        return {plan: at for plan, at in plans.items() if now.get(plan) == at}, {}
+
+    def _read_marks(self, engine: Engine, marks: Table) -> dict[str, str]:
+        """Return the marks of this target's plans, as {plan hash: time of its mark}."""
+        from sqlalchemy import select
+
+        named = select(marks.c.plan, marks.c.published_at).where(marks.c.target == self._mark_name)
+        with engine.connect() as connection:
+            rows = connection.execute(named).all()
+        return {str(plan): str(at) for plan, at in rows if plan != TURN}
 
     @property
     def _names(self) -> tuple[str, str]:

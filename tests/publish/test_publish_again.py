@@ -23,6 +23,7 @@ from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.publish.sql import SqlSink
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 INPUT = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("tags", pa.list_(pa.string()))])
@@ -162,6 +163,27 @@ def test_a_target_that_lost_the_rows_gets_them_again(format, lose, recorded, run
         (published,) = publish_run(job, str(run)).published
         assert published.rows == len(ANSWERED)
         assert numbers(format, tmp_path) == there
+
+
+def test_a_mark_that_another_run_removes_from_an_emptied_table_counts_no_more(
+    run, other, tmp_path, monkeypatch
+):
+    """The other run adds its rows after the marks were read and before the table is looked at."""
+    target = TARGETS["sql"][0](tmp_path)
+    publish_run(job_of(run, target), str(run))
+    truncate_sql(tmp_path)
+    read, begun = SqlSink._read_marks, []
+
+    def read_and_wait(*given: Any) -> dict[str, str]:
+        found = read(*given)
+        if not begun:
+            begun.append(True)
+            publish_run(job_of(other, target), str(other))
+        return found
+
+    monkeypatch.setattr(SqlSink, "_read_marks", read_and_wait)
+    publish_run(job_of(run, target), str(run))
+    assert numbers("sql", tmp_path) == sorted([*ANSWERED, *range(20)])
 
 
 def test_a_delta_table_that_is_restored_past_the_rows_and_back_has_them_once(run, other, tmp_path):
