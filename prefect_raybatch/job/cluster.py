@@ -157,9 +157,12 @@ class Cluster(Group):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the job sets an address other than local, a block, or a cluster on Kubernetes."""
+        """Return whether the engines run on other machines than the one that starts the job.
+
+        They do if the job sets an address other than local, a job server, a block or Kubernetes.
+        """
         address = self.address not in (None, LOCAL)
-        return bool(address or self.block or self.kubernetes.asked)
+        return bool(address or self.job_server or self.block or self.kubernetes.asked)
 
     @property
     def priced(self) -> bool:

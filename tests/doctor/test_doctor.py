@@ -142,8 +142,9 @@ def test_a_driver_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_card_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, error=ABSENT)
     assert one(machine.check_gpus, make_job(engine=GPU)).mark == "fail"
-    away = make_job(engine=GPU, cluster={"address": "head:6379"})  # the GPUs are elsewhere
-    assert set(found(machine.check_gpus, away)) == {"CPU"}
+    for place in ({"address": "head:6379"}, {"job_server": "http://head:8265"}):
+        away = make_job(engine=GPU, cluster=place)  # the GPUs are elsewhere
+        assert set(found(machine.check_gpus, away)) == {"CPU"}
 
 
 @pytest.mark.parametrize(
