@@ -109,7 +109,7 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
     from prefect_raybatch.ledger.plan_tables import to_parquet
     from prefect_raybatch.ledger.records import digest
     from prefect_raybatch.plan.joining import PACKED_KEY, Join
-    from prefect_raybatch.plan.prefix_order import dealt_out
+    from prefect_raybatch.plan.prefix_order import sorted_by_rank
     from prefect_raybatch.runs.answers_by_row import sort_answers
     from prefect_raybatch.source import snapshot_tables
     from prefect_raybatch.stages.raw_answers import AnswerFiles, NamedFile, in_order, numbered
@@ -143,7 +143,9 @@ def measured(rows: int, length: int, as_asked: bool) -> dict[str, Any]:
                 to_parquet(pa.table({"rows": pa.array(join.weights())}))
             with steps.step("deal"):
                 snapshot_tables(
-                    lambda: dealt_out(read(join, rows, length, steps), join.asked, join.folder),
+                    lambda: sorted_by_rank(
+                        read(join, rows, length, steps), join.asked, join.folder
+                    ),
                     store,
                     "a" * 32,
                 )

@@ -145,7 +145,7 @@ def retry_request(
     child = _job(parent, root.uri, overrides, job)
     resolved = resolve(keys(child), selection)
     going = unfinished_retry(family, key, resolved.identity.fingerprint)
-    if going is None and family.is_taken(parent):
+    if going is None and family.is_fully_retried(parent):
         return require_all_retried(family, parent, family.children(key))
     if job is None:
         _check_operators(parent, overrides)

@@ -240,7 +240,7 @@ def _with_scheduled(
     from prefect_raybatch.flow import prefect_runs
 
     known = prefect_runs.runs_of_all_deployments()
-    pages = pages + prefect_runs.jobs_without_runs(pages, known, output, job)
+    pages = pages + prefect_runs.pages_of_unstarted_jobs(pages, known, output, job)
     return [prefect_runs.with_prefect_runs(page, known, output, most) for page in pages]
 
 

@@ -79,10 +79,10 @@ from prefect_raybatch.stages.ray_internals import (
     limit_in_flight,
     map_actors,
     node_is_leaving,
+    report_start,
     reported_starts,
     restarts_of,
     stop_pass,
-    tell_start,
 )
 from prefect_raybatch.stages.read import ShardDatasource, ShardReader, Task
 from prefect_raybatch.stages.request_key import Keying
@@ -329,7 +329,7 @@ class Pipeline:
 
     def _launch(self) -> EngineLaunch:
         """Return all settings with which an engine, or the client of a hosted model, is started."""
-        model, tell = dict(self.plan.model), partial(tell_start, self.attempt)
+        model, tell = dict(self.plan.model), partial(report_start, self.attempt)
         launch = engine_launch(
             self.spec, model, self.size, self._done, self.attempt, self.task, tell
         )

@@ -326,10 +326,10 @@ class Prewarming:
 
     def _started(self, spec: RunSpec, plan: PrewarmPlan, capacity: Capacity) -> str:
         """Start the engines of `plan`; return "" if they were started, else why not."""
-        from prefect_raybatch.stages.ray_internals import tell_start
+        from prefect_raybatch.stages.ray_internals import report_start
 
         launch = replace(
-            plan.launch, untaken=True, attempt=self.name, tell=partial(tell_start, self.name)
+            plan.launch, untaken=True, attempt=self.name, tell=partial(report_start, self.name)
         )
         if (most := spec.limits.max_cost) is not None and plan.gpus_an_engine:
             price = gpu_price(spec.cluster, capacity).hour

@@ -49,7 +49,7 @@ class FlowStart:
     job: Any = None
 
     @property
-    def is_of_a_job(self) -> bool:
+    def is_repeatable(self) -> bool:
         """Return whether a new flow run with the same parameters would do the same work.
 
         True for flows with the parameters of `batch_inference`, `retry_failed` or `backfill`.
@@ -129,7 +129,7 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
         )
     if start.deployment is None:
         return python_call(start.flow, start.parameters(run_key, changes))
-    if start.is_of_a_job and (changes or new_run):
+    if start.is_repeatable and (changes or new_run):
         return _new_run(start.deployment, start.parameters(run_key, changes))
     return f"prefect flow-run retry {start.run}"
 

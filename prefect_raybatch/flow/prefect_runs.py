@@ -134,7 +134,7 @@ def with_prefect_runs(
     return replace(page, runs=tuple(runs[:most]))
 
 
-def jobs_without_runs(
+def pages_of_unstarted_jobs(
     pages: Sequence[HistoryPage], runs: Iterable[PrefectRun], output: str, job: str | None
 ) -> list[HistoryPage]:
     """Return an empty page for each job with incomplete runs in Prefect and no page in `pages`.

@@ -239,7 +239,7 @@ def refuse_unknown(
 
 
 @contextmanager
-def unknown_too(
+def with_unknown_fields(
     kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
 ) -> Iterator[None]:
     """If the block raises a ValidationError, add the unknown fields of the validated group to it.
@@ -293,7 +293,7 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
     return value
 
 
-def not_finite(value: object) -> str | None:
+def path_of_non_finite(value: object) -> str | None:
     """Return the path of the first NaN or infinity in a plain value, such as `.bias.3`.
 
     "" if the value is itself one; None if there is none.
@@ -305,7 +305,7 @@ def not_finite(value: object) -> str | None:
     else:
         inner = enumerate(value) if isinstance(value, (list, tuple)) else ()
     for name, item in inner:
-        place = not_finite(item)
+        place = path_of_non_finite(item)
         if place is not None:
             return f".{name}{place}"
     return None

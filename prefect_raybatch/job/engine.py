@@ -7,7 +7,12 @@ from typing import Any, Literal
 from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, model_validator
 
 from prefect_raybatch.job import tasks
-from prefect_raybatch.job.checks import check_count, refuse_unknown, unknown_too, without_user
+from prefect_raybatch.job.checks import (
+    check_count,
+    refuse_unknown,
+    with_unknown_fields,
+    without_user,
+)
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.group import Group, field, field_check
 from prefect_raybatch.job.vllm import fields as vllm_fields
@@ -228,7 +233,7 @@ class Engine(Group):
     @model_validator(mode="wrap")
     @classmethod
     def _unknown_too(cls, value: object, handler: ModelWrapValidatorHandler[Engine]) -> Engine:
-        with unknown_too(cls, value, vllm_fields.engine_fields):
+        with with_unknown_fields(cls, value, vllm_fields.engine_fields):
             return handler(value)
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from prefect_raybatch.job.checks import not_finite
+from prefect_raybatch.job.checks import path_of_non_finite
 from prefect_raybatch.job.secrets import (
     hide_argument,
     hide_catalog,
@@ -104,7 +104,7 @@ class Group(BaseModel):
             # Fields with a type of their own say it better; a run's records could not hold these.
             free = name not in cls.model_fields or not _is_group(cls.model_fields[name].annotation)
             if free and isinstance(value[name], (float, Mapping, list, tuple)):
-                place = not_finite(value[name])
+                place = path_of_non_finite(value[name])
                 if place is not None and (place or name not in cls.model_fields):
                     raise ValueError(f"{name}{place} is not a finite number; set one, or remove it")
         return value

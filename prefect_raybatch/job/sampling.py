@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, ModelWrapValidatorHandler, field_validator, model_validator
 
-from prefect_raybatch.job.checks import refuse_unknown, unknown_too
+from prefect_raybatch.job.checks import refuse_unknown, with_unknown_fields
 from prefect_raybatch.job.group import Group, field
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.job.vllm import sampling_ranges
@@ -81,7 +81,7 @@ class Sampling(Group):
     @model_validator(mode="wrap")
     @classmethod
     def _unknown_too(cls, value: object, handler: ModelWrapValidatorHandler[Sampling]) -> Sampling:
-        with unknown_too(cls, value, vllm_fields.sampling_fields):
+        with with_unknown_fields(cls, value, vllm_fields.sampling_fields):
             return handler(value)
 
     @model_validator(mode="after")

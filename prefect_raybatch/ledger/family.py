@@ -60,7 +60,7 @@ class Family:
     def children(self, key: str) -> list[Member]:
         return [member for member in self.members.values() if member.plan.parent == key]
 
-    def is_taken(self, member: Member) -> bool:
+    def is_fully_retried(self, member: Member) -> bool:
         """Return whether the runs that retry rows of `member` contain all its failed rows.
 
         Unfinished retry runs count, too. Raises `CorruptRun` if `member` is not finished.

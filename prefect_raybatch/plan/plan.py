@@ -87,7 +87,7 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
     check_accepted_by_vllm(spec)
     for name, field in spec.prompt.columns.items():
         _check_known(name, field, names)
-    if not _drawn_apart(spec.sampling, spec.engine.model):
+    if not _answers_may_differ(spec.sampling, spec.engine.model):
         _check_fields_used(spec.prompt, names)
     check_chat_columns(spec.prompt, schema)
     for name in spec.prompt.image_columns:
@@ -241,7 +241,7 @@ def equal_requests_warning(spec: RunSpec) -> str | None:
 
     None if rows make different requests, or if equal requests get equal answers.
     """
-    if not spec.prompt.alike or not _drawn_apart(spec.sampling, spec.engine.model):
+    if not spec.prompt.alike or not _answers_may_differ(spec.sampling, spec.engine.model):
         return None
     return (
         "prompt.template has no {Column}, so all rows make the same request, and their answers "
@@ -249,9 +249,9 @@ def equal_requests_warning(spec: RunSpec) -> str | None:
     )
 
 
-def _drawn_apart(sampling: SamplingSpec, request: ModelRequest) -> bool:
+def _answers_may_differ(sampling: SamplingSpec, request: ModelRequest) -> bool:
     """Return whether equal requests may get different answers, being sampled without a seed."""
-    return sampling.may_differ and not request.pools
+    return sampling.answers_may_differ and not request.pools
 
 
 def _check_image_column(column: pa.Field) -> None:

@@ -187,7 +187,7 @@ class _SortedRun:
             self._held = next(self._batches, None)
 
 
-def dealt_out(
+def sorted_by_rank(
     tables: Iterator[tuple[str, pa.Table]],
     rows: int,
     folder: Path,

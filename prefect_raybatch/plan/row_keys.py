@@ -25,7 +25,7 @@ from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.plan.joining import PACKED_KEY, Join
-from prefect_raybatch.plan.prefix_order import RANK, compared_text, dealt_out, sort_text
+from prefect_raybatch.plan.prefix_order import RANK, compared_text, sort_text, sorted_by_rank
 from prefect_raybatch.source import Inventory
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
@@ -206,7 +206,7 @@ class RowKeys:
         tables = self._rows_to_ask(join)
         if join.prompts is None:
             return ((what, table.drop_columns([RANK])) for what, table in tables)
-        return dealt_out(tables, join.asked, join.folder)
+        return sorted_by_rank(tables, join.asked, join.folder)
 
     def _rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
         """Yield (description, table) of the rows that make a new request, with request keys.

@@ -106,7 +106,7 @@ class Sink(ABC):
         self.check_names(wanted.names)
         if self.planned:
             self.check_place()
-        with self.plainly():
+        with self.with_plain_errors():
             there = self.existing()
         if there is not None:
             self.fit(wanted, there, whole)
@@ -114,7 +114,7 @@ class Sink(ABC):
                 field.name for field in there if not field.nullable and field.name in wanted.names
             )
         if self.planned:
-            with self.plainly():
+            with self.with_plain_errors():
                 self.rehearse(wanted, there)
         return "is created by publishing" if there is None else "exists, and its columns fit"
 
@@ -150,7 +150,8 @@ class Sink(ABC):
         """Raise the error of the target's library if it would reject columns `schema`.
 
         The target is left unchanged. `existing` is the schema of the existing table, None if
-        publishing creates it. `check` calls this within `plainly`, which converts the error.
+        publishing creates it. `check` calls this within `with_plain_errors`, which converts the
+        error.
         """
 
     def need_writable(self, folder: str, made: bool = True) -> None:
@@ -206,7 +207,7 @@ class Sink(ABC):
         """
 
     @contextmanager
-    def plainly(self, rows: AnsweredRows | None = None) -> Iterator[None]:
+    def with_plain_errors(self, rows: AnsweredRows | None = None) -> Iterator[None]:
         """Within the `with` block, convert errors of the target's library to ours.
 
         They become `ConfigError` if retrying cannot help, else `PublishFailed`, in one line without

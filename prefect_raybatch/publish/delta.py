@@ -65,7 +65,7 @@ class DeltaSink(FolderSink):
         from deltalake.exceptions import CommitFailedError
 
         for _ in range(PUBLISH_TRIES):
-            with self.plainly(rows):
+            with self.with_plain_errors(rows):
                 handle = self._open() or self._create(rows)
                 observe("opened")
                 if handle is None:
@@ -97,7 +97,7 @@ class DeltaSink(FolderSink):
         return "the table rejects the rows" if refused else None
 
     def holds(self, plan: str, recorded: str) -> bool:
-        with self.plainly():
+        with self.with_plain_errors():
             handle = self._open()
             return handle is not None and _version_with(handle, plan, recorded) is not None
 

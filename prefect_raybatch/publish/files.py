@@ -72,7 +72,7 @@ class FilesSink(Sink):
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         store = open_store(self.target.uri or "", self.options)
-        with self.plainly(rows):
+        with self.with_plain_errors(rows):
             observe("opened")
             if self._whole(store, rows.plan):
                 return ""
@@ -106,7 +106,7 @@ class FilesSink(Sink):
         return folder_place(with_account(self.target.uri or "", self.options))
 
     def holds(self, plan: str, recorded: str) -> bool:
-        with self.plainly():
+        with self.with_plain_errors():
             return self._whole(open_store(self.target.uri or "", self.options), plan)
 
     def _mark(self, plan: str) -> str:

@@ -58,7 +58,7 @@ class IcebergSink(Sink):
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
         for _ in range(PUBLISH_TRIES):
-            with self.plainly(rows):
+            with self.with_plain_errors(rows):
                 catalog = self._catalog()
                 table = self._load(catalog) or self._create(catalog, rows)
                 if table is None:
@@ -110,7 +110,7 @@ class IcebergSink(Sink):
         return ("iceberg", json.dumps(self.target.catalog, sort_keys=True), str(self.target.table))
 
     def holds(self, plan: str, recorded: str) -> bool:
-        with self.plainly():
+        with self.with_plain_errors():
             table = self._load(self._catalog())
             return table is not None and _snapshot_with(table, plan, recorded) is not None
 

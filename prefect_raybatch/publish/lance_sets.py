@@ -49,7 +49,7 @@ class LanceSink(FolderSink):
         return "the dataset rejects the rows" if refused else None
 
     def holds(self, plan: str, recorded: str) -> bool:
-        with self.plainly():
+        with self.with_plain_errors():
             found = self._open()
             if found is None or _is_empty(found):
                 return False
@@ -59,7 +59,7 @@ class LanceSink(FolderSink):
 
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
         for _ in range(PUBLISH_TRIES):
-            with self.plainly(rows):
+            with self.with_plain_errors(rows):
                 found = self._open()
                 observe("opened")
                 if found is None:

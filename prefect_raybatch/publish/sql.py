@@ -182,7 +182,7 @@ class SqlSink(Sink):
             engine.dispose()
 
     def holds(self, plan: str, recorded: str) -> bool:
-        with self.plainly():
+        with self.with_plain_errors():
             if not self._database_is_there():
                 return False
             engine = self._engine()
@@ -202,7 +202,7 @@ class SqlSink(Sink):
         engine = self._engine()
         try:
             for last in reversed(range(PUBLISH_TRIES)):
-                with self.plainly(rows):
+                with self.with_plain_errors(rows):
                     try:
                         if self._attempt(engine, rows, observe):
                             return ""

@@ -61,7 +61,7 @@ def intact_shards(member: Member, fault: FaultHandler) -> Iterator[IntactShard]:
     commits = ledger.commits(plan, listing, on_fault=lambda e: fault(str(e)), copies=False)
     checked = _checked(commits, shards, fault)
     if member.summary is not None and member.summary.compact:
-        yield from _cut_out(member, shards, checked, fault)
+        yield from _intact_shards(member, shards, checked, fault)
         return
 
     def load(commit: Commit) -> IntactShard | CorruptRun:
@@ -97,7 +97,7 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> IntactShard:
     return IntactShard(commit, tuple(held))
 
 
-def _cut_out(
+def _intact_shards(
     member: Member, shards: Shards, commits: Iterator[Commit], fault: FaultHandler
 ) -> Iterator[IntactShard]:
     """Yield the shards whose rows are all in intact result files; each of `commits` has a shard.

@@ -203,7 +203,9 @@ class _PartFile(PartFiles):
         return np.concatenate(self._rows), np.concatenate([s.result() for s in self._sums])
 
     def _land(self, path: str, local_path: str, sums: Sums) -> tuple[str, FileInfo]:
-        return _fenced(self._store, path, local_path, sums, self._same_rows, self._task.read_back)
+        return _put_unless_there(
+            self._store, path, local_path, sums, self._same_rows, self._task.read_back
+        )
 
     def _put_sums(self, part: Part) -> tuple[str, FileInfo]:
         """Store the file's row checksums; return (SHA-256, info) of the stored checksum file."""
@@ -224,7 +226,7 @@ class _PartFile(PartFiles):
 
         data = encode([made[0]], [made[1]])
         with _local_file(data) as local_path:
-            return _fenced(self._store, path, local_path, Sums.of(data), same)
+            return _put_unless_there(self._store, path, local_path, Sums.of(data), same)
 
     def _same_rows(self, path: str, local_path: str) -> str | None:
         """Return the SHA-256 of the file stored at `path` if it has these rows and this schema.
@@ -248,7 +250,7 @@ class _PartFile(PartFiles):
         return checksum if has_rows else None
 
 
-def _fenced(
+def _put_unless_there(
     store: Store,
     path: str,
     local_path: str,
@@ -281,7 +283,8 @@ def _look(
     """Return (SHA-256, info) of the stored file if it has the expected rows, else None.
 
     Before returning None, it writes the file if it is missing, and replaces it if it has other
-    rows; the caller then calls again to check what was stored. Parameters are those of `_fenced`.
+    rows; the caller then calls again to check what was stored. Parameters: as of
+    `_put_unless_there`.
     """
     try:
         seen = store.stat(path)

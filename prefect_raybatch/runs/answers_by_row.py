@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.layout import BY_ROW, table_path
 from prefect_raybatch.ledger.part_files import PartFiles, local_disk
 from prefect_raybatch.ledger.record_files import hash_in_name
 from prefect_raybatch.ledger.records import Plan
-from prefect_raybatch.plan.prefix_order import RANK, dealt_out
+from prefect_raybatch.plan.prefix_order import RANK, sorted_by_rank
 from prefect_raybatch.stages.raw_answers import NUMBER, AnswerFiles
 from prefect_raybatch.storage import Store
 from prefect_raybatch.storage.checked import block_sums, open_checked
@@ -96,11 +96,13 @@ def sort_answers(
         pairs = (
             ("rows", _pairs(rows, numbers)) for rows, numbers in _near(store, increment, taken)
         )
-        by_answer = dealt_out(
+        by_answer = sorted_by_rank(
             pairs, plan.rows, _created_folder(folder / "pairs"), answers, keep=True
         )
         found = _with_answers(by_answer, known, taken)
-        by_row = dealt_out(found, plan.rows, _created_folder(folder / "rows"), plan.rows, keep=True)
+        by_row = sorted_by_rank(
+            found, plan.rows, _created_folder(folder / "rows"), plan.rows, keep=True
+        )
         files = tuple(_write(store, by_row))
     AnswersByRow(plan.hash, files).put(store)
 

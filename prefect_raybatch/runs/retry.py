@@ -156,7 +156,7 @@ def new_child(
     if not len(numbers):
         return require_all_retried(family, parent, rows.takers())
     taken = RunInput(found, ledger.store, attempt, copied=True)
-    resolved = _as_parent(resolved, parent.plan)
+    resolved = _with_parents_model(resolved, parent.plan)
     spec = compile_job(resolved.job, found.schema.names)
     context = None
     if spec.engine.model.context_auto:  # these are other rows, often the long ones
@@ -291,12 +291,12 @@ def _ends(family: Family, member: Member) -> list[Member]:
     itself.
     """
     children = family.children(member.key)
-    if member.summary is None or not children or not family.is_taken(member):
+    if member.summary is None or not children or not family.is_fully_retried(member):
         return [member]
     return [end for child in children for end in _ends(family, child)]
 
 
-def _as_parent(resolved: Resolved, parent: Plan) -> Resolved:
+def _with_parents_model(resolved: Resolved, parent: Plan) -> Resolved:
     """Return the job of a retry with its model pinned.
 
     If the job names the same Hugging Face model and revision as the parent's plan, it is pinned to

@@ -219,7 +219,7 @@ def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> St
     except (ConfigError, CorruptRun, NoSuchRun) as error:
         log.warning("retries of the failed rows are unknown: %s", error)
         return state
-    if member is None or not family.is_taken(member):
+    if member is None or not family.is_fully_retried(member):
         return state
     children = family.children(member.key)
     state = replace(state, retried_by=tuple(child.key for child in children))

@@ -109,7 +109,7 @@ def tried(
     """
     began = time.monotonic()
     trials = list(search(bench.starts(), moves, bench, seconds, observe, len(options)))
-    ends = last_trial_start(began, trials[0], seconds)
+    ends = trials_end(began, trials[0], seconds)
     return trials + altered(trials, options, bench, ends, observe)
 
 
@@ -233,7 +233,7 @@ def search(
     began = clock()
     best = attempt({})
     yield best
-    ends = last_trial_start(began, best, seconds)
+    ends = trials_end(began, best, seconds)
     took -= best.start_s
     seen = {_key(best.changes)}
     for name, moves in axes.items():
@@ -256,7 +256,7 @@ def search(
                 now = value
 
 
-def last_trial_start(began: float, first: Trial, seconds: float) -> float:
+def trials_end(began: float, first: Trial, seconds: float) -> float:
     """Return the monotonic time by which trials have to end: `seconds` after the first row.
 
     That is the first row of the trial `first`, which began at `began`. The start of its engine does

@@ -132,7 +132,7 @@ class SamplingSpec:
         return self.answers > 1
 
     @property
-    def may_differ(self) -> bool:
+    def answers_may_differ(self) -> bool:
         """Return whether two equal requests may get different answers."""
         return self.temperature > 0 and self.fields.get("seed") is None
 

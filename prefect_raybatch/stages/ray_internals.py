@@ -60,24 +60,24 @@ EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executo
 # --- one block a shard --------------------------------------------------------------------------
 
 
-class KeptBlocks(Datasource):
-    """A data source whose blocks Ray passes on unchanged; see `KeepBlocks`."""
+class UnjoinedBlocks(Datasource):
+    """A data source whose blocks Ray passes on unchanged; see `NeverJoinBlocks`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         rules = get_physical_ruleset()
-        if KeepBlocks not in list(rules):
-            rules.add(KeepBlocks)
+        if NeverJoinBlocks not in list(rules):
+            rules.add(NeverJoinBlocks)
 
 
-class KeepBlocks(Rule):
+class NeverJoinBlocks(Rule):
     """Makes Ray pass on each block that a read task yields, instead of one joined block per task.
 
     With `target_max_block_size=None`, Ray 2.60 joins everything that a task yields into one block
     at its end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a
     task until the last is read, multiply the memory, and mix `lost` blocks with rows. Map operators
     after the read that take whole blocks (batch_size=None), fused with the read or not, are changed
-    as well: each block in gives one block out. Datasets that do not read from `KeptBlocks` are not
+    as well: each block in gives one block out. Only datasets that read from `UnjoinedBlocks` are
     changed.
     """
 
@@ -116,7 +116,7 @@ def _with_inputs(operator: PhysicalOperator) -> Iterator[PhysicalOperator]:
 
 
 def _is_ours(op: object) -> bool:
-    return isinstance(op, Read) and isinstance(op.datasource, KeptBlocks)
+    return isinstance(op, Read) and isinstance(op.datasource, UnjoinedBlocks)
 
 
 def _takes_blocks(function: MapTransformFn) -> bool:
@@ -532,7 +532,7 @@ STARTS = b"prefect_raybatch.starts"  # namespace in the key-value store of Ray's
 STARTS_KEPT = 86400.0  # seconds after which the entries of a killed driver are removed
 
 
-def tell_start(attempt: str, engine: str, marks: Mapping[str, float]) -> None:
+def report_start(attempt: str, engine: str, marks: Mapping[str, float]) -> None:
     """Report to the driver how far an engine's start has come; called in the engine's actor.
 
     `attempt` and `engine` are ids. `marks` say when each phase began (see `phases.Marks`).

@@ -34,7 +34,7 @@ from prefect_raybatch.source.int96 import int96_batches, open_parquet
 from prefect_raybatch.source.parquet import batch_rows
 from prefect_raybatch.spec.options import HiddenOptions, StoreOptions
 from prefect_raybatch.stages import block as blocks
-from prefect_raybatch.stages.ray_internals import KeptBlocks
+from prefect_raybatch.stages.ray_internals import UnjoinedBlocks
 from prefect_raybatch.storage import FileInfo, Store, footer_digest, is_remote, open_store
 
 MAX_TASKS = 2000  # Ray needs about 1 ms and 4 KB for each
@@ -504,7 +504,7 @@ def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | N
 # --- Ray Data ---------------------------------------------------------------------------------
 
 
-class ShardDatasource(KeptBlocks):
+class ShardDatasource(UnjoinedBlocks):
     """A data source with one Ray read task for each `Task`; Ray displays it as "ReadShards"."""
 
     def __init__(self, reader: ShardReader, tasks: Sequence[Task]) -> None:

@@ -15,8 +15,8 @@ from prefect_raybatch.plan.prefix_order import (
     RANK,
     PrefixOrder,
     compared_text,
-    dealt_out,
     sort_text,
+    sorted_by_rank,
 )
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.messages import ChatRequest
@@ -100,13 +100,13 @@ def test_rows_are_dealt_out_by_their_ranks(tmp_path: Path, monkeypatch: pytest.M
     table = pa.table({"text": [f"row {rank}" for rank in ranks], RANK: pa.array(ranks)})
     tables = [("rows", table.slice(start, 70)) for start in range(0, 500, 70)]
     for _ in range(2):  # again from the start, as where a column's type turns out wider
-        made = list(dealt_out(iter(tables), 500, tmp_path))
+        made = list(sorted_by_rank(iter(tables), 500, tmp_path))
         assert len(made) > 5 and not list(tmp_path.iterdir())
         assert {what for what, _ in made} == {"rows"}
         found = pa.concat_tables([part for _, part in made])
         assert found.column_names == ["text"]
         assert found["text"].to_pylist() == [f"row {rank}" for rank in range(500)]
-    assert list(dealt_out(iter(()), 0, tmp_path)) == []
+    assert list(sorted_by_rank(iter(()), 0, tmp_path)) == []
 
 
 def test_ranks_that_repeat_or_are_missing_are_dealt_out(
@@ -117,6 +117,6 @@ def test_ranks_that_repeat_or_are_missing_are_dealt_out(
     ranks = np.random.default_rng(2).integers(0, 90, 400) // 7 * 7
     table = pa.table({"row": pa.array(np.arange(400)), RANK: pa.array(ranks)})
     tables = (("rows", table.slice(start, 9)) for start in range(0, 400, 9))
-    made = list(dealt_out(tables, 400, tmp_path, ranks=90, keep=True))
+    made = list(sorted_by_rank(tables, 400, tmp_path, ranks=90, keep=True))
     found = pa.concat_tables([part for _, part in made])
     assert len(made) > 5 and found.equals(table.sort_by(RANK).combine_chunks())

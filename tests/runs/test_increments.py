@@ -578,7 +578,7 @@ def test_answers_that_lie_far_apart_are_put_in_the_order_of_the_rows(
     nights.stop_after = None
     made = sorted(placed.rglob("*.parquet"))
     assert len(made) > 5
-    monkeypatch.setattr(answers_by_row, "dealt_out", lambda *_, **__: read.append("again"))
+    monkeypatch.setattr(answers_by_row, "sorted_by_rank", lambda *_, **__: read.append("again"))
     (placed / "cut-off").mkdir()
     shutil.copy(made[0], placed / "cut-off" / "part-00000.parquet")
     store = open_store(run.uri)

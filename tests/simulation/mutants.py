@@ -302,7 +302,7 @@ MUTANTS = (
             ),
             Edit(
                 "api.retry:retry_request",
-                "if going is None and family.is_taken(parent):",
+                "if going is None and family.is_fully_retried(parent):",
                 "if False:",
             ),
         ),
@@ -389,7 +389,7 @@ MUTANTS = (
         "a repair keeps a shard with rows in a lost file",
         (
             Edit(
-                "result.healthy:_cut_out",
+                "result.healthy:_intact_shards",
                 "if not _are_at(numbers - shard.start, positions):",
                 "if False:",
             ),
