@@ -17,13 +17,15 @@ from helpers.retries import FAILED, first_run
 from helpers.small import read_json
 from helpers.targets import TARGETS, catalog
 from pyiceberg.catalog import load_catalog
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from sqlalchemy.pool import Pool
 
 from prefect_raybatch.api import publish_run
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.publish.sql import SqlSink
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 INPUT = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("tags", pa.list_(pa.string()))])
@@ -165,24 +167,30 @@ def test_a_target_that_lost_the_rows_gets_them_again(format, lose, recorded, run
         assert numbers(format, tmp_path) == there
 
 
-def test_a_mark_that_another_run_removes_from_an_emptied_table_counts_no_more(
-    run, other, tmp_path, monkeypatch
-):
+def test_a_mark_that_another_run_removes_from_an_emptied_table_counts_no_more(run, other, tmp_path):
     """The other run adds its rows after the marks were read and before the table is looked at."""
     target = TARGETS["sql"][0](tmp_path)
     publish_run(job_of(run, target), str(run))
     truncate_sql(tmp_path)
-    read, begun = SqlSink._read_marks, []
+    seen: list[str] = []
 
-    def read_and_wait(*given: Any) -> dict[str, str]:
-        found = read(*given)
-        if not begun:
-            begun.append(True)
+    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("SELECT _raybatch_published") and not seen:
+            seen.append("marks")
+
+    def act(*_: Any) -> None:  # the connection that read the marks is given back
+        if seen == ["marks"]:
+            seen.append("published")
             publish_run(job_of(other, target), str(other))
-        return found
 
-    monkeypatch.setattr(SqlSink, "_read_marks", read_and_wait)
-    publish_run(job_of(run, target), str(run))
+    event.listen(Engine, "after_cursor_execute", note)
+    event.listen(Pool, "checkin", act)
+    try:
+        publish_run(job_of(run, target), str(run))
+    finally:
+        event.remove(Engine, "after_cursor_execute", note)
+        event.remove(Pool, "checkin", act)
+    assert seen == ["marks", "published"]
     assert numbers("sql", tmp_path) == sorted([*ANSWERED, *range(20)])
 
 
