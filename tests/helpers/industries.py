@@ -77,6 +77,8 @@ def stand_in(folder: Path, patch: pytest.MonkeyPatch) -> Industries:
     patch.setattr(ray, "init", lambda **options: None)
     patch.setattr(ray, "shutdown", lambda: None)
     patch.setattr(drive, "quiet_engine", lambda: None)
+    # Commands about waiting engines leave those of this machine's user alone.
+    patch.setattr("prefect_raybatch.standby.claim.KEEPER_FOLDER", "raybatch-no-engines")
     patch.setattr(api, "preview_rows", partial(api.preview_rows, engine=Shown))
     return made
 
