@@ -228,7 +228,7 @@ def plan(
     if found.problems:
         raise typer.Exit(1)
     changes = [word for change in set_ or () for word in ("--set", change)]
-    if not as_json and what_if is None:
+    if not as_json and what_if is None and (step is None or step.infers):
         key_words = ["--run-key", run_key] if run_key else []
         date_words = ["--run-date", run_date] if run_date else []
         shown = without_secrets(changes)
@@ -264,15 +264,17 @@ def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
 
 
 def _show_next(step: NextStep, as_json: bool) -> None:
-    """Print what `raybatch run` would do; end the command if it would infer no row.
+    """Print what `raybatch run` would do; end the command if nothing of the job is left to check.
 
-    The exit status is then 2 if it would refuse the job, else 0.
+    That is so if it would infer no row, and the run does not wait for a driver at work. The exit
+    status is then 2 if it would refuse the job, else 0.
     """
+    checks = step.infers or step.action == "wait"
     if not as_json:
         show_next_step(step)
-    elif not step.infers:
+    elif not checks:
         print_json({"next": asdict(step)})
-    if not step.infers:
+    if not checks:
         raise typer.Exit(2 if step.action == "refuse" else 0)
 
 

@@ -75,8 +75,9 @@ def next_step_of(resolved: Resolved, run_key: str) -> NextStep:
         return NextStep("nothing", later.store.uri, run_key, lines)
     state = status(later.store.uri, job.output.options or None)
     if beats := live_beats(state):
-        lines = tuple(_of_driver(beats[0], state, plan, job.cluster.access.remote))
-        return NextStep("wait", later.store.uri, run_key, (*repaired, *lines))
+        lines = (*repaired, *_of_driver(beats[0], state, plan, job.cluster.access.remote))
+        rows_left = state.rows - state.done
+        return NextStep("wait", later.store.uri, run_key, lines, rows_left, plan.snapshot)
     if (pending := _pending(state, plan)) and (over := _over_cost(resolved, state, pending)):
         return NextStep("refuse", later.store.uri, run_key, (*repaired, f"refuses: {over}"))
     lines = (*repaired, _left(state, plan), *_of_last(state))

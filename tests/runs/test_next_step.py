@@ -176,6 +176,22 @@ def test_a_live_driver_is_named_and_a_drain_is_told(nights: Nights, make: Any) -
     assert "2 of 3 shards" in step.lines[0]
 
 
+def test_a_job_is_checked_also_while_a_driver_is_at_work(
+    nights: Nights, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = plain(nights)
+    killed(nights, job, 1)
+    beating(Ledger(open_store(str(nights.folder / "out/n1"))))
+    path, gone = nights.folder / "job.yaml", nights.folder / "gone.csv"
+    path.write_text(yaml.safe_dump(job.to_dict()))
+    code, out, _ = called(capsys, "plan", path)
+    assert code == 0 and "a second driver is safe" in out and "raybatch run job" not in out
+    told = json.loads(called(capsys, "plan", path, "--json")[1])
+    assert told["next"]["action"] == "wait" and 0 < told["next"]["rows_left"] < told["rows"]
+    code, out, err = called(capsys, "plan", path, "--set", f"quality.golden={gone}")
+    assert code == 2 and "quality.golden" in err and "beside the one at work" in out
+
+
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
