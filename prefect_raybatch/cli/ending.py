@@ -107,7 +107,7 @@ def reused_text(reuse: Mapping[str, float]) -> str:
 
 
 def _main_failure(failures: Mapping[str, int], failed: int) -> str:
-    """Return e.g. `12 rows, 9 of them: ERROR in STAGE: message`, with the most common failure."""
+    """Return the most common failure, e.g. `12 rows, 9 of them: ERROR in STAGE: message`."""
     table = failure_table(failures)
     if not table:
         return counted(failed, "row")

@@ -105,9 +105,9 @@ def record_end(
 
 
 def _ended(attempt: LastAttempt, error: BaseException, secrets: Sequence[str]) -> LastAttempt:
-    """Return `attempt` with its end: time, outcome, `error`, and the raybatch command typed.
+    """Return `attempt` with its end: time, outcome and `error`.
 
-    Texts in `secrets` are masked.
+    Texts in `secrets` are masked in the error's message.
     """
     text = getattr(error, "plain", None) or str(error)
     return replace(

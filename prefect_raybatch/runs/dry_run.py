@@ -25,6 +25,7 @@ from prefect_raybatch.plan import prompt_lengths as counting
 from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.quality.golden import Golden
 from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
@@ -37,7 +38,6 @@ from prefect_raybatch.runs.plan_run import (
 from prefect_raybatch.runs.quality import (
     check_judge,
     check_quality_columns,
-    golden_of,
     golden_plan,
     judge_plan,
     judge_warning,
@@ -129,7 +129,7 @@ class _Checked:
     """A job with its model pinned, its spec and its input.
 
     `copied`: a run would first copy the input; `inventory` then covers only the part that was read.
-    `publish` has a line for each target.
+    `publish` has a line for each target. `golden` are the golden rows, None without any.
     """
 
     resolved: Resolved
@@ -137,6 +137,7 @@ class _Checked:
     inventory: Inventory
     copied: bool
     publish: tuple[str, ...]
+    golden: Golden | None
 
     @property
     def model(self) -> PinnedModel:
@@ -166,13 +167,14 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    check_quality_columns(job.quality, job.output, *_answered(spec), found.schema.names)
+    names = found.schema.names
+    golden = check_quality_columns(job.quality, job.output, *_answered(spec), names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input
     check_pinned_model(spec, resolved.model, files=what_if is None)
     check_judge_model(resolved, files=what_if is None)
-    return _Checked(resolved, spec, found, copied, publish)
+    return _Checked(resolved, spec, found, copied, publish, golden)
 
 
 def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None) -> _Fitted:
@@ -263,7 +265,7 @@ def dry_run_resolved(
         cost=cost,
         rows_guessed=found.guessed,
         first=first and replace(first, cost=None),  # the estimate is that of both models
-        golden=golden_plan(job.quality, job.output),
+        golden=golden_plan(checked.golden),
         judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
         check=0 if spec.cascade is None else min(rows, spec.cascade.check),
@@ -341,7 +343,7 @@ def _hosted_judge(checked: _Checked) -> HostedJudge | None:
     model = judging.engine.model
     if model.endpoint is None:
         return None
-    golden = golden_of(job.quality, job.output)
+    golden = checked.golden
     most = job.quality.judge.sample + (0 if golden is None else len(golden.answers))
     return HostedJudge(
         *(model.endpoint, model, judging.prompt, judging.sampling, judging.limits),

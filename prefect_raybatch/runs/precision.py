@@ -189,7 +189,7 @@ class SampleBench:
         self.halted: Callable[[], RayBatchError | None] = user.halted
         if rows is None:
             rows = trial_rows(spec.engine.tries, spec.limits.min_agreement, plan.rows)
-        self.sample = drawn_rows(shards, plan.rows, rows, plan.hash)
+        self.sample = drawn_rows(shards, rows, plan.hash)
 
     def decide(self) -> PrecisionNote:
         """Try one precision after the other until one agrees well enough; return the decision.
@@ -330,12 +330,11 @@ def _deciding(arguments: Mapping[str, str]) -> str:
     return f"to decide on the precision ({settings_text(arguments)})"
 
 
-def drawn_rows(shards: Shards, rows: int, sample: int, seed: str) -> dict[int, list[int]]:
+def drawn_rows(shards: Shards, sample: int, seed: str) -> dict[int, list[int]]:
     """Return {shard: ascending positions} of `sample` random rows from random shards.
 
     Shards are drawn until there are SHARDS_SAMPLED (64) or more with at least `2 * sample` rows in
     all, or until all are drawn; then rows are drawn from them. Equal `seed`s draw equal rows.
-    `rows`, the run's number of rows, is not used.
     """
     draw = random.Random(seed)
     order = draw.sample(range(len(shards)), len(shards))

@@ -44,16 +44,17 @@ def check_quality_columns(
     sampling: SamplingSpec,
     task: TaskName,
     names: Sequence[str],
-) -> None:
-    """Raise `ConfigError` if golden rows or judge need a column that the result will lack.
+) -> Golden | None:
+    """Check that the result will have the columns that golden rows and judge need.
 
-    Also raises it if the judge's prompt names no column with the answer. `names` are the columns of
-    the input. With output.postprocess but no output.schema, the result's columns are not known in
+    Returns the golden rows, None without any. Raises `ConfigError` if the result will lack a column
+    that is needed, or if the judge's prompt names no column with the answer. `names` are the input
+    columns. With output.postprocess but no output.schema, the result's columns are not known in
     advance; then only the golden rows are read.
     """
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
-        return
+        return golden
     added = result_columns(finish, sampling, task)
     there = [*finish.kept(list(names)), *(name for name, _ in added)]
     if golden is not None:
@@ -73,11 +74,11 @@ def check_quality_columns(
             f"column that holds it. Add {'one of ' if len(answers) > 1 else ''}{columns} to the "
             "prompt"
         )
+    return golden
 
 
-def golden_plan(quality: Quality, output: Output) -> str:
-    """Return what the job's golden rows are, e.g. `200 rows of golden.csv`; "" without any."""
-    golden = golden_of(quality, output)
+def golden_plan(golden: Golden | None) -> str:
+    """Return what the golden rows are, e.g. `200 rows of golden.csv`; "" without any."""
     if golden is None:
         return ""
     rows = counted(len(golden.answers), "row")

@@ -246,8 +246,8 @@ def test_rows_are_drawn_from_all_over_the_input_and_the_same_each_time():
     import numpy as np
 
     shards = Shards(np.arange(0, 100_001, 100))
-    found = drawn_rows(shards, 100_000, 500, "seed")
-    assert found == drawn_rows(shards, 100_000, 500, "seed") != drawn_rows(shards, 100_000, 500, "")
+    found = drawn_rows(shards, 500, "seed")
+    assert found == drawn_rows(shards, 500, "seed") != drawn_rows(shards, 500, "")
     assert sum(map(len, found.values())) == 500 and len(found) <= 64
     assert min(found) < 200 and max(found) > 800
     assert all(at == sorted(set(at)) for at in found.values())
