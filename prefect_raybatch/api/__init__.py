@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, time, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from prefect_raybatch.compile.job import (
 )
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.driver import metrics
+from prefect_raybatch.driver.heartbeat import Listener
 from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import LONGEST_NAME
@@ -85,14 +86,15 @@ SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 @dataclass(frozen=True)
 class Sender:
-    """The data with which the judge's job is sent to a cluster that receives jobs.
+    """How the judge's job is sent to a cluster that receives jobs, and who observes its run.
 
     `job` is the job without the credentials of its blocks, and `owner` the flow run on whose behalf
-    it is sent (None: no flow run).
+    it is sent (None: no flow run). `observe` receives the progress, also on a local cluster.
     """
 
     job: BatchJob
     owner: Owner | None = None
+    observe: Listener = field(default_factory=Listener)
 
 
 # --- the name of a run --------------------------------------------------------------------------
@@ -357,17 +359,19 @@ def _with_quality(
     if not job.quality.judge.asked:
         return report
 
+    by = sender or Sender(job)
+
     def ask(rows: str, runs: str, max_cost: float | None) -> RunReport:
         own = judging_job(job, rows, runs, max_cost)
         run = plan_run(own, judge_key(member.key))
+        by.observe.on_judge(run.uri)
         if not own.cluster.access.remote:
-            return _finalized(own, run, infer_run(own, run))
+            return _finalized(own, run, infer_run(own, run, by.observe))
         from prefect_raybatch.api.sending import infer_on_cluster
 
-        by = sender or Sender(job)
         sent = judging_job(by.job, rows, runs, max_cost)
         judged = run_of(member.ledger.store, member.plan, member.ledger)
-        progress = infer_on_cluster(sent, own, run, owner=by.owner, cluster_of=judged)
+        progress = infer_on_cluster(sent, own, run, by.observe, by.owner, judged)
         return _finalized(own, run, progress)
 
     most = job.limits.max_cost

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
@@ -54,6 +54,7 @@ from prefect_raybatch.cli.outputs import outputs
 from prefect_raybatch.cli.places import check_writable
 from prefect_raybatch.cli.recovery import DRAINED_STATUS, recovery
 from prefect_raybatch.cli.show import (
+    TerminalProgress,
     print_json,
     show_actions,
     show_chain,
@@ -542,13 +543,14 @@ def publish(
             markup=False,
         )
     began = time.time()
-    report = publish_run(
-        loaded,
-        run_dir,
-        run_date=when,
-        targets_from_plan=targets_from_plan,
-        sender=Sender(plain) if plain else None,
-    )
+    with closing(TerminalProgress(quiet=as_json)) as show:
+        report = publish_run(
+            loaded,
+            run_dir,
+            run_date=when,
+            targets_from_plan=targets_from_plan,
+            sender=Sender(plain, observe=show) if plain else None,
+        )
     if as_json:
         print_json(report.to_dict())
         return
@@ -741,6 +743,8 @@ def main(argv: list[str] | None = None) -> None:
     except RayBatchError as error:
         err.print(f"[red]{type(error).__name__}[/]: ", end="")
         err.print(_with_line(error, arguments), markup=False)
+        for note in getattr(error, "__notes__", ()):
+            err.print(note, markup=False)
         sys.exit(exit_status(error))
     except (KeyboardInterrupt, SystemExit) as ended:
         # Typer turns a KeyboardInterrupt into a SystemExit.

@@ -90,7 +90,8 @@ def run_job(
     store = run_store(loaded.output, key)
     if Ledger(store).finished() is not None:
         complete = plan_run(resolved, key, accept=accept)
-        report = finalize_run(loaded, complete, written=written, sender=Sender(job))
+        with closing(TerminalProgress(quiet)) as show:
+            report = finalize_run(loaded, complete, None, written, Sender(job, observe=show))
         return _published(job, loaded, report, written), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
@@ -139,7 +140,7 @@ def _run_here(
             f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
-        report = finalize_run(loaded, planned, progress, written, Sender(job))
+        report = finalize_run(loaded, planned, progress, written, Sender(job, observe=show))
     return _published(job, loaded, report, written)
 
 

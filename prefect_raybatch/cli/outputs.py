@@ -182,7 +182,7 @@ def runs(
             out.print(f"{line.run_key}: {line.trouble}", markup=False)
         if line.failure:
             out.print(f"{line.run_key} failed: {line.failure}", markup=False)
-        if line.command:
+        if line.command and (line.failure or line.is_attempt):
             verb = "start again" if line.is_attempt else "continue"
             verb = f"{line.first_step}, then run" if line.first_step else verb
             out.print(f"  {verb}: {line.command}", markup=False)

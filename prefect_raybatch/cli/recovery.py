@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, Json, RunDir, in_catalog
 from prefect_raybatch.cli.drive import is_readable, job_of_file, retry_options, run_job, with_keys
 from prefect_raybatch.cli.ending import print_next, show_ending, show_partial_ending
-from prefect_raybatch.cli.show import print_json, show_rows
+from prefect_raybatch.cli.show import TerminalProgress, print_json, show_rows
 from prefect_raybatch.cli.terminal import err, out
 from prefect_raybatch.job.placeholders import date_of
 from prefect_raybatch.words import some_are
@@ -52,7 +53,9 @@ def finalize_command(
         options = loaded.output.options if loaded else None
         report = finalize_partial(run_dir, options, loaded)
     else:
-        report = finalize_whole(run_dir, loaded, Sender(plain) if plain else None)
+        with closing(TerminalProgress(quiet=as_json)) as show:
+            sender = Sender(plain, observe=show) if plain else None
+            report = finalize_whole(run_dir, loaded, sender)
     if as_json:
         print_json(report.to_dict())
     elif partial:

@@ -72,6 +72,7 @@ class TerminalProgress(Listener):
         self.printed = 0.0
         self.phase, self.about = STARTING, ""
         self.progress: Progress | None = None
+        self._explained = False
         self._lock = threading.RLock()  # heartbeats come from another thread
 
     def say(self, text: str) -> None:
@@ -80,6 +81,12 @@ class TerminalProgress(Listener):
 
     def begin(self, uri: str) -> None:
         self.say(f"run {uri}")
+
+    def on_judge(self, uri: str) -> None:
+        self.close()
+        with self._lock:
+            self.phase, self.about, self.progress, self.printed = STARTING, "", None, 0.0
+        self.say(f"judging answers: run {uri}")
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
         with self._lock:
@@ -99,6 +106,9 @@ class TerminalProgress(Listener):
             return
         with self._lock:
             self.progress = progress
+            if progress.unit[0] == "step" and not self._explained:
+                self._explained = True
+                self.say("a step is an answer of the first phase, or a finished row of the second")
             if self.draws:
                 self.draw(progress)
             elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
@@ -500,7 +510,7 @@ def _status_facts(state: Status) -> list[tuple[str, str]]:
         ("in quarantine", f"{state.quarantined:,}{to_larger_text(state.to_larger)}"),
         ("rate", f"{state.rate:,.0f} rows/s"),
     ]
-    if state.pending:
+    if state.seconds_left is not None and state.pending:
         facts.append(("time left", duration(state.seconds_left)))
     facts.append(("attempts", f"{len(state.attempts)}"))
     if starts := starts_of(state.attempts):
@@ -527,10 +537,13 @@ def _print_stops(state: Status) -> None:
         out.print("[red]failed[/] during ", end="")
     if reason := state.failure or state.unmeasured:
         out.print(reason, markup=False)
+    if state.measuring:
+        gone = advice("if that process is gone", state.command)
+        out.print(f"{state.measuring}; {gone}{state.command}", markup=False)
     if state.drained is not None:
         again = "" if state.command else "; run the same command again to resume"
         out.print(f"drained by {state.drained.by}{again}", markup=False)
-    if reason or (state.command and not live_beats(state)):
+    if reason or (state.command and not state.measuring and not live_beats(state)):
         todo = advice(state.first_step, state.command)
         out.print(f"{sentence(todo)}{state.command}", markup=False)
     for partial in state.partials:

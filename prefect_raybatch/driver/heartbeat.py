@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -262,6 +262,33 @@ class Listener:
 
     def on_process_end(self, cause: str) -> None:
         """Receive the reason why this process will end within seconds, without an exception."""
+
+    def on_judge(self, uri: str) -> None:
+        """Receive the directory of the run that judges the answers, before it begins."""
+
+
+class Listeners(Listener):
+    """A listener that passes everything on to `observers`, in their order."""
+
+    def __init__(self, observers: Sequence[Callable[[Progress], None]]):
+        self._observers = observers
+        self._listeners = [one for one in observers if isinstance(one, Listener)]
+
+    def __call__(self, progress: Progress) -> None:
+        for observer in self._observers:
+            observer(progress)
+
+    def on_heartbeat(self, beat: Heartbeat) -> None:
+        for listener in self._listeners:
+            listener.on_heartbeat(beat)
+
+    def on_process_end(self, cause: str) -> None:
+        for listener in self._listeners:
+            listener.on_process_end(cause)
+
+    def on_judge(self, uri: str) -> None:
+        for listener in self._listeners:
+            listener.on_judge(uri)
 
 
 def read_heartbeats(store: Store, attempts: Iterable[str]) -> dict[str, Heartbeat]:

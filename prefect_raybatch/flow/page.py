@@ -31,6 +31,7 @@ from prefect_raybatch.driver.heartbeat import (
     Counts,
     Heartbeat,
     Listener,
+    Listeners,
     Ticker,
     alive,
     heartbeat_elsewhere,
@@ -99,7 +100,8 @@ class Page(Listener):
         written: str | None = None,
     ):
         self.uri, self.options = written or output.uri, output.options or None
-        self.run, self.sizes, self.clock, self.observers = run, sizes, clock, observers
+        self.run, self.sizes, self.clock = run, sizes, clock
+        self.observers = Listeners(observers)
         self.job_name, self._currency = cluster.name, cluster.prices.currency
         self.key = artifact_key(cluster.name)
         self.events = LiveEvents(
@@ -140,16 +142,13 @@ class Page(Listener):
         self._open.close()
 
     def __call__(self, progress: Progress) -> None:
-        for observer in self.observers:
-            observer(progress)
+        self.observers(progress)
         counts = Counts.whole(progress)
         self._first = self._first or counts
         self.counts, self.progress = counts, progress
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
-        for observer in self.observers:
-            if isinstance(observer, Listener):
-                observer.on_heartbeat(beat)
+        self.observers.on_heartbeat(beat)
         self._beat, self._heard = beat, self.clock()
 
     def on_process_end(self, cause: str) -> None:
@@ -159,9 +158,7 @@ class Page(Listener):
         run and removes its folder when it ends. So this process must end before that of the retry
         starts.
         """
-        for observer in self.observers:
-            if isinstance(observer, Listener):
-                observer.on_process_end(cause)
+        self.observers.on_process_end(cause)
         if self._flow_runs:
             mark_crashed(self._flow_runs, cause)
             os._exit(1)

@@ -25,7 +25,7 @@ from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.api.tune import tune as try_settings
 from prefect_raybatch.compile.job import cluster_spec, size_spec
 from prefect_raybatch.driver.driver import Progress
-from prefect_raybatch.driver.heartbeat import Ticker
+from prefect_raybatch.driver.heartbeat import Listeners, Ticker
 from prefect_raybatch.driver.stops import Sample, Stop, failed_sample, last_stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
@@ -386,8 +386,9 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
 
 
 def _sender(job: BatchJob, run: Run) -> Sender:
-    """Return the data for sending the judge's job to a cluster, on behalf of this flow run."""
-    return Sender(render_placeholders(job, run.run_key), flow_runs.owner(RETRY["retries"]))
+    """Return how the judge's job is sent to a cluster, on behalf of this flow run, and observed."""
+    owner = flow_runs.owner(RETRY["retries"])
+    return Sender(render_placeholders(job, run.run_key), owner, Listeners(_observers.get()))
 
 
 def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:

@@ -129,13 +129,24 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
         return _no_group(last, kind, given)
     if told == "string_type":
         return _no_text(given, None if hidden else text.words(place), hidden)
-    if told == "list_type" and isinstance(given, str) and not hidden:
-        return f"must be a list and is text; write {last}: [{_short(given)!r}]"
+    if told == "list_type" and isinstance(given, (str, int, float)) and not hidden:
+        if isinstance(given, str):
+            return f"must be a list and is text; write {last}: [{_short(given)!r}]"
+        return f"must be a list and is a single value; write {last}: [{_short(given)}]"
     if hidden or isinstance(given, (dict, BaseModel)):
         return message
+    if told in ("less_than", "less_than_equal") and _is_percentage(item, given):
+        message += f"; for {given:g} %, write {last}: {float(given) / 100:g}"
     shown = hide_users(_short(given))
     shown = repr(shown) if isinstance(given, str) else " ".join(shown.split())
     return f"{message} (value: {shown})"
+
+
+def _is_percentage(item: ErrorDetails, given: object) -> bool:
+    """Return whether a value `given` that exceeds its limit 1 may be a share in percent."""
+    limits = item.get("ctx", {})
+    is_share = 1 in (limits.get("lt"), limits.get("le"))
+    return is_share and isinstance(given, (int, float)) and 1 < given <= 100
 
 
 def _fault(item: ErrorDetails) -> str:

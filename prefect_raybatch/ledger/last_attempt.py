@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import ClassVar
 
 from pydantic import TypeAdapter
@@ -23,11 +24,9 @@ from prefect_raybatch.words import storable
 
 log = logging.getLogger(__name__)
 
-ATTEMPT_FAILED, ATTEMPT_STOPPED, ATTEMPT_DRAINED = (
-    "failed",
-    "stopped",
-    "drained",
-)  # how an attempt ended
+# How an attempt ended.
+ATTEMPT_FAILED, ATTEMPT_STOPPED, ATTEMPT_DRAINED = "failed", "stopped", "drained"
+ATTEMPT_KILLED = "killed"  # never recorded: its process died without a record of the end
 MEASURING, JUDGING = "measuring", "judging"  # phases of a complete run: golden rows, a judge
 MESSAGE_KEPT, COMMAND_KEPT = 1000, 4000  # characters
 RUN_AGAIN = "run the same command or script again"  # advice if the command is unknown
@@ -43,7 +42,7 @@ class LastAttempt:
     it works, and if it succeeded or was killed. `outcome` is failed, stopped, drained, or "" if it
     works, succeeded or was killed. `error` is the class and `message` the text of the exception
     that ended it. `command` runs the job again, "" if it is unknown. `by` is user@host and `pid`
-    the process there.
+    the process there, in the Linux PID namespace `pid_namespace` ("" if unknown).
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -59,6 +58,7 @@ class LastAttempt:
     error: str = ""
     message: str = ""
     command: str = ""
+    pid_namespace: str = ""
 
     @property
     def failure(self) -> str:
@@ -78,6 +78,15 @@ class LastAttempt:
             return ""
         why = f"{self.error}: {self.message}".removesuffix(": ")
         return f"{what}: {why if self.outcome == ATTEMPT_FAILED else self.outcome}"
+
+    @property
+    def measuring(self) -> str:
+        """Return since when which process measures or judges a complete run; "" if none does."""
+        what = {MEASURING: "being measured", JUDGING: "being judged"}.get(self.phase)
+        if what is None or self.outcome or self.ended is not None:
+            return ""
+        since = datetime.fromtimestamp(self.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        return f"{what} since {since} by process {self.pid} of {self.by}"
 
     @property
     def unmeasured_advice(self) -> str:
@@ -138,15 +147,6 @@ def read_last_attempt(store: Store) -> LastAttempt | None:
         return read_json(_ATTEMPT, read_record(store, LAST_ATTEMPT), LAST_ATTEMPT)
     except FileNotFoundError:
         return None
-
-
-def unmeasured_attempt(store: Store) -> LastAttempt | None:
-    """Return the last attempt if it failed to measure or judge a complete run, else None.
-
-    A stopped or drained attempt counts, too.
-    """
-    attempt = last_attempt_of(store)
-    return attempt if attempt is not None and attempt.unmeasured else None
 
 
 def last_attempt_of(store: Store) -> LastAttempt | None:

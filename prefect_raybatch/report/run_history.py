@@ -137,7 +137,7 @@ def _row(run: HistoryLine) -> dict[str, str]:
         began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M")
     state = run.state
     if run.committed is not None and run.state != "completed":
-        state = f"{state}, {run.committed:.0%} committed"
+        state = f"{state}, {run.committed:.0%} of shards committed"
     return {
         "run": run.run_key,
         "started (UTC)": began,

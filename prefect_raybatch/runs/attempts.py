@@ -28,16 +28,18 @@ from prefect_raybatch.job.trusted_places import check_output_place, check_run_pl
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_DRAINED,
     ATTEMPT_FAILED,
+    ATTEMPT_KILLED,
     ATTEMPT_STOPPED,
     COMMAND_KEPT,
     MESSAGE_KEPT,
     LastAttempt,
+    advice,
     cut_to_characters,
     last_attempt_of,
     not_waiting,
     read_last_attempt,
 )
-from prefect_raybatch.ledger.layout import PLANNED_BY, PRUNED, SUCCESS
+from prefect_raybatch.ledger.layout import DATA_FOLDER, PLANNED_BY, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump, load
@@ -46,6 +48,7 @@ from prefect_raybatch.runs.typed import typed_words
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, join, open_store
+from prefect_raybatch.words import sentence
 
 if TYPE_CHECKING:
     from prefect_raybatch.driver.starting import Starting
@@ -127,6 +130,7 @@ def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastA
     return LastAttempt(
         *(run_key, name, phase, round(time.time(), 3), user_at_host(), os.getpid()),
         command=cut_to_characters(_masked(command, secrets), COMMAND_KEPT),
+        pid_namespace=pid_namespace(),
     )
 
 
@@ -134,20 +138,43 @@ def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastA
 def recorded_measurement(
     store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str]
 ) -> Iterator[None]:
-    """Record an error of the block, which measures the answers of a complete run of the job `name`.
+    """Record begin and end of the block, which measures the answers of a complete run.
 
-    `phase` is MEASURING or JUDGING. If the block succeeds and the last record is an error of the
-    same phase, a record of success replaces it. Texts in `secrets` are masked.
+    `name` is the job's name, `phase` MEASURING or JUDGING. Texts in `secrets` are masked. Adds a
+    note to an error: the result is complete, and how to continue.
     """
     attempt = _begun(run_key, name, phase, secrets)
+    attempt.put(store)
     try:
         yield
     except BaseException as error:
-        _ended(attempt, error, secrets).put(store)
+        ended = _ended(attempt, error, secrets)
+        ended.put(store)
+        again = f"{sentence(advice(ended.first_step, ended.command))}{ended.command}"
+        error.add_note(f"The answers in {store.uri}/{DATA_FOLDER}/ are complete. {again}")
         raise
-    before = last_attempt_of(not_waiting(store))
-    if before is not None and before.phase == phase and before.outcome:
-        replace(attempt, ended=round(time.time(), 3)).put(store)
+    replace(attempt, ended=round(time.time(), 3)).put(store)
+
+
+def measurement_of(store: Store) -> LastAttempt | None:
+    """Return the last attempt if it measures or judges a complete run now, or ended before it did.
+
+    None if it succeeded, or did something else. Its outcome is ATTEMPT_KILLED if its process died.
+    """
+    attempt = last_attempt_of(store)
+    if attempt is not None and attempt.measuring and process_died(_process_of(attempt)):
+        attempt = replace(attempt, outcome=ATTEMPT_KILLED)
+    return attempt if attempt is not None and (attempt.measuring or attempt.unmeasured) else None
+
+
+def _process_of(attempt: LastAttempt) -> dict[str, object]:
+    """Return the fields of an attempt that `process_died` needs."""
+    return {
+        "host": attempt.by.rpartition("@")[2],
+        "pid": attempt.pid,
+        "pid_namespace": attempt.pid_namespace,
+        "started": datetime.fromtimestamp(attempt.started, UTC).isoformat(),
+    }
 
 
 def outcome_of(error: BaseException) -> str:

@@ -38,8 +38,8 @@ class RunLine:
     are None until the run is complete. `created` and `finished` are seconds since 1970 of plan and
     completion, for an attempt of its start and end. `parent` is the key of the run whose failed
     rows this one retries. `trouble` says why the directory is unreadable, or "". `failure` says why
-    the last attempt at an incomplete run failed, `first_step` what to do before `command` runs it
-    again; each may be "".
+    the last attempt at an incomplete run failed; `command` runs it again, once `first_step` is
+    done. Each may be "".
     """
 
     run_key: str
@@ -171,8 +171,8 @@ def _line_of(store: Store, key: str) -> RunLine | None:
         finished=success.finished or None if success is not None else None,
         parent=plan.parent,
         failure=failure,
-        command=attempt.command if attempt is not None and failure else "",
-        first_step=attempt.first_step if attempt is not None and failure else "",
+        command=attempt.command if attempt is not None else "",
+        first_step=attempt.first_step if attempt is not None else "",
     )
 
 

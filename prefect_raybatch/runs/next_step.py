@@ -12,12 +12,13 @@ from prefect_raybatch.driver.cost import check_cost
 from prefect_raybatch.errors import CostExceeded, PlanMismatch
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import FIRST_KEY, OF_LARGER, increment_of
-from prefect_raybatch.ledger.last_attempt import last_attempt_of, unmeasured_attempt
+from prefect_raybatch.ledger.last_attempt import last_attempt_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.quality.judgement import read_judgement
+from prefect_raybatch.runs.attempts import measurement_of
 from prefect_raybatch.runs.drivers import driver_state
 from prefect_raybatch.runs.plan_run import check_same_job
 from prefect_raybatch.runs.run import run_store
@@ -113,10 +114,14 @@ def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator
     targets = [t.label for t in resolved.job.output.publish if t.label not in published]
     if targets:
         yield f"publishes the result to {', '.join(targets)}"
+    last = measurement_of(store)
+    if last is not None and last.measuring:
+        yield f"its answers are {last.measuring}. Wait for its end: a second command repeats work"
+        return
     if resolved.job.quality.judge.asked and read_judgement(store) is None:
         yield "asks the judge about the answers"
-    if (attempt := unmeasured_attempt(store)) is not None:
-        yield attempt.unmeasured_advice
+    if last is not None:
+        yield last.unmeasured_advice
 
 
 def _of_driver(beat: JsonObject, state: Status, plan: Plan, remote: bool) -> Iterator[str]:

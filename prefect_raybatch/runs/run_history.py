@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.placeholders import dated_parts
-from prefect_raybatch.ledger.last_attempt import last_attempt_of, unmeasured_attempt
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.report.answers import Shift, comparable, shifts
@@ -15,6 +14,7 @@ from prefect_raybatch.report.inputs import Inputs, input_drifts
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, replaced_keys
 from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
+from prefect_raybatch.runs.attempts import measurement_of
 from prefect_raybatch.runs.drivers import has_driver
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import (
@@ -226,23 +226,16 @@ def _is_left(line: RunLine, options: StoreOptions | None) -> bool:
         return False
 
 
-def _with_command(entry: HistoryLine, options: StoreOptions | None) -> HistoryLine:
-    """Return the line of a run that is left, with the command of its last attempt."""
-    attempt = last_attempt_of(open_store(entry.run, dict(options) if options else None))
-    command = entry.command or (attempt.command if attempt is not None else "")
-    return replace(entry, is_left=True, command=command)
-
-
 def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
     share = line.committed / line.shards if line.shards else None
     rows = line.rows if line.has_plan else None
     entry = HistoryLine(line.run_key, line.run, line.state, line.created, rows, share)
     entry = replace(entry, failure=line.failure, command=line.command, first_step=line.first_step)
     if line.state != COMPLETED:
-        return _with_command(entry, options) if _is_left(line, options) else entry
+        return replace(entry, is_left=_is_left(line, options))
     try:
         store = open_store(line.run, dict(options) if options else None)
-        if (attempt := unmeasured_attempt(store)) is not None:
+        if (attempt := measurement_of(store)) is not None:
             entry = replace(entry, unmeasured=attempt.unmeasured, command=attempt.command)
             entry = replace(entry, first_step=attempt.first_step)
         report = load_report(store)

@@ -26,7 +26,6 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_FAILED,
     last_attempt_of,
-    unmeasured_attempt,
 )
 from prefect_raybatch.ledger.layout import partial_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -45,6 +44,7 @@ from prefect_raybatch.ledger.stats import LARGER_ANSWERED, LARGER_FAILED
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.attempts import measurement_of
 from prefect_raybatch.runs.cascade import passed_on
 from prefect_raybatch.runs.classifier_note import classifier_note
 from prefect_raybatch.runs.costs import plain_price, with_cost
@@ -77,9 +77,10 @@ class Status:
     `drained` which drain request stopped it. `partials` are the partial results, newest first.
     `cost` is that of all attempts so far, `cost_end` the expected total; None if unknown.
     `superseded_by` is the URI of the repaired run that replaces this one. `unmeasured` says why a
-    complete run was not measured or judged. `retried_by` are the keys of retries that took all
-    failed rows, `failed_again` the number of rows that failed there too (None until all these
-    retries are complete), `retry_options` the options that `raybatch retry-failed` needs.
+    complete run was not measured or judged, `measuring` which process does so now. `retried_by` are
+    the keys of retries that took all failed rows, `failed_again` the number of rows that failed
+    there too (None until all these retries are complete), `retry_options` the options that
+    `raybatch retry-failed` needs.
 
     `asks` is the state of the first phase of a run with two. In a cascade, `asked_larger` counts
     the `done` rows that the larger model answered or failed. In its `asks`, `to_larger` counts
@@ -122,6 +123,7 @@ class Status:
     to_larger: int = 0
     asked_larger: int = 0
     unmeasured: str = ""
+    measuring: str = ""
 
 
 def status(uri: str, options: StoreOptions | None = None) -> Status:
@@ -134,6 +136,7 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
     finished = ledger.finished(plan) is not None
     rate = 0.0 if finished else tally.recent_rate()
     beats = () if finished else tuple(unended_beats(store, attempts))
+    at_work = any(driver_state(beat) == "at work" for beat in beats)
     spent = spent_on(ledger, plan)
     prices = _prices(plan)
     cost = spent.cost_at(plain_price(prices))
@@ -151,7 +154,7 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
         committed=tally.shards,
         pending=plan.shards - tally.shards,
         rate=round(rate or tally.steady_rate, 1),
-        seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate else None,
+        seconds_left=round((plan.rows - tally.rows) / rate, 1) if rate and at_work else None,
         failures=failure_texts(alike(tally.failures)),
         attempts=tuple(attempts),
         beats=beats,
@@ -173,12 +176,12 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
 
 def _with_last_attempt(state: Status, store: Store, finished: bool) -> Status:
     """Return the state with how the latest attempt failed, and what continues the run."""
-    attempt = unmeasured_attempt(store) if finished else last_attempt_of(store)
+    attempt = measurement_of(store) if finished else last_attempt_of(store)
     if attempt is None:
         return state
     state = replace(state, command=attempt.command, first_step=attempt.first_step)
     if finished:
-        return replace(state, unmeasured=attempt.unmeasured)
+        return replace(state, unmeasured=attempt.unmeasured, measuring=attempt.measuring)
     name = ATTEMPT_FAILED if attempt.failure else state.state
     return replace(state, state=name, failure=attempt.failure)
 
@@ -285,10 +288,10 @@ def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
         read_partial(store, plan, name)
         return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
     if ledger.finished(plan) is not None:
-        found, unmeasured = load_report(store), unmeasured_attempt(store)
-        if unmeasured is None:
+        found, last = load_report(store), measurement_of(store)
+        if last is None:
             return found
-        return replace(found, notes=(*found.notes, unmeasured.unmeasured_advice))
+        return replace(found, notes=(*found.notes, last.measuring or last.unmeasured_advice))
     listing = ledger.listing(plan)
     tally = _tally(ledger, plan, listing)
     state, notes = _state(ledger, plan, False, tally), retry_notes(plan)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,6 +25,7 @@ from helpers.small import make_job
 
 from prefect_raybatch import api
 from prefect_raybatch.api import (
+    Sender,
     dry_run,
     finalize_run,
     infer_run,
@@ -32,6 +35,8 @@ from prefect_raybatch.api import (
 )
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import resolve
+from prefect_raybatch.driver.driver import Progress
+from prefect_raybatch.driver.heartbeat import Listener
 from prefect_raybatch.errors import (
     ConfigError,
     CostExceeded,
@@ -43,6 +48,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited, judging_job, render_placeholders, shown_job
 from prefect_raybatch.job.trust import check_reach
 from prefect_raybatch.ledger import drains
+from prefect_raybatch.ledger.last_attempt import read_last_attempt
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.quality import alarm
 from prefect_raybatch.quality.accuracy import interval
@@ -184,6 +190,45 @@ def assert_unjudged(job: BatchJob, reason: str) -> None:
     assert ("Nothing to do." in headlines(page)[0]) is not bool(reason)
 
 
+def next_step_of_night(job: BatchJob) -> tuple[str, ...]:
+    step = next_step(job, "night")
+    assert step is not None
+    return step.lines
+
+
+class Observer(Listener):
+    """Notes which judge's run it is told of, and (done, rows) of each progress."""
+
+    def __init__(self) -> None:
+        self.places, self.done = list[str](), list[tuple[int, int]]()
+
+    def on_judge(self, uri: str) -> None:
+        self.places.append(uri)
+
+    def __call__(self, progress: Progress) -> None:
+        self.done.append((progress.whole_done, progress.whole))
+
+
+def test_a_judgement_whose_process_was_killed_is_told_with_what_continues_it(tmp_path, server):
+    verdict_of(server, lambda row: True)
+    job = job_of(tmp_path, server)
+    completed(job, "night")
+    store = open_store(f"{job.output.uri}/night")
+    last = read_last_attempt(store)
+    assert last is not None and last.measuring == last.unmeasured == ""
+    assert_unjudged(job, "")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    begun = replace(last, ended=None, pid=gone.pid)
+    begun.put(store)
+    assert_unjudged(job, "not judged: killed")
+    replace(begun, by="somebody@elsewhere").put(store)  # whose process cannot be looked at
+    state = status(store.uri)
+    assert state.unmeasured == "" and f"by process {gone.pid} of somebody@elsewhere" in (
+        state.measuring
+    )
+
+
 def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     tmp_path, server, monkeypatch
 ):
@@ -198,14 +243,26 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     run = plan_run(job, "night")
     progress = infer_run(job, run, engine=FakeEngine)
 
+    said = list[str]()
+
     def revoked(number: int, body: dict[str, Any]) -> Answer:
+        if number == GOOD // 4:
+            said.extend((status(run.uri).measuring, *report_of(run.uri).notes))
+            said.extend(next_step_of_night(job))
         if number >= GOOD // 2:
             return failing(401, "no such key")
         return 200, {}, completion('{"label": "right"}')
 
     server.fault = revoked
-    with pytest.raises(EndpointRefused, match=r"quality\.judge.*401"):
+    with pytest.raises(EndpointRefused, match=r"quality\.judge.*401") as failed:
         finalize_run(job, run, progress)
+    working = [text for text in said if f"by process {os.getpid()} of " in text]
+    assert len(working) == 3 and all("being judged since " in text for text in working)
+    assert "Wait for its end" in working[2]
+    assert failed.value.__notes__ == [
+        f"The answers in {run.uri}/data/ are complete. Fix the cause, then run the same command "
+        "or script again"
+    ]
     assert_unjudged(job, "not judged: EndpointRefused: quality.judge")
     (place,) = (tmp_path / "out/night/_raybatch/judge").iterdir()
     commits = len(list((place / "runs/night-judge/_raybatch/commits").iterdir()))
@@ -216,7 +273,10 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     server.bodies.clear()
     verdict_of(server, lambda row: row not in before)
     job = with_key("sk-new-0123456789")
-    report = finalize_run(job, plan_run(job, "night"))
+    observer = Observer()
+    report = finalize_run(job, plan_run(job, "night"), sender=Sender(job, observe=observer))
+    assert observer.places == [f"{place}/runs/night-judge"]
+    assert observer.done[-1] == (GOOD, GOOD)
     assert report.judgement is not None and report.judgement.right == GOOD
     assert not set(before) & set(rows_asked(server))
     assert len(server.bodies) <= GOOD - 4 * commits

@@ -215,7 +215,7 @@ def test_the_report_of_a_failed_run_says_so_with_the_reason_above_the_figures(we
 def test_the_page_says_the_worst_first_and_shows_plots(week):
     text = history_markdown(page_of(week))
     assert text.index("n4 failed: ") < text.index("| started (UTC) |")
-    assert "28.0% of labels differ" in text and "failed, 50% committed" in text
+    assert "28.0% of labels differ" in text and "failed, 50% of shards committed" in text
     assert "broken: " in text
     assert "| Retail | 80.0% | 52.0% | 50.0% |" in text and "](data:image/svg+xml" in text
     page = history_html([page_of(week)], "now")

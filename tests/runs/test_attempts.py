@@ -109,7 +109,7 @@ def test_a_run_that_failed_over_its_budget_is_failed_and_not_planned(nights):
     assert line.failure.startswith("inference: ErrorBudgetExceeded: ")
     (page,) = history_of(out)
     text = history_markdown(page)
-    assert "| failed, 0% committed |" in text and "planned" not in text
+    assert "| failed, 0% of shards committed |" in text and "planned" not in text
     nights.refuses = lambda prompt: False
     report = nights.night("n1", job)
     assert report.good == 5 and list_runs(out)[0].state == "completed"
