@@ -137,7 +137,8 @@ def _ask(ask: AskJudge, store: Store, left: float | None) -> RunReport:
     except RunDrained:  # its message is that of any drained run, and names no field
         raise
     except RayBatchError as error:  # it names fields of the judge's own job
-        error.args = (f"quality.judge: {judge_fields(str(error))}",)
+        text = judge_fields(str(error))
+        error.args = (text if text.startswith("quality.judge") else f"quality.judge: {text}",)
         raise
 
 

@@ -247,6 +247,15 @@ def test_a_silent_attempt_is_shown_as_one(tmp_path, capsys):
     told = capsys.readouterr().out
     assert re.search(r"new:1, heartbeat \d+ s ago: inferring, pass 1, 2 engines", told)
     assert "old:1, no heartbeat for 1 h 00 min; it may be dead" in told
+    assert "time left" not in told  # nothing is committed yet
+    run.commit(0)
+    assert status(str(tmp_path)).seconds_left is not None
+    with pytest.raises(SystemExit):
+        cli.main(["status", str(tmp_path)])
+    assert "time left" in capsys.readouterr().out
+    dead = Heartbeat(time.time() - 3600, phase=INFERRING, passes=1, engines={"ALIVE": 2})
+    run.store.put(heartbeat_path("new"), dead.to_bytes())
+    assert status(str(tmp_path)).seconds_left is None
     run.commit_all()
     assert len(status(str(tmp_path)).beats) == 2
     run.ledger.succeed(success_of(run, compact=False))
