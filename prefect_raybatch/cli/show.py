@@ -30,7 +30,6 @@ from prefect_raybatch.driver.heartbeat import (
 )
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
-from prefect_raybatch.ledger.increments import FIRST_KEY
 from prefect_raybatch.ledger.last_attempt import advice
 from prefect_raybatch.ledger.layout import PARTIAL_FOLDER
 from prefect_raybatch.ledger.records import JsonObject
@@ -464,7 +463,7 @@ def show_status(state: Status) -> None:
     out.print(f"[bold]{escape(state.job)}[/] {title}")
     if state.superseded_by is not None:
         out.print(f"superseded by {state.superseded_by} (repaired); use that run", markup=False)
-    first = state.asks if state.asks is not None and state.asks.run_key == FIRST_KEY else None
+    first = state.first_model
     if first is not None and state.state != COMPLETED:
         out.print("first model of the cascade, which answers all rows:")
         show_status(first)
@@ -473,9 +472,9 @@ def show_status(state: Status) -> None:
     for name, text in _status_facts(state):
         table.add_row(name, escape(text))
     out.print(table)
-    if first is None and state.asks is not None and state.asks.state != COMPLETED:
+    if first is None and state.first_phase is not None and state.first_phase.state != COMPLETED:
         out.print("requests phase, which answers new rows first:")
-        show_status(state.asks)
+        show_status(state.first_phase)
     _print_strays(state.strays)
     _print_failures(state.failures)
     _print_stops(state)

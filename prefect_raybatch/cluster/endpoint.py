@@ -46,8 +46,8 @@ class ActorLimiter:
 
         ray.get(self._actor.bill.remote(prompt_tokens, output_tokens))
 
-    def wait_for(self, shard: int, batches: BatchCounts) -> None:
-        self._actor.wait_for.remote(shard, batches)
+    def note_batches(self, shard: int, batches: BatchCounts) -> None:
+        self._actor.note_batches.remote(shard, batches)
 
     def usage(self) -> Usage:
         import ray

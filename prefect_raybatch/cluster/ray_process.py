@@ -19,7 +19,7 @@ from contextvars import copy_context
 from typing import Any
 
 from prefect_raybatch.bounded import BoundedCalls
-from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder, silent
+from prefect_raybatch.cluster.reach import check_reachable, check_temp_folder, unreachable_reason
 from prefect_raybatch.cluster.sharing import END_SECONDS
 from prefect_raybatch.cluster.tokens import check_token_file, keep_token_private, token_sent
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
@@ -61,7 +61,7 @@ class RayProcess:
         else:
             check_temp_folder()
         head = None if address else self.standing()
-        if head is not None and (trouble := silent(head)):
+        if head is not None and (trouble := unreachable_reason(head)):
             log.warning("the engines of earlier commands cannot be reached: %s", trouble)
             head = None
         self.is_standing = head is not None

@@ -68,7 +68,7 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
     The address `auto` means the head on this machine. Raises `ConfigError` if the head requires a
     token and rejects the one of `access`, or if there is none.
     """
-    if trouble := silent(address):
+    if trouble := unreachable_reason(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}. {REMEDY}")
     if refused := token_refusal(address, access or ClusterAccess(address)):
         raise ConfigError(str(refused))
@@ -101,7 +101,7 @@ def _refuses(address: str, token: str | None) -> bool:
         return UNAUTHENTICATED in _answer(line, asked)
 
 
-def silent(address: str) -> str:
+def unreachable_reason(address: str) -> str:
     """Return why no Ray head answers at the address; "" if one answers.
 
     Returns "" for an invalid address as well, because Ray itself reports that.

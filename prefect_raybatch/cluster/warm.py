@@ -86,7 +86,7 @@ class HostAccess(Protocol):
         It must be alive, have no rows in its engine, and not be on a node that is being drained.
         """
 
-    def leaving(self, hosts: Sequence[object]) -> list[bool]:
+    def on_drained_nodes(self, hosts: Sequence[object]) -> list[bool]:
         """Return for each host whether its node is being drained."""
 
     def leftover_hosts(self) -> Sequence[tuple[WarmKind, object]]:
@@ -266,7 +266,7 @@ class WarmEngines:
             gone = [one for one in waited if not one.is_prewarmed]  # their time limit is in `early`
             left = self._idle = [one for one in self._idle if one not in gone]
         self._end(gone, f"no run needed them for {longest:g} s")
-        leaving = self.access.leaving([one.host for one in left]) if left else []
+        leaving = self.access.on_drained_nodes([one.host for one in left]) if left else []
         with self._lock:  # except those that a run has leased meanwhile
             going = [one for one, goes in zip(left, leaving, strict=True) if goes]
             gone = [one for one in going if one in self._idle]

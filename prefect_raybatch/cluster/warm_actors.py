@@ -97,7 +97,7 @@ class EngineHost:
         It fails if another Forwarder of the same pass has reserved it, or if its node is being
         drained.
         """
-        if self.leaves():
+        if self.is_on_drained_node():
             return False
         with self._lock:
             if self._token == token and self._by != by:
@@ -132,7 +132,7 @@ class EngineHost:
         Returns None if this process was restarted, so that `begin` must be called first, and False
         if the node is being drained, so that another engine must take the block.
         """
-        if self.leaves():
+        if self.is_on_drained_node():
             return False
         if self._ready != token:
             return None
@@ -154,13 +154,13 @@ class EngineHost:
 
         It must have no blocks, and its node must not be being drained.
         """
-        return self.is_empty() and not self.leaves()
+        return self.is_empty() and not self.is_on_drained_node()
 
     def is_empty(self) -> bool:
         with self._lock:
             return not self._inside
 
-    def leaves(self) -> bool:
+    def is_on_drained_node(self) -> bool:
         return self._leaving()
 
     def close(self) -> None:

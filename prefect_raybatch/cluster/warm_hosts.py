@@ -79,8 +79,11 @@ class RayHosts:
     def idle(self, hosts: Sequence[Host]) -> list[bool]:
         return [found is True for found in self._asked([(h, "is_idle") for h in hosts], IDLE_WAIT)]
 
-    def leaving(self, hosts: Sequence[Host]) -> list[bool]:
-        return [found is True for found in self._asked([(h, "leaves") for h in hosts], IDLE_WAIT)]
+    def on_drained_nodes(self, hosts: Sequence[Host]) -> list[bool]:
+        return [
+            found is True
+            for found in self._asked([(h, "is_on_drained_node") for h in hosts], IDLE_WAIT)
+        ]
 
     def end(self, hosts: Sequence[Host], kindly: bool) -> None:
         import ray

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.cluster import connect as cluster
-from prefect_raybatch.cluster.reach import silent, token_refusal
+from prefect_raybatch.cluster.reach import token_refusal, unreachable_reason
 from prefect_raybatch.cluster.tokens import token_missing, token_sent, token_wrong
 from prefect_raybatch.compile.job import size_spec
 from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
@@ -176,7 +176,7 @@ def check_cluster(context: CheckContext) -> Iterator[CheckResult]:
         yield _local(size_spec(job) if job else None)
         return
     remedy = "start it (ray start --head), or correct cluster.address or RAY_ADDRESS"
-    if trouble := silent(address):
+    if trouble := unreachable_reason(address):
         yield failed("cluster", f"no Ray head answers at {address}: {trouble}", remedy)
         return
     if refused := token_refusal(address, access):

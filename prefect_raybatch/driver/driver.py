@@ -33,7 +33,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.checkpoints import CheckpointWriter
 from prefect_raybatch.ledger.failures import (
     ENGINE_DIED,
     ENGINES_DIED,
@@ -205,7 +205,7 @@ class Driver:
         self.plan, self.shards, self.ledger = plan, shards, ledger
         self.limits, self.observe, self.on_stop = limits, observe, on_stop
         self.coverage = Coverage(shards)
-        self.folder = Folder(ledger.store, plan.hash)
+        self.checkpoints = CheckpointWriter(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
         self.waiting, self.draining = waiting, draining
@@ -226,7 +226,7 @@ class Driver:
             log.warning(
                 "files among the commits that are no commits are ignored: %s", listing.strays
             )
-        for commit in self.ledger.commits(self.plan, listing, on_read=self.folder.add):
+        for commit in self.ledger.commits(self.plan, listing, on_read=self.checkpoints.add):
             self.progress.add(commit, self._last)
             self.progress.rows_of_failed += self._rows_of_failed(commit)
         self.progress.recent.clear()
@@ -278,7 +278,7 @@ class Driver:
                 strikes += 1
             if units:
                 self._go_again(units, strikes)
-        self.folder.flush()
+        self.checkpoints.flush()
         return self.progress
 
     def _go_again(self, units: Sequence[Unit], strikes: int) -> None:
@@ -303,7 +303,7 @@ class Driver:
     def _check_draining(self) -> None:
         if not self.draining():
             return
-        self.folder.flush()
+        self.checkpoints.flush()
         done, shards = self.progress.tally.shards, self.plan.shards
         raise RunDrained(
             f"{DRAINED_TEXT} {some_are(done, shards, 'shard')} committed; "
@@ -370,7 +370,7 @@ class Driver:
         since = self._last if self.progress.recent else commit.stats.started or self._last
         self.progress.add(commit, since)
         self.progress.rows_of_failed += self._rows_of_failed(commit)
-        self.folder.add(commit)
+        self.checkpoints.add(commit)
         self._last = now
         self.observe(self.progress)
 

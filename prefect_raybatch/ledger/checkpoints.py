@@ -86,7 +86,7 @@ class Listing:
         return bool(self.done[shard]) and int(self.sizes[shard]) == len(body)
 
 
-class Folder:
+class CheckpointWriter:
     """Collects commits and writes a checkpoint file whenever they reach FOLD or FOLD_BYTES."""
 
     def __init__(self, store: Store, plan_hash: str):

@@ -109,7 +109,7 @@ def agreements(
     engine did not start, for example).
     """
     try:
-        with bench.asking(bench.spec, "how far answers agree") as ask:
+        with bench.sample_engine(bench.spec, "how far answers agree") as ask:
             plain = ask(False)
     except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
         log.warning("the unchanged job failed, so nothing can be compared with it: %s", error)

@@ -11,7 +11,7 @@ from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.cost import check_cost
 from prefect_raybatch.errors import CostExceeded, PlanMismatch
 from prefect_raybatch.ledger.forks import follow_forks
-from prefect_raybatch.ledger.increments import FIRST_KEY, OF_LARGER, increment_of
+from prefect_raybatch.ledger.increments import OF_LARGER, increment_of
 from prefect_raybatch.ledger.last_attempt import last_attempt_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.published import all_published
@@ -97,7 +97,7 @@ def _of_unplanned(store: Store, job: str) -> Iterator[str]:
 def _over_cost(resolved: Resolved, state: Status, pending: int) -> str:
     """Return the error text if the cost limit forbids inferring `pending` more shards, else ""."""
     try:
-        shards = state.shards + (state.asks.shards if state.asks is not None else 0)
+        shards = state.shards + (state.first_phase.shards if state.first_phase is not None else 0)
         committed = max(0, shards - pending)
         check_cost(resolved.job.limits, state.cost, shards, committed, state.currency)
     except CostExceeded as error:
@@ -164,7 +164,7 @@ def _of_last(state: Status) -> Iterator[str]:
 
 def _states(state: Status) -> tuple[Status, ...]:
     """Return the run's state, and that of its first phase if that has begun but is not complete."""
-    asks = state.asks
+    asks = state.first_phase
     return (state,) if asks is None or asks.state == "completed" else (state, asks)
 
 
@@ -177,11 +177,11 @@ def _phases(state: Status, plan: Plan) -> Iterator[tuple[str, int, int]]:
     names = (
         ("first model", "larger model") if increment.ledger == OF_LARGER else ("requests", "rows")
     )
-    if state.asks is None:
+    if state.first_phase is None:
         shards = Plan.from_bytes(dump(increment.asks)).shards
         yield names[0], shards, shards
     else:
-        yield names[0], state.asks.pending, state.asks.shards
+        yield names[0], state.first_phase.pending, state.first_phase.shards
     yield names[1], state.pending, state.shards
 
 
@@ -213,6 +213,6 @@ def _left(state: Status, plan: Plan) -> str:
         for name, pending, shards in _phases(state, plan)
         if pending
     ]
-    answered = state.asks is not None and not state.asks.pending and state.asks.run_key == FIRST_KEY
+    answered = state.first_model is not None and not state.first_model.pending
     done = "; the first model has answered all rows" if answered else ""
     return f"resumes {' and '.join(parts)}{done}"

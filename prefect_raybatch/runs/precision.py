@@ -200,7 +200,7 @@ class SampleBench:
         tries, least = self.spec.engine.tries, self.spec.limits.min_agreement
         rows = sum(map(len, self.sample.values()))
         log.info("precision: asking %s both ways before the run starts", counted(rows, "row"))
-        with self.asking(self.spec.decide(precision={}), _deciding({})) as ask:
+        with self.sample_engine(self.spec.decide(precision={}), _deciding({})) as ask:
             stored, again = ask(False), ask(True)
         both, same, _ = _compared(stored, again)
         confidence = bonferroni_confidence(len(tries))
@@ -236,7 +236,7 @@ class SampleBench:
         """
         began = time.monotonic()
         try:
-            with self.asking(spec, _deciding(tried)) as ask:
+            with self.sample_engine(spec, _deciding(tried)) as ask:
                 found = ask(False)
         except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
             log.warning(
@@ -264,7 +264,7 @@ class SampleBench:
         return self.shards[row[0]].start + row[1]
 
     @contextmanager
-    def asking(self, spec: RunSpec, why: str) -> Iterator[AskSample]:
+    def sample_engine(self, spec: RunSpec, why: str) -> Iterator[AskSample]:
         """Start one engine of `spec`; yield a function that infers the sample with it.
 
         The engine shares its GPUs with no other, and sampling is greedy. `why` ends the text that

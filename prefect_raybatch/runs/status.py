@@ -18,6 +18,7 @@ from prefect_raybatch.ledger.failures import FailureKey, alike, failure_texts
 from prefect_raybatch.ledger.family import load_family, locate_run
 from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import (
+    FIRST_KEY,
     has_begun,
     increment_of,
     is_first_phase,
@@ -82,9 +83,10 @@ class Status:
     there too (None until all these retries are complete), `retry_options` the options that
     `raybatch retry-failed` needs.
 
-    `asks` is the state of the first phase of a run with two. In a cascade, `asked_larger` counts
-    the `done` rows that the larger model answered or failed. In its `asks`, `to_larger` counts
-    failed rows that go on to the larger model; `quarantined` and `failures` do not count these.
+    `first_phase` is the state of the first phase of a run with two. In a cascade, `asked_larger`
+    counts the `done` rows that the larger model answered or failed. In its `first_phase`,
+    `to_larger` counts failed rows that go on to the larger model; `quarantined` and `failures` do
+    not count these.
     """
 
     run: str
@@ -106,7 +108,7 @@ class Status:
     beats: tuple[JsonObject, ...]
     strays: tuple[str, ...] = ()
     stopped: Stop | None = None
-    asks: Status | None = None
+    first_phase: Status | None = None
     partials: tuple[PartialResult, ...] = ()
     gpu_hours: float = 0.0
     cost: float | None = None
@@ -124,6 +126,12 @@ class Status:
     asked_larger: int = 0
     unmeasured: str = ""
     measuring: str = ""
+
+    @property
+    def first_model(self) -> Status | None:
+        """Return the state of a cascade's first model; None before it began, or for other runs."""
+        first = self.first_phase
+        return first if first is not None and first.run_key == FIRST_KEY else None
 
 
 def status(uri: str, options: StoreOptions | None = None) -> Status:
@@ -160,7 +168,7 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
         beats=beats,
         strays=tuple(listing.strays),
         stopped=_stop_of(attempts, listing.done),
-        asks=_asks(store, plan, options),
+        first_phase=_first_phase(store, plan, options),
         superseded_by=_superseded_by(ledger, plan),
         partials=tuple(all_partials(store, plan)),
         drained=None if finished else _drained(store, attempts),
@@ -188,7 +196,7 @@ def _with_last_attempt(state: Status, store: Store, finished: bool) -> Status:
 
 def live_beats(state: Status) -> list[JsonObject]:
     """Return the heartbeats of drivers at work on a run or its first phase, newest first."""
-    states = (state, state.asks) if state.asks is not None else (state,)
+    states = (state, state.first_phase) if state.first_phase is not None else (state,)
     live = [beat for one in states for beat in one.beats if driver_state(beat) == "at work"]
     return sorted(live, key=lambda beat: float(beat["age"]))
 
@@ -231,7 +239,7 @@ def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> St
     return replace(state, failed_again=sum(child.failed for child in children))
 
 
-def _asks(store: Store, plan: Plan, options: StoreOptions | None) -> Status | None:
+def _first_phase(store: Store, plan: Plan, options: StoreOptions | None) -> Status | None:
     """Return the state of a run's requests phase or of a cascade's first model.
 
     None for a run of one phase, and before the first phase has begun.

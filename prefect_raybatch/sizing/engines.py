@@ -66,7 +66,7 @@ def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> i
     return next(number for number in tried if rate(number) * (1 + gain) >= best)
 
 
-def best_sequences(
+def fewest_sequences(
     fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
 ) -> int:
     """Return the smallest value of `tried` (max_num_seqs) with nearly the best rate.
@@ -76,7 +76,7 @@ def best_sequences(
     """
     most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
     measured = [n for n in tried[1:] if n <= most]
-    room = [n for n in measured if holds_rows(fit.asking(max_num_seqs=n), engines, row)]
+    room = [n for n in measured if holds_rows(fit.with_arguments(max_num_seqs=n), engines, row)]
 
     def rate(seqs: int) -> float:
         return rows_per_second(fit.model, card, row, engines, seqs)
@@ -128,9 +128,9 @@ def choose_engines_per_gpu(
     if gpu.card is None:
         return 1, "the GPU's memory and speed are unknown"
     card = gpu.card
-    fit = Fit(model, arguments, gpu.memory, length or 0).asking(max_num_seqs=sequences[0])
+    fit = Fit(model, arguments, gpu.memory, length or 0).with_arguments(max_num_seqs=sequences[0])
     numbers = range(1, MOST_ENGINES + 1)
-    seqs = {n: best_sequences(fit, card, row, n, sequences) for n in numbers}
+    seqs = {n: fewest_sequences(fit, card, row, n, sequences) for n in numbers}
 
     def rate(n: int) -> float:
         return rows_per_second(model, card, row, n, seqs[n])
@@ -191,7 +191,7 @@ def _chosen(
 ) -> tuple[int, str]:
     if fit is None or card is None:
         return SEQUENCES, "default of engine.max_num_seqs"
-    best = best_sequences(fit, card, row, engines_per_gpu)
+    best = fewest_sequences(fit, card, row, engines_per_gpu)
     each = f" in each of {engines_per_gpu} engines on a GPU" if engines_per_gpu > 1 else ""
 
     def gain(seqs: int) -> float:
@@ -208,5 +208,5 @@ def _chosen(
         return SEQUENCES, f"{what}: answers of {row.out} tokens{each}"
     if engines_per_gpu > 1:
         return SEQUENCES, f"{more} rows do not fit into the KV cache{each}"
-    held = fit.asking(max_num_seqs=more).rows_held(row)
+    held = fit.with_arguments(max_num_seqs=more).rows_held(row)
     return SEQUENCES, f"the KV cache holds {held} rows of about {row.typical} tokens"

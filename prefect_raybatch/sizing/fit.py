@@ -100,7 +100,7 @@ class Fit:
         """Estimate how many tokens the KV cache holds."""
         return int(self.cache // max(1, self.kv_bytes(1)))
 
-    def asking(self, **arguments: Any) -> Fit:
+    def with_arguments(self, **arguments: Any) -> Fit:
         """Return this fit with some engine arguments (name=value) changed."""
         return replace(self, arguments=replace(self.arguments, **arguments))
 
@@ -131,7 +131,7 @@ def _remedies(fit: Fit) -> list[str]:
     for wider in SHARES:
         if wider <= tensor or model.heads % wider:
             continue
-        if fit.asking(tensor_parallel_size=wider).least <= fit.room:
+        if fit.with_arguments(tensor_parallel_size=wider).least <= fit.room:
             remedies.append(f"engine.tensor_parallel_size {wider}")
             break
     short = _length(fit)
@@ -171,7 +171,7 @@ def step_tokens(fit: Fit, row: Tokens, steps: tuple[int, ...]) -> int:
     memory. Returns the smallest value if none fits.
     """
     for tokens in steps:
-        asked = fit.asking(max_num_batched_tokens=tokens)
+        asked = fit.with_arguments(max_num_batched_tokens=tokens)
         if asked.cache >= fit.arguments.max_num_seqs * asked.kv_bytes(row.typical):
             return tokens
         activations = fit.model.working(tokens, 0, 0, fit.arguments.tensor_parallel_size)

@@ -429,7 +429,7 @@ def _engine_sizes(
     )
     if fit is None:
         return _EngineSizes(replace(arguments, max_num_seqs=seqs), why)
-    return _sizes_in_memory(spec, fit.asking(max_num_seqs=seqs), why, gpu, row, pool)
+    return _sizes_in_memory(spec, fit.with_arguments(max_num_seqs=seqs), why, gpu, row, pool)
 
 
 def _sizes_in_memory(
@@ -446,7 +446,7 @@ def _sizes_in_memory(
     else:
         if not spec.max_num_batched_tokens:
             batched = step_tokens(fit, row, BATCHED["gpu"])
-            fit = fit.asking(max_num_batched_tokens=batched)
+            fit = fit.with_arguments(max_num_batched_tokens=batched)
         warnings = cramped(fit, row)
         arguments = fit.arguments
     rate = _rate(fit, gpu.card, row, pool.engines_per_gpu)

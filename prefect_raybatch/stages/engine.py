@@ -482,7 +482,7 @@ class EngineStage:
         """
         from prefect_raybatch.stages.vllm.stepper import EngineDied
 
-        table = self.pending(table)
+        table = self.without_committed(table)
         if is_passthrough(table):
             return table
         if MM in table.column_names and (refusal := multimodal.other_version(table[MM])):
@@ -574,7 +574,7 @@ class EngineStage:
         engine = self.engine
         return {} if engine is None else engine.load()
 
-    def pending(self, table: pa.Table) -> pa.Table:
+    def without_committed(self, table: pa.Table) -> pa.Table:
         """Return the block if it must still be answered, an empty one if its shards are committed.
 
         Returns a lost block if the node is being drained, because the block would be lost with it.

@@ -47,7 +47,7 @@ from prefect_raybatch.stages.raw_answers import (
     VECTOR_COLUMN,
     AnswerFiles,
 )
-from prefect_raybatch.stages.request_key import NOT_DETERMINISTIC, Keying, otherwise
+from prefect_raybatch.stages.request_key import NOT_DETERMINISTIC, Keying, changed_request
 
 WHY = ("stage", "error", "message")  # columns of the quarantine
 OPTIONAL = (FORMED, REASONING_OPEN, TRUNCATED)  # finish reads them only in jobs that need them
@@ -279,4 +279,4 @@ def _failure(
         return NOT_DETERMINISTIC
     if failed is not None:
         return failed
-    return None if key == held else otherwise(request)
+    return None if key == held else changed_request(request)

@@ -41,7 +41,7 @@ IMAGE_CHANGED = Failure(
 )
 
 
-def otherwise(request: ChatRequest) -> Failure:
+def changed_request(request: ChatRequest) -> Failure:
     """Return the failure for a request whose key differs from the planned one."""
     return IMAGE_CHANGED if request.images else NOT_DETERMINISTIC
 
@@ -102,7 +102,7 @@ class Keying:
         A planned key of None means that the row made no request when the run was planned.
         """
         return [
-            request if key == wanted or isinstance(request, Failure) else otherwise(request)
+            request if key == wanted or isinstance(request, Failure) else changed_request(request)
             for request, key, wanted in zip(
                 requests, self.keys(requests, table), planned, strict=True
             )

@@ -143,7 +143,7 @@ class RowText:
 
         return Hidden(self._changed(request, text_of), texts)
 
-    def settled(self, prompt: str, hidden: list[str]) -> str:
+    def hide_kept_tokens(self, prompt: str, hidden: list[str]) -> str:
         """Return a rendered prompt with digits in place of the control tokens that `keep` kept.
 
         The method `hidden` left these in the messages, so that the chat template sees them. The
@@ -164,7 +164,7 @@ class RowText:
         """Return the request with digits in place of the row's text in messages.
 
         All control tokens in its rendered prompt then come from chat template or job (see
-        `made_of`).
+        `token_from_row`).
         """
         messages: Messages = []
         for i, message in enumerate(request.messages):
@@ -177,7 +177,7 @@ class RowText:
             messages.append(message)
         return replace(request, messages=messages, job_text=())
 
-    def made_of(self, prompt: str, neutral: str) -> str | None:
+    def token_from_row(self, prompt: str, neutral: str) -> str | None:
         """Return a control token that the chat template made from row text; None if it made none.
 
         Such a token occurs more often in `prompt` than in `neutral`, the prompt of the request that

@@ -305,7 +305,7 @@ def _unforged(
     for text, other in zip(texts, render(tokenizer, neutral, chat), strict=True):
         control = None
         if isinstance(text, str) and isinstance(other, str):
-            control = guard.made_of(text, other)
+            control = guard.token_from_row(text, other)
         made.append(text if control is None else refused_template(control))
     return made
 
@@ -339,7 +339,7 @@ def _plain_tokens(
         kept = guard.hidden(request, THINKING)
         (shown,) = render(tokenizer, [kept.request], chat)
         if isinstance(shown, str):
-            shown = guard.settled(shown, kept.texts)
+            shown = guard.hide_kept_tokens(shown, kept.texts)
             if guard.unhidden(shown, kept.texts) != guard.unhidden(text, hidden.texts):
                 text, hidden = shown, kept
     marked = guard.marked(text, hidden.texts)

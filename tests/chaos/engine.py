@@ -77,7 +77,7 @@ class FastEngine(EngineStage):
         self.engine = Fast(Path(self.launch.env["CHAOS_DIR"]), self.launch.hang_seconds)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        table = self.pending(table)
+        table = self.without_committed(table)
         if not is_passthrough(table):
             engine = self.ready()
             if engine is not None:
@@ -171,7 +171,7 @@ class RealEngine(EngineStage):
         folder = Path(self.launch.env["CHAOS_DIR"])
         (folder / "engines").mkdir(exist_ok=True)
         (folder / "engines" / str(os.getpid())).touch()
-        table = self.pending(table)
+        table = self.without_committed(table)
         if not is_passthrough(table):
             note_rows(folder, well_rows(table))
         return super().__call__(table)

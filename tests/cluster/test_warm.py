@@ -474,7 +474,7 @@ def test_blocks_go_to_another_engine_where_the_node_of_theirs_leaves(
     assert len(forwarder(TABLE)) == 2 and not new.held.stage
     stage = old.held.stage
     going.append(True)
-    assert not old.held.is_idle() and old.held.leaves()
+    assert not old.held.is_idle() and old.held.is_on_drained_node()
     assert len(forwarder(TABLE)) == 2 and new.held.stage
     wait_for(lambda: old.killed)  # what it had begun is over: its node need not wait
     assert stage.closed and not new.killed

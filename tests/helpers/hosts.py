@@ -44,7 +44,7 @@ class FakeHosts:
     def idle(self, hosts: Sequence[Any]) -> list[bool]:
         return [host not in self.busy | self.going for host in hosts]
 
-    def leaving(self, hosts: Sequence[Any]) -> list[bool]:
+    def on_drained_nodes(self, hosts: Sequence[Any]) -> list[bool]:
         return [host in self.going for host in hosts]
 
     def leftover_hosts(self) -> list[tuple[WarmKind, int]]:

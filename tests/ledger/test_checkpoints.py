@@ -17,7 +17,7 @@ from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import StoreError
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import checkpoints
-from prefect_raybatch.ledger.checkpoints import Copies, Folder
+from prefect_raybatch.ledger.checkpoints import CheckpointWriter, Copies
 from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.finalize import finalize
@@ -45,7 +45,7 @@ class Reads:
 
 
 def fold(run: SmallRun, shards: range) -> None:
-    folder = Folder(run.store, run.plan.hash)
+    folder = CheckpointWriter(run.store, run.plan.hash)
     for shard in shards:
         folder.add(run.ledger.read_commit(run.plan, shard))
     folder.flush(1)

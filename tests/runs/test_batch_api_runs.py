@@ -266,7 +266,7 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
         with news:
             news.notify_all()
 
-    monkeypatch.setattr(Limiter, "wait_for", told)
+    monkeypatch.setattr(Limiter, "note_batches", told)
     pipeline, stage, blocks = stages_of(job_of(server, tmp_path))
 
     def wait_until(text: str) -> None:
@@ -287,10 +287,10 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
 
 def test_counts_of_all_shards_are_added_up():
     limiter = Limiter(None, None, 8, 60.0)
-    limiter.wait_for(1, BatchCounts(1, 200, 1000))
-    limiter.wait_for(2, BatchCounts(2, 1000, 3000))
+    limiter.note_batches(1, BatchCounts(1, 200, 1000))
+    limiter.note_batches(2, BatchCounts(2, 1000, 3000))
     assert limiter.usage().batches == "3 batches, 1,200 of 4,000 requests done"
-    limiter.wait_for(2, BatchCounts())
+    limiter.note_batches(2, BatchCounts())
     limiter.bill(10, 5)
     usage = limiter.usage()
     assert (usage.batches, usage.prompt_tokens) == ("1 batch, 200 of 1,000 requests done", 10)

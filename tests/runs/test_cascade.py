@@ -275,7 +275,7 @@ def test_rows_that_go_on_to_the_larger_model_are_not_counted_as_failed(server, t
     line, table = pages[-1]
     assert line.endswith("1 failed, 5 to the larger model")
     assert (table["failed"], table["to the larger model"]) == ("1", "5")
-    asks = status(run.uri).asks
+    asks = status(run.uri).first_phase
     assert asks is not None and (asks.quarantined, asks.to_larger) == (1, 5)
     assert [key.split("|")[1] for key in asks.failures] == ["ValueError"]
     report = finalize_run(job, run, infer_run(job, run))

@@ -132,7 +132,7 @@ class HeldEngine(FakeEngine):
         self.launch, self.free, self.lock = launch, FREE, threading.Lock()
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        table = EngineStage.pending(self, table)  # type: ignore[arg-type]
+        table = EngineStage.without_committed(self, table)  # type: ignore[arg-type]
         if is_passthrough(table):
             return table
         with self.lock:

@@ -241,7 +241,9 @@ def test_a_night_that_is_killed_goes_on_where_it_was(nights: Nights, receipts: i
         nights.night("n1")
     before = len(nights.asked)
     said = status(run_dir(nights, "n1"))
-    assert said.asks is not None and (said.asks.state == "completed") == (receipts > 3)
+    assert said.first_phase is not None and (said.first_phase.state == "completed") == (
+        receipts > 3
+    )
     nights.stop_after = None
     nights.night("n1")
     assert answers(nights, "n1") == right(*texts)

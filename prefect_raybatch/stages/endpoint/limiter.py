@@ -196,7 +196,7 @@ class Limiter:
             self._usage[1] += prompt_tokens
             self._usage[2] += output_tokens
 
-    def wait_for(self, shard: int, batches: BatchCounts) -> None:
+    def note_batches(self, shard: int, batches: BatchCounts) -> None:
         """Record the progress of a shard's open batches, for `usage`."""
         with self._lock:
             self._batches.pop(shard, None)

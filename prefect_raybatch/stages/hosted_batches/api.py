@@ -128,7 +128,7 @@ class BatchApi(Protocol):
 
     def pause(self, seconds: float) -> None: ...
 
-    def wait_for(self, shard: int, batches: BatchCounts) -> None: ...
+    def note_batches(self, shard: int, batches: BatchCounts) -> None: ...
 
     def bill(self, prompt_tokens: int, output_tokens: int) -> None: ...
 
@@ -203,8 +203,8 @@ class BatchEngine(EndpointEngine):
     def pause(self, seconds: float) -> None:
         self._do(asyncio.sleep(seconds))
 
-    def wait_for(self, shard: int, batches: BatchCounts) -> None:
-        self.limiter.wait_for(shard, batches)
+    def note_batches(self, shard: int, batches: BatchCounts) -> None:
+        self.limiter.note_batches(shard, batches)
 
     def bill(self, prompt_tokens: int, output_tokens: int) -> None:
         self.limiter.bill(prompt_tokens, output_tokens)

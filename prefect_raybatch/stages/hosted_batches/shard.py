@@ -102,7 +102,7 @@ class ShardBatches:
                     self._poll(slot)
         finally:
             with suppress(Exception):  # the cluster is gone
-                self.api.wait_for(self.shard, BatchCounts())
+                self.api.note_batches(self.shard, BatchCounts())
 
     def _adopt(self, asked: Mapping[str, HostedRequest]) -> tuple[bool, int]:
         """Take over the slots recorded for any of these requests; find or create their batches.
@@ -146,7 +146,7 @@ class ShardBatches:
         slots = self._open()
         done = sum(self._done[slot.number] for slot in slots)
         requests = sum(len(slot.keys) for slot in slots)
-        self.api.wait_for(self.shard, BatchCounts(len(slots), done, requests))
+        self.api.note_batches(self.shard, BatchCounts(len(slots), done, requests))
 
     # --- sending ----------------------------------------------------------------------------
 
