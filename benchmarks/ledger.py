@@ -130,7 +130,7 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
     with steps.step("import"):
         import numpy as np
 
-        from prefect_raybatch.ledger.checkpoints import Folder
+        from prefect_raybatch.ledger.checkpoints import CheckpointWriter
         from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.storage import open_store, read_ahead
     ledger = Ledger(open_store(_run_folder(args)))
@@ -153,7 +153,7 @@ def commit(args: argparse.Namespace, steps: Steps) -> None:
             raise SystemExit(f"shard {shard} was committed already")
         return made
 
-    folder = Folder(ledger.store, plan.hash)
+    folder = CheckpointWriter(ledger.store, plan.hash)
     with steps.step("commit") as counts:
         for made in read_ahead(one, todo, args.writers, args.writers):
             folder.add(made)

@@ -19,7 +19,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger import checkpoints
-from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.checkpoints import CheckpointWriter
 from prefect_raybatch.ledger.layout import CHECKPOINTS, COMMITS, commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import (
@@ -218,7 +218,7 @@ def test_a_strange_record_in_a_run_directory_is_told(tmp_path_factory, data):
 def test_a_strange_checkpoint_only_costs_reads(run, body):
     for old in run.store.list(CHECKPOINTS):
         run.store.delete([old.path])
-    folder = Folder(run.store, run.plan.hash)
+    folder = CheckpointWriter(run.store, run.plan.hash)
     folder.add(run.ledger.read_commit(run.plan, 0))
     folder.flush(1)
     run.store.put(f"{CHECKPOINTS}/strange.gz", body)

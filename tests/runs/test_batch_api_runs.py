@@ -259,7 +259,7 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
     server.service.clock = lambda: now[0]
     now, news = [0.0], threading.Condition()
     server.service.takes = 10.0
-    tell = Limiter.wait_for
+    tell = Limiter.note_batches
 
     def told(self: Limiter, number: int, batches: BatchCounts) -> None:
         tell(self, number, batches)

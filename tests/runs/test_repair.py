@@ -20,7 +20,7 @@ from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.ledger.checkpoints import Folder
+from prefect_raybatch.ledger.checkpoints import CheckpointWriter
 from prefect_raybatch.ledger.forks import follow_forks, fork_key
 from prefect_raybatch.ledger.layout import (
     PRECISION,
@@ -195,7 +195,7 @@ def test_a_record_that_rots_where_it_lies_is_lost_whatever_copies_there_are(
         monkeypatch.setenv(name, value)
     root = "s3://repair/copies/key"
     run = old_run(root, finished=False)
-    folder = Folder(run.store, run.plan.hash)
+    folder = CheckpointWriter(run.store, run.plan.hash)
     for shard in range(4):
         folder.add(run.ledger.read_commit(run.plan, shard))
     folder.flush(1)
