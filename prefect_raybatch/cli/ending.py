@@ -70,7 +70,8 @@ def _quality(report: RunReport) -> dict[str, str]:
         lines["right"] = report.accuracy.text()
     if report.judgement:
         lines["judged"] = report.judgement.text()
-    fell = [f"{name}: {one.text()}" for name, one in report.series.items() if one.rings]
+    series = report.series.items()
+    fell = [f"{name}: {one.text()}" for name, one in series if one.rings or one.lost_alarm]
     if fell:
         lines["alarm"] = "; ".join(fell)
     return lines

@@ -52,7 +52,8 @@ class ShareSeries(StrictRecord):
     `later` runs followed; `after` has (right, rows) of the newest of these, oldest first. `runs`
     has the run keys of the newest measured runs, oldest first; a repaired run has the key of the
     original. `e_value` is the evidence that the share fell, and `measure` names the share (ACCURACY
-    or AGREEMENT).
+    or AGREEMENT). `replaces` is the key of the last run of the series before, which had another
+    `key` ("": none), and `replaced_alarm` says whether the alarm rang there.
     """
 
     key: str
@@ -64,6 +65,16 @@ class ShareSeries(StrictRecord):
     e_value: Number = 1.0
     runs: tuple[str, ...] = ()
     measure: str = ACCURACY
+    replaces: str = ""
+    replaced_alarm: bool = False
+
+    @property
+    def lost_alarm(self) -> bool:
+        """Return whether an alarm rang when this series began, and no run is compared yet.
+
+        The low share of these runs becomes the baseline, so the alarm cannot ring for it again.
+        """
+        return self.replaced_alarm and not self.later
 
     @property
     def rings(self) -> bool:
@@ -87,7 +98,12 @@ class ShareSeries(StrictRecord):
         there is no run after the baseline, it is the number of this run in the baseline.
         """
         if not self.later:
-            return f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"
+            begun = f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"
+            if not self.replaces:
+                return begun
+            changed = "models" if self.measure == AGREEMENT else "golden rows or judge"
+            rang = ", where the alarm rang" if self.replaced_alarm else ""
+            return f"{begun}, because {changed} changed after run {self.replaces}{rang}"
         base = f"{self.right / self.rows:.1%} in the first {BASELINE_RUNS} runs"
         about = f"(e-value {self.short()}, alarm at {ALARM:g}; {base})"
         if not self.rings:
@@ -124,9 +140,16 @@ def continued(
     A new series begins if `before` is None or has another `key`. `run` is the run's key, or the
     original's for a repaired run.
     """
-    if before is None or before.key != key:
+    if before is None:
         before = ShareSeries(key, 0, 0, 0)
-    named: dict[str, Any] = {"runs": (*before.runs, run)[-NEWEST_NAMED:], "measure": measure}
+    elif before.key != key:
+        before = replaced(before, key)
+    named: dict[str, Any] = {
+        "runs": (*before.runs, run)[-NEWEST_NAMED:],
+        "measure": measure,
+        "replaces": before.replaces,
+        "replaced_alarm": before.replaced_alarm,
+    }
     if before.baseline < BASELINE_RUNS:
         base = (before.baseline + 1, before.right + right, before.rows + rows)
         return ShareSeries(key, *base, **named)
@@ -137,6 +160,13 @@ def continued(
         e_value=float(f"{found:.6g}"),
         **named,
     )
+
+
+def replaced(before: ShareSeries, key: str) -> ShareSeries:
+    """Return a series of no run yet, measured by `key`, in place of the series `before`."""
+    last = before.runs[-1] if before.runs else ""
+    alarm = before.rings or before.lost_alarm
+    return ShareSeries(key, 0, 0, 0, replaces=last, replaced_alarm=alarm)
 
 
 def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...]) -> float:

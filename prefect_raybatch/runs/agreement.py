@@ -50,7 +50,7 @@ def with_agreement(
     run = _measured(plan, report)
     if run is None or (before is not None and before.plan == plan.hash):
         return report
-    earlier = series_before(written, options, plan, agreement_in)
+    earlier = series_before(written, options, plan, agreement_in, run.key)
     if earlier is None and needs_earlier:
         return report
     counts = (run.key, run.right, run.rows)

@@ -149,8 +149,9 @@ def _with_series(
     if not judgement.rows:
         return judgement
     options, plan = output.options or None, member.plan
-    earlier = series_before(written, options, plan, judgement_in)
-    counts = (_series_key(judge), judgement.right, judgement.rows)
+    key = _series_key(judge)
+    earlier = series_before(written, options, plan, judgement_in, key)
+    counts = (key, judgement.right, judgement.rows)
     series = continued(earlier, *counts, run=original_key(plan))
     return replace(judgement, series=series)
 

@@ -162,7 +162,7 @@ def measured(
     if accuracy.rows:
         kept = before.series if before is not None and before.plan == plan.hash else None
         if kept is None or kept.key != golden.digest:
-            earlier = series_before(written, options, plan, accuracy_in)
+            earlier = series_before(written, options, plan, accuracy_in, golden.digest)
             counts = (golden.digest, accuracy.right, accuracy.rows)
             kept = continued(earlier, *counts, run=original_key(plan))
         accuracy = replace(accuracy, series=kept)

@@ -16,7 +16,7 @@ from prefect_raybatch.ledger.forks import forks_of, original_key
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.quality.accuracy import Accuracy, read_accuracy
-from prefect_raybatch.quality.alarm import ShareSeries, continued
+from prefect_raybatch.quality.alarm import ShareSeries, continued, replaced
 from prefect_raybatch.quality.judgement import Judgement, read_judgement
 from prefect_raybatch.runs.listing import COMPLETED, RunLine, recency_key
 from prefect_raybatch.runs.run import STORE_AWAY
@@ -27,6 +27,7 @@ from prefect_raybatch.storage import Store, open_store
 log = logging.getLogger(__name__)
 
 RUNS_LOOKED_AT = 14  # runs before the newest series in which one that it lacks is looked for
+MOST_OF_OTHERS = 60  # runs that were measured in another way, before the newest series
 
 
 @dataclass(frozen=True)
@@ -67,28 +68,33 @@ def series_before(
     options: StoreOptions | None,
     plan: Plan,
     read: Callable[[Store], MeasuredRun | None],
+    key: str,
 ) -> ShareSeries | None:
-    """Return the series of a job's measured runs before the run with this `plan`, or None.
+    """Return the series of a job's runs measured by `key` before the run with this `plan`, or None.
 
-    This is the newest series that an earlier run recorded, continued with measured runs that it
-    lacks. `read` returns what was measured in a run, None if nothing was. Runs are looked for below
-    `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an unreachable
-    store raises.
+    This is the newest series of `key` that an earlier run recorded, continued with measured runs
+    that it lacks. If all were measured in another way, it is a series of no run that names the last
+    of them. `read` returns what was measured in a run, None if nothing was. Runs are looked for
+    below `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an
+    unreachable store raises.
     """
-    this, series, looked = original_key(plan), None, 0
+    this, series, looked, others = original_key(plan), None, 0, 0
+    before: ShareSeries | None = None
     missing: list[tuple[str, MeasuredRun]] = []
     for name, run in _measured_before(output, options, plan, read):
-        if series is None and run.series is not None:
-            if this in run.series.runs:  # planned in the same second, and counted this run already
-                continue
+        if run.series is not None and this in run.series.runs:
+            continue  # planned in the same second, and counted this run already
+        if run.key != key:
+            before, others = before or run.series, others + 1
+        elif series is None and run.series is not None:
             series = run.series
-        elif series is None or (run.key == series.key and name not in series.runs):
+        elif series is None or name not in series.runs:
             missing.append((name, run))
-        elif run.key != series.key:
-            break
         looked += series is not None
-        if looked > RUNS_LOOKED_AT:
+        if looked > RUNS_LOOKED_AT or (series is None and others > MOST_OF_OTHERS):
             break
+    if series is None and before is not None:
+        series = replaced(before, key)
     for name, run in reversed(missing):
         if series is None or name not in series.runs:
             counts = (run.key, run.right, run.rows)
