@@ -46,7 +46,7 @@ from prefect_raybatch.job.secrets import is_masked
 from prefect_raybatch.job.trust import check_reach, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.family import Member, without_link
-from prefect_raybatch.ledger.last_attempt import JUDGING, MEASURING
+from prefect_raybatch.ledger.last_attempt import JUDGING, MEASURING, PUBLISHING
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.policy.in_force import policy_in_force
@@ -354,7 +354,7 @@ def _with_quality(
     """
     written = written or job.output.uri
     place = (member.ledger.store, job.name, member.key)
-    with attempts.recorded_measurement(*place, MEASURING, secrets_of(job)):
+    with attempts.recorded_step(*place, MEASURING, secrets_of(job)):
         report = measured(report, member, job.quality, job.output, written, measure_again)
     if not job.quality.judge.asked:
         return report
@@ -375,7 +375,7 @@ def _with_quality(
         return _finalized(own, run, progress)
 
     most = job.limits.max_cost
-    with attempts.recorded_measurement(*place, JUDGING, secrets_of(job)):
+    with attempts.recorded_step(*place, JUDGING, secrets_of(job)):
         return with_verdicts(
             *(report, member, job.quality, job.output, most, written, ask), measure_again
         )
@@ -476,13 +476,16 @@ def publish_run(
             )
     job = render_targets(job, member.key, run_date)
     check_trust(job)
+    store, report = member.ledger.store, None
     if job.quality.golden is not None or job.quality.judge.asked:
-        report = load_report(member.ledger.store)
+        report = load_report(store)
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
             report = _with_quality(report, member, job, written, sender, measure_again=True)
-        check_accuracy(report, member, job.quality)
-    return publish_member(member, job.output.publish, options, observe)
+    with attempts.recorded_step(store, job.name, member.key, PUBLISHING, secrets_of(job)):
+        if report is not None:
+            check_accuracy(report, member, job.quality)
+        return publish_member(member, job.output.publish, options, observe)
 
 
 def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tuple[str, str] | None:

@@ -43,9 +43,11 @@ from prefect_raybatch.cli.distill import distilling
 from prefect_raybatch.cli.drive import (
     is_readable,
     job_of_file,
+    quality_shown,
     retry_options,
     retry_rows,
     run_job,
+    unusual_of,
     with_keys,
 )
 from prefect_raybatch.cli.ending import print_next, show_ending, show_quality
@@ -374,7 +376,8 @@ def run(
     else:
         when = when or date_of_key(report.run_key) or day
         options = retry_options(loaded, job, set_, when, report.run_key)
-        show_ending(report, fresh, options, is_readable(loaded.output))
+        unusual = unusual_of(loaded, report)
+        show_ending(report, fresh, options, is_readable(loaded.output), unusual)
 
 
 @app.command(**in_catalog("status"))
@@ -543,7 +546,8 @@ def publish(
             markup=False,
         )
     began = time.time()
-    with closing(TerminalProgress(quiet=as_json)) as show:
+    options = (loaded.output.options or None) if loaded else None
+    with closing(TerminalProgress(quiet=as_json)) as show, quality_shown(run_dir, options):
         report = publish_run(
             loaded,
             run_dir,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,13 @@ from prefect_raybatch.api import (
     resolve_run,
 )
 from prefect_raybatch.cli.arguments import field_changes
+from prefect_raybatch.cli.ending import show_quality
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.compile.job import cluster_spec, read_spec
 from prefect_raybatch.compile.resolved import resolve
+from prefect_raybatch.errors import QualityTooLow, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.edits import (
@@ -41,15 +44,20 @@ from prefect_raybatch.job.placeholders import date_of_key
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
 from prefect_raybatch.runs.attempts import FINALIZING, INFERENCE, PLANNING
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.plan_run import check_places
 from prefect_raybatch.runs.run import Run, run_store
+from prefect_raybatch.runs.run_history import unusual_lines
 from prefect_raybatch.runs.typed import name_typed_run, without_secrets
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.standby.claim import engines_outlast
 from prefect_raybatch.storage import open_store
 
 if TYPE_CHECKING:
     from prefect_raybatch.api.retry import RetryRequest
     from prefect_raybatch.runs.retry import NothingToRetry
+
+log = logging.getLogger(__name__)
 
 # Arguments of a retry: run directory, error classes, field changes, job.
 RetryArguments = tuple[str, list[str] | None, dict[str, Any], BatchJob | None]
@@ -99,7 +107,8 @@ def run_job(
         if _as_flow(prefect):
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
-            return run_flow("batch_inference", (job, key), show, loaded, **options), True
+            with quality_shown(store.uri, loaded.output.options or None):
+                return run_flow("batch_inference", (job, key), show, loaded, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
         return _run_here(job, loaded, plan, show, keep_seconds, written), True
 
@@ -155,6 +164,29 @@ def _as_flow(prefect: bool | None) -> bool:
     return prefect_api() is not None if prefect is None else prefect
 
 
+@contextmanager
+def quality_shown(uri: str, options: StoreOptions | None) -> Iterator[None]:
+    """Print how many answers are right, and alarms, if the block withholds the run at `uri`."""
+    try:
+        yield
+    except QualityTooLow:
+        show_quality(load_report(open_store(uri, options)))
+        raise
+
+
+def unusual_of(job: BatchJob, report: RunReport) -> list[str]:
+    """Return what is unusual about the complete run of `report` beside earlier runs of the job.
+
+    An error is only logged, because the run itself is complete.
+    """
+    output, limited = job.output, job.source.most_rows is not None
+    try:
+        return unusual_lines(output.uri, output.options or None, job.name, report.run_key, limited)
+    except RayBatchError as error:
+        log.warning("the run could not be compared with earlier ones: %s", error)
+        return []
+
+
 def _published(
     job: BatchJob, loaded: BatchJob, report: RunReport, written: str | None
 ) -> RunReport:
@@ -166,7 +198,8 @@ def _published(
         return report
     from prefect_raybatch.api import publish_run
 
-    return publish_run(loaded, report.run, written=written, sender=Sender(job))
+    with quality_shown(report.run, loaded.output.options or None):
+        return publish_run(loaded, report.run, written=written, sender=Sender(job))
 
 
 def retry_rows(

@@ -27,8 +27,9 @@ def show_ending(
     fresh: bool = True,
     retry: Sequence[str] | None = (),
     is_readable: bool = True,
+    unusual: Sequence[str] = (),
 ) -> None:
-    """Print at most ten lines about a complete run.
+    """Print at most ten lines about a complete run, and those of `unusual`.
 
     `fresh`: this call did some of the run's work. `retry` has the options that `raybatch
     retry-failed` needs for this run; None if they contain credentials, which are not printed.
@@ -44,6 +45,8 @@ def show_ending(
     if report.classifier:
         lines["labels"] = report.classifier.text()
     lines |= _quality(report)
+    if unusual:
+        lines["unusual"] = f"\n{'':<8}".join(unusual)
     if fresh:
         lines["time"] = _time(report)
     lines["result"] = _result(report)

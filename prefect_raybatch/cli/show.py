@@ -534,15 +534,15 @@ def _print_stops(state: Status) -> None:
 
     if state.failure:
         out.print("[red]failed[/] during ", end="")
-    if reason := state.failure or state.unmeasured:
+    if reason := state.failure or state.undone:
         out.print(reason, markup=False)
-    if state.measuring:
+    if state.under_way:
         gone = advice("if that process is gone", state.command)
-        out.print(f"{state.measuring}; {gone}{state.command}", markup=False)
+        out.print(f"{state.under_way}; {gone}{state.command}", markup=False)
     if state.drained is not None:
         again = "" if state.command else "; run the same command again to resume"
         out.print(f"drained by {state.drained.by}{again}", markup=False)
-    if reason or (state.command and not state.measuring and not live_beats(state)):
+    if reason or (state.command and not state.under_way and not live_beats(state)):
         todo = advice(state.first_step, state.command)
         out.print(f"{sentence(todo)}{state.command}", markup=False)
     for partial in state.partials:

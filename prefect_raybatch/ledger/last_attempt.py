@@ -27,22 +27,35 @@ log = logging.getLogger(__name__)
 # How an attempt ended.
 ATTEMPT_FAILED, ATTEMPT_STOPPED, ATTEMPT_DRAINED = "failed", "stopped", "drained"
 ATTEMPT_KILLED = "killed"  # never recorded: its process died without a record of the end
-MEASURING, JUDGING = "measuring", "judging"  # phases of a complete run: golden rows, a judge
+# Steps of a complete run: golden rows are compared, a judge is asked, the result is published.
+MEASURING, JUDGING, PUBLISHING = "measuring", "judging", "publishing"
 MESSAGE_KEPT, COMMAND_KEPT = 1000, 4000  # characters
 RUN_AGAIN = "run the same command or script again"  # advice if the command is unknown
 RECORD_SECONDS = 5.0  # for which a remote store is retried to read or write the record
+
+
+_UNDONE = {
+    MEASURING: "accuracy not measured",
+    JUDGING: "not judged",
+    PUBLISHING: "publishing failed",
+}
+_UNDER_WAY = {
+    MEASURING: "being measured",
+    JUDGING: "being judged",
+    PUBLISHING: "being published",
+}
 
 
 @dataclass(frozen=True)
 class LastAttempt:
     """The last attempt at run `run_key` of `job`.
 
-    `phase` is the step it reached: planning, inference, finalizing, measuring or judging (the last
-    two on a complete run). `started` and `ended` are in seconds since 1970; `ended` is None while
-    it works, and if it succeeded or was killed. `outcome` is failed, stopped, drained, or "" if it
-    works, succeeded or was killed. `error` is the class and `message` the text of the exception
-    that ended it. `command` runs the job again, "" if it is unknown. `by` is user@host and `pid`
-    the process there, in the Linux PID namespace `pid_namespace` ("" if unknown).
+    `phase` is the step it reached: planning, inference or finalizing, and on a complete run
+    measuring, judging or publishing. `started` and `ended` are in seconds since 1970; `ended` is
+    None while it works, and if it succeeded or was killed. `outcome` is failed, stopped, drained,
+    or "" if it works, succeeded or was killed. `error` is the class and `message` the text of the
+    exception that ended it. `command` runs the job again, "" if it is unknown. `by` is user@host
+    and `pid` the process there, in the Linux PID namespace `pid_namespace` ("" if unknown).
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -68,30 +81,30 @@ class LastAttempt:
         return f"{self.phase}: {self.error}: {self.message}"
 
     @property
-    def unmeasured(self) -> str:
-        """Return why this attempt did not measure or judge the answers of a complete run.
+    def undone(self) -> str:
+        """Return which step of a complete run this attempt did not do, and why.
 
-        Returns "" if it did, or if it ended before that step.
+        Returns "" if it did its step, or if the run was not complete.
         """
-        what = {MEASURING: "accuracy not measured", JUDGING: "not judged"}.get(self.phase)
+        what = _UNDONE.get(self.phase)
         if what is None or not self.outcome:
             return ""
         why = f"{self.error}: {self.message}".removesuffix(": ")
         return f"{what}: {why if self.outcome == ATTEMPT_FAILED else self.outcome}"
 
     @property
-    def measuring(self) -> str:
-        """Return since when which process measures or judges a complete run; "" if none does."""
-        what = {MEASURING: "being measured", JUDGING: "being judged"}.get(self.phase)
+    def under_way(self) -> str:
+        """Return since when which process does a step of a complete run; "" if none does."""
+        what = _UNDER_WAY.get(self.phase)
         if what is None or self.outcome or self.ended is not None:
             return ""
         since = datetime.fromtimestamp(self.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
         return f"{what} since {since} by process {self.pid} of {self.by}"
 
     @property
-    def unmeasured_advice(self) -> str:
-        """Return `unmeasured` followed by what a user can do."""
-        return f"{self.unmeasured.rstrip('.')}; {advice(self.first_step)}"
+    def undone_advice(self) -> str:
+        """Return `undone` followed by what a user can do."""
+        return f"{self.undone.rstrip('.')}; {advice(self.first_step)}"
 
     @property
     def first_step(self) -> str:

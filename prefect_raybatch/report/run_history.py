@@ -23,6 +23,7 @@ from prefect_raybatch.report.verdict import (
     DRIFT_REMARK,
     FALLEN_REMARK,
     LATE_REMARK,
+    LOST_ALARM_REMARK,
     few_rows,
     outcome_text,
     slow,
@@ -49,8 +50,8 @@ class HistoryLine:
     completed run before it; `is_first`: no earlier run counts answers.
 
     `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
-    runs it again, once `first_step` is done ("": nothing to do). `unmeasured` says why a complete
-    run was not measured or judged. `is_left`: it is incomplete, and no driver works on it.
+    runs it again, once `first_step` is done ("": nothing to do). `undone` says which step of a
+    complete run was not done, and why. `is_left`: it is incomplete, and no driver works on it.
     `is_late`: it missed its deadline. `checked` is the smaller model of a cascade if some of its
     answers were checked. `prompt_tokens` is the mean of a prompt.
     """
@@ -74,7 +75,7 @@ class HistoryLine:
     failure: str = ""
     command: str = ""
     first_step: str = ""
-    unmeasured: str = ""
+    undone: str = ""
     is_left: bool = False
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
@@ -162,7 +163,8 @@ def _e_values(run: HistoryLine, share: str) -> str:
 
     Two e-values of ACCURACY are by golden rows and by the judge, in this order.
     """
-    found = [series.short() for series in run.series.values() if series.measure == share]
+    series = [one for one in run.series.values() if one.measure == share]
+    found = [f"{one.short()} (alarm)" if one.rings else one.short() for one in series]
     return " / ".join(found) or DASH
 
 
@@ -267,21 +269,34 @@ def headlines(page: HistoryPage) -> list[str]:
     if run is None:
         return []
     if run.failure:
-        return [_failure_line(run)]
+        return [_failure_line(run), *_last_complete(page)]
     # Which no run before this one has told of.
     unstarted = [_failure_line(line) for line in page.runs[1:] if not line.run]
     if run.rows is None or run.good is None:
-        return [f"{run.run_key} is {run.state}", *unstarted]
+        return [f"{run.run_key} is {run.state}", *_last_complete(page), *unstarted]
+    return [*_outcome(page, run, "Last run"), *unstarted]
+
+
+def _last_complete(page: HistoryPage) -> list[str]:
+    """Return the lines about the newest complete run, [] if no run is complete."""
+    run = next((line for line in page.runs if line.good is not None), None)
+    return [] if run is None else _outcome(page, run, f"Last complete run, {run.run_key}")
+
+
+def _outcome(page: HistoryPage, run: HistoryLine, title: str) -> list[str]:
+    """Return lines about a complete run: its outcome, which `title` begins, and its shifts."""
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []
     about += [DRIFT_REMARK] if run.drift else []
     about += [FALLEN_REMARK] if run.has_fallen(ACCURACY) else []
     about += [DISAGREEMENT_REMARK] if run.has_fallen(AGREEMENT) else []
-    about += [f"{run.unmeasured.rstrip('.')}."] if run.unmeasured else []
-    counts, seconds = (run.rows, run.good, run.quarantined or 0), run.elapsed or 0.0
+    about += [LOST_ALARM_REMARK] if any(one.lost_alarm for one in run.series.values()) else []
+    about += [f"{run.undone.rstrip('.')}."] if run.undone else []
+    counts = (run.rows or 0, run.good or 0, run.quarantined or 0)
+    seconds = run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
-    return [f"Last run: {outcome}", *shifted, *unstarted]
+    return [f"{title}: {outcome}", *shifted]
 
 
 def _failure_line(run: HistoryLine) -> str:
@@ -331,7 +346,7 @@ def _to_continue(page: HistoryPage) -> Iterator[tuple[str, str, str]]:
     """
     for run in page.runs:
         left = f"{run.state}, and no driver is heard" if run.is_left else ""
-        reason = run.failure or run.unmeasured or left
+        reason = run.failure or run.undone or left
         if reason and (run.run or run.command):
             todo = advice(run.first_step, run.command)
             yield run.run_key, f"{reason.rstrip('.: ')}; {todo}", run.command

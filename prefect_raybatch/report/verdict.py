@@ -20,6 +20,7 @@ NOTHING_TO_DO = "Nothing to do."
 DRIFT_REMARK = "The run has drifted from those before it."
 FALLEN_REMARK = "The accuracy fell below that of the first runs: see the report."
 DISAGREEMENT_REMARK = "The models of the cascade agree on fewer rows than in the first runs."
+LOST_ALARM_REMARK = "A new baseline began while an alarm rang: see the report."
 LATE_REMARK = "The deadline was missed: see the advice in the report."
 
 

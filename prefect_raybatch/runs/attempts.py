@@ -32,6 +32,7 @@ from prefect_raybatch.ledger.last_attempt import (
     ATTEMPT_STOPPED,
     COMMAND_KEPT,
     MESSAGE_KEPT,
+    PUBLISHING,
     LastAttempt,
     advice,
     cut_to_characters,
@@ -135,13 +136,14 @@ def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastA
 
 
 @contextmanager
-def recorded_measurement(
+def recorded_step(
     store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str]
 ) -> Iterator[None]:
-    """Record begin and end of the block, which measures the answers of a complete run.
+    """Record begin and end of the block, which does a step of a complete run.
 
-    `name` is the job's name, `phase` MEASURING or JUDGING. Texts in `secrets` are masked. Adds a
-    note to an error: the result is complete, and how to continue.
+    `name` is the job's name, `phase` MEASURING, JUDGING or PUBLISHING. Texts in `secrets` are
+    masked. Adds a note to an error, unless it is of publishing, whose errors say it themselves: the
+    result is complete, and how to continue.
     """
     attempt = _begun(run_key, name, phase, secrets)
     attempt.put(store)
@@ -151,20 +153,22 @@ def recorded_measurement(
         ended = _ended(attempt, error, secrets)
         ended.put(store)
         again = f"{sentence(advice(ended.first_step, ended.command))}{ended.command}"
-        error.add_note(f"The answers in {store.uri}/{DATA_FOLDER}/ are complete. {again}")
+        if phase != PUBLISHING:
+            error.add_note(f"The answers in {store.uri}/{DATA_FOLDER}/ are complete. {again}")
         raise
     replace(attempt, ended=round(time.time(), 3)).put(store)
 
 
-def measurement_of(store: Store) -> LastAttempt | None:
-    """Return the last attempt if it measures or judges a complete run now, or ended before it did.
+def open_step_of(store: Store) -> LastAttempt | None:
+    """Return the last attempt if it does a step of a complete run, or ended before that was done.
 
-    None if it succeeded, or did something else. Its outcome is ATTEMPT_KILLED if its process died.
+    None if the step is done, or if it did something else. Its outcome is ATTEMPT_KILLED if its
+    process died.
     """
     attempt = last_attempt_of(store)
-    if attempt is not None and attempt.measuring and process_died(_process_of(attempt)):
+    if attempt is not None and attempt.under_way and process_died(_process_of(attempt)):
         attempt = replace(attempt, outcome=ATTEMPT_KILLED)
-    return attempt if attempt is not None and (attempt.measuring or attempt.unmeasured) else None
+    return attempt if attempt is not None and (attempt.under_way or attempt.undone) else None
 
 
 def _process_of(attempt: LastAttempt) -> dict[str, object]:

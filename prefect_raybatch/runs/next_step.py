@@ -18,7 +18,7 @@ from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.quality.judgement import read_judgement
-from prefect_raybatch.runs.attempts import measurement_of
+from prefect_raybatch.runs.attempts import open_step_of
 from prefect_raybatch.runs.drivers import driver_state
 from prefect_raybatch.runs.plan_run import check_same_job
 from prefect_raybatch.runs.run import run_store
@@ -114,14 +114,14 @@ def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator
     targets = [t.label for t in resolved.job.output.publish if t.label not in published]
     if targets:
         yield f"publishes the result to {', '.join(targets)}"
-    last = measurement_of(store)
-    if last is not None and last.measuring:
-        yield f"its answers are {last.measuring}. Wait for its end: a second command repeats work"
+    last = open_step_of(store)
+    if last is not None and last.under_way:
+        yield f"it is {last.under_way}. Wait for its end: a second command repeats work"
         return
     if resolved.job.quality.judge.asked and read_judgement(store) is None:
         yield "asks the judge about the answers"
     if last is not None:
-        yield last.unmeasured_advice
+        yield last.undone_advice
 
 
 def _of_driver(beat: JsonObject, state: Status, plan: Plan, remote: bool) -> Iterator[str]:

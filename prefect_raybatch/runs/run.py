@@ -82,10 +82,10 @@ def latest_unfinished(root: Store, fingerprint: str) -> str | None:
 
 
 def complete_before(run: Run | RunReport) -> str:
-    """Return the message that the run was already complete, so that nothing was started."""
+    """Return the message that the run was already complete, so that no row was inferred."""
     key, uri = run.run_key, run.uri if isinstance(run, Run) else run.run
     return (
-        f"Run {key} was complete before in {uri}, so nothing was started. For new answers use "
+        f"Run {key} was complete before in {uri}, so no row was inferred. For new answers use "
         "another run key."
     )
 

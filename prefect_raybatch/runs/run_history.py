@@ -12,9 +12,14 @@ from prefect_raybatch.report.answers import Shift, comparable, shifts
 from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
 from prefect_raybatch.report.inputs import Inputs, input_drifts
 from prefect_raybatch.report.records import RunReport
-from prefect_raybatch.report.run_history import HistoryLine, HistoryPage, replaced_keys
+from prefect_raybatch.report.run_history import (
+    HistoryLine,
+    HistoryPage,
+    remarks,
+    replaced_keys,
+)
 from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
-from prefect_raybatch.runs.attempts import measurement_of
+from prefect_raybatch.runs.attempts import open_step_of
 from prefect_raybatch.runs.drivers import has_driver
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.listing import (
@@ -202,6 +207,21 @@ def _shifts(
     return (*drift, *pairwise, *([] if prompts is None else [prompts]), *inputs)
 
 
+def unusual_lines(
+    output: str, options: StoreOptions | None, job: str, run_key: str, limited: bool = False
+) -> list[str]:
+    """Return what is unusual about the completed run `run_key` beside earlier runs of the job.
+
+    Drift has a line for each kind. `output` is as in `history_of`. With `limited`, only part of the
+    input was read, so rows and duration are not compared. Returns [] for a retry of failed rows.
+    """
+    (page,) = history_of(output, options, job)
+    line = next((line for line in page.runs if line.run_key == run_key), None)
+    if line is None or line.good is None:
+        return []
+    return [*([] if limited else remarks(page, line)), *(shift.line() for shift in line.drift)]
+
+
 def _prompt_tokens(report: RunReport) -> float | None:
     """Return the mean prompt tokens of an answered row, None if unknown.
 
@@ -235,8 +255,8 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
         return replace(entry, is_left=_is_left(line, options))
     try:
         store = open_store(line.run, dict(options) if options else None)
-        if (attempt := measurement_of(store)) is not None:
-            entry = replace(entry, unmeasured=attempt.unmeasured, command=attempt.command)
+        if (attempt := open_step_of(store)) is not None:
+            entry = replace(entry, undone=attempt.undone, command=attempt.command)
             entry = replace(entry, first_step=attempt.first_step)
         report = load_report(store)
     except STORE_AWAY:

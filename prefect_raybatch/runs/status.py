@@ -45,7 +45,7 @@ from prefect_raybatch.ledger.stats import LARGER_ANSWERED, LARGER_FAILED
 from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.tally import Tally
-from prefect_raybatch.runs.attempts import measurement_of
+from prefect_raybatch.runs.attempts import open_step_of
 from prefect_raybatch.runs.cascade import passed_on
 from prefect_raybatch.runs.classifier_note import classifier_note
 from prefect_raybatch.runs.costs import plain_price, with_cost
@@ -77,9 +77,9 @@ class Status:
     files among the commits. `stopped` says how the latest attempt crossed its error budget,
     `drained` which drain request stopped it. `partials` are the partial results, newest first.
     `cost` is that of all attempts so far, `cost_end` the expected total; None if unknown.
-    `superseded_by` is the URI of the repaired run that replaces this one. `unmeasured` says why a
-    complete run was not measured or judged, `measuring` which process does so now. `retried_by` are
-    the keys of retries that took all failed rows, `failed_again` the number of rows that failed
+    `superseded_by` is the URI of the repaired run that replaces this one. `undone` says which step
+    of a complete run was not done, and why, `under_way` which process does one now. `retried_by`
+    are the keys of retries that took all failed rows, `failed_again` the number of rows that failed
     there too (None until all these retries are complete), `retry_options` the options that
     `raybatch retry-failed` needs.
 
@@ -124,8 +124,8 @@ class Status:
     retry_options: tuple[str, ...] = ()
     to_larger: int = 0
     asked_larger: int = 0
-    unmeasured: str = ""
-    measuring: str = ""
+    undone: str = ""
+    under_way: str = ""
 
     @property
     def first_model(self) -> Status | None:
@@ -184,12 +184,12 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
 
 def _with_last_attempt(state: Status, store: Store, finished: bool) -> Status:
     """Return the state with how the latest attempt failed, and what continues the run."""
-    attempt = measurement_of(store) if finished else last_attempt_of(store)
+    attempt = open_step_of(store) if finished else last_attempt_of(store)
     if attempt is None:
         return state
     state = replace(state, command=attempt.command, first_step=attempt.first_step)
     if finished:
-        return replace(state, unmeasured=attempt.unmeasured, measuring=attempt.measuring)
+        return replace(state, undone=attempt.undone, under_way=attempt.under_way)
     name = ATTEMPT_FAILED if attempt.failure else state.state
     return replace(state, state=name, failure=attempt.failure)
 
@@ -296,10 +296,10 @@ def report_of(uri: str, options: StoreOptions | None = None) -> RunReport:
         read_partial(store, plan, name)
         return RunReport.from_bytes(read_record(store, partial_path(name, PARTIAL_REPORT)))
     if ledger.finished(plan) is not None:
-        found, last = load_report(store), measurement_of(store)
+        found, last = load_report(store), open_step_of(store)
         if last is None:
             return found
-        return replace(found, notes=(*found.notes, last.measuring or last.unmeasured_advice))
+        return replace(found, notes=(*found.notes, last.under_way or last.undone_advice))
     listing = ledger.listing(plan)
     tally = _tally(ledger, plan, listing)
     state, notes = _state(ledger, plan, False, tally), retry_notes(plan)

@@ -695,7 +695,8 @@ def test_requests_that_this_attempt_answered_are_not_told_as_done_before(capsys)
     show = TerminalProgress(quiet=False)
     show.on_heartbeat(Heartbeat(0.0, phase=ENDED))
     show(Progress(40, 1, before=PhaseProgress(40)))
-    assert capsys.readouterr().err == "40 of 80 steps done\n"
+    explained = "a step is an answer of the first phase, or a finished row of the second\n"
+    assert capsys.readouterr().err == f"{explained}40 of 80 steps done\n"
 
 
 def test_failed_rows_that_no_commit_counts_are_shown(tmp_path):

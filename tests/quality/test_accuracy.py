@@ -36,9 +36,9 @@ from prefect_raybatch.quality.judgement import JudgedRow, judgement_of
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
-from prefect_raybatch.report.run_history import history_markdown
+from prefect_raybatch.report.run_history import headlines, history_markdown
 from prefect_raybatch.runs.run_history import history_of
-from prefect_raybatch.runs.status import status
+from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.stages.block import Failure, with_failures
 
 ROWS = 60
@@ -203,7 +203,9 @@ def golden_of_run(report: RunReport, folder: Path, planted: int) -> str:
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Path) -> None:
+def test_planted_errors_are_measured_shown_and_withhold_publishing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = completed(job_of(tmp_path), "first")
     assert first.accuracy is None and "Accuracy" not in markdown(first)
     golden = golden_of_run(first, tmp_path, planted=6)
@@ -224,9 +226,20 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(tmp_path: Pat
     with pytest.raises(QualityTooLow, match=r"raybatch publish .*second --job") as error:
         publish_run(job, report.run)
     assert "golden rows" in str(error.value) and not (tmp_path / "published").exists()
+    withheld = "publishing failed: QualityTooLow: "
+    (history,) = history_of(str(tmp_path / "out"), job=job.name)
+    notes = report_of(report.run).notes
+    texts = (status(report.run).undone, notes[-1], *headlines(history)[:1])
+    assert all(withheld in text for text in texts), texts
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.to_dict()), encoding="utf-8")
+    code, out, err = called(capsys, "publish", report.run, "--job", path)
+    assert code == 1 and f"{first.good - 6} of {first.good} golden rows right" in out
+    assert "QualityTooLow" in err
 
     golden_of_run(first, tmp_path, planted=0)  # the file was wrong, and is corrected
     published = publish_run(job, report.run)
+    assert status(report.run).undone == ""
     assert [one.rows for one in published.published] == [first.good]
     assert published.accuracy is not None and published.accuracy.right == first.good
     assert f"{first.good} of {first.good} golden rows right" in (
@@ -308,10 +321,10 @@ def test_a_golden_file_that_vanishes_leaves_the_run_to_be_measured_later(tmp_pat
     aside = golden.rename(tmp_path / "aside.jsonl")
     with pytest.raises(ConfigError, match=r"quality\.golden: no file .*Correct the path"):
         finalize_run(job, run, progress)
-    assert status(run.uri).unmeasured.startswith("accuracy not measured: ConfigError: quality.gol")
+    assert status(run.uri).undone.startswith("accuracy not measured: ConfigError: quality.gol")
     aside.rename(golden)
     report = finalize_run(job, run)
-    assert not status(run.uri).unmeasured
+    assert not status(run.uri).undone
     assert report.accuracy is not None and report.accuracy.right == first.good
 
 

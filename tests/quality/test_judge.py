@@ -182,7 +182,7 @@ def assert_unjudged(job: BatchJob, reason: str) -> None:
     """Assert that every view of the run "night" names `reason` ("": that it was judged)."""
     run = f"{job.output.uri}/night"
     step, (page,) = next_step(job, "night"), history_of(job.output.uri)
-    assert step is not None and status(run).unmeasured.startswith(reason)
+    assert step is not None and status(run).undone.startswith(reason)
     texts = (*report_of(run).notes, "\n".join(step.lines), history_markdown(page, plots=False))
     said = [text for text in texts if (reason or "judged: ") in text]
     assert len(said) == (3 if reason else 0), texts
@@ -215,7 +215,7 @@ def test_a_judgement_whose_process_was_killed_is_told_with_what_continues_it(tmp
     completed(job, "night")
     store = open_store(f"{job.output.uri}/night")
     last = read_last_attempt(store)
-    assert last is not None and last.measuring == last.unmeasured == ""
+    assert last is not None and last.under_way == last.undone == ""
     assert_unjudged(job, "")
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -224,8 +224,8 @@ def test_a_judgement_whose_process_was_killed_is_told_with_what_continues_it(tmp
     assert_unjudged(job, "not judged: killed")
     replace(begun, by="somebody@elsewhere").put(store)  # whose process cannot be looked at
     state = status(store.uri)
-    assert state.unmeasured == "" and f"by process {gone.pid} of somebody@elsewhere" in (
-        state.measuring
+    assert state.undone == "" and f"by process {gone.pid} of somebody@elsewhere" in (
+        state.under_way
     )
 
 
@@ -247,7 +247,7 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
 
     def revoked(number: int, body: dict[str, Any]) -> Answer:
         if number == GOOD // 4:
-            said.extend((status(run.uri).measuring, *report_of(run.uri).notes))
+            said.extend((status(run.uri).under_way, *report_of(run.uri).notes))
             said.extend(next_step_of_night(job))
         if number >= GOOD // 2:
             return failing(401, "no such key")

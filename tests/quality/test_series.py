@@ -17,7 +17,7 @@ from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import headlines, history_rows
-from prefect_raybatch.report.verdict import DISAGREEMENT_REMARK, FALLEN_REMARK
+from prefect_raybatch.report.verdict import DISAGREEMENT_REMARK, FALLEN_REMARK, LOST_ALARM_REMARK
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.storage import open_store
@@ -55,7 +55,7 @@ def test_a_fallen_agreement_is_shown_and_is_no_fallen_accuracy(nights: CheckedNi
         assert "Agreement over time, larger model" in page and "the agreement fell" in page
     (history,) = history_of(str(nights.folder / "out"), job="nightly")
     assert [row["agreement e-value"] for row in history_rows(history)] == [
-        series.short(),
+        f"{series.short()} (alarm)",
         agreement(finalize_run(job, plan_run(job, "n3"))).short(),
         "baseline 2 of 2",
         "baseline 1 of 2",
@@ -75,6 +75,33 @@ def test_another_model_or_rule_begins_a_new_baseline_and_another_number_of_check
     assert (agreement(report).baseline, agreement(report).rows) == (2, ROWS + 40)
     other = {**fewer, "to": {"model": str(_copied_model(nights.folder))}}
     assert agreement(nights.night("n3", nights.checked(escalate=other))).runs == ("n3",)
+
+
+def test_another_golden_file_says_which_alarm_it_ends_and_the_first_one_goes_on_when_it_is_back(
+    nights: CheckedNights,
+) -> None:
+    job, golden = nights.measured(), nights.folder / "golden.jsonl"
+    text = golden.read_text()
+    for key in ("n1", "n2"):
+        nights.night(key, job)
+    nights.different, nights.only_larger = ROWS // 2, True
+    rang = accuracy(nights.night("n3", job))
+    assert rang.rings
+    golden.write_text(text.replace('"car"', '"cat"', 1))
+    for key, number in (("n4", 1), ("n5", 2)):
+        series = accuracy(nights.night(key, job))
+        assert (series.runs[-1], series.baseline, series.later) == (key, number, 0)
+        assert series.lost_alarm and series.text() == (
+            f"run {number} of the 2 that later ones are compared with, because golden rows or "
+            "judge changed after run n3, where the alarm rang"
+        )
+    (history,) = history_of(str(nights.folder / "out"), job="nightly")
+    assert LOST_ALARM_REMARK in headlines(history)[0]
+    assert history_rows(history)[2]["e-value"] == f"{rang.short()} (alarm)"
+    assert not accuracy(nights.night("n6", job)).lost_alarm  # its baseline is complete
+    golden.write_text(text)
+    back = accuracy(nights.night("n7", job))
+    assert back.runs == ("n1", "n2", "n3", "n7") and back.rings
 
 
 def _copied_model(folder: Path) -> Path:

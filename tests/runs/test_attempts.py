@@ -65,8 +65,9 @@ def test_a_night_that_fails_while_planning_is_listed_with_the_reason(nights, cap
     assert line.failure.startswith("planning: SourceError: ") and "in.parquet" in line.failure
     (page,) = history_of(str(out))
     assert [night.run_key for night in page.runs] == ["n2", "n1"]
-    (headline,) = headlines(page)
+    headline, before = headlines(page)
     assert headline.startswith("n2 failed: planning: SourceError: ")
+    assert before.startswith("Last complete run, n1: ")
     text = history_markdown(page)
     assert "| failed | - |" in text and "## Runs to continue\n\n- n2: planning: SourceError" in text
     assert "planning: SourceError" in history_html([page])
