@@ -13,9 +13,9 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import environ, postgresql
@@ -25,6 +25,9 @@ from helpers.ray_head import ROOT, Head, start_head
 from hypothesis import HealthCheck, settings
 from s3server import S3Server, start_s3
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from helpers.command_line import Raybatch
 
 environ.keep_place_for_titles()
 for name, value in environ.BUSY.items():
@@ -59,7 +62,7 @@ settings.load_profile("prefect_raybatch")
 # nothing left. Of other servers the first here counts. Other files go to whoever is free, for the
 # same reason those that start engines first, then those of no room, of which some take minutes.
 SHARED = {
-    "ray": re.compile(r"\b(ray_head|local_ray|kept_engines)\b"),
+    "ray": re.compile(r"\b(ray_head|local_ray|imported_vllm|kept_engines)\b"),
     "prefect": re.compile(r"\b(prefect_process|prefect_api|deployed)\b"),
     "s3": re.compile(r"^def \w+\([^)]*\bs3\b|^    s3: S3Server", re.MULTILINE),
 }
@@ -98,9 +101,7 @@ def starts_engines(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: (turn(item.path), not drives_ray(item.path), not keeps_engines(item.path))
-    )
+    items.sort(key=lambda item: (turn(item.path), *(not asks(item.path) for asks in IN_PROCESS)))
     for item in items:
         if item.get_closest_marker("nightly") is not None:
             item.add_marker(pytest.mark.whole)  # `make test` leaves it out, too
@@ -236,30 +237,56 @@ def local_ray(ray_head: Head) -> None:
 
 
 @pytest.fixture(scope="module")
-def kept_engines(local_ray: None) -> None:
-    """Let runs of this process use engines of earlier ones, on the shared head, and fork the others
-    from one process that has imported vLLM, until a test comes whose file does not ask for that.
-    Each engine that a command starts by itself takes half a minute of a core and more."""
+def imported_vllm(local_ray: None) -> None:
+    """Fork engines of runs of this process, on the shared head, from one process that has imported
+    vLLM, until a test comes whose file does not ask for that. Each engine that imports it by itself
+    takes ten seconds of a core more."""
+    from helpers.kept_engines import imported
+
+    if not FORKING:
+        FORKED.enter_context(imported(PYTHONPATH=HEAD_PATH))
+        FORKING.append(True)
+
+
+@pytest.fixture(scope="module")
+def kept_engines(imported_vllm: None) -> None:
+    """Let runs of this process use engines of earlier ones, until a test comes whose file does not
+    ask for that. Each engine that a command starts by itself takes half a minute of a core and
+    more."""
     from helpers.kept_engines import kept
 
     if not KEEPING:
-        KEPT.enter_context(kept(PYTHONPATH=HEAD_PATH))
+        KEPT.enter_context(kept())
         KEEPING.append(True)
 
 
 AS_DRIVER = ExitStack()  # closed when this process is to be no driver of Ray any more
-KEPT = ExitStack()  # closed before: engines that this process keeps
+FORKED = ExitStack()  # closed before: the process that imports vLLM
+FORKING: list[bool] = []
+KEPT = ExitStack()  # closed before that: engines that this process keeps
 KEEPING: list[bool] = []
 
 
 @cache
 def drives_ray(path: Path) -> bool:
-    return re.search(r"\b(local_ray|kept_engines)\b", path.read_text(encoding="utf-8")) is not None
+    return names(path, "local_ray|imported_vllm|kept_engines")
+
+
+@cache
+def forks_engines(path: Path) -> bool:
+    return names(path, "imported_vllm|kept_engines")
 
 
 @cache
 def keeps_engines(path: Path) -> bool:
-    return re.search(r"\bkept_engines\b", path.read_text(encoding="utf-8")) is not None
+    return names(path, "kept_engines")
+
+
+def names(path: Path, fixtures: str) -> bool:
+    return re.search(rf"\b({fixtures})\b", path.read_text(encoding="utf-8")) is not None
+
+
+IN_PROCESS = (drives_ray, forks_engines, keeps_engines)  # files that ask for more come first
 
 
 def close_shared(path: Path | None) -> None:
@@ -267,6 +294,9 @@ def close_shared(path: Path | None) -> None:
     if path is None or not keeps_engines(path):
         KEPT.close()
         KEEPING.clear()
+    if path is None or not forks_engines(path):
+        FORKED.close()
+        FORKING.clear()
     if path is None or not drives_ray(path):
         AS_DRIVER.close()
 
@@ -277,6 +307,24 @@ def pytest_runtest_protocol(nextitem: pytest.Item | None) -> Generator[None, obj
         return (yield)
     finally:
         close_shared(None if nextitem is None else nextitem.path)
+
+
+@pytest.fixture
+def raybatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Raybatch:
+    """Run commands in this process, in the test's folder; return (exit status, stdout, stderr)."""
+    from helpers.command_line import called
+
+    monkeypatch.chdir(tmp_path)
+    return partial(called, capsys)
+
+
+@pytest.fixture
+def example(raybatch: Raybatch) -> Raybatch:
+    """As `raybatch`, where the bundled example job is."""
+    assert raybatch("init", "--example")[0] == 0
+    return raybatch
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def job_dict(folder: Path, adapters: dict[str, str]) -> dict[str, Any]:
             "max_concurrent_batches": 1,  # so that a kill leaves shards to do
             "adapters": adapters,
         },
+        "cluster": {"prepare": {"concurrency": 1}},  # each process of Ray imports for itself
         "output": {
             "uri": str(folder / "out"),
             "column": "vector",
@@ -137,7 +138,7 @@ def begun(folder: Path, value: dict[str, Any], head: Head, engine: str) -> dict[
 
 
 def test_vectors_under_adapters_survive_a_kill_and_are_retried(
-    local_ray: None, ray_head: Head, tmp_path: Path
+    imported_vllm: None, ray_head: Head, tmp_path: Path
 ) -> None:
     folders = adapters(tmp_path, "abc")
     table = pa.table(
@@ -228,7 +229,7 @@ def iceberg_source(folder: Path, table: pa.Table) -> dict[str, Any]:
 
 
 def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
-    local_ray: None, ray_head: Head, tmp_path: Path
+    imported_vllm: None, ray_head: Head, tmp_path: Path
 ) -> None:
     folders = adapters(tmp_path, "abc")
     under = [None if i in LATER else "ab"[i % 2] for i in range(ROWS)]
@@ -250,7 +251,7 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
     with warm_engines():
         run = plan_run(job, "k")
         report = finalize_run(job, run, infer_run(job, run))
-        warm = next_job(value, table, {"a": folders["b"], "c": folders["c"]}, ray_head)
+        warm = next_job(value, table, {"a": folders["b"], "c": folders["c"]})
     assert (report.good, report.failed) == (ROWS - len(LATER), len(LATER))
     assert report.resumed_shards == len(before)
     kept = pq.read_table(tmp_path / "out" / "k" / "_quarantine").to_pylist()
@@ -270,7 +271,7 @@ def test_answers_under_adapters_survive_a_kill_and_are_those_of_the_adapter(
 
 
 def next_job(
-    value: dict[str, Any], table: pa.Table, given: dict[str, Path], head: Head
+    value: dict[str, Any], table: pa.Table, given: dict[str, Path]
 ) -> list[dict[str, Any]]:
     """The rows of a second job, which finds the engine of the first one up and has adapters of its
     own: one by a name that the first job gave to another."""
@@ -283,11 +284,11 @@ def next_job(
         "output": {**value["output"], "columns": ["text", "adapter"]},
     }
     job = BatchJob.from_dict({**value, **more})
-    run, up = plan_run(job, "next"), below(head.pid, "EngineHost")
+    run, up = plan_run(job, "next"), below(os.getpid(), "EngineHost")
     report = finalize_run(job, run, infer_run(job, run))
     assert (report.good, report.failed) == (6, 0)
     # A run of six rows may be over before an engine has told of its start.
-    assert up and below(head.pid, "EngineHost") == up, "an engine was started"
+    assert up and below(os.getpid(), "EngineHost") == up, "an engine was started"
     told = [start.seconds for start in report.starts]
     assert not [seconds for seconds in told if {"imports", "weights"} & set(seconds)]
     return pq.read_table(folder / "out" / "next" / "data").to_pylist()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command_line import called
+from helpers.command_line import Raybatch
 from helpers.pages import ROOT, blocks
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
@@ -25,19 +25,13 @@ Answered = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def answered(
-    kept_engines: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Answered:
+def answered(kept_engines: None, raybatch: Raybatch) -> Answered:
     """Answers requests by the command; returns the output's lines."""
-    monkeypatch.chdir(tmp_path)
 
     def answer(lines: str) -> list[str]:
         Path("requests.jsonl").write_text(lines, encoding="utf-8")
         words = ["batch", "-i", "requests.jsonl", "-o", "answers.jsonl", "--model", "demo"]
-        code, _, err = called(capsys, *words)
+        code, _, err = raybatch(*words)
         assert code == 0, err[-3000:]
         return Path("answers.jsonl").read_text(encoding="utf-8").splitlines()
 

@@ -6,25 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.command_line import called
+from helpers.command_line import Raybatch
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(900)]
 
 
 def test_labels_that_the_new_job_lacks_are_what_changes(
-    kept_engines: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kept_engines: None, example: Raybatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert called(capsys, "init", "--example")[0] == 0
     run = ("run", "companies.yaml", "--run-key", "n1", "--no-prefect", "--set", "source.limit=60")
-    code, _, err = called(capsys, *run)
+    code, _, err = example(*run)
     assert code == 0, err[-3000:]
     labels = "[Law Firm, Healthcare, Consulting, Manufacturing, Finance, Real Estate, Other]"
-    code, out, err = called(
-        *(capsys, "diff", "companies.yaml", "--against", "out/n1", "--sample", "40"),
+    code, out, err = example(
+        *("diff", "companies.yaml", "--against", "out/n1", "--sample", "40"),
         *("--set", f"sampling.choice={labels}", "--max-changed", "0", "--json"),
         *("--html", "diff.html"),
     )

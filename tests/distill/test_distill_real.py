@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.dataset as ds
 import pytest
 import yaml
-from helpers.command_line import called
+from helpers.command_line import Raybatch
 from helpers.environ import clean
 from helpers.processes import below, running_but_agents, until
 
@@ -27,29 +27,29 @@ from prefect_raybatch.storage import open_store
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(1200)]
 ROWS, SURE = 300, 0.9
-LIMITS = ("--no-prefect", "--set", f"source.limit={ROWS}", "--set", "source.rows_per_shard=50")
+FIELDS = {
+    "source.limit": ROWS,
+    "source.rows_per_shard": 50,
+    "cluster.prepare.concurrency": 1,  # each process of Ray imports for itself
+}
+LIMITS = ("--no-prefect", *(f"--set={name}={value}" for name, value in FIELDS.items()))
 
 
 def test_a_distilled_run_becomes_a_cascade_that_resumes_after_a_kill(
-    kept_engines: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kept_engines: None, example: Raybatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert called(capsys, "init", "--example")[0] == 0
-    code, _, err = called(capsys, "run", "companies.yaml", "--run-key", "n1", *LIMITS)
+    code, _, err = example("run", "companies.yaml", "--run-key", "n1", *LIMITS)
     assert code == 0, err[-3000:]
     distil = ("distill", "out/n1", "--encoder", "demo", "--agreement", "0.8")
-    code, out, err = called(capsys, *distil, "--json")
+    code, out, err = example(*distil, "--json")
     assert code == 0, err[-3000:]
     found = json.loads(out)
     assert found["tested"] > ROWS / 4 and found["same"] > found["tested"] / 2
     assert 0 < found["least_share"] < found["share"] <= 1
     made = Classifier.from_bytes((tmp_path / "classifier.json").read_bytes(), "classifier.json")
     assert list(made.labels) == found["labels"] and made.size == 256
-    assert json.loads(called(capsys, *distil, "--json")[1]) == found
-    _, out, _ = called(capsys, *distil)
+    assert json.loads(example(*distil, "--json")[1]) == found
+    _, out, _ = example(*distil)
     shown = (tmp_path / "classifier.job.yaml").read_text("utf-8")
     assert shown.partition("\n")[2].strip() in out
 
@@ -59,7 +59,7 @@ def test_a_distilled_run_becomes_a_cascade_that_resumes_after_a_kill(
     kill_after(first, *command)
     assert not (tmp_path / "out/n2/_SUCCESS").exists(), "killed before the larger model was done"
     before = first.stat().st_mtime_ns
-    code, _, err = called(capsys, *command)
+    code, _, err = example(*command)
     assert code == 0, err[-3000:]
     assert first.stat().st_mtime_ns == before, "the classifier does not answer again"
     check_cascade(tmp_path / "out")

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from helpers.openai_server import openai_server
 from helpers.prefect_server import POOL, Prefect
 from helpers.small import job_dict
 from prefect import flow
@@ -57,41 +58,45 @@ def test_a_function_beside_the_pulled_files_is_found_without_pythonpath(
 def test_a_worker_asks_with_a_function_beside_the_pulled_files(
     deployed: Prefect, tmp_path: Path
 ) -> None:
-    """Both the driver and Ray's workers import it."""
+    """Both the driver and Ray's workers import it. The model is a hosted one, as no engine has to
+    start for that."""
     code, out = tmp_path / "code", tmp_path / "out"
     code.mkdir()
     (code / "worker_questions.py").write_text(
         "def ask(row):\n    return [{'role': 'user', 'content': 'Industry: ' + row['Company']}]\n"
     )
     (code / "in.csv").write_text("Company\nAcme Law Firm\nBolt Bank\n")
-    job = job_dict(
-        name="pulled", source={"uri": "in.csv"}, prompt={"function": "worker_questions:ask"},
-        engine={"model": "demo", "max_model_len": 256}, output={"uri": str(out)},
-    )  # fmt: skip
     policy = tmp_path / "policy.yaml"
     places = [str(tmp_path)]
     allowed = {"read": places, "write": places, "function_modules": ["worker_questions"]}
-    policy.write_text(json.dumps(allowed))
+    policy.write_text(json.dumps({**allowed, "hosts": ["127.0.0.1"], "allow_private": True}))
     step = {"prefect.deployments.steps.set_working_directory": {"directory": str(code)}}
-    deployment = {
-        "name": "pulled-functions",
-        "entrypoint": "prefect_raybatch.flow.batch_inference",
-        "pull": [step],
-        "parameters": {"job": job, "run_key": "night"},
-        "work_pool": {
-            "name": POOL, "job_variables": {"env": {"RAYBATCH_POLICY": str(policy)}},
-        },
-    }  # fmt: skip
-    made = tmp_path / "prefect.yaml"
-    made.write_text(json.dumps({"name": "pulled", "deployments": [deployment]}))
-    deployed.call("--no-prompt", "deploy", "--all", "--prefect-file", str(made))
-    found = deployed.ask("deployments/name/batch_inference/pulled-functions")
-    run = deployed.ask(f"deployments/{found['id']}/create_flow_run", {})["id"]
+    with openai_server() as server:
+        job = job_dict(
+            name="pulled", source={"uri": "in.csv"}, prompt={"function": "worker_questions:ask"},
+            engine={"endpoint": {"url": server.url, "model": "large"}}, output={"uri": str(out)},
+        )  # fmt: skip
+        deployment = {
+            "name": "pulled-functions",
+            "entrypoint": "prefect_raybatch.flow.batch_inference",
+            "pull": [step],
+            "parameters": {"job": job, "run_key": "night"},
+            "work_pool": {
+                "name": POOL, "job_variables": {"env": {"RAYBATCH_POLICY": str(policy)}},
+            },
+        }  # fmt: skip
+        made = tmp_path / "prefect.yaml"
+        made.write_text(json.dumps({"name": "pulled", "deployments": [deployment]}))
+        deployed.call("--no-prompt", "deploy", "--all", "--prefect-file", str(made))
+        found = deployed.ask("deployments/name/batch_inference/pulled-functions")
+        run = deployed.ask(f"deployments/{found['id']}/create_flow_run", {})["id"]
 
-    def ended() -> dict[str, Any] | None:
-        state = deployed.state(run)
-        return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else None
+        def ended() -> dict[str, Any] | None:
+            state = deployed.state(run)
+            return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else None
 
-    state = deployed.until(ended, 600, "the end of the flow run")
+        state = deployed.until(ended, 600, "the end of the flow run")
     assert state["type"] == "COMPLETED", state
     assert state["message"].startswith("2 of 2 rows"), state
+    asked = {body["messages"][-1]["content"] for body in server.bodies}
+    assert asked == {"Industry: Acme Law Firm", "Industry: Bolt Bank"}

@@ -15,30 +15,24 @@ from helpers.engines import FakeEngine
 from helpers.environ import clean, python_path
 from helpers.processes import until
 
+from prefect_raybatch import ask_run
+
 TEXTS = ["a", "b", "c", "d", "e", "wait"]
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from prefect_raybatch import ask_run
-from test_interrupt import TEXTS, GateEngine
+from test_interrupt import answers
 
 folder, again = Path(sys.argv[1]), sys.argv[2] == "here"
-
-def call():
-    return ask_run(
-        TEXTS, "Say {text}", model="demo", cache=folder / "cache", engine=GateEngine,
-        settings={"source.rows_per_shard": 1, "engine.env": {"GATE": str(folder)}},
-    )
-
 try:
-    done = call()
+    found = answers(folder)
 except KeyboardInterrupt as stopped:
     print("interrupted", stopped, flush=True)
     if not again:
         raise
     os.unlink(folder / "gate")
-    done = call()
-print([row["answer"] for row in done.data], flush=True)
+    found = answers(folder)
+print(found, flush=True)
 """
 
 
@@ -63,12 +57,29 @@ class GateEngine(FakeEngine):
         return f"answer {self.texts[number]}"
 
 
-@pytest.mark.timeout(900)  # two starts of Ray
+def answers(folder: Path) -> list[str]:
+    done = ask_run(
+        TEXTS,
+        "Say {text}",
+        model="demo",
+        cache=folder / "cache",
+        engine=GateEngine,
+        settings={
+            "source.rows_per_shard": 1,
+            "engine.env": {"GATE": str(folder)},
+            "cluster.prepare.concurrency": 1,  # each process of Ray imports for itself
+        },
+    )
+    return [row["answer"] for row in done.data]
+
+
+@pytest.mark.timeout(900)  # a start of Ray, or two
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "where", [pytest.param("here", marks=pytest.mark.nightly), "another process"]
 )
-def test_the_same_call_continues_after_ctrl_c(where: str, tmp_path: Path) -> None:
+def test_the_same_call_continues_after_ctrl_c(where: str, local_ray: None, tmp_path: Path) -> None:
+    """The other process is this one, which has joined a cluster."""
     os.mkfifo(tmp_path / "gate")
     env = {**clean(), "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), where]
@@ -96,8 +107,7 @@ def test_the_same_call_continues_after_ctrl_c(where: str, tmp_path: Path) -> Non
         assert last.startswith("KeyboardInterrupt: ask() was stopped."), errors[-3000:]
         assert "site-packages" not in errors, errors
         os.unlink(tmp_path / "gate")
-        done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=240)
-        out, errors = out + done.stdout, done.stderr
+        out += str(answers(tmp_path))
     assert out.splitlines()[-1] == str([f"answer {text}" for text in TEXTS]), errors[-3000:]
     asked = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert before and set(asked) == set(TEXTS)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.environ import clean
 from prefect_raybatch.cli import commands as cli
+
+Raybatch = Callable[..., tuple[int, str, str]]
+"""`called` with all but the command's arguments."""
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

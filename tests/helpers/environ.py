@@ -9,8 +9,9 @@ from pathlib import Path
 from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE
 
 # Machines that run tests are busy. Ray puts its workers behind everything else, where beside other
-# work an engine takes minutes to start.
-BUSY = {"RAY_worker_niceness": "0"}
+# work an engine takes minutes to start. For its statistics, Ray Data starts a process in each
+# cluster, which takes a second and more of a core.
+BUSY = {"RAY_worker_niceness": "0", "RAY_DATA_USAGE_DISABLED": "1"}
 # What jobs of the tests may do that come through Prefect's API or a job server.
 POLICY = str(Path(__file__).parents[1] / "data" / "policy.yaml")
 

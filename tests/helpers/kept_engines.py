@@ -18,8 +18,8 @@ IDLE = 3600.0  # seconds that an engine waits for a run: as long as other tests 
 
 
 @contextmanager
-def kept(**workers: str) -> Iterator[None]:
-    """Keep engines of runs in the block, and fork each from one process that has imported vLLM.
+def imported(**workers: str) -> Iterator[None]:
+    """Fork engines of runs in the block from one process that has imported vLLM.
 
     `workers` are variables of Ray's workers. A fork needs the same values for those by which
     modules are loaded."""
@@ -30,8 +30,15 @@ def kept(**workers: str) -> Iterator[None]:
             for name, value in workers.items():
                 patch.setenv(name, value)
             stack.enter_context(import_process(None, {}, CPU_ENV))
-        # Imported first, as it sets the levels of its loggers; a command that joins a cluster by
-        # itself does the same.
-        importlib.import_module("ray.data")
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
-        yield stack.enter_context(warm_engines(IDLE))
+        yield
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Keep engines of runs in the block for later ones."""
+    # Imported first, as it sets the levels of its loggers; a command that joins a cluster by itself
+    # does the same.
+    importlib.import_module("ray.data")
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    with warm_engines(IDLE):
+        yield

@@ -51,7 +51,13 @@ def vllm_server(
             for word in (f"--{name.replace('_', '-')}", value)
         ),
     ]
-    environment = {**clean(), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {
+        **clean(),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # On a CPU, the core then has no worker apart, which would import vLLM a third time.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     command = dying_with_us(*command)
     with log.open("wb") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=folder)

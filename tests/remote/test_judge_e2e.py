@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.command_line import raybatch_in
+from helpers.command_line import Raybatch
 from helpers.ray_head import Head
 
 from prefect_raybatch.remote.client import JobServer
@@ -15,10 +15,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(900)]
 
 
 def test_the_judge_is_a_second_ray_job(
-    tmp_path: Path, ray_head: Head, monkeypatch: pytest.MonkeyPatch
+    example: Raybatch, tmp_path: Path, ray_head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert raybatch_in(tmp_path, "init", "--example").returncode == 0
     judge = {"model": "demo", "engine": {"max_model_len": 256}, "sample": 20}
     judge["prompt"] = "{Company}: is {industry} right or wrong?"
     words = ["run", "companies.yaml", "--run-key", "n1", "--no-prefect"]
@@ -27,13 +26,14 @@ def test_the_judge_is_a_second_ray_job(
         "output.uri": str(tmp_path / "out"),
         "source.uri": str(tmp_path / "companies.csv"),
         "cluster.job_server": ray_head.url,
+        "cluster.prepare.concurrency": 1,  # each process of Ray imports for itself
         "quality.judge": json.dumps(judge),
     }
     for name, value in fields.items():
         words += ["--set", f"{name}={value}"]
-    done = raybatch_in(tmp_path, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("judged")]
+    code, out, err = example(*words)
+    assert code == 0, err[-3000:]
+    (line,) = [line for line in out.splitlines() if line.startswith("judged")]
     assert "of 20 answers right" in line
     run = tmp_path / "out/n1"
     (judging,) = run.glob("_raybatch/judge/*/runs/*")
@@ -41,5 +41,5 @@ def test_the_judge_is_a_second_ray_job(
     at = {job.metadata.get("raybatch_run"): job for job in JobServer(ray_head.url).jobs()}
     assert {at[str(place)].status for place in (run, judging)} == {"SUCCEEDED"}
     assert at[str(judging)].metadata["raybatch_run_key"] == "n1-judge"
-    again = raybatch_in(tmp_path, *words)
-    assert again.returncode == 0 and line in again.stdout, again.stderr[-3000:]
+    code, out, err = example(*words)
+    assert code == 0 and line in out, err[-3000:]

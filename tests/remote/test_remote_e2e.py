@@ -35,7 +35,7 @@ from prefect_raybatch.remote.client import JobServer, RayJob
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 
 BIN = Path(sys.executable).parent
-ROWS, SHARD, KEY = 3000, 50, "outlives-its-flow"
+ROWS, SHARD, KEY = 600, 50, "outlives-its-flow"
 ACCEPTED = "sampling.max_tokens"
 
 
@@ -59,7 +59,10 @@ def job_at(folder: Path, url: str) -> dict[str, Any]:
         "sampling": {"temperature": 0, "max_tokens": 16, "choice": list(LABELS)},
         "engine": {"model": "demo", "max_model_len": 256},
         "output": {"uri": str(folder / "out"), "column": "industry"},
-        "cluster": {"kubernetes": {"image": "raybatch:1", "gpus_per_worker": 0, "url": url}},
+        "cluster": {
+            "kubernetes": {"image": "raybatch:1", "gpus_per_worker": 0, "url": url},
+            "prepare": {"concurrency": 1},  # each process of Ray imports for itself
+        },
     }
 
 
@@ -158,7 +161,10 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
     proof = subprocess.run(command, env=env, capture_output=True, text=True)
     assert proof.returncode == 0 and json.loads(proof.stdout)["data"] == ROWS
     assert pq.read_table(tmp_path / "out" / KEY / "data")["_row"].to_pylist() == list(range(ROWS))
-    lasts = ("all 60 shards are committed", "3,000 rows = 3,000 answered")
+    lasts = (
+        f"all {ROWS // SHARD} shards are committed",
+        f"{ROWS} rows = {ROWS} answered",
+    )
     deleted = f"deleted the RayCluster {name}"
 
     def told_so_far() -> str:
@@ -178,5 +184,5 @@ def test_a_flow_killed_in_the_middle_finds_its_job_again(
         (one,) = json.loads((root / left).read_bytes())["accepted"]
         assert (one["field"], one["old"], one["new"]) == (ACCEPTED, "12", "16"), left
     # Its engines worked when it was followed: it never says that they start.
-    shown = [text for text in told if "of 3,000 rows (" in text]
+    shown = [text for text in told if f"of {ROWS} rows (" in text]
     assert shown and not any("starting engines" in text for text in shown), "\n".join(shown)

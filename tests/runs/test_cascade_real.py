@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.dataset as ds
 import pytest
-from helpers.command_line import called
+from helpers.command_line import Raybatch
 from helpers.environ import clean
 from helpers.openai_server import completion, openai_server
 
@@ -26,13 +26,8 @@ ROWS, MOST = 60, 15
 
 
 def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
-    local_ray: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    local_ray: None, example: Raybatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert called(capsys, "init", "--example")[0] == 0
     with openai_server() as server:
         reached, go = threading.Event(), threading.Event()
 
@@ -53,6 +48,8 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
         command = [
             *("run", "companies.yaml", "--run-key", "n1", "--no-prefect"),
             *("--set", f"source.limit={ROWS}", "--set", "source.rows_per_shard=20"),
+            # Each process of Ray imports for itself.
+            *("--set", "cluster.prepare.concurrency=1"),
             *("--set", f"output.escalate={escalate}"),
         ]
         with subprocess.Popen(
@@ -68,7 +65,7 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
                     os.killpg(driver.pid, signal.SIGKILL)
         go.set()
         before = len(list((tmp_path / "out/n1/_raybatch/asks/_raybatch/attempts").iterdir()))
-        code, out, err = called(capsys, *command)
+        code, out, err = example(*command)
         assert code == 0, err[-3000:]
         asked = {body["messages"][-1]["content"] for body in server.bodies}
     folder = tmp_path / "out" / "n1"

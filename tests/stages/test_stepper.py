@@ -447,6 +447,8 @@ def test_in_process_engine(in_process: subprocess.Popen) -> None:
 
 def test_the_doctor_sees_the_engine_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, error=ABSENT)
+    # As a user's: two processes more, as of `ENVIRONMENT`, would import vLLM too.
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.setattr(machine, "START_LIMIT_SECONDS", START_S)
     (finding,) = machine.check_engine(CheckContext(None, lambda job: job))
     assert (finding.check, finding.mark) == ("engine", "pass"), finding

@@ -88,6 +88,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comman
     job = job_dict(
         source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 10},
         output={"uri": str(tmp_path / "out")},
+        cluster={"prepare": {"concurrency": 1}},  # each process of Ray imports for itself
         engine={"model": "demo", "max_model_len": 256, "env": env},
     )
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
