@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from prefect_raybatch.harmless import code_span, markdown_text
 from prefect_raybatch.ledger.forks import fork_key
-from prefect_raybatch.ledger.last_attempt import advice
+from prefect_raybatch.ledger.last_attempt import advice, cut_to_characters
 from prefect_raybatch.quality.accuracy import Accuracy
 from prefect_raybatch.quality.agreement import Agreement
 from prefect_raybatch.quality.alarm import ACCURACY, AGREEMENT, ShareSeries
@@ -35,6 +35,7 @@ STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cance
 MEASURED = ("cost", "accuracy", "judged", "e-value", "agreement", "agreement e-value")
 MORE_OF = {"labels": "label", "lengths": "length", "ends": "finish reason"}
 NOT_COMPARED = "not compared"
+UNDONE_SHOWN = 160  # characters of a headline
 LABELS_SHOWN = 8  # most common labels in the table of answers
 
 
@@ -292,7 +293,7 @@ def _outcome(page: HistoryPage, run: HistoryLine, title: str) -> list[str]:
     about += [FALLEN_REMARK] if run.has_fallen(ACCURACY) else []
     about += [DISAGREEMENT_REMARK] if run.has_fallen(AGREEMENT) else []
     about += [LOST_ALARM_REMARK] if any(one.lost_alarm for one in run.series.values()) else []
-    about += [f"{run.undone.rstrip('.')}."] if run.undone else []
+    about += [cut_to_characters(f"{run.undone.rstrip('.')}.", UNDONE_SHOWN)] if run.undone else []
     counts = (run.rows or 0, run.good or 0, run.quarantined or 0)
     seconds = run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)
