@@ -150,7 +150,9 @@ def _next_command(
     if report.failed and not fresh:  # failed rows may have been retried, which `status` shows
         return ["raybatch", "status", report.run] if is_readable else None
     if not report.failed or retry is None:
-        return ["raybatch", "verify", report.run] if is_readable else None
+        alarms = any(one.rings or one.lost_alarm for one in report.series.values())
+        command = "report" if alarms else "verify"
+        return ["raybatch", command, report.run] if is_readable else None
     if not report.good and not is_readable:
         return None
     return failed_rows_command(report.run, report.good, report.failures, retry)
