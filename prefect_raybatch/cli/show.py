@@ -226,6 +226,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
     size = plan.sizing
     about = "about " if plan.rows_guessed else ""
     columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
+    kept = ", including those that the first model answers" if plan.first is not None else ""
     # Tokens of a hosted model are priced for the larger model alone; GPU-hours of an earlier run
     # include both models.
     cost_of = "cost of larger" if plan.hosted is not None else "cost of both"
@@ -236,7 +237,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("publish to", list(plan.publish)),
         ("model", [model_name(plan.model)]),
         ("classifier", [plan.classifier] if plan.classifier else []),
-        ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}"]),
+        ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}{kept}"]),
         (
             "shards per engine",
             [f"{size.shards_a_worker:g} ({counted(size.pool.engines, 'engine')})"],
