@@ -88,7 +88,7 @@ def threshold_of(find: Callable[[TerminalProgress], TunedCascade], as_json: bool
 def show_threshold(tuned: TunedCascade, path: Path, as_json: bool) -> None:
     """Print the result of tuning a cascade, and that the job file `path` was written.
 
-    Exits with status 1 if no threshold was found; then no job file was written.
+    Exits with status 1 if no threshold saves a row; then no job file was written.
     """
     if as_json:
         print_json({**asdict(tuned), "settings": tuned.changes, "lines": tuned.lines()})

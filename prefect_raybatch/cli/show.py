@@ -68,7 +68,7 @@ class TerminalProgress(Listener):
     def __init__(self, quiet: bool):
         self.quiet, self.draws = quiet, err.is_terminal
         self.bar: Bar | None = None
-        self.printed = 0.0
+        self.printed, self.line = 0.0, ""  # when the last progress line was printed, and the line
         self.phase, self.about = STARTING, ""
         self.progress: Progress | None = None
         self._explained = False
@@ -84,7 +84,8 @@ class TerminalProgress(Listener):
     def on_judge(self, uri: str) -> None:
         self.close()
         with self._lock:
-            self.phase, self.about, self.progress, self.printed = STARTING, "", None, 0.0
+            self.phase, self.about, self.progress = STARTING, "", None
+            self.printed, self.line = 0.0, ""
         self.say(f"judging answers: run {uri}")
 
     def on_heartbeat(self, beat: Heartbeat) -> None:
@@ -111,8 +112,16 @@ class TerminalProgress(Listener):
             if self.draws:
                 self.draw(progress)
             elif time.time() - self.printed >= LINE_EVERY or progress.whole_done == progress.whole:
-                self.printed = time.time()
-                self.say(describe_progress(progress, self.phase, self.about))
+                self._say_if_new(describe_progress(progress, self.phase, self.about))
+
+    def _say_if_new(self, line: str) -> None:
+        """Print a progress line unless it equals the last one.
+
+        Heartbeats come more often than the state that they describe is looked up.
+        """
+        if line != self.line:
+            self.printed, self.line = time.time(), line
+            self.say(line)
 
     def draw(self, progress: Progress) -> None:
         """Draw the progress bar, or update it."""
@@ -217,6 +226,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
     size = plan.sizing
     about = "about " if plan.rows_guessed else ""
     columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
+    kept = ", including those that the first model answers" if plan.first is not None else ""
     # Tokens of a hosted model are priced for the larger model alone; GPU-hours of an earlier run
     # include both models.
     cost_of = "cost of larger" if plan.hosted is not None else "cost of both"
@@ -227,7 +237,7 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
         ("publish to", list(plan.publish)),
         ("model", [model_name(plan.model)]),
         ("classifier", [plan.classifier] if plan.classifier else []),
-        ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}"]),
+        ("shards", [f"{size.shards:,} of {counted(size.rows_per_shard, 'row')}{kept}"]),
         (
             "shards per engine",
             [f"{size.shards_a_worker:g} ({counted(size.pool.engines, 'engine')})"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +55,14 @@ class TunedCascade:
     high: float = 0.0
 
     @property
+    def asks_all(self) -> bool:
+        """Return whether the larger model is asked about all rows with the threshold `found`."""
+        return self.found is not None and self.found.escalated == self.found.rows
+
+    @property
     def changes(self) -> dict[str, float]:
-        """Return {field: threshold} to set in the job; {} if none was found."""
-        return {} if self.found is None else {self.field: self.found.below}
+        """Return {field: threshold} to set in the job; {} if no threshold saves a row."""
+        return {} if self.found is None or self.asks_all else {self.field: self.found.below}
 
     @property
     def sampled(self) -> int:
@@ -71,11 +77,13 @@ class TunedCascade:
         ]
         if failed := unanswered_text(self.unanswered, "sampled row", "the larger model"):
             made.append(f"{failed}, so these were not compared")
-        if self.found is None:
+        if self.found is None or self.asks_all:
+            unless = f", unless {self.larger} is asked about all rows" if self.asks_all else ""
             return [
                 *made,
                 f"no threshold keeps {self.agreement:g} of the answers equal to those of "
-                f"{self.larger} at {self.confidence:.0%} confidence. Lower --agreement",
+                f"{self.larger} at {self.confidence:.0%} confidence{unless}. Lower --agreement, or "
+                "take a first model that agrees with it more often",
             ]
         found = self.found
         made += [
@@ -88,7 +96,8 @@ class TunedCascade:
         if self.at_most < self.high:
             made.append(
                 f"output.escalate.at_most ({self.at_most:g}) may leave out some of them, and then "
-                f"the guarantee does not hold. Set it to {self.high:.2f} or more"
+                f"the guarantee does not hold. Set it to {math.ceil(self.high * 100) / 100:g} or "
+                "more"
             )
         return made
 

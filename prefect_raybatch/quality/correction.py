@@ -44,9 +44,11 @@ class Confusion:
     def tells_apart(self) -> bool:
         """Return whether the judge surely calls right answers right more often than wrong ones.
 
-        This is the case if the 95 % interval of the difference (MOVER) is above 0. Call it only if
-        neither `right` nor `wrong` is 0.
+        This is the case if the 95 % interval of the difference (MOVER) is above 0, and never if
+        `right` or `wrong` is 0.
         """
+        if not (self.right and self.wrong):
+            return False
         hits, misses = self.right_called_right / self.right, self.wrong_called_right / self.wrong
         lowest, _ = interval(self.right_called_right, self.right)
         _, highest = interval(self.wrong_called_right, self.wrong)

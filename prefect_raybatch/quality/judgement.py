@@ -20,6 +20,7 @@ from prefect_raybatch.quality.correction import LEAST_LABELLED, Confusion, Label
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
+BY_LABELS, BY_CONFUSION = "PPI++", "Rogan-Gladen"  # names of the methods in records and texts
 JUDGE_RUNS = "runs"  # folder of a judgement, with the run in which the judge answers
 
 
@@ -52,10 +53,11 @@ class JudgedRow:
 class Corrected(StrictRecord):
     """The accuracy after correction for the judge's errors, with the ends of its 95 % interval.
 
-    `method` names the estimate. `share` is None, and the interval 0 to 1, if the golden rows do not
-    show that the judge tells right from wrong: then its verdicts say nothing about the accuracy. Of
-    the `right` golden rows with a right answer, the judge called `right_called_right` right; of the
-    `wrong` golden rows with a wrong answer, `wrong_called_right`.
+    `method` is BY_LABELS or BY_CONFUSION. With BY_CONFUSION, `share` is None and the interval 0 to
+    1 if the golden rows do not show that the judge tells right from wrong: then its verdicts say
+    nothing about the accuracy. Of the `right` golden rows with a right answer, the judge called
+    `right_called_right` right; of the `wrong` golden rows with a wrong answer,
+    `wrong_called_right`.
     """
 
     method: str
@@ -78,7 +80,14 @@ class Corrected(StrictRecord):
         called = f"of which it called {' and '.join(parts)}"
         if self.share is None:
             return f"it does not tell right from wrong on the golden rows, {called}"
-        return f"corrected by golden rows ({self.method}), {called}"
+        counts = (self.right, self.right_called_right, self.wrong, self.wrong_called_right)
+        note = ""
+        if self.method == BY_LABELS and not Confusion(*counts).tells_apart:
+            note = (
+                "; this does not show that it tells right from wrong, so the accuracy rests on the "
+                "golden rows"
+            )
+        return f"corrected by golden rows ({self.method}), {called}{note}"
 
 
 @dataclass(frozen=True)
@@ -221,11 +230,11 @@ def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
     labelled = Labelled(*(inside[cell] for cell in cells))
     sample = [row.verdict for row in judged if row.in_sample and row.verdict is not None]
     if labelled.rows >= LEAST_LABELLED:
-        method = "PPI++"
+        method = BY_LABELS
         called = sum(sample) - inside[True, True] - inside[False, True]
         share, low, high = labelled.estimate(called, len(sample) - labelled.rows)
     else:
-        method = "Rogan-Gladen"
+        method = BY_CONFUSION
         share, low, high = by_confusion(sum(sample), len(sample), confusion)
         for name in ("right", "wrong"):
             if not getattr(confusion, name):

@@ -184,15 +184,19 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
     accuracy = report.accuracy if quality.golden is not None else report.judgement
     if least is None or member.plan.parent is not None:
         return
+    outcome = "was not published"
+    if report.published:
+        targets = ", ".join(one.target for one in report.published)
+        outcome = f"stays published to {targets}, and nothing else was published"
     if accuracy is None:
         raise QualityTooLow(
-            f"{report.run} was not published: its accuracy was not measured, and quality.at_least "
-            f"is {least:g}. Run: raybatch publish {report.run} --job JOB"
+            f"{report.run} {outcome}: its accuracy was not measured, and quality.at_least is "
+            f"{least:g}. Run: raybatch publish {report.run} --job JOB"
         )
     if accuracy.low >= least:
         return
     raise QualityTooLow(
-        f"{report.run} was not published: its accuracy is {accuracy.text()}, and quality.at_least "
+        f"{report.run} {outcome}: its accuracy is {accuracy.text()}, and quality.at_least "
         f"{least:g} needs the lower end of the interval. {accuracy.remedy(least)}, then run: "
         f"raybatch publish {report.run} --job JOB"
     )

@@ -115,6 +115,9 @@ def test_a_cascade_costs_what_its_larger_model_may_be_asked_about(plan: Any) -> 
     code, out, err = plan(**cascade(0.34))
     assert code == 0, err
     assert "Larger model, which answers at most 1 row:" in out
+    first, larger = " ".join(out.split()).split("Larger model")
+    assert "shards 1 of 3 rows, including those that the first model answers" in larger
+    assert "including" not in first
     assert re.search(r"cost of larger +about [0-9.e-]+ EUR for 1 row,", out)
 
 

@@ -28,6 +28,7 @@ from prefect.events import emit_event
 from prefect.states import Cancelled, Cancelling, Failed, Running, Scheduled
 
 from prefect_raybatch.api import plan_run
+from prefect_raybatch.cli import show as show_module
 from prefect_raybatch.cli.show import TerminalProgress
 from prefect_raybatch.compile.job import cluster_spec, size_spec
 from prefect_raybatch.driver.driver import PhaseProgress, Progress
@@ -688,6 +689,22 @@ def test_the_terminal_hears_what_the_page_hears(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     shown.on_heartbeat(Heartbeat(0.0, phase=WAITING))  # said though nothing was committed
     assert capsys.readouterr().err == "waiting\n"
+
+
+def test_a_line_is_not_printed_again_while_it_says_the_same(monkeypatch, capsys):
+    """Heartbeats come each second, but the server is asked how long it is silent each ten."""
+    monkeypatch.setattr(show_module, "LINE_EVERY", 0.0)
+    show = TerminalProgress(quiet=False)
+    show(Progress(100, 10))
+    capsys.readouterr()
+    for silent in (21, 21, 21, 31, 31):
+        show.on_heartbeat(Heartbeat(0.0, phase=WAITING, about=f"no answer for {silent} s"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["waiting: no answer for 21 s", "waiting: no answer for 31 s"]
+    show.on_judge("run")  # the progress of another run, which may begin with the same line
+    show(Progress(100, 10))
+    show.on_heartbeat(Heartbeat(0.0, phase=WAITING, about="no answer for 31 s"))
+    assert capsys.readouterr().err.splitlines()[-1] == "waiting: no answer for 31 s"
 
 
 def test_requests_that_this_attempt_answered_are_not_told_as_done_before(capsys):

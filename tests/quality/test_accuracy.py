@@ -226,6 +226,7 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(
     with pytest.raises(QualityTooLow, match=r"raybatch publish .*second --job") as error:
         publish_run(job, report.run)
     assert "golden rows" in str(error.value) and not (tmp_path / "published").exists()
+    assert str(error.value).startswith(f"{report.run} was not published: its accuracy is ")
     withheld = "publishing failed: QualityTooLow: "
     (history,) = history_of(str(tmp_path / "out"), job=job.name)
     notes = report_of(report.run).notes
@@ -245,6 +246,13 @@ def test_planted_errors_are_measured_shown_and_withhold_publishing(
     assert f"{first.good} of {first.good} golden rows right" in (
         Path(report.run) / "_raybatch" / "report.md"
     ).read_text(encoding="utf-8")
+
+    golden_of_run(first, tmp_path, planted=6)  # and changed again, after the run was published
+    (target,) = published.published
+    with pytest.raises(QualityTooLow) as error:
+        publish_run(job, report.run)
+    stays = f"{report.run} stays published to {target.target}, and nothing else was published: its"
+    assert str(error.value).startswith(stays)
 
 
 @pytest.mark.usefixtures("without_ray")

@@ -52,6 +52,7 @@ from prefect_raybatch.ledger.last_attempt import read_last_attempt
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.quality import alarm
 from prefect_raybatch.quality.accuracy import interval
+from prefect_raybatch.quality.judgement import Corrected
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import cost_rows, markdown
@@ -612,6 +613,21 @@ def test_golden_rows_within_the_sample_correct_the_judge_by_their_labels(tmp_pat
     assert judgement.corrected is not None and judgement.corrected.method == "PPI++"
     assert judgement.share == pytest.approx(35 / 44, abs=0.01)
     assert judgement.corrected.low < 35 / 44 < judgement.corrected.high < judgement.low
+    assert judgement.text().endswith(
+        "called 35 of 35 right ones right and 0 of 9 wrong ones wrong; this does not show that it "
+        "tells right from wrong, so the accuracy rests on the golden rows"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [((50, 48, 10, 1), True), ((50, 40, 10, 6), False), ((50, 48, 0, 0), False)],
+)
+def test_the_line_says_whether_the_golden_rows_show_that_the_judge_tells_right_from_wrong(
+    counts, shown
+):
+    text = Corrected("PPI++", 0.83, 0.7, 0.9, *counts).text()
+    assert ("does not show" in text) is not shown
 
 
 @pytest.mark.parametrize("rights", [(1, 2), (1,)])  # seems to tell them apart, or not

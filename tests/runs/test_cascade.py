@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from prefect_raybatch.api.tune import tune_cascade
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.show import describe_progress
 from prefect_raybatch.cluster import pipeline
+from prefect_raybatch.compare.threshold import TunedCascade
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Counts, Heartbeat
@@ -49,6 +51,7 @@ from prefect_raybatch.runs.plan_run import precheck_resolved
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of, status
+from prefect_raybatch.sizing import threshold
 from prefect_raybatch.spec.cascade import most_rows
 from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
@@ -550,6 +553,36 @@ def test_tune_finds_the_threshold_on_a_sample_and_writes_the_job_file(
     assert "output.escalate.when.probability_below" in said and "95% confidence" in said
     assert not list((tmp_path / "out").rglob("*.parquet")), "the sample's runs are removed"
     assert len(server.bodies) < 1000
+
+
+def test_tune_writes_no_job_file_if_the_larger_model_must_answer_all_rows(
+    server, tmp_path, monkeypatch, capsys
+):
+    """The first model is about equally sure of all its answers, and all are wrong."""
+    monkeypatch.setattr(Small, "rows", 100)
+    names = [f"Company {n}" for n in range(300)]
+    numbers = [80 + n % 10 for n in range(300)]
+    pq.write_table(pa.table({"Company": names, "number": numbers}), tmp_path / "in.parquet")
+    server.fault = lambda _, body: (200, {}, completion(json.dumps({"label": "bank"})))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job_of(server, tmp_path).to_dict()))
+    code, out, _ = called(capsys, "tune", path, "--cascade", "--agreement", "0.9")
+    assert code == 1 and not (tmp_path / "job.tuned.yaml").exists()
+    assert "the same answer to 0 of" in out and "wrote" not in out and "next" not in out
+    assert "no threshold keeps 0.9 of the answers equal" in " ".join(out.split())
+    assert "unless large is asked about all rows" in " ".join(out.split())
+    code, out, _ = called(capsys, "tune", path, "--cascade", "--agreement", "0.9", "--json")
+    assert code == 1 and json.loads(out)["settings"] == {}
+
+
+def test_tune_names_the_least_at_most_that_keeps_the_guarantee():
+    found = threshold.TestedThreshold(0.8, 196, 80, 200, 0.95)
+    tuned = TunedCascade(
+        "small", "large", "f", 0.9, 0.95, 200, 150, found, 0.3, escalated=80, low=0.332, high=0.471
+    )
+    (line,) = (line for line in tuned.lines() if "at_most" in line)
+    assert line.endswith("Set it to 0.48 or more")
+    assert not any("at_most" in line for line in replace(tuned, at_most=0.48).lines())
 
 
 def test_rows_that_the_larger_model_failed_are_not_compared_when_tuning(server, tmp_path):
