@@ -99,10 +99,10 @@ def golden_file(folder: Path, text: str, name: str = "golden.csv") -> str:
         ("id,label\n1,a\n", [], "no column 'answer'"),
         ("id,answer\n1,a\n", ["name"], "no column 'name'"),
         ("answer\na\n", [], "only the column 'answer'"),
-        ("id,answer\n1,a\n2,\n", [], "row 2: column 'answer' is empty"),
-        ("id,answer\n1,a\n1,b\n", [], "row 2: an earlier row has the same id"),
+        ("id,answer\n1,a\n2,\n", [], "line 3: column 'answer' is empty"),
+        ("id,answer\n1,a\n1,b\n", [], "line 3: an earlier row has the same id"),
         ('id,answer\n1,"a\n', [], "cannot be read"),
-        ("id,answer\n1,Law, Finance\n", [], "row 1 has more cells than there are columns"),
+        ("id,answer\n1,Law, Finance\n", [], "line 2 has more cells than there are columns"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, key: list[str], fault: str) -> None:
@@ -130,6 +130,25 @@ def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
     for place in places:
         answers = read_golden(place, {}, [], "answer").answers
         assert answers == {("7", "true"): "a", ("8", "false"): "b"}, place
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("g.parquet", "row 2"),
+        ("g.jsonl", "line 4"),
+        ("g.csv", "line 4"),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_line_or_in_parquet_by_its_number(
+    tmp_path: Path, place: str, message: str
+) -> None:
+    rows = [{"id": 7, "answer": "a"}, {"id": 8, "answer": ""}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet")
+    golden_file(tmp_path, "\n".join(["", json.dumps(rows[0]), "", json.dumps(rows[1])]), "g.jsonl")
+    golden_file(tmp_path, "id,answer\n7,a\n\n8,\n", "g.csv")
+    with pytest.raises(ConfigError, match=f"{place}, {message}: column 'answer' is empty"):
+        read_golden(str(tmp_path / place), {}, [], "answer")
 
 
 def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None:
@@ -332,7 +351,10 @@ def test_a_golden_file_that_vanishes_leaves_the_run_to_be_measured_later(tmp_pat
     ("there", "fault"),
     [
         (["id", "label"], "no column 'answer' to compare .*Set quality.answer"),
-        (["answer", "label"], "no column 'id' to find its rows by .*output.columns, or set qu"),
+        (
+            ["answer", "label"],
+            "no column 'id' to find the rows of .* by .*output.columns, or set qu",
+        ),
     ],
 )
 def test_golden_columns_that_the_result_lacks_are_told_with_the_line(
@@ -344,6 +366,47 @@ def test_golden_columns_that_the_result_lacks_are_told_with_the_line(
     with pytest.raises(ConfigError, match=fault) as error:
         check_golden_columns(golden, there)
     assert with_line(str(error.value), str(job)).startswith(f"{job}: line 3: quality.golden: ")
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    ("columns", "quality", "named"),
+    [
+        ("id,answer", {"key": ["number"]}, "line 4: quality.key: {golden} has no column 'number'"),
+        (
+            "id,answer",
+            {"key": ["id"], "answer": "label"},
+            "line 5: quality.answer: {golden} has no column 'label'",
+        ),
+        (
+            "number,answer",
+            {"key": ["number"]},
+            "line 4: quality.key: the result has no column 'number' to find the rows of {golden}",
+        ),
+        (
+            "id,label",
+            {"key": ["id"], "answer": "label"},
+            "line 5: quality.answer: the result has no column 'label' to compare with the answers "
+            "of {golden}",
+        ),
+    ],
+)
+def test_a_wrong_key_or_answer_is_reported_under_its_own_field_and_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    columns: str,
+    quality: dict[str, Any],
+    named: str,
+) -> None:
+    golden = golden_file(tmp_path, f"{columns}\n1,a\n")
+    job = job_of(tmp_path, golden=golden, **quality).to_dict()
+    path = tmp_path / "job.yaml"
+    lines = [f"  {name}: {json.dumps(value)}" for name, value in job.pop("quality").items()]
+    text = "\n".join(["quality:", *lines, yaml.safe_dump(job)])
+    path.write_text("# job\n" + text, encoding="utf-8")
+    code, _, err = called(capsys, "plan", path)
+    wanted = f"{path}: {named.format(golden=golden)}"
+    assert code == 2 and "".join(wanted.split()) in "".join(err.split()), err
 
 
 @pytest.mark.usefixtures("without_ray")
