@@ -18,7 +18,7 @@ from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.forks import original_key
-from prefect_raybatch.quality.accuracy import put_accuracy, read_accuracy
+from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
 from prefect_raybatch.quality.golden import (
     GOLDEN_FIELD,
@@ -198,8 +198,12 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
         )
     if accuracy.low >= least:
         return
+    if isinstance(accuracy, Accuracy):
+        remedy = accuracy.remedy(least, str(quality.golden))
+    else:
+        remedy = accuracy.remedy(least)
     raise QualityTooLow(
         f"{report.run} was not published: its accuracy is {accuracy.text()}, and quality.at_least "
-        f"{least:g} needs the lower end of the interval. {accuracy.remedy(least)}, then run: "
-        f"raybatch publish {report.run} --job JOB"
+        f"{least:g} needs the lower end of the interval. {remedy}, then run: raybatch publish "
+        f"{report.run} --job JOB"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from math import comb
 from pathlib import Path
@@ -168,19 +169,19 @@ def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None
         (48, 50, 0.9, "Add golden rows: 50 are too few"),
         (40, 50, 0.9, "More golden rows cannot help: 80.0% of the answers are right"),
         (45, 50, 0.9, "More golden rows cannot help: 90.0%"),  # the lower end is always below
-        (0, 0, 0.9, "Name golden rows of the input"),
+        (0, 0, 0.9, "Correct the keys in g.csv"),
     ],
 )
 def test_a_remedy_asks_for_more_rows_only_where_these_can_help(
     right: int, rows: int, least: float, remedy: str
 ) -> None:
-    assert accuracy_of("plan", right, rows, 0).remedy(least).startswith(remedy)
+    assert accuracy_of("plan", right, rows, 0).remedy(least, "g.csv").startswith(remedy)
     rows_judged = [JudgedRow(True, number < right) for number in range(rows)]
     judgement = judgement_of(plan="plan", judge="j", key="k", judged=rows_judged)
     judged = {
         "Add golden rows": "Raise quality.judge.sample",
         "More golden rows": "A larger sample cannot help",
-        "Name golden rows": "All its requests failed",
+        "Correct the keys": "All its requests failed",
     }
     assert judgement.remedy(least).startswith(
         next(text for begin, text in judged.items() if remedy.startswith(begin))
@@ -457,5 +458,9 @@ def test_a_night_of_which_no_row_is_golden_joins_no_series_and_is_withheld(tmp_p
     report = completed(job, "new")
     assert report.accuracy is not None and report.accuracy.series is None
     assert report.accuracy.text() == "unknown: none of 2 golden rows has an answer"
-    with pytest.raises(QualityTooLow, match="Name golden rows of the input, or lower at_least"):
+    helps = f"Correct the keys in {golden}, or quality.key, or remove quality.at_least, then run: "
+    with pytest.raises(QualityTooLow, match=re.escape(helps)) as error:
         publish_run(job, report.run)
+    assert "lower at_least" not in str(error.value)
+    golden_file(tmp_path, "id,answer\n7,answer 7\n8,answer 8\n")
+    assert publish_run(edited(job, {"quality.at_least": 0.1}, "the job"), report.run).published
