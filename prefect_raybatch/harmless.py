@@ -23,9 +23,11 @@ _MARKS = re.compile(
     r"|(?<![^\W_])_|_(?![^\W_])"
     r"|\A[-+](?= )|\A[-=](?=[-=])|\A#(?=#*(?: |\Z))|\A>|(?<=\A\d)[.)](?= )"
 )
-# Addresses that viewers turn into links, some even if a mark in them is escaped.
+# Addresses that viewers turn into links, some even if a mark in them is escaped. The name of a
+# hosted model, MODEL@http://..., is one of them as a whole.
 _ADDRESS = re.compile(
-    r"((?:(?:(?:https?|ftp)://|www\.|(?<![:/\w])//(?=\w))[^\s`<|\\]*|[-.\w+]+@[-.\w]+)+)",
+    r"((?:(?:(?:https?|ftp)://|www\.|(?<![:/\w])//(?=\w))[^\s`<|\\]*"
+    r"|[-.\w+]+@(?:(?:https?|ftp)://[^\s`<|\\]*|[-.\w]+))+)",
     re.IGNORECASE,
 )
 _NUMBERED = re.compile(r"\A(\d{2,9})([.)])(?= )")

@@ -72,10 +72,13 @@ class Accuracy(StrictRecord):
         counts = f"{self.right:,} of {counted(self.rows, 'golden row')} right"
         return f"{self.short()}, {counts}{missing}"
 
-    def remedy(self, least: float) -> str:
-        """Return what to do if the interval's lower end is below `least`, the share wanted."""
+    def remedy(self, least: float, golden: str) -> str:
+        """Return what to do if the interval's lower end is below `least`, the share wanted.
+
+        `golden` is the golden file.
+        """
         if not self.rows:
-            return "Name golden rows of the input, or lower at_least"
+            return f"Correct the keys in {golden}, or quality.key, or remove quality.at_least"
         if self.share > least:
             return f"Add golden rows: {self.rows:,} are too few to show it. Or lower at_least"
         return (

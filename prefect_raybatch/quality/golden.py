@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_GOLDEN_BYTES = 64 << 20  # size limit of a golden file
 WRONG_SHOWN = 10
+GOLDEN_FIELD = "quality.golden"
 FAILED_ANSWER = "(failed)"
 LONGEST_TEXT = 200  # characters of a shown value
 GoldenKey = tuple[str, ...]
@@ -31,13 +32,18 @@ class Golden:
     """The right answers of a golden file: `answers` is {values of the key columns: right answer}.
 
     `columns` are the key columns, by which rows are found in a result; `answer` is the column of
-    the right answer. All values are texts, as `as_text` returns them.
+    the right answer. All values are texts, as `as_text` returns them. `places` says where in the
+    file each answer is, e.g. `line 3`. `key_field` and `answer_field` are the job fields that name
+    the columns: quality.key and quality.answer, or quality.golden for defaults.
     """
 
     uri: str
     columns: tuple[str, ...]
     answer: str
     answers: Mapping[GoldenKey, str]
+    places: tuple[str, ...]
+    key_field: str
+    answer_field: str
 
     @property
     def digest(self) -> str:
@@ -47,50 +53,71 @@ class Golden:
         return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
-def read_golden(uri: str, options: Mapping[str, object], key: Sequence[str], answer: str) -> Golden:
+def read_golden(
+    uri: str,
+    options: Mapping[str, object],
+    key: Sequence[str],
+    answer: str,
+    answer_field: str = GOLDEN_FIELD,
+) -> Golden:
     """Read a golden file, whose column `answer` has the right answers of its rows.
 
     `key` are the columns by which its rows are found in a result; empty for all other columns.
-    Raises `ConfigError` for a file that is missing or unreadable, lacks a column or an answer, or
-    has a key twice. `options` are those of the file's store.
+    `answer_field` is quality.answer if the job sets it. Raises `ConfigError` for a file that is
+    missing or unreadable, lacks a column or an answer, or has a key twice. `options` are those of
+    the file's store.
     """
     rows = _rows(uri, _bytes(uri, options))
     if not rows:
         raise ConfigError(f"quality.golden: {uri} has no rows. Add rows with right answers")
-    there = list(rows[0])
-    columns = tuple(key or (name for name in there if name != answer))
+    there = list(rows[0][1])
+    columns = _key_columns(uri, there, key, answer, answer_field)
+    answers: dict[GoldenKey, str] = {}
+    for place, row in rows:
+        value, of_row = row.get(answer), tuple(as_text(row.get(name)) for name in columns)
+        if value is None or value == "":
+            raise ConfigError(
+                f"quality.golden: {uri}, {place}: column {answer!r} is empty. Write the right "
+                "answer, or remove the row"
+            )
+        if of_row in answers:
+            raise ConfigError(
+                f"quality.golden: {uri}, {place}: an earlier row has the same "
+                f"{', '.join(columns)}. Remove one of them, or name more columns in quality.key"
+            )
+        answers[of_row] = as_text(value)
+    places = tuple(place for place, _ in rows)
+    key_field = "quality.key" if key else GOLDEN_FIELD
+    return Golden(uri, columns, answer, answers, places, key_field, answer_field)
+
+
+def _key_columns(
+    uri: str, there: Sequence[str], key: Sequence[str], answer: str, answer_field: str
+) -> tuple[str, ...]:
+    """Return the key columns of a golden file with the columns `there`.
+
+    The other parameters are those of `read_golden`. Raises `ConfigError` if the file lacks one of
+    its columns.
+    """
     has = f"(it has: {', '.join(there)})"
     if answer not in there:
         raise ConfigError(
-            f"quality.golden: {uri} has no column {answer!r} {has}. Name its column of right "
+            f"{answer_field}: {uri} has no column {answer!r} {has}. Name its column of right "
             "answers so, or set quality.answer to a column that file and result have"
         )
-    for name in columns:
+    for name in key:
         if name not in there:
             raise ConfigError(
-                f"quality.golden: {uri} has no column {name!r} {has}. Add it to the file, or set "
-                "quality.key to columns of the file"
+                f"quality.key: {uri} has no column {name!r} {has}. Name columns of the file, or "
+                "add it to the file"
             )
+    columns = tuple(key or (name for name in there if name != answer))
     if not columns:
         raise ConfigError(
             f"quality.golden: {uri} has only the column {answer!r}. Add the columns of the input "
             "by which its rows are found"
         )
-    answers: dict[GoldenKey, str] = {}
-    for number, row in enumerate(rows, 1):
-        value, of_row = row.get(answer), tuple(as_text(row.get(name)) for name in columns)
-        if value is None or value == "":
-            raise ConfigError(
-                f"quality.golden: {uri}, row {number}: column {answer!r} is empty. Write the right "
-                "answer, or remove the row"
-            )
-        if of_row in answers:
-            raise ConfigError(
-                f"quality.golden: {uri}, row {number}: an earlier row has the same "
-                f"{', '.join(columns)}. Remove one of them, or name more columns in quality.key"
-            )
-        answers[of_row] = as_text(value)
-    return Golden(uri, columns, answer, answers)
+    return columns
 
 
 def as_text(value: object) -> str:
@@ -150,16 +177,16 @@ def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
     has = f"(it has: {', '.join(there)})"
     if golden.answer not in there:
         raise ConfigError(
-            f"quality.golden: {golden.uri}: the result has no column {golden.answer!r} to compare "
-            f"with its answers {has}. Set quality.answer to a column of the result, and name the "
-            "column of the file so"
+            f"{golden.answer_field}: the result has no column {golden.answer!r} to compare with "
+            f"the answers of {golden.uri} {has}. Set quality.answer to a column of the result, and "
+            "name the column of the file so"
         )
     for name in golden.columns:
         if name not in there:
             raise ConfigError(
-                f"quality.golden: {golden.uri}: the result has no column {name!r} to find its rows "
-                f"by {has}. Add a column of the input to output.columns, or set quality.key to "
-                "columns of the result"
+                f"{golden.key_field}: the result has no column {name!r} to find the rows of "
+                f"{golden.uri} by {has}. Add a column of the input to output.columns, or set "
+                "quality.key to columns of the result"
             )
 
 
@@ -227,16 +254,15 @@ def _bytes(uri: str, options: Mapping[str, object]) -> bytes:
         raise ConfigError(f"quality.golden: no file {uri}. Correct the path") from None
 
 
-def _rows(uri: str, data: bytes) -> list[GoldenRow]:
+def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
+    """Return (place, row) of each row of a golden file; a place is e.g. `line 3`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         if uri.endswith(".parquet"):
-            rows: list[GoldenRow] = pq.read_table(
-                pa.BufferReader(data), pre_buffer=False
-            ).to_pylist()
-            return rows
+            rows = pq.read_table(pa.BufferReader(data), pre_buffer=False).to_pylist()
+            return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):
             return list(_csv_rows(text))
@@ -247,20 +273,22 @@ def _rows(uri: str, data: bytes) -> list[GoldenRow]:
         ) from None
 
 
-def _csv_rows(text: str) -> Iterator[GoldenRow]:
-    for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+def _csv_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    for row in reader:
+        place = f"line {reader.line_num}"  # the last one of a row with several lines
         if None in row:
             raise ValueError(
-                f"row {number} has more cells than there are columns; put an answer with a comma "
-                "into quotes"
+                f"{place} has more cells than there are columns; put an answer with a comma into "
+                "quotes"
             )
-        yield row
+        yield place, row
 
 
-def _json_rows(uri: str, text: str) -> Iterator[GoldenRow]:
+def _json_rows(uri: str, text: str) -> Iterator[tuple[str, GoldenRow]]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is no JSON object")
-            yield row
+            yield f"line {number}", row

@@ -34,6 +34,7 @@ from prefect_raybatch.runs.plan_run import (
     check_places,
     check_schema_names,
     length_of_spec,
+    too_few_rows,
 )
 from prefect_raybatch.runs.quality import (
     check_judge,
@@ -178,23 +179,28 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
 
 
 def _with_warnings(fitted: _Fitted, checked: _Checked, what_if: Capacity | None) -> _Fitted:
-    """Return `fitted` with more warnings in its sizing.
+    """Return `fitted` with more warnings in its sizing, and with the problem of too few rows.
 
-    They are about a judge that judges its own model's answers, a cascade whose larger model is
-    asked about no row, and an image that cannot be read. With an assumed cluster `what_if`, no
-    image is tried.
+    The warnings are about a judge that judges its own model's answers, a cascade whose larger model
+    is asked about no row, an estimate of too few rows, and an image that cannot be read. With an
+    assumed cluster `what_if`, no image is tried.
     """
     job = checked.resolved.job
     warnings = [
         judge_warning(job.quality, job.engine, job.output.escalate.engine),
         _no_row_warning(checked),
     ]
+    problems, guessed = fitted.problems, checked.inventory.guessed
+    few = too_few_rows(checked.spec, checked.rows, guessed)
+    if few and checked.resolved.first is None:  # a cascade's first model reads the same input
+        warnings += [few] if guessed else []
+        problems = problems if guessed else (*problems, few)
     if what_if is None:
         spec, found = checked.spec, checked.inventory
         warnings.append(image_paths.unreadable_image(spec.prompt, spec.read, found, checked.copied))
     added = tuple(filter(None, warnings))
     sizing = replace(fitted.sizing, warnings=(*fitted.sizing.warnings, *added))
-    return replace(fitted, sizing=sizing)
+    return replace(fitted, sizing=sizing, problems=problems)
 
 
 def _no_row_warning(checked: _Checked) -> str:

@@ -285,7 +285,8 @@ def _write_plan(
     check_quality_columns(job.quality, job.output, *answered, found.schema.names)
     if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
         log.warning("%s", warning)
-    _check_rows(spec.limits.min_rows, spec.read.most_rows, taken.rows)
+    if few := too_few_rows(spec, taken.rows):
+        raise SourceError(few)
     trial_rows(spec.engine.tries, spec.limits.min_agreement, taken.rows)
     if note := planning.equal_requests_warning(spec):
         log.warning("%s", note)
@@ -309,17 +310,19 @@ def _write_plan(
     return made
 
 
-def _check_rows(least: int | None, limit: int | None, rows: int) -> None:
-    """Raise `SourceError` if the input has fewer than `least` rows (limits.min_rows).
+def too_few_rows(spec: RunSpec, rows: int, guessed: bool = False) -> str:
+    """Return the error of an input with fewer than limits.min_rows rows, else "".
 
-    `rows` is the number of rows to read. Does nothing if they reach `limit` (source.limit or
-    source.sample), because the input then may have more.
+    `rows` is the number of rows to read; `guessed`: it is an estimate. Returns "" if the rows reach
+    source.limit or source.sample, because the input then may have more.
     """
+    least, limit = spec.limits.min_rows, spec.read.most_rows
     if least is None or rows >= least or (limit is not None and rows >= limit):
-        return
-    raise SourceError(
-        f"the input has {counted(rows, 'row')}, but limits.min_rows is {least:,}. Complete the "
-        "input, or lower limits.min_rows"
+        return ""
+    about = "about " if guessed else ""
+    return (
+        f"the input has {about}{counted(rows, 'row')}, but limits.min_rows is {least:,}. Complete "
+        "the input, or lower limits.min_rows"
     )
 
 

@@ -18,9 +18,15 @@ from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.forks import original_key
-from prefect_raybatch.quality.accuracy import put_accuracy, read_accuracy
+from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import continued
-from prefect_raybatch.quality.golden import Golden, accuracy_on, check_golden_columns, read_golden
+from prefect_raybatch.quality.golden import (
+    GOLDEN_FIELD,
+    Golden,
+    accuracy_on,
+    check_golden_columns,
+    read_golden,
+)
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.series import accuracy_in, series_before
@@ -34,7 +40,8 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
     """Return the job's golden rows, None if it names none; raise the errors of `read_golden`."""
     if quality.golden is None:
         return None
-    return read_golden(quality.golden, output.options, quality.key, quality.answer or output.column)
+    named = (quality.answer, "quality.answer") if quality.answer else (output.column, GOLDEN_FIELD)
+    return read_golden(quality.golden, output.options, quality.key, *named)
 
 
 def check_quality_columns(
@@ -195,8 +202,12 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
         )
     if accuracy.low >= least:
         return
+    if isinstance(accuracy, Accuracy):
+        remedy = accuracy.remedy(least, str(quality.golden))
+    else:
+        remedy = accuracy.remedy(least)
     raise QualityTooLow(
         f"{report.run} {outcome}: its accuracy is {accuracy.text()}, and quality.at_least "
-        f"{least:g} needs the lower end of the interval. {accuracy.remedy(least)}, then run: "
-        f"raybatch publish {report.run} --job JOB"
+        f"{least:g} needs the lower end of the interval. {remedy}, then run: raybatch publish "
+        f"{report.run} --job JOB"
     )

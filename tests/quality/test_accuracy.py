@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from math import comb
 from pathlib import Path
@@ -99,10 +100,10 @@ def golden_file(folder: Path, text: str, name: str = "golden.csv") -> str:
         ("id,label\n1,a\n", [], "no column 'answer'"),
         ("id,answer\n1,a\n", ["name"], "no column 'name'"),
         ("answer\na\n", [], "only the column 'answer'"),
-        ("id,answer\n1,a\n2,\n", [], "row 2: column 'answer' is empty"),
-        ("id,answer\n1,a\n1,b\n", [], "row 2: an earlier row has the same id"),
+        ("id,answer\n1,a\n2,\n", [], "line 3: column 'answer' is empty"),
+        ("id,answer\n1,a\n1,b\n", [], "line 3: an earlier row has the same id"),
         ('id,answer\n1,"a\n', [], "cannot be read"),
-        ("id,answer\n1,Law, Finance\n", [], "row 1 has more cells than there are columns"),
+        ("id,answer\n1,Law, Finance\n", [], "line 2 has more cells than there are columns"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, key: list[str], fault: str) -> None:
@@ -132,6 +133,25 @@ def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
         assert answers == {("7", "true"): "a", ("8", "false"): "b"}, place
 
 
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("g.parquet", "row 2"),
+        ("g.jsonl", "line 4"),
+        ("g.csv", "line 4"),
+    ],
+)
+def test_a_wrong_row_is_named_by_its_line_or_in_parquet_by_its_number(
+    tmp_path: Path, place: str, message: str
+) -> None:
+    rows = [{"id": 7, "answer": "a"}, {"id": 8, "answer": ""}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet")
+    golden_file(tmp_path, "\n".join(["", json.dumps(rows[0]), "", json.dumps(rows[1])]), "g.jsonl")
+    golden_file(tmp_path, "id,answer\n7,a\n\n8,\n", "g.csv")
+    with pytest.raises(ConfigError, match=f"{place}, {message}: column 'answer' is empty"):
+        read_golden(str(tmp_path / place), {}, [], "answer")
+
+
 def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None:
     golden = read_golden(golden_file(tmp_path, "id,answer\n1,a\n2,b\n9,c\n"), {}, [], "answer")
     table = pa.table({"id": [1, 2, 2, 3, None], "answer": ["a", "x", "b", "a", "a"]})
@@ -149,19 +169,19 @@ def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None
         (48, 50, 0.9, "Add golden rows: 50 are too few"),
         (40, 50, 0.9, "More golden rows cannot help: 80.0% of the answers are right"),
         (45, 50, 0.9, "More golden rows cannot help: 90.0%"),  # the lower end is always below
-        (0, 0, 0.9, "Name golden rows of the input"),
+        (0, 0, 0.9, "Correct the keys in g.csv"),
     ],
 )
 def test_a_remedy_asks_for_more_rows_only_where_these_can_help(
     right: int, rows: int, least: float, remedy: str
 ) -> None:
-    assert accuracy_of("plan", right, rows, 0).remedy(least).startswith(remedy)
+    assert accuracy_of("plan", right, rows, 0).remedy(least, "g.csv").startswith(remedy)
     rows_judged = [JudgedRow(True, number < right) for number in range(rows)]
     judgement = judgement_of(plan="plan", judge="j", key="k", judged=rows_judged)
     judged = {
         "Add golden rows": "Raise quality.judge.sample",
         "More golden rows": "A larger sample cannot help",
-        "Name golden rows": "All its requests failed",
+        "Correct the keys": "All its requests failed",
     }
     assert judgement.remedy(least).startswith(
         next(text for begin, text in judged.items() if remedy.startswith(begin))
@@ -340,7 +360,10 @@ def test_a_golden_file_that_vanishes_leaves_the_run_to_be_measured_later(tmp_pat
     ("there", "fault"),
     [
         (["id", "label"], "no column 'answer' to compare .*Set quality.answer"),
-        (["answer", "label"], "no column 'id' to find its rows by .*output.columns, or set qu"),
+        (
+            ["answer", "label"],
+            "no column 'id' to find the rows of .* by .*output.columns, or set qu",
+        ),
     ],
 )
 def test_golden_columns_that_the_result_lacks_are_told_with_the_line(
@@ -352,6 +375,47 @@ def test_golden_columns_that_the_result_lacks_are_told_with_the_line(
     with pytest.raises(ConfigError, match=fault) as error:
         check_golden_columns(golden, there)
     assert with_line(str(error.value), str(job)).startswith(f"{job}: line 3: quality.golden: ")
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    ("columns", "quality", "named"),
+    [
+        ("id,answer", {"key": ["number"]}, "line 4: quality.key: {golden} has no column 'number'"),
+        (
+            "id,answer",
+            {"key": ["id"], "answer": "label"},
+            "line 5: quality.answer: {golden} has no column 'label'",
+        ),
+        (
+            "number,answer",
+            {"key": ["number"]},
+            "line 4: quality.key: the result has no column 'number' to find the rows of {golden}",
+        ),
+        (
+            "id,label",
+            {"key": ["id"], "answer": "label"},
+            "line 5: quality.answer: the result has no column 'label' to compare with the answers "
+            "of {golden}",
+        ),
+    ],
+)
+def test_a_wrong_key_or_answer_is_reported_under_its_own_field_and_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    columns: str,
+    quality: dict[str, Any],
+    named: str,
+) -> None:
+    golden = golden_file(tmp_path, f"{columns}\n1,a\n")
+    job = job_of(tmp_path, golden=golden, **quality).to_dict()
+    path = tmp_path / "job.yaml"
+    lines = [f"  {name}: {json.dumps(value)}" for name, value in job.pop("quality").items()]
+    text = "\n".join(["quality:", *lines, yaml.safe_dump(job)])
+    path.write_text("# job\n" + text, encoding="utf-8")
+    code, _, err = called(capsys, "plan", path)
+    wanted = f"{path}: {named.format(golden=golden)}"
+    assert code == 2 and "".join(wanted.split()) in "".join(err.split()), err
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -402,5 +466,9 @@ def test_a_night_of_which_no_row_is_golden_joins_no_series_and_is_withheld(tmp_p
     report = completed(job, "new")
     assert report.accuracy is not None and report.accuracy.series is None
     assert report.accuracy.text() == "unknown: none of 2 golden rows has an answer"
-    with pytest.raises(QualityTooLow, match="Name golden rows of the input, or lower at_least"):
+    helps = f"Correct the keys in {golden}, or quality.key, or remove quality.at_least, then run: "
+    with pytest.raises(QualityTooLow, match=re.escape(helps)) as error:
         publish_run(job, report.run)
+    assert "lower at_least" not in str(error.value)
+    golden_file(tmp_path, "id,answer\n7,answer 7\n8,answer 8\n")
+    assert publish_run(edited(job, {"quality.at_least": 0.1}, "the job"), report.run).published

@@ -373,6 +373,8 @@ def test_texts_that_are_no_attack_are_readable() -> None:
         *START_PHASES,
     ):
         assert markdown_text(plain) == plain
+    hosted = "smallB@http://127.0.0.1:8000/v1"
+    assert markdown_text(f"{hosted} and a@b.c") == f"`{hosted}` and `a@b.c`"
     assert code_span("out/night_1") == "`out/night_1`"
 
 
