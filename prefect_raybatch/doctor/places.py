@@ -128,8 +128,7 @@ def check_source(context: CheckContext) -> Iterator[CheckResult]:
         found = source.inventory(replace(read, limit=1))
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    answered = (spec.finish, spec.sampling, spec.engine.model.task)
-    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
+    check_quality_columns(job.quality, job.output, spec, found.schema.names)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 

@@ -39,6 +39,7 @@ class AnswerShape:
 
     `names` holds a struct's properties, `item` is the type of the values in a list or map. `why`
     says why a value of kind json is stored as JSON text instead of a column type of its own.
+    `values` are the only values besides null that the schema allows, () if it does not list them.
     """
 
     kind: AnswerKind
@@ -46,6 +47,7 @@ class AnswerShape:
     names: tuple[tuple[str, AnswerShape], ...] = ()
     item: AnswerShape | None = None
     why: str = ""
+    values: tuple[bool | int | float | str, ...] = ()
 
     def type(self) -> pa.DataType:
         import pyarrow as pa
@@ -163,12 +165,13 @@ def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
 
 def _of_values(values: Sequence[object]) -> AnswerShape:
     nullable = None in values
+    simple = tuple(value for value in values if isinstance(value, bool | int | float | str))
     kinds = {_kind_of(value) for value in values if value is not None}
     if kinds == {"integer", "number"}:
         kinds = {"number"}
     if len(kinds) != 1 or None in kinds:
         return AnswerShape("json", True, why="its values are of several types")
-    return AnswerShape(kinds.pop() or "json", nullable)
+    return AnswerShape(kinds.pop() or "json", nullable, values=simple)
 
 
 def _kind_of(value: object) -> AnswerKind | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import difflib
 import hashlib
 import io
 import json
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.quality.accuracy import Accuracy, WrongAnswer, accuracy_of
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_GOLDEN_BYTES = 64 << 20  # size limit of a golden file
 WRONG_SHOWN = 10
+LABELS_SHOWN = 10
 GOLDEN_FIELD = "quality.golden"
 FAILED_ANSWER = "(failed)"
 LONGEST_TEXT = 200  # characters of a shown value
@@ -188,6 +191,36 @@ def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
                 f"{golden.uri} by {has}. Add a column of the input to output.columns, or set "
                 "quality.key to columns of the result"
             )
+
+
+def check_golden_answers(golden: Golden, field: str, values: Sequence[object]) -> None:
+    """Raise `ConfigError` if a right answer is none of the `values` that an answer can have.
+
+    `field` is the job field that lists the values. Does nothing if there are none.
+    """
+    texts = dict.fromkeys(as_text(value) for value in values)
+    answers = zip(golden.places, golden.answers.values(), strict=True)
+    wrong = [(place, text) for place, text in answers if text not in texts]
+    if not texts or not wrong:
+        return
+    place, answer = wrong[0]
+    others = counted(len(wrong) - 1, "other row")
+    more = f" (nor are the answers of {others})" if len(wrong) > 1 else ""
+    raise ConfigError(
+        f"{GOLDEN_FIELD}: {golden.uri}, {place}: no answer can be {_cut(answer)!r}, because it is "
+        f"not in {field}{more}. Write {_nearest(answer, list(texts))}, or change {field}"
+    )
+
+
+def _nearest(answer: str, texts: Sequence[str]) -> str:
+    """Return the text that is most like `answer`, in quotes; some of the texts if none is alike."""
+    alike = [text for text in texts if text.casefold() == answer.casefold()]
+    alike = alike or difflib.get_close_matches(answer, texts, n=1)
+    shown = [repr(_cut(text)) for text in alike[:1] or texts[:LABELS_SHOWN]]
+    if len(shown) == 1:
+        return shown[0]
+    *before, last = shown if len(texts) <= LABELS_SHOWN else [*shown, "another of its values"]
+    return f"{', '.join(before)} or {last}"
 
 
 def _answers(

@@ -169,7 +169,7 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
     names = found.schema.names
-    golden = check_quality_columns(job.quality, job.output, *_answered(spec), names)
+    golden = check_quality_columns(job.quality, job.output, spec, names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input

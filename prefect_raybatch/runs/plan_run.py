@@ -109,8 +109,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
         schema = source.inventory(replace(read, limit=1)).schema
     spec = compile_job(job, schema.names)
     planning.check_against_schema(spec, schema)
-    answered = (spec.finish, spec.sampling, spec.engine.model.task)
-    check_quality_columns(job.quality, job.output, *answered, schema.names)
+    check_quality_columns(job.quality, job.output, spec, schema.names)
     check_targets_of(spec, schema, later=True)
     return resolved
 
@@ -281,8 +280,8 @@ def _write_plan(
     found = taken.found
     spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    job, answered = resolved.job, (spec.finish, spec.sampling, spec.engine.model.task)
-    check_quality_columns(job.quality, job.output, *answered, found.schema.names)
+    job = resolved.job
+    check_quality_columns(job.quality, job.output, spec, found.schema.names)
     if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
         log.warning("%s", warning)
     if few := too_few_rows(spec, taken.rows):

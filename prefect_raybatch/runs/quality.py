@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, QualityTooLow
+from prefect_raybatch.job.answer_schema import FIELD as SCHEMA_FIELD
+from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
-from prefect_raybatch.job.tasks import TaskName
+from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
@@ -24,14 +26,14 @@ from prefect_raybatch.quality.golden import (
     GOLDEN_FIELD,
     Golden,
     accuracy_on,
+    check_golden_answers,
     check_golden_columns,
     read_golden,
 )
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.series import accuracy_in, series_before
-from prefect_raybatch.spec.request import SamplingSpec
-from prefect_raybatch.spec.result import FinishSpec
+from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import named_answers, result_columns
 from prefect_raybatch.words import counted
 
@@ -45,20 +47,17 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
 
 
 def check_quality_columns(
-    quality: Quality,
-    output: Output,
-    finish: FinishSpec,
-    sampling: SamplingSpec,
-    task: TaskName,
-    names: Sequence[str],
+    quality: Quality, output: Output, spec: RunSpec, names: Sequence[str]
 ) -> Golden | None:
-    """Check that the result will have the columns that golden rows and judge need.
+    """Check that the result will have the columns and answers that golden rows and judge need.
 
     Returns the golden rows, None without any. Raises `ConfigError` if the result will lack a column
-    that is needed, or if the judge's prompt names no column with the answer. `names` are the input
-    columns. With output.postprocess but no output.schema, the result's columns are not known in
-    advance; then only the golden rows are read.
+    that is needed, if no answer can be that of a golden row, or if the judge's prompt names no
+    column with the answer. `names` are the input columns. With output.postprocess but no
+    output.schema, the result's columns are not known in advance; then only the golden rows are
+    read.
     """
+    finish, sampling, task = spec.finish, spec.sampling, spec.engine.model.task
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
         return golden
@@ -66,6 +65,7 @@ def check_quality_columns(
     there = [*finish.kept(list(names)), *(name for name, _ in added)]
     if golden is not None:
         check_golden_columns(golden, there)
+        check_golden_answers(golden, *_listed_answers(golden.answer, spec))
     fields = template_fields(quality.judge.prompt or "")
     for name in fields:
         if name not in there:
@@ -82,6 +82,25 @@ def check_quality_columns(
             "prompt"
         )
     return golden
+
+
+def _listed_answers(column: str, spec: RunSpec) -> tuple[str, Sequence[object]]:
+    """Return (job field that lists the values of a result's `column`, the values).
+
+    There are no values if they are not known before the run, for example because each row may set
+    its own choice.
+    """
+    finish, sampling = spec.finish, spec.sampling
+    if finish.postprocess or finish.classifier or sampling.several or pools(spec.engine.model.task):
+        return "", ()
+    if finish.schema is not None:
+        shape = columns_of(finish.schema).get(column)
+        if shape is None:
+            return "", ()
+        return SCHEMA_FIELD, shape.values or ((True, False) if shape.kind == "boolean" else ())
+    if column != finish.column or (spec.prompt.function and not sampling.fixed_form):
+        return "", ()
+    return f"sampling.{'structured_outputs' if sampling.form else 'choice'}", sampling.choices
 
 
 def golden_plan(golden: Golden | None) -> str:
