@@ -29,6 +29,7 @@ from prefect_raybatch.policy.in_force import (
     policy_applied,
 )
 from prefect_raybatch.policy.policy import JobPolicy
+from prefect_raybatch.runs.plan_run import answer_spec
 from prefect_raybatch.runs.quality import check_quality_columns
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import ModelRequest
@@ -128,7 +129,7 @@ def check_source(context: CheckContext) -> Iterator[CheckResult]:
         found = source.inventory(replace(read, limit=1))
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
-    check_quality_columns(job.quality, job.output, spec, found.schema.names)
+    check_quality_columns(job.quality, job.output, answer_spec(spec), found.schema.names)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")
 

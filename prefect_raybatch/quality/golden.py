@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_GOLDEN_BYTES = 64 << 20  # size limit of a golden file
 WRONG_SHOWN = 10
-LABELS_SHOWN = 10
+VALUES_SHOWN = 10
 GOLDEN_FIELD = "quality.golden"
 FAILED_ANSWER = "(failed)"
 LONGEST_TEXT = 200  # characters of a shown value
@@ -216,10 +216,10 @@ def _nearest(answer: str, texts: Sequence[str]) -> str:
     """Return the text that is most like `answer`, in quotes; some of the texts if none is alike."""
     alike = [text for text in texts if text.casefold() == answer.casefold()]
     alike = alike or difflib.get_close_matches(answer, texts, n=1)
-    shown = [repr(_cut(text)) for text in alike[:1] or texts[:LABELS_SHOWN]]
+    shown = [repr(_cut(text)) for text in alike[:1] or texts[:VALUES_SHOWN]]
     if len(shown) == 1:
         return shown[0]
-    *before, last = shown if len(texts) <= LABELS_SHOWN else [*shown, "another of its values"]
+    *before, last = shown if len(texts) <= VALUES_SHOWN else [*shown, "another of its values"]
     return f"{', '.join(before)} or {last}"
 
 

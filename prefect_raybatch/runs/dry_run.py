@@ -29,6 +29,7 @@ from prefect_raybatch.quality.golden import Golden
 from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
+    answer_spec,
     check_judge_model,
     check_pinned_model,
     check_places,
@@ -169,7 +170,7 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     spec = compile_job(job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
     names = found.schema.names
-    golden = check_quality_columns(job.quality, job.output, spec, names)
+    golden = check_quality_columns(job.quality, job.output, answer_spec(spec), names)
     whole = None if copied else found
     publish = check_targets_of(spec, found.schema, run_key or "RUN_KEY", whole, later=copied)
     resolved = resolved.pinned()  # may ask Hugging Face, so after the checks of the input

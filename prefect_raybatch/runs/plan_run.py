@@ -35,7 +35,7 @@ from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.runs.attempts import note_planner
 from prefect_raybatch.runs.estimate import estimate
 from prefect_raybatch.runs.later_servers import check_later_servers
-from prefect_raybatch.runs.quality import check_quality_columns, judge_warning
+from prefect_raybatch.runs.quality import AnswerSpec, check_quality_columns, judge_warning
 from prefect_raybatch.runs.run import Run, run_of, user_at_host
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.agreement import trial_rows
@@ -109,7 +109,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
         schema = source.inventory(replace(read, limit=1)).schema
     spec = compile_job(job, schema.names)
     planning.check_against_schema(spec, schema)
-    check_quality_columns(job.quality, job.output, spec, schema.names)
+    check_quality_columns(job.quality, job.output, answer_spec(spec), schema.names)
     check_targets_of(spec, schema, later=True)
     return resolved
 
@@ -281,7 +281,7 @@ def _write_plan(
     spec = compile_job(resolved.job, found.schema.names)
     planning.check_against_schema(spec, found.schema)
     job = resolved.job
-    check_quality_columns(job.quality, job.output, spec, found.schema.names)
+    check_quality_columns(job.quality, job.output, answer_spec(spec), found.schema.names)
     if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
         log.warning("%s", warning)
     if few := too_few_rows(spec, taken.rows):
@@ -307,6 +307,12 @@ def _write_plan(
         source.forget_copied(ledger.store, taken.attempt, kept)
     note_planner(ledger.store)
     return made
+
+
+def answer_spec(spec: RunSpec) -> AnswerSpec:
+    """Return the parts of a run's spec that decide about its answers."""
+    has_function = spec.prompt.function is not None
+    return AnswerSpec(spec.finish, spec.sampling, spec.engine.model.task, has_function)
 
 
 def too_few_rows(spec: RunSpec, rows: int, guessed: bool = False) -> str:

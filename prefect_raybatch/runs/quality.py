@@ -6,7 +6,7 @@ Golden rows are input rows whose right answers are known.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, QualityTooLow
@@ -17,7 +17,7 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
-from prefect_raybatch.job.tasks import pools
+from prefect_raybatch.job.tasks import TaskName, pools
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
@@ -33,9 +33,23 @@ from prefect_raybatch.quality.golden import (
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.series import accuracy_in, series_before
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.request import SamplingSpec
+from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.result_columns import named_answers, result_columns
 from prefect_raybatch.words import counted
+
+
+@dataclass(frozen=True)
+class AnswerSpec:
+    """What decides about the answers of a run: parts of its spec.
+
+    `has_function`: prompt.function makes the requests, and may set sampling fields of a row.
+    """
+
+    finish: FinishSpec
+    sampling: SamplingSpec
+    task: TaskName
+    has_function: bool
 
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
@@ -47,7 +61,7 @@ def golden_of(quality: Quality, output: Output) -> Golden | None:
 
 
 def check_quality_columns(
-    quality: Quality, output: Output, spec: RunSpec, names: Sequence[str]
+    quality: Quality, output: Output, spec: AnswerSpec, names: Sequence[str]
 ) -> Golden | None:
     """Check that the result will have the columns and answers that golden rows and judge need.
 
@@ -57,7 +71,7 @@ def check_quality_columns(
     output.schema, the result's columns are not known in advance; then only the golden rows are
     read.
     """
-    finish, sampling, task = spec.finish, spec.sampling, spec.engine.model.task
+    finish, sampling, task = spec.finish, spec.sampling, spec.task
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
         return golden
@@ -84,21 +98,21 @@ def check_quality_columns(
     return golden
 
 
-def _listed_answers(column: str, spec: RunSpec) -> tuple[str, Sequence[object]]:
+def _listed_answers(column: str, spec: AnswerSpec) -> tuple[str, Sequence[object]]:
     """Return (job field that lists the values of a result's `column`, the values).
 
     There are no values if they are not known before the run, for example because each row may set
     its own choice.
     """
     finish, sampling = spec.finish, spec.sampling
-    if finish.postprocess or finish.classifier or sampling.several or pools(spec.engine.model.task):
+    if finish.postprocess or finish.classifier or sampling.several or pools(spec.task):
         return "", ()
     if finish.schema is not None:
         shape = columns_of(finish.schema).get(column)
         if shape is None:
             return "", ()
         return SCHEMA_FIELD, shape.values or ((True, False) if shape.kind == "boolean" else ())
-    if column != finish.column or (spec.prompt.function and not sampling.fixed_form):
+    if column != finish.column or (spec.has_function and not sampling.fixed_form):
         return "", ()
     return f"sampling.{'structured_outputs' if sampling.form else 'choice'}", sampling.choices
 

@@ -483,7 +483,7 @@ def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         services, "JOIN_CLUSTER", "import sys; sys.exit('Version mismatch: Ray 2.9')"
     )
-    monkeypatch.setattr(services, "silent", lambda address: "")
+    monkeypatch.setattr(services, "unreachable_reason", lambda address: "")
     got = one(services.check_cluster, make_job(cluster={"address": "head:6379"}))
     assert got.mark == "fail" and "Version mismatch" in got.found
 
