@@ -558,10 +558,10 @@ def test_tune_finds_the_threshold_on_a_sample_and_writes_the_job_file(
 def test_tune_writes_no_job_file_if_the_larger_model_must_answer_all_rows(
     server, tmp_path, monkeypatch, capsys
 ):
-    """The first model is about equally sure of all its answers, and all are wrong."""
+    """The first model is equally sure of all its answers, and all are wrong."""
     monkeypatch.setattr(Small, "rows", 100)
     names = [f"Company {n}" for n in range(300)]
-    numbers = [80 + n % 10 for n in range(300)]
+    numbers = [85] * 300  # so no sample has fewer of the surest rows
     pq.write_table(pa.table({"Company": names, "number": numbers}), tmp_path / "in.parquet")
     server.fault = lambda _, body: (200, {}, completion(json.dumps({"label": "bank"})))
     path = tmp_path / "job.yaml"
