@@ -118,7 +118,7 @@ SENDS = {
     "cluster/endpoint.py: ActorLimiter.settle": "numbers, and the status of an answer",
     "cluster/endpoint.py: ActorLimiter.lower": "limits that a server reports, which are numbers",
     "cluster/endpoint.py: ActorLimiter.bill": "numbers of tokens",
-    "cluster/endpoint.py: ActorLimiter.wait_for": "numbers of a shard and its batches",
+    "cluster/endpoint.py: ActorLimiter.note_batches": "numbers of a shard and its batches",
     "source/dataset_copies.py: _written": "the store of the run, to copy a data set of Ray's",
 }
 
