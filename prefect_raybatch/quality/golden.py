@@ -319,7 +319,7 @@ def _csv_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
 
 
 def _json_rows(uri: str, text: str) -> Iterator[tuple[str, GoldenRow]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             row = json.loads(line)
             if not isinstance(row, dict):

@@ -119,6 +119,12 @@ def test_a_missing_file_and_a_line_that_is_no_object_are_named(tmp_path: Path) -
         read_golden(golden_file(tmp_path, '{"id": 1}\n[1]\n', "g.jsonl"), {}, [], "answer")
 
 
+def test_a_line_of_json_ends_only_where_a_line_feed_is(tmp_path: Path) -> None:
+    text = '{"id": "1\u2028", "answer": "a\x85b"}\r\n{"id": "2", "answer": "c"}\r\n'
+    golden = read_golden(golden_file(tmp_path, text, "golden.jsonl"), {}, ["id"], "answer")
+    assert list(golden.answers.values()) == ["a\x85b", "c"]
+
+
 def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
     rows = [{"id": 7, "ok": True, "answer": "a"}, {"id": 8, "ok": False, "answer": "b"}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet")
