@@ -547,7 +547,8 @@ def publish(
         )
     began = time.time()
     options = (loaded.output.options or None) if loaded else None
-    with closing(TerminalProgress(quiet=as_json)) as show, quality_shown(run_dir, options):
+    shown = quality_shown(run_dir, options, quiet=as_json)
+    with closing(TerminalProgress(quiet=as_json)) as show, shown:
         report = publish_run(
             loaded,
             run_dir,

@@ -100,14 +100,14 @@ def run_job(
         complete = plan_run(resolved, key, accept=accept)
         with closing(TerminalProgress(quiet)) as show:
             report = finalize_run(loaded, complete, None, written, Sender(job, observe=show))
-        return _published(job, loaded, report, written), False
+        return _published(job, loaded, report, written, quiet), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
         if _as_flow(prefect):
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
-            with quality_shown(store.uri, loaded.output.options or None):
+            with quality_shown(store.uri, loaded.output.options or None, quiet):
                 return run_flow("batch_inference", (job, key), show, loaded, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
         return _run_here(job, loaded, plan, show, keep_seconds, written), True
@@ -150,7 +150,7 @@ def _run_here(
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
         report = finalize_run(loaded, planned, progress, written, Sender(job, observe=show))
-    return _published(job, loaded, report, written)
+    return _published(job, loaded, report, written, show.quiet)
 
 
 def _as_flow(prefect: bool | None) -> bool:
@@ -165,21 +165,28 @@ def _as_flow(prefect: bool | None) -> bool:
 
 
 @contextmanager
-def quality_shown(uri: str, options: StoreOptions | None) -> Iterator[None]:
-    """Print how many answers are right, and alarms, if the block withholds the run at `uri`."""
+def quality_shown(uri: str, options: StoreOptions | None, quiet: bool) -> Iterator[None]:
+    """Print how many answers are right, and alarms, if the block withholds the run at `uri`.
+
+    Prints nothing if `quiet`.
+    """
     try:
         yield
     except QualityTooLow:
-        show_quality(load_report(open_store(uri, options)))
+        if not quiet:
+            show_quality(load_report(open_store(uri, options)))
         raise
 
 
 def unusual_of(job: BatchJob, report: RunReport) -> list[str]:
     """Return what is unusual about the complete run of `report` beside earlier runs of the job.
 
-    An error is only logged, because the run itself is complete.
+    An error is only logged, because the run itself is complete. Returns [] if the credentials for
+    output.uri are in a block.
     """
     output, limited = job.output, job.source.most_rows is not None
+    if output.credentials_block:
+        return []
     try:
         return unusual_lines(output.uri, output.options or None, job.name, report.run_key, limited)
     except RayBatchError as error:
@@ -188,17 +195,18 @@ def unusual_of(job: BatchJob, report: RunReport) -> list[str]:
 
 
 def _published(
-    job: BatchJob, loaded: BatchJob, report: RunReport, written: str | None
+    job: BatchJob, loaded: BatchJob, report: RunReport, written: str | None, quiet: bool
 ) -> RunReport:
     """Publish the run to the targets of its job, if it has any; return its report.
 
-    `loaded` is `job` with the credentials of its blocks; `written` is that of `finalize_run`.
+    `loaded` is `job` with the credentials of its blocks; `written` is that of `finalize_run`, and
+    `quiet` that of `run_job`.
     """
     if not loaded.output.publish:
         return report
     from prefect_raybatch.api import publish_run
 
-    with quality_shown(report.run, loaded.output.options or None):
+    with quality_shown(report.run, loaded.output.options or None, quiet):
         return publish_run(loaded, report.run, written=written, sender=Sender(job))
 
 

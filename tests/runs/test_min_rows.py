@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from helpers.command_line import called
+from helpers.nights import Nights
 from helpers.small import make_job
 
 from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.cli.drive import unusual_of
+from prefect_raybatch.cli.ending import show_ending
 from prefect_raybatch.errors import SourceError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.runs.run import Run
@@ -63,3 +66,20 @@ def test_a_number_of_rows_that_is_only_estimated_is_a_warning(tmp_path: Path) ->
     (warning,) = [text for text in found.sizing.warnings if "min_rows" in text]
     rows = f"{found.rows:,} row{'s' if found.rows > 1 else ''}"
     assert warning.startswith(f"the input has about {rows}, but limits.min_rows is 5,000")
+
+
+def test_the_last_lines_of_a_run_say_that_it_has_far_fewer_rows_than_usual(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nights = Nights(tmp_path)
+    nights.write(*(f"t{i}" for i in range(20)))
+    job = nights.job(reuse=None)
+    assert unusual_of(job, nights.night("n1", job)) == []
+    nights.write("t1")
+    report = nights.night("n2", job)
+    (line,) = unusual_of(job, report)
+    assert line.startswith("Far fewer rows than usual: 1; ")
+    show_ending(report, unusual=[line])
+    assert f"\nunusual {line}\n" in capsys.readouterr().out
+    limited = nights.job(reuse=None, source={"uri": str(tmp_path / "in.parquet"), "limit": 1})
+    assert unusual_of(limited, report) == []
