@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, time, timedelta
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ from prefect_raybatch.ledger.family import Member, without_link
 from prefect_raybatch.ledger.last_attempt import JUDGING, MEASURING, PUBLISHING
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.published import all_published
 from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import attempts
@@ -57,7 +58,7 @@ from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
 from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
 from prefect_raybatch.runs.finalize_run import finalize_spec, load_report
 from prefect_raybatch.runs.infer_run import infer_spec
-from prefect_raybatch.runs.judge import with_verdicts
+from prefect_raybatch.runs.judge import judgement_to_make, with_verdicts
 from prefect_raybatch.runs.next_step import NextStep, next_step_of
 from prefect_raybatch.runs.plan_run import (
     adopt_plan,
@@ -327,8 +328,8 @@ def finalize_run(
     of earlier runs. `progress` is what `infer_run` returned. `written` is output.uri before
     {run_date} and {run_key} were filled in, by which earlier runs are found; by default the job's.
     `sender` is needed if the judge runs on a cluster that receives jobs and the job names blocks
-    with credentials. Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage
-    is wrong, and the errors of the judge's run.
+    with credentials, or to observe the judge's run. Raises `IncompleteRun` while shards are
+    missing, `CorruptRun` if the coverage is wrong, and the errors of the judge's run.
     """
     report = _finalized(job, run, progress)
     report = with_agreement(report, job.output.options or None, written or job.output.uri)
@@ -354,11 +355,11 @@ def _with_quality(
     """
     written = written or job.output.uri
     place = (member.ledger.store, job.name, member.key)
-    with attempts.recorded_step(*place, MEASURING, secrets_of(job)):
-        report = measured(report, member, job.quality, job.output, written, measure_again)
-    if not job.quality.judge.asked:
+    step = attempts.recorded_step(*place, MEASURING, secrets_of(job))
+    report = measured(report, member, job.quality, job.output, written, step, measure_again)
+    to_judge = judgement_to_make(member, job.quality, job.output, measure_again)
+    if to_judge is None:
         return report
-
     by = sender or Sender(job)
 
     def ask(rows: str, runs: str, max_cost: float | None) -> RunReport:
@@ -377,7 +378,7 @@ def _with_quality(
     most = job.limits.max_cost
     with attempts.recorded_step(*place, JUDGING, secrets_of(job)):
         return with_verdicts(
-            *(report, member, job.quality, job.output, most, written, ask), measure_again
+            *(report, member, job.quality, job.output, most, written, ask, to_judge)
         )
 
 
@@ -482,7 +483,11 @@ def publish_run(
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
             report = _with_quality(report, member, job, written, sender, measure_again=True)
-    with attempts.recorded_step(store, job.name, member.key, PUBLISHING, secrets_of(job)):
+    there = {record.target for record in all_published(store)}
+    step: AbstractContextManager[None] = nullcontext()
+    if any(target.label not in there for target in job.output.publish):
+        step = attempts.recorded_step(store, job.name, member.key, PUBLISHING, secrets_of(job))
+    with step:
         if report is not None:
             check_accuracy(report, member, job.quality)
         return publish_member(member, job.output.publish, options, observe)

@@ -376,7 +376,7 @@ def run(
     else:
         when = when or date_of_key(report.run_key) or day
         options = retry_options(loaded, job, set_, when, report.run_key)
-        unusual = unusual_of(loaded, report)
+        unusual = unusual_of(loaded, report) if fresh else []
         show_ending(report, fresh, options, is_readable(loaded.output), unusual)
 
 
@@ -548,7 +548,7 @@ def publish(
     began = time.time()
     options = (loaded.output.options or None) if loaded else None
     shown = quality_shown(run_dir, options, quiet=as_json)
-    with closing(TerminalProgress(quiet=as_json)) as show, shown:
+    with shown, closing(TerminalProgress(quiet=as_json)) as show:
         report = publish_run(
             loaded,
             run_dir,

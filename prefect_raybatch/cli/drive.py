@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from prefect_raybatch.runs.run_history import unusual_lines
 from prefect_raybatch.runs.typed import name_typed_run, without_secrets
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.standby.claim import engines_outlast
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import is_remote, open_store
 
 if TYPE_CHECKING:
     from prefect_raybatch.api.retry import RetryRequest
@@ -100,7 +100,7 @@ def run_job(
         complete = plan_run(resolved, key, accept=accept)
         with closing(TerminalProgress(quiet)) as show:
             report = finalize_run(loaded, complete, None, written, Sender(job, observe=show))
-        return _published(job, loaded, report, written, quiet), False
+            return _published(job, loaded, report, written, show), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:
@@ -150,7 +150,7 @@ def _run_here(
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
         report = finalize_run(loaded, planned, progress, written, Sender(job, observe=show))
-    return _published(job, loaded, report, written, show.quiet)
+    return _published(job, loaded, report, written, show)
 
 
 def _as_flow(prefect: bool | None) -> bool:
@@ -174,40 +174,47 @@ def quality_shown(uri: str, options: StoreOptions | None, quiet: bool) -> Iterat
         yield
     except QualityTooLow:
         if not quiet:
-            show_quality(load_report(open_store(uri, options)))
+            with suppress(RayBatchError):  # the error of the block matters more
+                show_quality(load_report(open_store(uri, options)))
         raise
 
 
 def unusual_of(job: BatchJob, report: RunReport) -> list[str]:
     """Return what is unusual about the complete run of `report` beside earlier runs of the job.
 
-    An error is only logged, because the run itself is complete. Returns [] if the credentials for
-    output.uri are in a block.
+    Returns [] on an error, because the run itself is complete, and if output.uri is not local:
+    reading the records of many runs there would take long.
     """
     output, limited = job.output, job.source.most_rows is not None
-    if output.credentials_block:
+    if is_remote(output.uri):
         return []
     try:
         return unusual_lines(output.uri, output.options or None, job.name, report.run_key, limited)
     except RayBatchError as error:
-        log.warning("the run could not be compared with earlier ones: %s", error)
+        log.info("the run could not be compared with earlier ones: %s", error)
         return []
 
 
 def _published(
-    job: BatchJob, loaded: BatchJob, report: RunReport, written: str | None, quiet: bool
+    job: BatchJob,
+    loaded: BatchJob,
+    report: RunReport,
+    written: str | None,
+    show: TerminalProgress,
 ) -> RunReport:
     """Publish the run to the targets of its job, if it has any; return its report.
 
-    `loaded` is `job` with the credentials of its blocks; `written` is that of `finalize_run`, and
-    `quiet` that of `run_job`.
+    `loaded` is `job` with the credentials of its blocks; `written` is that of `finalize_run`.
+    `show` receives the progress of a judge that is asked again.
     """
+    show.close()
     if not loaded.output.publish:
         return report
     from prefect_raybatch.api import publish_run
 
-    with quality_shown(report.run, loaded.output.options or None, quiet):
-        return publish_run(loaded, report.run, written=written, sender=Sender(job))
+    sender = Sender(job, observe=show)
+    with quality_shown(report.run, loaded.output.options or None, show.quiet), closing(show):
+        return publish_run(loaded, report.run, written=written, sender=sender)
 
 
 def retry_rows(

@@ -22,7 +22,12 @@ from prefect_raybatch.report.run_history import (
     history_markdown,
     unusual_figures,
 )
-from prefect_raybatch.report.verdict import DISAGREEMENT_REMARK, DRIFT_REMARK, FALLEN_REMARK
+from prefect_raybatch.report.verdict import (
+    DISAGREEMENT_REMARK,
+    DRIFT_REMARK,
+    FALLEN_REMARK,
+    LOST_ALARM_REMARK,
+)
 from prefect_raybatch.runs.run_history import RUNS_SHOWN, changed_fields, history_of
 from prefect_raybatch.spec.options import StoreOptions
 
@@ -144,6 +149,7 @@ def send_history_events(
             DRIFT_REMARK: line.drift,
             FALLEN_REMARK: line.has_fallen(ACCURACY),
             DISAGREEMENT_REMARK: line.has_fallen(AGREEMENT),
+            LOST_ALARM_REMARK: any(series.lost_alarm for series in line.series.values()),
         }
         notes.remarks = [text for text, applies in about.items() if applies]
         notes.seconds = line.elapsed or 0.0

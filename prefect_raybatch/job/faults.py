@@ -129,7 +129,8 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
         return _no_group(last, kind, given)
     if told == "string_type":
         return _no_text(given, None if hidden else text.words(place), hidden)
-    if told == "list_type" and isinstance(given, (str, int, float)) and not hidden:
+    is_single = isinstance(given, (str, int, float)) and not isinstance(given, bool)
+    if told == "list_type" and is_single and not hidden:
         if isinstance(given, str):
             return f"must be a list and is text; write {last}: [{_short(given)!r}]"
         return f"must be a list and is a single value; write {last}: [{_short(given)}]"
@@ -146,7 +147,7 @@ def _is_percentage(item: ErrorDetails, given: object) -> bool:
     """Return whether a value `given` that exceeds its limit 1 may be a share in percent."""
     limits = item.get("ctx", {})
     is_share = 1 in (limits.get("lt"), limits.get("le"))
-    return is_share and isinstance(given, (int, float)) and 1 < given <= 100
+    return is_share and isinstance(given, (int, float)) and 2 <= given <= 100
 
 
 def _fault(item: ErrorDetails) -> str:

@@ -34,6 +34,7 @@ RUN_AGAIN = "run the same command or script again"  # advice if the command is u
 RECORD_SECONDS = 5.0  # for which a remote store is retried to read or write the record
 
 
+# What is said of a step of a complete run that was not done, and that a process does now.
 _UNDONE = {
     MEASURING: "accuracy not measured",
     JUDGING: "not judged",
@@ -52,10 +53,11 @@ class LastAttempt:
 
     `phase` is the step it reached: planning, inference or finalizing, and on a complete run
     measuring, judging or publishing. `started` and `ended` are in seconds since 1970; `ended` is
-    None while it works, and if it succeeded or was killed. `outcome` is failed, stopped, drained,
-    or "" if it works, succeeded or was killed. `error` is the class and `message` the text of the
-    exception that ended it. `command` runs the job again, "" if it is unknown. `by` is user@host
-    and `pid` the process there, in the Linux PID namespace `pid_namespace` ("" if unknown).
+    None while it works, after a kill, and if it completed the run. `outcome` is failed, stopped,
+    drained, "" if it works or succeeded, or killed (never written: see `open_step_of`). `error` is
+    the class and `message` the text of the exception that ended it. `command` runs the job again,
+    "" if it is unknown. `by` is user@host and `pid` the process there, in the Linux PID namespace
+    `pid_namespace` ("" if unknown).
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}

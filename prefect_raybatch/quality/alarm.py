@@ -53,7 +53,8 @@ class ShareSeries(StrictRecord):
     has the run keys of the newest measured runs, oldest first; a repaired run has the key of the
     original. `e_value` is the evidence that the share fell, and `measure` names the share (ACCURACY
     or AGREEMENT). `replaces` is the key of the last run of the series before, which had another
-    `key` ("": none), and `replaced_alarm` says whether the alarm rang there.
+    `key`, and `replaced_alarm` that of the run whose alarm rang when it ended. `taken_from` are the
+    keys by which the newest run was measured before: those series have lost it.
     """
 
     key: str
@@ -66,7 +67,8 @@ class ShareSeries(StrictRecord):
     runs: tuple[str, ...] = ()
     measure: str = ACCURACY
     replaces: str = ""
-    replaced_alarm: bool = False
+    replaced_alarm: str = ""
+    taken_from: tuple[str, ...] = ()
 
     @property
     def lost_alarm(self) -> bool:
@@ -74,7 +76,7 @@ class ShareSeries(StrictRecord):
 
         The low share of these runs becomes the baseline, so the alarm cannot ring for it again.
         """
-        return self.replaced_alarm and not self.later
+        return bool(self.replaced_alarm) and not self.later
 
     @property
     def rings(self) -> bool:
@@ -101,9 +103,9 @@ class ShareSeries(StrictRecord):
             begun = f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"
             if not self.replaces:
                 return begun
-            changed = "models" if self.measure == AGREEMENT else "golden rows or judge"
-            rang = ", where the alarm rang" if self.replaced_alarm else ""
-            return f"{begun}, because {changed} changed after run {self.replaces}{rang}"
+            what = "models or threshold" if self.measure == AGREEMENT else "golden rows or judge"
+            rang = f"; the alarm rang in run {self.replaced_alarm}" if self.replaced_alarm else ""
+            return f"{begun}, because {what} changed after run {self.replaces}{rang}"
         base = f"{self.right / self.rows:.1%} in the first {BASELINE_RUNS} runs"
         about = f"(e-value {self.short()}, alarm at {ALARM:g}; {base})"
         if not self.rings:
@@ -143,7 +145,7 @@ def continued(
     if before is None:
         before = ShareSeries(key, 0, 0, 0)
     elif before.key != key:
-        before = replaced(before, key)
+        before = new_series_after(before, key)
     named: dict[str, Any] = {
         "runs": (*before.runs, run)[-NEWEST_NAMED:],
         "measure": measure,
@@ -162,10 +164,10 @@ def continued(
     )
 
 
-def replaced(before: ShareSeries, key: str) -> ShareSeries:
+def new_series_after(before: ShareSeries, key: str) -> ShareSeries:
     """Return a series of no run yet, measured by `key`, in place of the series `before`."""
     last = before.runs[-1] if before.runs else ""
-    alarm = before.rings or before.lost_alarm
+    alarm = last if before.rings else before.replaced_alarm if before.lost_alarm else ""
     return ShareSeries(key, 0, 0, 0, replaces=last, replaced_alarm=alarm)
 
 

@@ -28,7 +28,7 @@ from prefect_raybatch.report.verdict import (
     outcome_text,
     slow,
 )
-from prefect_raybatch.words import counted, money
+from prefect_raybatch.words import counted, money, sentence
 
 STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
 # Columns of some jobs.
@@ -52,9 +52,10 @@ class HistoryLine:
 
     `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
     runs it again, once `first_step` is done ("": nothing to do). `undone` says which step of a
-    complete run was not done, and why. `is_left`: it is incomplete, and no driver works on it.
-    `is_late`: it missed its deadline. `checked` is the smaller model of a cascade if some of its
-    answers were checked. `prompt_tokens` is the mean of a prompt.
+    complete run was not done, and why, `under_way` which process does one now. `is_left`: it is
+    incomplete, and no driver works on it. `is_late`: it missed its deadline. `checked` is the
+    smaller model of a cascade if some of its answers were checked. `prompt_tokens` is the mean of a
+    prompt.
     """
 
     run_key: str
@@ -77,6 +78,7 @@ class HistoryLine:
     command: str = ""
     first_step: str = ""
     undone: str = ""
+    under_way: str = ""
     is_left: bool = False
     elapsed: float | None = None  # seconds of all attempts, start-up and waits included
     is_late: bool = False  # missed its deadline
@@ -294,6 +296,7 @@ def _outcome(page: HistoryPage, run: HistoryLine, title: str) -> list[str]:
     about += [DISAGREEMENT_REMARK] if run.has_fallen(AGREEMENT) else []
     about += [LOST_ALARM_REMARK] if any(one.lost_alarm for one in run.series.values()) else []
     about += [cut_to_characters(f"{run.undone.rstrip('.')}.", UNDONE_SHOWN)] if run.undone else []
+    about += [f"{sentence(run.under_way)}."] if run.under_way else []
     counts = (run.rows or 0, run.good or 0, run.quarantined or 0)
     seconds = run.elapsed or 0.0
     outcome = outcome_text(*counts, seconds, run.cost, about, run.currency)

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from prefect_raybatch.errors import ConfigError, JobStopped, PlanMismatch, RayBatchError, RunDrained
+from prefect_raybatch.errors import (
+    ConfigError,
+    JobStopped,
+    PlanMismatch,
+    PublishFailed,
+    QualityTooLow,
+    RayBatchError,
+    RunDrained,
+)
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import NAME, check_run_key, check_uri
 from prefect_raybatch.job.placeholders import date_of_key, render_text, today
@@ -40,7 +48,7 @@ from prefect_raybatch.ledger.last_attempt import (
     not_waiting,
     read_last_attempt,
 )
-from prefect_raybatch.ledger.layout import DATA_FOLDER, PLANNED_BY, PRUNED, SUCCESS
+from prefect_raybatch.ledger.layout import PLANNED_BY, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump, load
@@ -142,21 +150,29 @@ def recorded_step(
     """Record begin and end of the block, which does a step of a complete run.
 
     `name` is the job's name, `phase` MEASURING, JUDGING or PUBLISHING. Texts in `secrets` are
-    masked. Adds a note to an error, unless it is of publishing, whose errors say it themselves: the
-    result is complete, and how to continue.
+    masked. What is recorded of another step that is open stays until this one fails. A
+    `ConfigError` of publishing is not recorded: the command was wrong, not the run. Adds a note to
+    an error: the result is complete, and how to continue.
     """
-    attempt = _begun(run_key, name, phase, secrets)
-    attempt.put(store)
+    attempt, before = _begun(run_key, name, phase, secrets), open_step_of(store)
+    is_shown = before is None or before.phase == phase
+    if is_shown:
+        attempt.put(store)
     try:
         yield
     except BaseException as error:
         ended = _ended(attempt, error, secrets)
-        ended.put(store)
-        again = f"{sentence(advice(ended.first_step, ended.command))}{ended.command}"
-        if phase != PUBLISHING:
-            error.add_note(f"The answers in {store.uri}/{DATA_FOLDER}/ are complete. {again}")
+        if phase != PUBLISHING or not isinstance(error, ConfigError):
+            ended.put(store)
+        elif is_shown:
+            (before or replace(attempt, ended=ended.ended)).put(store)
+        if not isinstance(error, (QualityTooLow, PublishFailed)):  # which say what to do
+            again = f"{sentence(advice(ended.first_step, ended.command))}{ended.command}"
+            error.add_note(f"The result of {store.uri} is complete. {again}")
         raise
-    replace(attempt, ended=round(time.time(), 3)).put(store)
+    last = last_attempt_of(not_waiting(store)) if is_shown else None
+    if last is not None and last.phase == phase:  # else another process has begun another step
+        replace(attempt, ended=round(time.time(), 3)).put(store)
 
 
 def open_step_of(store: Store) -> LastAttempt | None:

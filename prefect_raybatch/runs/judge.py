@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.compile.job import compile_plan, planned_job, prices_of
@@ -24,7 +24,7 @@ from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.ledger.layout import JUDGE
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import dump
-from prefect_raybatch.quality.alarm import continued
+from prefect_raybatch.quality.alarm import ACCURACY
 from prefect_raybatch.quality.golden import Golden, golden_numbers
 from prefect_raybatch.quality.judged_rows import (
     IN_SAMPLE,
@@ -48,7 +48,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.costs import plain_price
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.quality import golden_of
-from prefect_raybatch.runs.series import judgement_in, series_before
+from prefect_raybatch.runs.series import MeasuredRun, judgement_in, series_with
 from prefect_raybatch.storage import Store, join
 from prefect_raybatch.words import counted, money
 
@@ -67,6 +67,35 @@ JUDGED_ROW_SHOWN = 300  # characters of a shown row
 AskJudge = Callable[[str, str, float | None], RunReport]
 
 
+@dataclass(frozen=True)
+class ToJudge:
+    """A judgement to make: its id `key`, the golden rows, and the run's judgement `before`."""
+
+    key: str
+    golden: Golden | None
+    before: Judgement | None
+
+
+def judgement_to_make(
+    member: Member, quality: Quality, output: Output, measure_again: bool = False
+) -> ToJudge | None:
+    """Return the judgement that a finished run (`member`) lacks.
+
+    Returns None if the job has no judge, or if the run is a retry of failed rows, which are no
+    random sample of the input. Does so too if the run has a judgement, unless `measure_again` is
+    set and the judge or the golden rows have changed since.
+    """
+    plan, judge = member.plan, quality.judge
+    if not judge.asked or plan.parent is not None:
+        return None
+    golden, before = golden_of(quality, output), read_judgement(member.ledger.store)
+    key = judgement_id(judge, golden)
+    is_there = before is not None and before.plan == plan.hash
+    if before is not None and is_there and (before.key == key or not measure_again):
+        return None
+    return ToJudge(key, golden, before)
+
+
 def with_verdicts(
     report: RunReport,
     member: Member,
@@ -75,28 +104,19 @@ def with_verdicts(
     most_cost: float | None,
     written: str,
     ask: AskJudge,
-    measure_again: bool = False,
+    to_judge: ToJudge,
 ) -> RunReport:
     """Judge answers of a finished run (`member`); write the judgement; return the report with it.
 
-    Returns `report` unchanged if the job has no judge, or if the run is a retry of failed rows,
-    which are no random sample of the input. Does so too if the run has a judgement, unless
-    `measure_again` is set and the judge or the golden rows have changed since. The run and all its
-    judgements together may cost `most_cost` (None: no limit). `written` is the job's output.uri
-    before placeholders are filled in; earlier judgements are looked for there.
+    The run and all its judgements together may cost `most_cost` (None: no limit). `written` is the
+    job's output.uri before placeholders are filled in; earlier judgements are looked for there.
 
     `ask` runs the judge over the rows to judge and returns the report of that run. Raises
     `CostExceeded` if nothing is left of `most_cost`, and the errors of `ask`; the next call then
     resumes the judgement.
     """
     store, plan, judge = member.ledger.store, member.plan, quality.judge
-    if not judge.asked or plan.parent is not None:
-        return report
-    golden = golden_of(quality, output)
-    key = judgement_id(judge, golden)
-    before = read_judgement(store)
-    if before is not None and before.plan == plan.hash and (before.key == key or not measure_again):
-        return report
+    key, golden = to_judge.key, to_judge.golden
     others = _cost_of_others(store, key)
     left = _left(report, others, most_cost) if report.good else None
     place = store.sub(f"{JUDGE}/{key}")
@@ -120,7 +140,7 @@ def with_verdicts(
         cost={name: cost.get(name, 0.0) + others.get(name, 0.0) for name in {*cost, *others}},
         currency=currency,
     )
-    judgement = _with_series(judgement, judge, member, output, written)
+    judgement = _with_series(judgement, to_judge.before, judge, member, output, written)
     report = load_report(store, judgement=judgement)
     put_pages(store, report)
     put_judgement(store, judgement)  # last: until then, the next call writes the pages again
@@ -143,17 +163,25 @@ def _ask(ask: AskJudge, store: Store, left: float | None) -> RunReport:
 
 
 def _with_series(
-    judgement: Judgement, judge: Judge, member: Member, output: Output, written: str
+    judgement: Judgement,
+    before: Judgement | None,
+    judge: Judge,
+    member: Member,
+    output: Output,
+    written: str,
 ) -> Judgement:
-    """Return the judgement with the series of earlier ones; unchanged if no row was judged."""
+    """Return the judgement with the series of earlier ones; unchanged if no row was judged.
+
+    `before` is the judgement of the run that it replaces.
+    """
     if not judgement.rows:
         return judgement
     options, plan = output.options or None, member.plan
-    key = _series_key(judge)
-    earlier = series_before(written, options, plan, judgement_in, key)
-    counts = (key, judgement.right, judgement.rows)
-    series = continued(earlier, *counts, run=original_key(plan))
-    return replace(judgement, series=series)
+    run = MeasuredRun(_series_key(judge), judgement.right, judgement.rows, ACCURACY)
+    own = before.series if before is not None and before.plan == plan.hash else None
+    if own is not None and own.key == run.key:
+        own = None  # its series has not changed, only what was counted in it
+    return replace(judgement, series=series_with(own, written, options, plan, judgement_in, run))
 
 
 def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:

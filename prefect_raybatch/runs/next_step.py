@@ -116,11 +116,13 @@ def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator
         yield f"publishes the result to {', '.join(targets)}"
     last = open_step_of(store)
     if last is not None and last.under_way:
-        yield f"it is {last.under_way}. Wait for its end: a second command repeats work"
-        return
+        yield (
+            f"it is {last.under_way}. Wait for its end, unless that process is gone: a second "
+            "command repeats work"
+        )
     if resolved.job.quality.judge.asked and read_judgement(store) is None:
         yield "asks the judge about the answers"
-    if last is not None:
+    if last is not None and last.undone:
         yield last.undone_advice
 
 

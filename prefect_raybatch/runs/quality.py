@@ -6,6 +6,7 @@ Golden rows are input rows whose right answers are known.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from prefect_raybatch.compile.job import model_request
@@ -19,9 +20,8 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName, pools
 from prefect_raybatch.ledger.family import Member
-from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
-from prefect_raybatch.quality.alarm import continued
+from prefect_raybatch.quality.alarm import ACCURACY
 from prefect_raybatch.quality.golden import (
     GOLDEN_FIELD,
     Golden,
@@ -32,7 +32,7 @@ from prefect_raybatch.quality.golden import (
 )
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
-from prefect_raybatch.runs.series import accuracy_in, series_before
+from prefect_raybatch.runs.series import MeasuredRun, accuracy_in, series_with
 from prefect_raybatch.spec.request import SamplingSpec
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.result_columns import named_answers, result_columns
@@ -41,7 +41,7 @@ from prefect_raybatch.words import counted
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """What decides about the answers of a run: parts of its spec.
+    """The parts of a run's spec that decide about its answers.
 
     `has_function`: prompt.function makes the requests, and may set sampling fields of a row.
     """
@@ -111,7 +111,8 @@ def _listed_answers(column: str, spec: AnswerSpec) -> tuple[str, Sequence[object
         shape = columns_of(finish.schema).get(column)
         if shape is None:
             return "", ()
-        return SCHEMA_FIELD, shape.values or ((True, False) if shape.kind == "boolean" else ())
+        values = shape.values or ((True, False) if shape.kind == "boolean" else ())
+        return SCHEMA_FIELD, (*values, None) if values and shape.nullable else values
     if column != finish.column or (spec.has_function and not sampling.fixed_form):
         return "", ()
     return f"sampling.{'structured_outputs' if sampling.form else 'choice'}", sampling.choices
@@ -178,6 +179,7 @@ def measured(
     quality: Quality,
     output: Output,
     written: str,
+    step: AbstractContextManager[None],
     measure_again: bool = False,
 ) -> RunReport:
     """Measure a finished run on the golden rows; write its accuracy; return the report with it.
@@ -185,15 +187,27 @@ def measured(
     Returns `report` unchanged if the job has no golden rows, for a retry of failed rows (they are
     no random sample of the input), and, unless `measure_again`, for a run that was measured.
     `written` is the job's output.uri before placeholders are filled in; earlier runs to compare
-    with are looked for there.
+    with are looked for there. The work is done in the context `step`.
     """
-    store, plan = member.ledger.store, member.plan
-    if quality.golden is None or plan.parent is not None:
+    if quality.golden is None or member.plan.parent is not None:
         return report
-    before = read_accuracy(store)
-    if before is not None and before.plan == plan.hash and not measure_again:
+    before = read_accuracy(member.ledger.store)
+    if before is not None and before.plan == member.plan.hash and not measure_again:
         return report
-    golden = golden_of(quality, output)
+    with step:
+        return _measured(report, before, member, quality, output, written)
+
+
+def _measured(
+    report: RunReport,
+    before: Accuracy | None,
+    member: Member,
+    quality: Quality,
+    output: Output,
+    written: str,
+) -> RunReport:
+    """Measure a run as `measured` does; `before` is the accuracy that is recorded."""
+    store, plan, golden = member.ledger.store, member.plan, golden_of(quality, output)
     if golden is None:
         return report
     options = output.options or None
@@ -202,9 +216,8 @@ def measured(
     if accuracy.rows:
         kept = before.series if before is not None and before.plan == plan.hash else None
         if kept is None or kept.key != golden.digest:
-            earlier = series_before(written, options, plan, accuracy_in, golden.digest)
-            counts = (golden.digest, accuracy.right, accuracy.rows)
-            kept = continued(earlier, *counts, run=original_key(plan))
+            run = MeasuredRun(golden.digest, accuracy.right, accuracy.rows, ACCURACY)
+            kept = series_with(kept, written, options, plan, accuracy_in, run)
         accuracy = replace(accuracy, series=kept)
     if accuracy != before:
         report = load_report(store, accuracy)

@@ -256,7 +256,8 @@ def _history_line(line: RunLine, options: StoreOptions | None) -> HistoryLine:
     try:
         store = open_store(line.run, dict(options) if options else None)
         if (attempt := open_step_of(store)) is not None:
-            entry = replace(entry, undone=attempt.undone, command=attempt.command)
+            entry = replace(entry, undone=attempt.undone, under_way=attempt.under_way)
+            entry = replace(entry, command=attempt.command)
             entry = replace(entry, first_step=attempt.first_step)
         report = load_report(store)
     except STORE_AWAY:

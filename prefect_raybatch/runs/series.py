@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from prefect_raybatch.errors import RayBatchError
@@ -16,7 +16,7 @@ from prefect_raybatch.ledger.forks import forks_of, original_key
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.quality.accuracy import Accuracy, read_accuracy
-from prefect_raybatch.quality.alarm import ShareSeries, continued, replaced
+from prefect_raybatch.quality.alarm import ShareSeries, continued, new_series_after
 from prefect_raybatch.quality.judgement import Judgement, read_judgement
 from prefect_raybatch.runs.listing import COMPLETED, RunLine, recency_key
 from prefect_raybatch.runs.run import STORE_AWAY
@@ -27,7 +27,7 @@ from prefect_raybatch.storage import Store, open_store
 log = logging.getLogger(__name__)
 
 RUNS_LOOKED_AT = 14  # runs before the newest series in which one that it lacks is looked for
-MOST_OF_OTHERS = 60  # runs that were measured in another way, before the newest series
+OTHERS_LOOKED_AT = 60  # newest runs, measured in another way, before which the series is looked for
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,13 @@ def series_before(
     """Return the series of a job's runs measured by `key` before the run with this `plan`, or None.
 
     This is the newest series of `key` that an earlier run recorded, continued with measured runs
-    that it lacks. If all were measured in another way, it is a series of no run that names the last
-    of them. `read` returns what was measured in a run, None if nothing was. Runs are looked for
-    below `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an
-    unreachable store raises.
+    that it lacks. It is a series of no run, which names the last run that was measured in another
+    way, if the newest OTHERS_LOOKED_AT were so, or if one of them was taken out of the series of
+    `key`: without that run, later ones must not be compared with it.
+
+    `read` returns what was measured in a run, None if nothing was. Runs are looked for below
+    `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an unreachable
+    store raises.
     """
     this, series, looked, others = original_key(plan), None, 0, 0
     before: ShareSeries | None = None
@@ -84,22 +87,47 @@ def series_before(
     for name, run in _measured_before(output, options, plan, read):
         if run.series is not None and this in run.series.runs:
             continue  # planned in the same second, and counted this run already
+        taken_from = run.series.taken_from if run.series is not None else ()
         if run.key != key:
             before, others = before or run.series, others + 1
+            if key in taken_from:
+                break
         elif series is None and run.series is not None:
             series = run.series
-        elif series is None or name not in series.runs:
+        elif series is None or (name not in series.runs and not taken_from):
             missing.append((name, run))
         looked += series is not None
-        if looked > RUNS_LOOKED_AT or (series is None and others > MOST_OF_OTHERS):
+        if looked > RUNS_LOOKED_AT or (series is None and others > OTHERS_LOOKED_AT):
             break
     if series is None and before is not None:
-        series = replaced(before, key)
+        series = new_series_after(before, key)
     for name, run in reversed(missing):
         if series is None or name not in series.runs:
             counts = (run.key, run.right, run.rows)
             series = continued(series, *counts, run=name, measure=run.measure)
     return series
+
+
+def series_with(
+    own: ShareSeries | None,
+    output: str,
+    options: StoreOptions | None,
+    plan: Plan,
+    read: Callable[[Store], MeasuredRun | None],
+    run: MeasuredRun,
+) -> ShareSeries:
+    """Return the series of a job's runs up to the run with this `plan`, which is measured as `run`.
+
+    `own` is the series that it recorded when it was measured before, None if it was not; the other
+    parameters are those of `series_before`.
+    """
+    earlier = series_before(output, options, plan, read, run.key)
+    if own is not None and (earlier is None or not earlier.baseline):
+        earlier = new_series_after(own, run.key)
+    series = continued(earlier, run.key, run.right, run.rows, run=original_key(plan))
+    if own is None:
+        return series
+    return replace(series, taken_from=tuple(dict.fromkeys((*own.taken_from, own.key))))
 
 
 def _measured_before(

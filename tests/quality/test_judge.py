@@ -48,7 +48,8 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited, judging_job, render_placeholders, shown_job
 from prefect_raybatch.job.trust import check_reach
 from prefect_raybatch.ledger import drains
-from prefect_raybatch.ledger.last_attempt import read_last_attempt
+from prefect_raybatch.ledger.last_attempt import JUDGING, PUBLISHING, read_last_attempt
+from prefect_raybatch.ledger.layout import PUBLISHED
 from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.quality import alarm
 from prefect_raybatch.quality.accuracy import interval
@@ -61,7 +62,7 @@ from prefect_raybatch.report.verdict import FALLEN_REMARK
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.judge import with_verdicts
+from prefect_raybatch.runs.judge import judgement_to_make, with_verdicts
 from prefect_raybatch.runs.plan_run import precheck_resolved
 from prefect_raybatch.runs.publish_run import finished_member
 from prefect_raybatch.runs.run_history import history_of
@@ -224,10 +225,44 @@ def test_a_judgement_whose_process_was_killed_is_told_with_what_continues_it(tmp
     begun.put(store)
     assert_unjudged(job, "not judged: killed")
     replace(begun, by="somebody@elsewhere").put(store)  # whose process cannot be looked at
-    state = status(store.uri)
-    assert state.undone == "" and f"by process {gone.pid} of somebody@elsewhere" in (
-        state.under_way
+    (page,), who = history_of(job.output.uri), f"by process {gone.pid} of somebody@elsewhere"
+    texts = (status(store.uri).under_way, report_of(store.uri).notes[-1], headlines(page)[0])
+    assert all(who in text for text in texts) and status(store.uri).undone == ""
+    store.delete(["_raybatch/judgement.json"])
+    said = " ".join(next_step_of_night(job))
+    assert (
+        f"{who}. Wait for its end, unless that process is gone" in said and "asks the judge" in said
     )
+
+
+def test_a_step_hides_neither_what_another_left_undone_nor_one_that_another_process_does(
+    tmp_path, server
+):
+    verdict_of(server, lambda row: True)
+    published = {"publish": [{"format": "jsonl", "uri": str(tmp_path / "published")}]}
+    job = job_of(tmp_path, server, output=published)
+    report = completed(job, "night")
+    store = open_store(report.run)
+    last = read_last_attempt(store)
+    assert last is not None
+    failed = replace(last, phase=JUDGING, outcome="failed", error="EndpointRefused", message="no")
+    busy = replace(last, phase=JUDGING, ended=None, by="somebody@elsewhere")
+    for record in (failed, busy):
+        record.put(store)
+        shutil.rmtree(tmp_path / "published", ignore_errors=True)
+        store.delete([info.path for info in store.list(PUBLISHED)])
+        assert publish_run(job, report.run).published
+        assert read_last_attempt(store) == record
+    failed = replace(failed, phase=PUBLISHING)
+    failed.put(store)
+    finalize_run(job, plan_run(job, "night"))  # nothing is left to measure
+    assert read_last_attempt(store) == failed
+    with pytest.raises(ConfigError, match="nowhere to publish"):
+        publish_run(edited(job, {"output.publish": []}, "the job"), report.run)
+    assert read_last_attempt(store) == failed
+    before = store.read("_raybatch/last_attempt.json", 10_000)
+    publish_run(job, report.run)  # all is published
+    assert store.read("_raybatch/last_attempt.json", 10_000) == before
 
 
 def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
@@ -261,8 +296,8 @@ def test_a_judgement_that_is_cut_off_resumes_and_asks_no_committed_shard_again(
     assert len(working) == 3 and all("being judged since " in text for text in working)
     assert "Wait for its end" in working[2]
     assert failed.value.__notes__ == [
-        f"The answers in {run.uri}/data/ are complete. Fix the cause, then run the same command "
-        "or script again"
+        f"The result of {run.uri} is complete. Fix the cause, then run the same command or script "
+        "again"
     ]
     assert_unjudged(job, "not judged: EndpointRefused: quality.judge")
     (place,) = (tmp_path / "out/night/_raybatch/judge").iterdir()
@@ -456,7 +491,9 @@ def test_a_run_that_cost_all_that_it_may_is_not_judged(tmp_path, server):
     member = finished_member(open_store(report.run))
     given = (job.quality, job.output, job.limits.max_cost, job.output.uri)
     with pytest.raises(CostExceeded, match=r"complete, but was not judged.*Raise limits\.max_cost"):
-        with_verdicts(report, member, *given, lambda *_: report)
+        to_judge = judgement_to_make(member, job.quality, job.output)
+        assert to_judge is not None
+        with_verdicts(report, member, *given, lambda *_: report, to_judge)
     assert not server.bodies
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.checked_nights import ROWS, CheckedNights
 
-from prefect_raybatch.api import finalize_run, finalize_whole, plan_run
+from prefect_raybatch.api import finalize_run, finalize_whole, plan_run, publish_run
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.edits import render_placeholders
 from prefect_raybatch.quality import alarm
 from prefect_raybatch.quality.agreement import read_agreement
@@ -18,6 +19,7 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
 from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import DISAGREEMENT_REMARK, FALLEN_REMARK, LOST_ALARM_REMARK
+from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.storage import open_store
@@ -93,7 +95,7 @@ def test_another_golden_file_says_which_alarm_it_ends_and_the_first_one_goes_on_
         assert (series.runs[-1], series.baseline, series.later) == (key, number, 0)
         assert series.lost_alarm and series.text() == (
             f"run {number} of the 2 that later ones are compared with, because golden rows or "
-            "judge changed after run n3, where the alarm rang"
+            "judge changed after run n3; the alarm rang in run n3"
         )
     (history,) = history_of(str(nights.folder / "out"), job="nightly")
     assert LOST_ALARM_REMARK in headlines(history)[0]
@@ -102,6 +104,43 @@ def test_another_golden_file_says_which_alarm_it_ends_and_the_first_one_goes_on_
     golden.write_text(text)
     back = accuracy(nights.night("n7", job))
     assert back.runs == ("n1", "n2", "n3", "n7") and back.rings
+
+
+def test_a_run_measured_again_with_another_file_ends_the_series_that_loses_it(
+    nights: CheckedNights,
+) -> None:
+    """Else whoever measures bad runs again would choose which runs the series compares."""
+    job, golden = nights.measured(), nights.folder / "golden.jsonl"
+    text, other = golden.read_text(), golden.read_text().replace('"car"', '"cat"', 1)
+    for key in ("n1", "n2"):
+        nights.night(key, job)
+    nights.different, nights.only_larger = ROWS // 2, True
+    bad = nights.night("n3", job)
+    assert accuracy(bad).rings
+    golden.write_text(other)
+    with pytest.raises(ConfigError, match="nowhere to publish"):
+        publish_run(job, bad.run)  # measures again
+    anew = accuracy(load_report(open_store(bad.run)))
+    assert (anew.runs, anew.baseline, anew.replaced_alarm) == (("n3",), 1, "n3")
+    golden.write_text(text)
+    back = accuracy(nights.night("n4", job))
+    assert (back.runs, back.baseline, back.replaces) == (("n4",), 1, "n3")
+    assert back.lost_alarm and back.replaced_alarm == "n3"
+    assert accuracy(nights.night("n5", job)).runs == ("n4", "n5")
+
+
+def test_a_run_of_another_file_that_is_measured_again_joins_no_later_series(
+    nights: CheckedNights,
+) -> None:
+    job, golden = nights.measured(), nights.folder / "golden.jsonl"
+    text = golden.read_text()
+    golden.write_text(text.replace('"car"', '"cat"', 1))
+    first = nights.night("n1", job)
+    golden.write_text(text)
+    assert accuracy(nights.night("n2", job)).runs == ("n2",)
+    with pytest.raises(ConfigError, match="nowhere to publish"):
+        publish_run(job, first.run)  # measures it by the file of n2
+    assert accuracy(nights.night("n3", job)).runs == ("n2", "n3")
 
 
 def _copied_model(folder: Path) -> Path:
