@@ -179,8 +179,6 @@ def _with_series(
     options, plan = output.options or None, member.plan
     run = MeasuredRun(_series_key(judge), judgement.right, judgement.rows, ACCURACY)
     own = before.series if before is not None and before.plan == plan.hash else None
-    if own is not None and own.key == run.key:
-        own = None  # its series has not changed, only what was counted in it
     return replace(judgement, series=series_with(own, written, options, plan, judgement_in, run))
 
 

@@ -122,12 +122,14 @@ def series_with(
     parameters are those of `series_before`.
     """
     earlier = series_before(output, options, plan, read, run.key)
-    if own is not None and (earlier is None or not earlier.baseline):
+    leaves = own is not None and own.key != run.key
+    if own is not None and leaves and (earlier is None or not earlier.baseline):
         earlier = new_series_after(own, run.key)
     series = continued(earlier, run.key, run.right, run.rows, run=original_key(plan))
     if own is None:
         return series
-    return replace(series, taken_from=tuple(dict.fromkeys((*own.taken_from, own.key))))
+    taken_from = dict.fromkeys((*own.taken_from, own.key) if leaves else own.taken_from)
+    return replace(series, taken_from=tuple(taken_from))
 
 
 def _measured_before(

@@ -458,6 +458,21 @@ def test_what_the_judge_calls_wrong_withholds_publishing(tmp_path, server):
     assert publish_run(other, report.run).published  # judged again, by a larger sample
 
 
+def test_a_run_judged_again_stays_known_to_the_series_that_it_left(tmp_path, server):
+    verdict_of(server, lambda row: row % 4 != 0)
+    job = job_of(tmp_path, server)
+    report, keys = completed(job, "night"), list[str]()
+    for judge in ({"prompt": f"Well: {PROMPT}"}, {"prompt": f"Well: {PROMPT}", "sample": 50}):
+        assert report.judgement is not None and report.judgement.series is not None
+        keys.append(report.judgement.series.key)
+        with pytest.raises(ConfigError, match="nowhere to publish"):
+            publish_run(job_of(tmp_path, server, judge), report.run)  # judges again
+        report = load_report(open_store(report.run))
+        assert report.judgement is not None and report.judgement.series is not None
+        assert report.judgement.series.taken_from == (keys[0],)
+    assert keys[0] != keys[1] == report.judgement.series.key
+
+
 def test_the_cost_limit_covers_the_judge(tmp_path, server, monkeypatch):
     in_small_shards(monkeypatch)
     priced = {"cluster": {"price_per_gpu_hour": 1.0}}
