@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect_raybatch.stages.vllm.shorter_start import kernel_cache
+
 NAMED_LEVELS = 3  # vLLM: torch_compile_cache/torch_aot_compile/HASH
 
 
@@ -63,11 +65,10 @@ def cache_folders(environment: Mapping[str, str]) -> tuple[CacheFolder, ...]:
     """
     home = Path(environment.get("HOME") or Path.home())
     caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    triton = Path(environment.get("TRITON_HOME") or home) / ".triton" / "cache"
     base = Path(environment.get("FLASHINFER_WORKSPACE_BASE") or home)
     return (
         CacheFolder("vLLM", environment.get("VLLM_CACHE_ROOT") or str(caches / "vllm")),
-        CacheFolder("Triton", environment.get("TRITON_CACHE_DIR") or str(triton)),
+        CacheFolder("Triton", kernel_cache(environment)),
         CacheFolder("FlashInfer", str(base / ".cache" / "flashinfer")),
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,8 +11,10 @@ from helpers.needs import needs_vllm
 from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.stages.vllm.shorter_start import (
     DECIDE_GRAPHS,
+    KERNEL_CACHE,
     MEASURED_ONCE,
     memory_settings,
+    share_kernel_cache,
     with_fewer_graphs,
 )
 
@@ -65,3 +68,24 @@ def test_memory_is_measured_anew_where_vllm_does_not_tell_engines_apart(
     request = SimpleNamespace(given=given, env=more.get("env", {}))
     found = memory_settings(cast(Any, request), more.get("gpus", 1), more.get("images", False))
     assert found == ({MEASURED_ONCE: "1"} if kept else {})
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "/home/a/.triton/cache"),
+        ({"TRITON_HOME": "/t"}, "/t/.triton/cache"),
+        ({KERNEL_CACHE: "/kept", "TRITON_HOME": "/t"}, "/kept"),
+    ],
+)
+def test_engines_of_all_sizes_find_the_same_kernels(
+    variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (KERNEL_CACHE, "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/a", **variables}.items():
+        monkeypatch.setenv(name, value)
+    share_kernel_cache()
+    assert os.environ[KERNEL_CACHE] == folder
+    share_kernel_cache()
+    assert os.environ[KERNEL_CACHE] == folder

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import forking
-from prefect_raybatch.stages.vllm.shorter_start import with_fewer_graphs
+from prefect_raybatch.stages.vllm.shorter_start import share_kernel_cache, with_fewer_graphs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,6 +143,7 @@ def start(arguments: EngineFields) -> LLMEngine:
     fields = dict(arguments)
     if current_platform.is_cuda() and (gpu := current_platform.get_device_capability()) is not None:
         fields = dict(with_fewer_graphs(fields, gpu.major))
+        share_kernel_cache()
     for name in ("structured_outputs_config", "reasoning_config"):
         if isinstance(given := fields.get(name), dict):  # EngineArgs writes into the class of it
             fields[name] = _class_of(name)(**given)

@@ -1,11 +1,14 @@
-"""Settings that shorten the start of an engine on GPUs: fewer CUDA graphs, memory measured once.
+"""Settings that shorten the start of an engine on GPUs.
 
-Figures: docs/decisions/shorter-starts.md.
+They are fewer CUDA graphs, a memory measurement that is kept, and one cache of kernels for all
+engines. Figures: docs/decisions/shorter-starts.md.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from prefect_raybatch.spec.engine import EngineFields, ModelRequest
 
@@ -70,3 +73,27 @@ def memory_settings(request: ModelRequest, gpus: int, images: bool) -> Mapping[s
     load = request.given.get("load_format", "auto")
     differs = request.given.keys() - IN_KEY - {"load_format"} or request.env or images
     return {} if differs or gpus > 1 or load not in ("auto", "dummy") else {MEASURED_ONCE: "1"}
+
+
+KERNEL_CACHE = "TRITON_CACHE_DIR"
+"""Environment variable that names the folder in which Triton keeps compiled kernels."""
+
+
+def kernel_cache(environment: Mapping[str, str]) -> str:
+    """Return the folder of Triton's kernels in a process with this `environment`.
+
+    It is Triton's own default unless the environment names another one.
+    """
+    home = environment.get("TRITON_HOME") or environment.get("HOME") or Path.home()
+    return environment.get(KERNEL_CACHE) or str(Path(home) / ".triton" / "cache")
+
+
+def share_kernel_cache() -> None:
+    """Keep the Triton kernels of all engines of this machine in one folder; call before a start.
+
+    Where the variable is not set, PyTorch's compiler sets it to a folder inside the compiled
+    model's. The next start loads the model without the compiler, and looks for vLLM's own kernels
+    in Triton's default folder. So they would be compiled again then, and again for each model and
+    each `max_model_len`, `max_num_seqs` and other argument that the compiled model depends on.
+    """
+    os.environ[KERNEL_CACHE] = kernel_cache(os.environ)
