@@ -358,6 +358,7 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
         made[out] = SamplingParams(**fields)
     params = [made[row["out"]] for row in rows]
     talks = [messages(row["text"]) for row in rows]
+    warm = time.time()
     llm.chat(talks[:512], params[:512], use_tqdm=False)
     llm.reset_prefix_cache()
     first = time.time() - START
@@ -369,6 +370,8 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
         "rows_s": args.rows / took,
         "first_row_s": first,
         "output_tokens": tokens / args.rows,
+        "whole_s": began + took - START,
+        "warmup_s": began - warm,
     }
 
 

@@ -210,6 +210,7 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
 
     texts = [row["text"] for row in make_rows(model, args.work, args.rows)]
     llm = LLM(model=model, runner="pooling", load_format="dummy", **on_cpu(args))
+    warm = time.time()
     llm.embed(texts[:512], use_tqdm=False)
     first = time.time() - START
     began = time.time()
@@ -224,6 +225,7 @@ def peer_vllm(args: argparse.Namespace, model: str) -> dict[str, float]:
         "first_row_s": first,
         "total_s": total,
         "prompt_tokens": tokens,
+        "warmup_s": began - warm,
     }
 
 
