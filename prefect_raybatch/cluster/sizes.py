@@ -15,9 +15,17 @@ from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 
 
-def engines_to_plan_for(spec: SizeSpec, where: ClusterSpec) -> int:
-    """Return how many engines a run is expected to have; a new plan sizes its shards for them."""
-    return sizing.expected_engines(spec, cluster.glance(where))
+def engines_to_plan_for(
+    spec: SizeSpec, where: ClusterSpec, model: models.PinnedModel, row_bytes: float
+) -> int:
+    """Return how many engines a run is expected to have; a new plan sizes its shards for them.
+
+    If the cluster's GPUs and the model's size are known, it is the number that an attempt would
+    choose now. `row_bytes` is the mean size of a row.
+    """
+    capacity = cluster.glance(where)
+    found = None if capacity is None else model_sizes(spec, model, capacity)[0]
+    return sizing.expected_engines(spec, capacity, found, row_bytes)
 
 
 def for_attempt(spec: SizeSpec, plan: Plan, capacity: Capacity) -> Sizing:

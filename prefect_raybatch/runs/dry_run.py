@@ -447,9 +447,9 @@ def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
     have, problems = (what_if, []) if what_if else sized.capacity_or_assumed(asked, spec.cluster)
     known, unknown = sized.model_sizes(asked, model, have)
     if what_if:
-        expected = sizes.expected_engines(asked, what_if)
+        expected = sizes.expected_engines(asked, what_if, known, row_bytes)
     else:
-        expected = sized.engines_to_plan_for(asked, spec.cluster)
+        expected = sized.engines_to_plan_for(asked, spec.cluster, model, row_bytes)
     try:
         size = sizes.sizes_of(asked, rows, row_bytes, have, known, unknown, expected=expected)
     except (ConfigError, InsufficientResources) as error:

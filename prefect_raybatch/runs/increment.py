@@ -345,20 +345,21 @@ def _plan_requests_phase(
     found = snapshot_tables(lambda: joined.rows.rows_to_ask(join), ledger.store, run_input.attempt)
     weights = to_parquet(pa.table({"rows": pa.array(join.weights())}))
     name = f"weights-{digest(weights)[:16]}.parquet"
-    asks = requests_spec(spec)
+    asks, model = requests_spec(spec), resolved.with_adapters()
+    row_bytes = image_bytes.row_bytes(
+        asks.prompt.images, asks.engine.model, asks.read, resolved.model, found, ledger.store
+    )
     plan, named = make_plan(
         asks,
         resolved.identity,
-        resolved.with_adapters(),
+        model,
         _requests_job(public_job(resolved.job)),
         "asks",
         found.files,
         found.schema,
-        image_bytes.row_bytes(
-            asks.prompt.images, asks.engine.model, asks.read, resolved.model, found, ledger.store
-        ),
+        row_bytes,
         snapshot=True,
-        engines=sized.engines_to_plan_for(asks.sizes, asks.cluster),
+        engines=sized.engines_to_plan_for(asks.sizes, asks.cluster, model, row_bytes),
         context=context,
         increment=Increment(
             ledger=OF_ASKS,
@@ -382,24 +383,26 @@ def plan_first_model(
     It is what the plan records as `Plan.increment`. `share` limits the rows that a retry sends to
     the larger model (see `share_of_retry`); None: no such limit.
     """
+    model = resolved.with_adapters()
+    row_bytes = image_bytes.row_bytes(
+        spec.prompt.images,
+        spec.engine.model,
+        spec.read,
+        resolved.model,
+        run_input.found,
+        run_input.snapshot,
+    )
     plan, named = make_plan(
         spec,
         resolved.identity,
-        resolved.with_adapters(),
+        model,
         public_job(resolved.job),
         FIRST_KEY,
         run_input.found.files,
         run_input.found.schema,
-        image_bytes.row_bytes(
-            spec.prompt.images,
-            spec.engine.model,
-            spec.read,
-            resolved.model,
-            run_input.found,
-            run_input.snapshot,
-        ),
+        row_bytes,
         snapshot=run_input.copied,
-        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
+        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster, model, row_bytes),
         increment=Increment(ledger=OF_FIRST, context="").to_dict(),
         weights=run_input.found.weights,
         classifier=resolved.classifier,

@@ -413,25 +413,27 @@ def new_plan(
     reused. `share` limits the rows that a retry of a cascade sends to the larger model.
     """
     found = run_input.found
+    model = resolved.with_adapters()
+    row_bytes = image_bytes.row_bytes(
+        spec.prompt.images,
+        spec.engine.model,
+        spec.read,
+        resolved.model,
+        found,
+        run_input.snapshot,
+    )
     return make_plan(
         spec,
         resolved.identity,
-        resolved.with_adapters(),
+        model,
         public_job(resolved.job, spec.finish),
         run_key,
         found.files,
         found.schema,
-        image_bytes.row_bytes(
-            spec.prompt.images,
-            spec.engine.model,
-            spec.read,
-            resolved.model,
-            found,
-            run_input.snapshot,
-        ),
+        row_bytes,
         snapshot=run_input.copied,
         numbers=numbers,
-        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster),
+        engines=sized.engines_to_plan_for(spec.sizes, spec.cluster, model, row_bytes),
         context=context,
         table=found.table,
         increment=_increment(resolved, spec, run_key, run_input, context, earlier, share),

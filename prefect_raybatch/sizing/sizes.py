@@ -154,11 +154,18 @@ class Sizing:
         return value
 
 
-def expected_engines(spec: SizeSpec, capacity: Capacity | None) -> int:
+def expected_engines(
+    spec: SizeSpec, capacity: Capacity | None, model: Model | None = None, row_bytes: float = 0.0
+) -> int:
     """Estimate the number of engines before the cluster is started, to choose the rows per shard.
 
-    `capacity` is None if nothing is known of the cluster.
+    `capacity` is None if nothing is known of the cluster, `model` if its size is unknown. If both
+    and the kind of GPU are known, the number is that which an attempt would choose for rows of
+    `row_bytes` bytes on average.
     """
+    if capacity and model and gpu_of(spec.accelerator, capacity).card:
+        row, length = Tokens.of(spec.row, row_bytes), spec.context or model.context
+        return choose_pool(spec, capacity, model=model, unknown="", row=row, length=length).engines
     gpus = capacity.gpus if capacity else ASSUMED_GPUS
     gpu = spec.device_for(gpus) == "gpu"
     each = 1

@@ -290,7 +290,8 @@ def test_what_a_cluster_says_of_itself(gpu_cluster: None) -> None:
     assert have.cpus_a_gpu == pytest.approx(5 / GPUS)
     assert cluster.glance(cluster_spec(make_job())) == have
     spec = compile_job(make_job(sampling={"max_tokens": 999}))
-    assert sized.engines_to_plan_for(spec.sizes, spec.cluster) == GPUS
+    model = {"source": "demo", "revision": None, "identity": "-"}
+    assert sized.engines_to_plan_for(spec.sizes, spec.cluster, model, 40.0) == GPUS
 
 
 # --- without a cluster --------------------------------------------------------------------------

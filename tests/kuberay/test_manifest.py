@@ -318,10 +318,9 @@ def test_sizes_are_for_the_pods_that_are_asked_for() -> None:
     have = glance(cluster_spec(job))
     assert have is not None and not have.assumed and have.gpus_by_node == (2.0, 2.0, 2.0)
     assert (have.gpus, have.nodes, have.cpus, have.cpus_a_gpu) == (6.0, 4, 41.0, 6.5)
-    assert (
-        capacity_or_assumed(size_spec(job), cluster_spec(job)) == (have, [])
-        and engines_to_plan_for(size_spec(job), cluster_spec(job)) == 6
-    )
+    assert capacity_or_assumed(size_spec(job), cluster_spec(job)) == (have, [])
+    model = {"source": "demo", "revision": None, "identity": "-"}
+    assert engines_to_plan_for(size_spec(job), cluster_spec(job), model, 40.0) == 6
 
 
 def test_pods_of_a_manifest_have_what_ray_is_told_or_their_containers_may_take() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -223,6 +224,18 @@ def test_advice_for_small_runs_can_be_followed(rows, replicas, per_shard, advice
 def test_shards_are_cut_for_the_engines_to_be_expected(engine, sampling, have, engines):
     job = make_job(engine=engine, sampling=sampling)
     assert expected_engines(size_spec(job), have) == engines
+
+
+def test_shards_are_cut_for_the_engines_that_a_known_model_gets():
+    """Without the model, a record counts as a long answer, which gets an engine per GPU."""
+    have = imagined("H200", 2, 32)
+    spec = size_spec(make_job(sampling=RECORD))
+    model = describe(LLAMA_05B, {})
+    assert expected_engines(spec, have) == 2
+    pool = sizes_of(spec, 10_000, 800.0, have, model).pool
+    assert pool.engines_per_gpu > 1
+    assert expected_engines(spec, have, model, 800.0) == pool.engines
+    assert expected_engines(spec, replace(have, accelerators=("Unheard-of",)), model, 800.0) == 2
 
 
 def test_a_pass_over_few_shards_starts_no_engine_that_would_have_none():
