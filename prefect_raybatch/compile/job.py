@@ -285,7 +285,7 @@ def model_request(engine: Engine) -> ModelRequest:
         context_share=engine.max_model_len_percentile,
         adapter=engine.adapter,
         adapters=engine.adapters,
-        given=without_tries(engine),
+        vllm_arguments=without_tries(engine),
         env=HiddenOptions(engine.env),
         endpoint=endpoint_spec(engine.endpoint, engine.task),
     )
@@ -480,7 +480,7 @@ def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
     """Remove what may be secret from `value`, the plain values of `engine`."""
     value.pop("env", None)
     value.get("endpoint", {}).pop("key", None)
-    for name in engine.given:
+    for name in engine.vllm_arguments:
         if is_masked(hide_argument(value.get(name), name)):
             del value[name]
 
@@ -529,7 +529,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
         pools=pools(engine.task),
         cpus=engine.num_cpus,
         stage_cpus=job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus,
-        given=without_tries(engine),
+        vllm_arguments=without_tries(engine),
         row=row_spec(job),
     )
 
@@ -559,7 +559,7 @@ def row_spec(job: BatchJob) -> RowSpec:
         shared_characters=len(prompt.system or "") + len(begin),
         own_characters=len(rest),
         images=prompt.images.used,
-        caches=job.engine.given.get("enable_prefix_caching") is not False,
+        caches=job.engine.vllm_arguments.get("enable_prefix_caching") is not False,
         form=grammar_of(job),
         text=bool(fields.get("stop") or fields.get("detokenize")),
         out=out,
@@ -577,7 +577,7 @@ def grammar_of(job: BatchJob) -> Grammar:
     typed = job.output.schema_model is not None
     if not (typed or fields.get("choice") or fields.get("structured_outputs")):
         return ""
-    given = job.engine.given.get("structured_outputs_config")
+    given = job.engine.vllm_arguments.get("structured_outputs_config")
     backend = given.get("backend") if isinstance(given, Mapping) else None
     return "guidance" if (backend or (BACKEND if typed else "")) == "guidance" else "xgrammar"
 
@@ -605,7 +605,7 @@ def _most_out(job: BatchJob) -> tuple[int, str]:
 
 def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]:
     fields, early = job.drawn.given(), job.engine.early_stop
-    if job.output.parsed_columns or not may_stop_early(job.engine.given):
+    if job.output.parsed_columns or not may_stop_early(job.engine.vllm_arguments):
         early = "off"
     labels = labels_to_cut_short(fields) if early != "off" else None
     cap = label_cap(labels) if labels else longest

@@ -282,7 +282,7 @@ def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
 def _quantized(spec: RunSpec) -> bool:
     """Return whether the weights are quantized, or may be because the job tries quantization."""
     tried = any("quantization" in settings for settings in spec.engine.tries)
-    return tried or bool(spec.engine.model.given.get("quantization"))
+    return tried or bool(spec.engine.model.vllm_arguments.get("quantization"))
 
 
 def _engines(report: RunReport) -> int:
