@@ -323,14 +323,15 @@ def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[Batch
     def sample() -> Sequence[Sample]:
         return failed_sample(run.uri, options, ROWS_SHOWN, stop())
 
-    with (
-        failed_run_shown(job, run.run_key),
-        explained(
+    try:
+        with explained(
             *(task_name, job.name, run.run_key, RETRY["retries"], run.uri),
             *(sample, stop, job.limits),
-        ),
-    ):
-        yield filled, loaded
+        ):
+            yield filled, loaded
+    except Exception as error:
+        _show_failed_run(error, loaded, run.run_key, job.output.uri)
+        raise
 
 
 @contextmanager
@@ -344,11 +345,20 @@ def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
         yield
     except Exception as error:
         loaded = _loaded(job, run_key)
-        if is_explained(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
-            record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
-            uri = written_uri(job.output.uri)
-            show_history(loaded.name, loaded.output, run_key, uri=uri)
+        if _is_allowed(loaded):
+            _show_failed_run(error, loaded, run_key, job.output.uri)
         raise
+
+
+def _show_failed_run(error: Exception, loaded: BatchJob, run_key: str, uri: str) -> None:
+    """Show the run history after an explained error, and record how to continue the run.
+
+    `loaded` has the credentials of its blocks; `uri` is output.uri as written in the job. Does
+    nothing for errors of the store.
+    """
+    if is_explained(error) and not isinstance(error, StoreError):
+        record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
+        show_history(loaded.name, loaded.output, run_key, uri=written_uri(uri))
 
 
 def _is_allowed(job: BatchJob) -> bool:
