@@ -48,6 +48,7 @@ from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.spec.cascade import most_rows
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.storage import join, open_store
 from prefect_raybatch.storage.uri import is_remote
@@ -255,7 +256,7 @@ def dry_run_resolved(
         figures=fitted.figures(spec),
         problems=(
             *made,
-            *_hosted_problems(spec, hosted),
+            *_hosted_problems(spec.engine.model.endpoint, hosted),
             *fitted.problems,
             *(first.problems if first is not None else ()),
         ),
@@ -369,9 +370,8 @@ def _hosted_rows(checked: _Checked) -> HostedRows | None:
     )
 
 
-def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
+def _hosted_problems(endpoint: EndpointSpec | None, hosted: HostedRows | None) -> list[str]:
     """Return [reason] if no sampled row can be sent to the hosted model, else []."""
-    endpoint = spec.engine.model.endpoint
     problem = "" if hosted is None or endpoint is None else hosted.problem(endpoint)
     return [problem] if problem else []
 

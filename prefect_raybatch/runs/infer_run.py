@@ -388,7 +388,7 @@ class Attempt:
         from prefect_raybatch.cluster.prewarm import hand_over_prewarmed
 
         phase, spec, capacity = self.phase, self.spec, joined.capacity
-        engine = self.engine or stage_of(spec)
+        engine = self.engine or stage_of(spec.engine.model.endpoint)
         size, kind = self._sizes(capacity, engine)
         cluster.check_fit(self.size_spec, capacity, size.pool)
         early = hand_over_prewarmed(
