@@ -669,7 +669,7 @@ class Sweep:
         spec = compile_job(self.job(launch))
         pinned = models.pin(spec.engine.model)
         config, stored = models.read_config(pinned)
-        model = memory.describe(config, spec.sizes.given, stored)
+        model = memory.describe(config, spec.sizes.vllm_arguments, stored)
         have = glance(spec.cluster)
         if have is None or (self.args.device == "gpu" and not have.gpus):
             raise SystemExit("no GPU here; --device cpu runs the bundled model on the CPU")

@@ -49,7 +49,7 @@ from prefect_raybatch.ledger.family import Member, without_link
 from prefect_raybatch.ledger.last_attempt import JUDGING, MEASURING, PUBLISHING
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
-from prefect_raybatch.ledger.published import all_published
+from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import attempts
@@ -483,9 +483,8 @@ def publish_run(
         # A run directory decides neither which file is read as golden rows, nor who judges.
         if given:
             report = _with_quality(report, member, job, written, sender, measure_again=True)
-    there = {record.target for record in all_published(store)}
     step: AbstractContextManager[None] = nullcontext()
-    if any(target.label not in there for target in job.output.publish):
+    if unpublished_labels(store, job.output.publish):
         step = attempts.recorded_step(store, job.name, member.key, PUBLISHING, secrets_of(job))
     with step:
         if report is not None:

@@ -121,7 +121,7 @@ def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) 
     _refuse(f"{group}.env", hide_env(engine.env), f"Set it {nodes}")
     if engine.env:
         value["env"] = dict(engine.env)
-    arguments = model_request(engine).given
+    arguments = model_request(engine).vllm_arguments
     hidden = {name: hide_argument(item, name) for name, item in arguments.items()}
     _refuse(group, hidden, f"Set HF_TOKEN or a similar variable {nodes}")
 

@@ -55,6 +55,7 @@ from prefect_raybatch.ledger.records import Plan, Receipt, Unit
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.sizing.sizes import Sizing
 from prefect_raybatch.source.find import check_planned
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.block import Failure, is_lost
@@ -562,12 +563,11 @@ def resources_of(spec: SizeSpec, size: Sizing) -> ActorOptions:
     return resources
 
 
-def stage_of(spec: RunSpec, batch: bool = True) -> type[EngineStage]:
-    """Return the class of a run's engine stage: for vLLM, or for a hosted model.
+def stage_of(endpoint: EndpointSpec | None, batch: bool = True) -> type[EngineStage]:
+    """Return the class of the engine stage: for the hosted model `endpoint`, or for vLLM if None.
 
     Without `batch`, the batch API of a hosted model is not used even if the job sets it.
     """
-    endpoint = spec.engine.model.endpoint
     if endpoint is None:
         return EngineStage
     return BatchStage if batch and endpoint.batch else EndpointStage

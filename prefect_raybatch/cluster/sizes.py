@@ -47,8 +47,8 @@ def model_sizes(
         return None, ""
     try:
         config, stored = models.read_config(model)
-        room = adapters.arguments(model.get("adapters") or {}, spec.given)
-        return memory.describe(config, {**spec.given, **room}, stored), ""
+        room = adapters.arguments(model.get("adapters") or {}, spec.vllm_arguments)
+        return memory.describe(config, {**spec.vllm_arguments, **room}, stored), ""
     except ConfigError as error:
         return None, str(error)
 

@@ -131,7 +131,7 @@ def _compile_cascade(
         measure, below, column = "probability", when.probability_below, PROBABILITIES
     elif when.logprob_below is not None:
         measure, below, column = "logprob", when.logprob_below, LOGPROBS
-    wanted = {PROBABILITIES: output.probabilities, LOGPROBS: "logprobs" in job.sampling.given()}
+    wanted = {PROBABILITIES: output.probabilities, LOGPROBS: "logprobs" in job.sampling.for_vllm()}
     name = _model_name(larger.engine)
     cascade = CascadeSpec(
         measure=measure,
@@ -248,7 +248,7 @@ def image_spec(job: BatchJob) -> ImageSpec | None:
 
 
 def sampling_spec(job: BatchJob, planned: Planned | None = None) -> SamplingSpec:
-    sampling, given = job.sampling, job.sampling.given()
+    sampling, given = job.sampling, job.sampling.for_vllm()
     logprobs = given.get("logprobs")
     return SamplingSpec(
         fields=schema_sampling_fields(given, _schema(job.output, planned)),
@@ -285,7 +285,7 @@ def model_request(engine: Engine) -> ModelRequest:
         context_share=engine.max_model_len_percentile,
         adapter=engine.adapter,
         adapters=engine.adapters,
-        given=without_tries(engine),
+        vllm_arguments=without_tries(engine),
         env=HiddenOptions(engine.env),
         endpoint=endpoint_spec(engine.endpoint, engine.task),
     )
@@ -480,7 +480,7 @@ def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
     """Remove what may be secret from `value`, the plain values of `engine`."""
     value.pop("env", None)
     value.get("endpoint", {}).pop("key", None)
-    for name in engine.given:
+    for name in engine.vllm_arguments:
         if is_masked(hide_argument(value.get(name), name)):
             del value[name]
 
@@ -529,7 +529,7 @@ def size_spec(job: BatchJob) -> SizeSpec:
         pools=pools(engine.task),
         cpus=engine.num_cpus,
         stage_cpus=job.cluster.prepare.num_cpus + job.cluster.finish.num_cpus,
-        given=without_tries(engine),
+        vllm_arguments=without_tries(engine),
         row=row_spec(job),
     )
 
@@ -552,14 +552,14 @@ def _sequences(engine: Engine) -> int | None:
 
 
 def row_spec(job: BatchJob) -> RowSpec:
-    prompt, fields = job.prompt, job.drawn.given()
+    prompt, fields = job.prompt, job.drawn.for_vllm()
     begin, _, rest = (prompt.template or "").partition("{")
     out, why = _most_out(job)
     return RowSpec(
         shared_characters=len(prompt.system or "") + len(begin),
         own_characters=len(rest),
         images=prompt.images.used,
-        caches=job.engine.given.get("enable_prefix_caching") is not False,
+        caches=job.engine.vllm_arguments.get("enable_prefix_caching") is not False,
         form=grammar_of(job),
         text=bool(fields.get("stop") or fields.get("detokenize")),
         out=out,
@@ -573,18 +573,18 @@ def grammar_of(job: BatchJob) -> Grammar:
 
     "" means that answers are not constrained.
     """
-    fields = job.drawn.given()
+    fields = job.drawn.for_vllm()
     typed = job.output.schema_model is not None
     if not (typed or fields.get("choice") or fields.get("structured_outputs")):
         return ""
-    given = job.engine.given.get("structured_outputs_config")
+    given = job.engine.vllm_arguments.get("structured_outputs_config")
     backend = given.get("backend") if isinstance(given, Mapping) else None
     return "guidance" if (backend or (BACKEND if typed else "")) == "guidance" else "xgrammar"
 
 
 def answers_of(job: BatchJob) -> int:
     """Return how many answers the model gives to each row (`n` of the sampling)."""
-    return int(job.drawn.given().get("n") or 1)
+    return int(job.drawn.for_vllm().get("n") or 1)
 
 
 def _most_out(job: BatchJob) -> tuple[int, str]:
@@ -594,7 +594,7 @@ def _most_out(job: BatchJob) -> tuple[int, str]:
     """
     if pools(job.engine.task):
         return 1, "the task draws no tokens"
-    sampling, fields, answers = job.drawn, job.drawn.given(), answers_of(job)
+    sampling, fields, answers = job.drawn, job.drawn.for_vllm(), answers_of(job)
     labels = choice_of(fields)
     if labels:
         # Tokens of one character are rare, so that half as many as characters is a safe bound.
@@ -604,8 +604,8 @@ def _most_out(job: BatchJob) -> tuple[int, str]:
 
 
 def _most_of_label(job: BatchJob, longest: int, answers: int) -> tuple[int, str]:
-    fields, early = job.drawn.given(), job.engine.early_stop
-    if job.output.parsed_columns or not may_stop_early(job.engine.given):
+    fields, early = job.drawn.for_vllm(), job.engine.early_stop
+    if job.output.parsed_columns or not may_stop_early(job.engine.vllm_arguments):
         early = "off"
     labels = labels_to_cut_short(fields) if early != "off" else None
     cap = label_cap(labels) if labels else longest

@@ -216,7 +216,7 @@ def _catalog(job: BatchJob) -> dict[str, Any]:
 
 
 def _engine_arguments(job: BatchJob) -> dict[str, Any]:
-    arguments = job.engine.given
+    arguments = job.engine.vllm_arguments
     return {k: v for k, v in sorted(arguments.items()) if k not in FREE_ENGINE_ARGUMENTS}
 
 

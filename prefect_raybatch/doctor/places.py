@@ -191,7 +191,7 @@ def _stored_model(request: ModelRequest) -> CheckResult:
         files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         index = (folder / INDEX).read_bytes() if INDEX in files else b"{}"
     missing = _missing(files, index)
-    if request.given.get("tokenizer"):
+    if request.vllm_arguments.get("tokenizer"):
         missing = [name for name in missing if name != TOKENIZERS[0]]
     if missing:
         return failed(

@@ -183,23 +183,21 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
     `ErrorBudgetExceeded`, `EngineStartError`, `InsufficientResources`, `SourceError` (never
     retried), `EngineFailure` or `StoreUnavailable` (retried; committed shards are kept).
     """
-    with logs_in_page(), _failures_shown("infer_shards", job, run):
-        job = render_placeholders(job, run.run_key)
-        loaded = with_blocks(job)
-        with (
-            _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
-            Page(
-                run,
-                loaded.output,
-                loaded.limits,
-                cluster_spec(loaded),
-                size_spec(loaded),
-                observers=_observers.get(),
-                written=written_uri(job.output.uri),
-            ) as page,
-        ):
-            owner = flow_runs.owner(RETRY["retries"])
-            return infer_in_place(job, loaded, run, page, owner)
+    with (
+        logs_in_page(),
+        _loaded_for("infer_shards", job, run) as (filled, loaded),
+        _recorded(loaded, run, INFERENCE),  # a lost Ray job records nothing itself
+        Page(
+            run,
+            loaded.output,
+            loaded.limits,
+            cluster_spec(loaded),
+            size_spec(loaded),
+            observers=_observers.get(),
+            written=written_uri(filled.output.uri),
+        ) as page,
+    ):
+        return infer_in_place(filled, loaded, run, page, flow_runs.owner(RETRY["retries"]))
 
 
 @task(name="finalize_run", task_run_name="finalize-run-{run.run_key}", **RETRY)
@@ -211,11 +209,10 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
     Raises `IncompleteRun` if shards are missing and `CorruptRun` if the coverage is wrong.
     """
-    with logs_in_page(), _failures_shown("finalize_run", job, run):
-        loaded = with_blocks(render_placeholders(job, run.run_key))
+    with logs_in_page(), _loaded_for("finalize_run", job, run) as (filled, loaded):
         with _recorded(loaded, run, FINALIZING), _ended_if_cancelled(loaded):
             written = written_uri(job.output.uri)
-            report = finalize(loaded, run, progress, written, _sender(job, run))
+            report = finalize(loaded, run, progress, written, _sender(filled))
         with watched() as api, api.within():
             _show_report(job.name, report)
         events = CompletionEvents(run, job.name, loaded.output.options)
@@ -267,14 +264,13 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
     Raises `ConfigError` if the result cannot be published (never retried), `PublishFailed` or
     `StoreUnavailable` (retried; published targets are kept).
     """
-    with logs_in_page(), _failures_shown("publish_run", job, run):
-        loaded = with_blocks(render_placeholders(job, run.run_key))
+    with logs_in_page(), _loaded_for("publish_run", job, run) as (filled, loaded):
         if not loaded.output.publish:
             return load_report(open_store(run.uri, loaded.output.options or None))
         began = time.time()
         with _ended_if_cancelled(loaded):
             written = written_uri(job.output.uri)
-            report = publish(loaded, run.uri, written=written, sender=_sender(job, run))
+            report = publish(loaded, run.uri, written=written, sender=_sender(filled))
         for publication in report.published:
             verb, text = published_verb(publication, began), published_text(publication)
             get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
@@ -306,40 +302,36 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
 
 @contextmanager
-def _failures_shown(task_name: str, job: BatchJob, run: Run) -> Iterator[None]:
-    """Explain an error of the block, with examples of failed rows, and show the run history.
+def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[BatchJob, BatchJob]]:
+    """Yield (the job with its placeholders filled in, the same job with its blocks loaded).
 
-    First checks that the policy allows the run's directory and the job. The run has a plan.
+    First checks that the policy allows the run's directory and the job. Explains an error of the
+    block, with examples of failed rows, and shows the run history. The run has a plan.
     """
-
-    def options() -> dict[str, Any] | None:
-        return with_blocks(render_placeholders(job, run.run_key)).output.options or None
-
-    @cache  # the attempts are read once
-    def stop() -> Stop | None:
-        return last_stop(run.uri, options())
-
-    def sample() -> Sequence[Sample]:
-        return failed_sample(run.uri, options(), ROWS_SHOWN, stop())
-
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job.name, run.run_key, RETRY["retries"]):
         check_run_place(run.uri)
-        check_trust(with_blocks(render_placeholders(job, run.run_key)))
-    with (
-        failed_run_shown(job, run.run_key),
-        explained(
-            task_name,
-            job.name,
-            run.run_key,
-            RETRY["retries"],
-            run.uri,
-            sample,
-            stop,
-            job.limits,
-        ),
-    ):
-        yield
+        filled = render_placeholders(job, run.run_key)
+        loaded = with_blocks(filled)
+        check_trust(loaded)
+    options = loaded.output.options or None
+
+    @cache  # the attempts are read once
+    def stop() -> Stop | None:
+        return last_stop(run.uri, options)
+
+    def sample() -> Sequence[Sample]:
+        return failed_sample(run.uri, options, ROWS_SHOWN, stop())
+
+    try:
+        with explained(
+            *(task_name, job.name, run.run_key, RETRY["retries"], run.uri),
+            *(sample, stop, job.limits),
+        ):
+            yield filled, loaded
+    except Exception as error:
+        _show_failed_run(error, loaded, run.run_key, job.output.uri)
+        raise
 
 
 @contextmanager
@@ -353,11 +345,20 @@ def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
         yield
     except Exception as error:
         loaded = _loaded(job, run_key)
-        if is_explained(error) and not isinstance(error, StoreError) and _is_allowed(loaded):
-            record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
-            uri = written_uri(job.output.uri)
-            show_history(loaded.name, loaded.output, run_key, uri=uri)
+        if _is_allowed(loaded):
+            _show_failed_run(error, loaded, run_key, job.output.uri)
         raise
+
+
+def _show_failed_run(error: Exception, loaded: BatchJob, run_key: str, uri: str) -> None:
+    """Show the run history after an explained error, and record how to continue the run.
+
+    `loaded` has the credentials of its blocks; `uri` is output.uri as written in the job. Does
+    nothing for errors of the store.
+    """
+    if is_explained(error) and not isinstance(error, StoreError):
+        record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))
+        show_history(loaded.name, loaded.output, run_key, uri=written_uri(uri))
 
 
 def _is_allowed(job: BatchJob) -> bool:
@@ -385,10 +386,9 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
     return recorded_attempt(store, job, run.run_key, phase, begin=False)
 
 
-def _sender(job: BatchJob, run: Run) -> Sender:
+def _sender(job: BatchJob) -> Sender:
     """Return how the judge's job is sent to a cluster, on behalf of this flow run, and observed."""
-    owner = flow_runs.owner(RETRY["retries"])
-    return Sender(render_placeholders(job, run.run_key), owner, Listeners(_observers.get()))
+    return Sender(job, flow_runs.owner(RETRY["retries"]), Listeners(_observers.get()))
 
 
 def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:

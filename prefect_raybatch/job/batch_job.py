@@ -243,7 +243,7 @@ def _check_pooling(job: BatchJob, task: str) -> None:
                 f"output.extras: {name}: engine.task {task} generates no text; remove it, only "
                 "prompt_tokens is available"
             )
-    if "runner" in job.engine.given:
+    if "runner" in job.engine.vllm_arguments:
         raise ValueError("engine.runner is set from engine.task; remove it")
 
 
@@ -318,7 +318,7 @@ def check_with_images(job: BatchJob) -> None:
             "includes the images, such as 8192"
         )
     for name in ("limit_mm_per_prompt", "mm_processor_cache_gb"):
-        if name in engine.given:
+        if name in engine.vllm_arguments:
             raise ValueError(f"engine.{name} is set from prompt.images.per_row; remove it")
 
 
@@ -414,7 +414,7 @@ def check_price(job: BatchJob) -> None:
 
 def check_reasoning_parser(job: BatchJob) -> None:
     """Raise ValueError if engine and output name different reasoning parsers."""
-    name = job.engine.given.get("reasoning_parser")
+    name = job.engine.vllm_arguments.get("reasoning_parser")
     if name and job.output.reasoning_parser not in (None, name):
         raise ValueError(
             f"engine.reasoning_parser {name!r} is not output.reasoning_parser "
@@ -446,7 +446,7 @@ def check_logprobs(job: BatchJob) -> None:
                 "model tells; lower it"
             )
         return
-    most = job.engine.given.get("max_logprobs", MOST_LOGPROBS)
+    most = job.engine.vllm_arguments.get("max_logprobs", MOST_LOGPROBS)
     if isinstance(most, int) and 0 <= most < logprobs:
         raise ValueError(
             f"sampling.logprobs ({logprobs}) exceeds engine.max_logprobs ({most}); lower it, or "

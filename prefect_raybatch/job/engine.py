@@ -239,19 +239,21 @@ class Engine(Group):
     @model_validator(mode="after")
     def _known(self) -> Engine:
         _check_shared_gpu(self)
-        refuse_unknown(self.given, vllm_fields.engine_fields(), set(type(self).model_fields))
+        refuse_unknown(
+            self.vllm_arguments, vllm_fields.engine_fields(), set(type(self).model_fields)
+        )
         _check_spanning(self)
         return self
 
     @property
-    def given(self) -> dict[str, Any]:
+    def vllm_arguments(self) -> dict[str, Any]:
         """Return the vLLM arguments that the job sets besides the fields of this class, by name."""
         return dict(self.model_extra or {})
 
     @property
     def spans_nodes(self) -> bool:
         """Return whether the GPUs of one engine may be on several nodes."""
-        return self.given.get("distributed_executor_backend") == "ray"
+        return self.vllm_arguments.get("distributed_executor_backend") == "ray"
 
     @property
     def context(self) -> int | None:
@@ -300,7 +302,7 @@ def precision_tries(engine: Engine) -> list[dict[str, str]]:
 
     First all fields that are `try-fp8` together, then each alone; [] if there are none.
     """
-    names = [name for name in PRECISION_FIELDS if engine.given.get(name) == TRY_FP8]
+    names = [name for name in PRECISION_FIELDS if engine.vllm_arguments.get(name) == TRY_FP8]
     if not names:
         return []
     together = dict.fromkeys(names, "fp8")
@@ -310,4 +312,4 @@ def precision_tries(engine: Engine) -> list[dict[str, str]]:
 def without_tries(engine: Engine) -> dict[str, Any]:
     """Return the engine's vLLM arguments, {name: value}, except those whose value is `try-fp8`."""
     undecided = {name for tried in precision_tries(engine) for name in tried}
-    return {name: value for name, value in engine.given.items() if name not in undecided}
+    return {name: value for name, value in engine.vllm_arguments.items() if name not in undecided}

@@ -53,8 +53,8 @@ class Sampling(Group):
         """Maximum tokens of an answer; ASSUMED_TOKENS if only the model's context limits it."""
         return ASSUMED_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def given(self) -> dict[str, Any]:
-        """Return the sampling fields that are not None, as plain values for an engine.
+    def for_vllm(self) -> dict[str, Any]:
+        """Return the sampling fields that are not None, as plain values for vLLM.
 
         Without `max_tokens`, a number larger than any context stands for it.
         """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.layout import PUBLISHED, PUBLISHED_NAME, published_path
 from prefect_raybatch.ledger.record_files import (
     put_record,
@@ -57,6 +59,12 @@ def all_published(store: Store) -> tuple[Published, ...]:
     matches = (PUBLISHED_NAME.match(info.path) for info in store.list(PUBLISHED))
     records = (read_published(store, match[1]) for match in matches if match)
     return tuple(sorted((one for one in records if one), key=lambda one: one.target))
+
+
+def unpublished_labels(store: Store, targets: Sequence[PublishTarget]) -> list[str]:
+    """Return the names of those `targets` to which the run in `store` is not published yet."""
+    published = {record.target for record in all_published(store)}
+    return [target.label for target in targets if target.label not in published]
 
 
 def record_published(store: Store, record: Published) -> Published:

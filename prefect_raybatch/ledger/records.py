@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from prefect_raybatch.errors import CorruptRun
@@ -207,8 +207,8 @@ class Plan(StrictRecord):
     (`ledger/increments.py`). `uris_table` holds the URIs of the input if the job names very many
     one by one; `job` then holds the first of them and `parts` their number and hash.
     `classifier_table` holds the file of the job's classifier. `forked_from` is the damaged run that
-    this one continues: {run_key, plan}, with the plan's hash; `night` is then the time at which the
-    original run was planned.
+    this one continues: {run_key, plan}, with the plan's hash; `original_created` (in the file:
+    `night`) is then the `created` of the original run.
     """
 
     run_key: str
@@ -235,13 +235,19 @@ class Plan(StrictRecord):
     uris_table: TableName | None = None
     classifier_table: TableName | None = None
     forked_from: ForkedFrom | None = None
-    night: str | None = None
+    original_created: Annotated[str | None, Field(alias="night")] = None
 
     def to_bytes(self) -> bytes:
         value = asdict(self)
+        value["night"] = value.pop("original_created")
         if self.classifier_table is None:  # plans from before this field keep their hash
             del value["classifier_table"]
         return dump(value)
+
+    @property
+    def first_created(self) -> str:
+        """Return when the run was planned; if it continues a damaged run, when that one was."""
+        return self.original_created or self.created
 
     @property
     def tables(self) -> set[str]:

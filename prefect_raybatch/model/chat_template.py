@@ -160,7 +160,7 @@ def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedMod
 
     It can be if the tokenizer's files are in a local or s3:// folder, or the model is the demo's.
     """
-    extra, source = request.given, str(model["source"])
+    extra, source = request.vllm_arguments, str(model["source"])
     if extra.get("tokenizer"):
         if is_remote(extra["tokenizer"]) or not Path(extra["tokenizer"]).is_dir():
             return None

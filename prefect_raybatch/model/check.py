@@ -111,7 +111,7 @@ def _check_room(request: ModelRequest, max_tokens: int, config: ModelConfig) -> 
 def _check_vocabulary(request: ModelRequest, sampling: SamplingSpec, config: ModelConfig) -> None:
     """Raise `ConfigError` for token ids outside the vocabulary: vLLM would reject every row."""
     tokens = text_part(config).get("vocab_size")
-    if not isinstance(tokens, int) or "hf_overrides" in request.given:
+    if not isinstance(tokens, int) or "hf_overrides" in request.vllm_arguments:
         return
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         ids = map(int, sampling.fields.get(name) or ())
@@ -125,7 +125,7 @@ def _check_vocabulary(request: ModelRequest, sampling: SamplingSpec, config: Mod
 
 def _check_length(request: ModelRequest, config: ModelConfig) -> None:
     """Raise `ConfigError` for a context length that vLLM rejects, judged by config.json."""
-    if "hf_overrides" in request.given or request.context is None:
+    if "hf_overrides" in request.vllm_arguments or request.context is None:
         return
     allowed = {**os.environ, **request.env}.get(LONGER_ALLOWED, "0")
     longest = longest_context(config)
@@ -137,7 +137,7 @@ def _check_length(request: ModelRequest, config: ModelConfig) -> None:
 
 
 def _check_files(request: ModelRequest, source: str, store: Store) -> None:
-    extra = request.given
+    extra = request.vllm_arguments
     sizes = {file.path: file.size for file in store.list(recursive=False)}
     weights = {name for name in sizes if name.endswith(models.WEIGHTS)}
     if extra.get("load_format") in FROM_FILES:

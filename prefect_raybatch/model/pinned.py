@@ -63,7 +63,7 @@ def pin(request: ModelRequest) -> dict[str, Any]:
 
 def cpu_dtype(request: ModelRequest) -> str | None:
     """Return the dtype with which to load the model on a CPU; None for the stored dtype."""
-    said = request.given.get("dtype")
+    said = request.vllm_arguments.get("dtype")
     return said or (demo.CPU_DTYPE if request.name == DEMO else None)
 
 
@@ -101,7 +101,7 @@ def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:
 
 def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
     """Return the plan's model, with the job's engine arguments about the tokenizer added."""
-    extra = request.given
+    extra = request.vllm_arguments
     names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 

@@ -25,7 +25,7 @@ PoolingTask = Literal["embed", "classify"]
 
 def overridden(request: ModelRequest, config: ModelConfig) -> ModelConfig:
     """Return config.json as vLLM sees it, with engine.hf_overrides."""
-    extra = request.given.get("hf_overrides")
+    extra = request.vllm_arguments.get("hf_overrides")
     return {**config, **(extra if isinstance(extra, Mapping) else {})}
 
 
@@ -108,7 +108,7 @@ def check_can(request: ModelRequest, source: str, config: ModelConfig, paired: b
 
 
 def _check_generates(request: ModelRequest, source: str, config: ModelConfig) -> None:
-    extra = request.given
+    extra = request.vllm_arguments
     if extra.get("runner") not in (None, "auto", "generate"):
         raise ConfigError(
             f"engine.runner: {extra['runner']!r} generates no text. Remove it, and set engine.task "
@@ -129,7 +129,7 @@ def _check_generates(request: ModelRequest, source: str, config: ModelConfig) ->
 
 
 def _classifies(request: ModelRequest, config: ModelConfig) -> bool:
-    if request.given.get("convert") == "classify":
+    if request.vllm_arguments.get("convert") == "classify":
         return True
     known = vllm_fields.classifying_models() or ()
     names = architectures(config)

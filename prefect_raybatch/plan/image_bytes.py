@@ -109,10 +109,10 @@ def image_bytes(
     inner = config.get("text_config")
     kind = config.get("dtype") or config.get("torch_dtype")
     kind = kind or (inner.get("dtype") if isinstance(inner, Mapping) else None)
-    asked = request.given.get("dtype")
+    asked = request.vllm_arguments.get("dtype")
     kind = kind if asked in (None, "auto") else asked
     wide = kind in ("float32", "float")
-    given = request.given.get("mm_processor_kwargs")
+    given = request.vllm_arguments.get("mm_processor_kwargs")
     merged = {**processor, **(given if isinstance(given, Mapping) else {})}
     return made_pixels(pixels, merged) * CHANNELS * (4 if wide else 2)
 

@@ -118,7 +118,7 @@ def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
 
 def check_accepted_by_vllm(spec: RunSpec) -> None:
     """Raise `ConfigError` for settings with which no engine could start or every row would fail."""
-    engine, sampling = spec.engine.model.given, spec.sampling
+    engine, sampling = spec.engine.model.vllm_arguments, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
         raise ConfigError(wrong)
     if not spec.engine.model.pools:

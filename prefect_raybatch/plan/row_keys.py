@@ -273,7 +273,7 @@ def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, JsonObject]:
         spec.prompt.adapter_column,
         sampling=parts["sampling"],
         # A logits processor of the user's may keep a state, or count.
-        merge=spec.engine.merge and not spec.engine.model.given.get("logits_processors"),
+        merge=spec.engine.merge and not spec.engine.model.vllm_arguments.get("logits_processors"),
     )
     return keying, {**parts, "engine": hide_argument(parts["engine"], "engine")}
 
@@ -285,7 +285,7 @@ def _context(spec: RunSpec, model: PinnedModel) -> JsonObject:
         sampling = {**spec.sampling.pooling, "task": request.task}
     # As the job has them: what a trial decides is noted beside the answers.
     undecided = {name: TRY_FP8 for tried in spec.engine.tries for name in tried}
-    engine = {**request.given, **undecided}
+    engine = {**request.vllm_arguments, **undecided}
     parts: dict[str, object] = {
         "version": KEY_VERSION,
         "engine.model": model["identity"],

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from prefect_raybatch.job.checks import seconds_of
 from prefect_raybatch.report.records import Advice, RunReport
 from prefect_raybatch.sizing.shards import SEQUENCES, known_max_num_seqs
+from prefect_raybatch.spec.engine import EngineSpec
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.words import counted
 
 # docs/decisions/advice-thresholds.md says which of these are measured and which are chosen.
@@ -55,7 +57,7 @@ def memory(report: RunReport, spec: RunSpec) -> Advice | None:
     tokens = spec.sizes.max_num_batched_tokens or USUAL_TOKENS
     change = f"engine.max_num_batched_tokens: {max(2048, tokens // 2)}"
     if tokens <= 2048:
-        seqs = _most_sequences(report, spec) or SEQUENCES
+        seqs = _most_sequences(report, spec.sizes) or SEQUENCES
         change = f"engine.max_num_seqs: {max(1, seqs // 2)}"
     shards = sum(number for _, number in losses)
     return Advice(
@@ -90,7 +92,7 @@ def deadline(report: RunReport, spec: RunSpec) -> Advice | None:
 def starved(report: RunReport, spec: RunSpec) -> Advice | None:
     """Advise more CPU tasks or more shards in flight if engines waited for rows."""
     running, waiting = report.figures.get("running"), report.figures.get("waiting")
-    full = _most_sequences(report, spec)
+    full = _most_sequences(report, spec.sizes)
     if running is None or waiting is None or not full or not _long_enough(report, full):
         return None
     if running >= FULL * full or waiting >= 1:
@@ -123,7 +125,7 @@ def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
     The host is then the limit: an engine's Python runs on one core.
     """
     gpu, running = report.figures.get("gpu"), report.figures.get("running")
-    full = _most_sequences(report, spec)
+    full = _most_sequences(report, spec.sizes)
     if gpu is None or running is None or not full or not _long_enough(report, full):
         return None
     if gpu >= BUSY_GPU or running < FULL * full:
@@ -146,7 +148,7 @@ def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
     less = ["shorter prompts", "longer shared prefixes (constant text first)"]
     if mbu >= MOST_BANDWIDTH or spec.sampling.max_tokens > 1:
         less.append("shorter answers")
-    if not _quantized(spec):
+    if not _quantized(spec.engine):
         less.append("smaller weights (engine.quantization: try-fp8)")
     return Advice(
         "the GPU is the limit",
@@ -177,7 +179,7 @@ def full_cache(report: RunReport, spec: RunSpec) -> Advice | None:
     cache, running = report.figures.get("kv_cache"), report.figures.get("running")
     waiting, full = (
         report.figures.get("waiting"),
-        _most_sequences(report, spec),
+        _most_sequences(report, spec.sizes),
     )
     if cache is None or running is None or not waiting or not full:
         return None
@@ -275,14 +277,14 @@ RULES: tuple[Callable[[RunReport, RunSpec], Advice | None], ...] = (
 )
 
 
-def _most_sequences(report: RunReport, spec: RunSpec) -> int | None:
-    return known_max_num_seqs(spec.sizes.max_num_seqs, report.figures)
+def _most_sequences(report: RunReport, sizes: SizeSpec) -> int | None:
+    return known_max_num_seqs(sizes.max_num_seqs, report.figures)
 
 
-def _quantized(spec: RunSpec) -> bool:
+def _quantized(engine: EngineSpec) -> bool:
     """Return whether the weights are quantized, or may be because the job tries quantization."""
-    tried = any("quantization" in settings for settings in spec.engine.tries)
-    return tried or bool(spec.engine.model.given.get("quantization"))
+    tried = any("quantization" in settings for settings in engine.tries)
+    return tried or bool(engine.model.vllm_arguments.get("quantization"))
 
 
 def _engines(report: RunReport) -> int:

@@ -48,7 +48,7 @@ def alterations(spec: RunSpec, capacity: Capacity, experts: int) -> list[Changes
     cluster's capacity. `experts` is the number of experts in a layer of the model, 0 for a dense
     model.
     """
-    given, sizes = spec.engine.model.given, spec.sizes
+    given, sizes = spec.engine.model.vllm_arguments, spec.sizes
     if spec.engine.model.pools:
         return []
     found: list[Changes] = []

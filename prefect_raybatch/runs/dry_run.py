@@ -14,7 +14,6 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.ray_cluster import check_made_cluster
-from prefect_raybatch.job.tasks import TaskName
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
@@ -49,10 +48,8 @@ from prefect_raybatch.sizing.agreement import trial_rows
 from prefect_raybatch.sizing.explain import Figure, figures
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
 from prefect_raybatch.spec.cascade import most_rows
-from prefect_raybatch.spec.request import SamplingSpec
-from prefect_raybatch.spec.result import FinishSpec
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.run import RunSpec
-from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import join, open_store
 from prefect_raybatch.storage.uri import is_remote
 from prefect_raybatch.words import counted
@@ -251,7 +248,7 @@ def dry_run_resolved(
         format=found.format,
         sizing=fitted.sizing,
         columns=tuple(found.schema.names),
-        result=result_columns(*_answered(spec)),
+        result=answer_spec(spec).columns,
         model=checked.model,
         run=join(job.output.uri, run_key or f"{job.name}-..."),
         needs=fitted.needs,
@@ -259,7 +256,7 @@ def dry_run_resolved(
         figures=fitted.figures(spec),
         problems=(
             *made,
-            *_hosted_problems(spec, hosted),
+            *_hosted_problems(spec.engine.model.endpoint, hosted),
             *fitted.problems,
             *(first.problems if first is not None else ()),
         ),
@@ -332,7 +329,7 @@ def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, Cost
     judge = _hosted_judge(checked)
     if judge is None:
         return text, cost
-    added = [name for name, _ in result_columns(*_answered(spec))]
+    added = [name for name, _ in answer_spec(spec).columns]
     try:
         most = judge.cost(*(spec.sampling, added, spec.read, checked.inventory, checked.copied))
     except UnknownCost as error:
@@ -358,11 +355,6 @@ def _hosted_judge(checked: _Checked) -> HostedJudge | None:
     )
 
 
-def _answered(spec: RunSpec) -> tuple[FinishSpec, SamplingSpec, TaskName]:
-    """Return the parts of a spec that determine the columns of its answers."""
-    return spec.finish, spec.sampling, spec.engine.model.task
-
-
 def _hosted_rows(checked: _Checked) -> HostedRows | None:
     """Return the token sizes of sampled rows' requests; None if the job's model is not hosted."""
     spec, endpoint = checked.spec, checked.spec.engine.model.endpoint
@@ -378,9 +370,8 @@ def _hosted_rows(checked: _Checked) -> HostedRows | None:
     )
 
 
-def _hosted_problems(spec: RunSpec, hosted: HostedRows | None) -> list[str]:
+def _hosted_problems(endpoint: EndpointSpec | None, hosted: HostedRows | None) -> list[str]:
     """Return [reason] if no sampled row can be sent to the hosted model, else []."""
-    endpoint = spec.engine.model.endpoint
     problem = "" if hosted is None or endpoint is None else hosted.problem(endpoint)
     return [problem] if problem else []
 

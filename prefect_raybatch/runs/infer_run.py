@@ -39,6 +39,8 @@ from prefect_raybatch.runs.costs import meter_for
 from prefect_raybatch.runs.precision import decided_precision
 from prefect_raybatch.runs.run import Run, run_of
 from prefect_raybatch.runs.starts import seconds_of_others
+from prefect_raybatch.spec.cascade import CascadeSpec
+from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 
@@ -66,14 +68,18 @@ def infer_spec(
 
     Starts no engine if nothing is pending. `engine` replaces the engine stage in tests.
     """
-    requests, rows = begin_phases(spec, run, ledger, plan, shards)
+    requests, rows = begin_phases(run, ledger, plan, shards)
     if requests is None:
-        return infer_phase(rows, observe, engine)
-    return _infer_both(requests, rows, observe, engine)
+        return infer_phase(spec, rows, observe, engine)
+    return _infer_both(spec, requests, rows, observe, engine)
 
 
 def _infer_both(
-    requests: Phase, rows: Phase, observe: Callable[[Progress], None], engine: type | None
+    spec: RunSpec,
+    requests: Phase,
+    rows: Phase,
+    observe: Callable[[Progress], None],
+    engine: type | None,
 ) -> Progress:
     """Infer and finalize the requests phase unless it is finished, then infer the rows phase.
 
@@ -83,27 +89,30 @@ def _infer_both(
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import Tenant
     from prefect_raybatch.runs.finalize_run import finalize_spec
+    from prefect_raybatch.runs.increment import requests_spec
 
-    before = requests.extent
+    first, before = spec.first or requests_spec(spec), requests.extent
     if requests.finished:
-        return infer_phase(_without_unneeded(rows), observe, engine, before=before)
-    user = Tenant(rows.spec.name)
-    with _imports(requests.spec, engine), cluster.connected(rows.spec.cluster, user) as capacity:
-        if rows.spec.cascade is not None:
-            _check_larger_fits(rows, capacity)
-            log.info("%s answers all rows first", rows.spec.cascade.first_name)
+        rows = _without_unneeded(rows, spec.cascade)
+        return infer_phase(spec, rows, observe, engine, before=before)
+    user = Tenant(spec.name)
+    with _imports(first.cluster, engine), cluster.connected(spec.cluster, user) as capacity:
+        if spec.cascade is not None:  # whose larger model must fit, too
+            size = sized.for_attempt(spec.sizes, rows.plan, capacity)
+            cluster.check_fit(spec.sizes, capacity, size.pool)
+            log.info("%s answers all rows first", spec.cascade.first_name)
         else:
             log.info("asking %d requests first, in %s", requests.plan.rows, requests.run.uri)
         joined = JoinedCluster(user, capacity)
-        asked = infer_phase(requests, observe, engine, joined, later=rows.extent)
-        finalize_spec(requests.spec, requests.ledger, requests.plan, requests.shards, asked)
+        asked = infer_phase(first, requests, observe, engine, joined, later=rows.extent)
+        finalize_spec(first, requests.ledger, requests.plan, requests.shards, asked)
         before = replace(before, failed=asked.failed)
-        return infer_phase(_without_unneeded(rows), observe, engine, joined, before=before)
+        rows = _without_unneeded(rows, spec.cascade)
+        return infer_phase(spec, rows, observe, engine, joined, before=before)
 
 
-def _without_unneeded(rows: Phase) -> Phase:
+def _without_unneeded(rows: Phase, cascade: CascadeSpec | None) -> Phase:
     """Return `rows`, with `keeps_all` set if a cascade's larger model has no row to infer."""
-    cascade = rows.spec.cascade
     if cascade is None or rows.increment is None:
         return rows
     from prefect_raybatch.cluster.cascade import first_answers
@@ -112,15 +121,8 @@ def _without_unneeded(rows: Phase) -> Phase:
     return replace(rows, keeps_all=not answers.asked)
 
 
-def _check_larger_fits(rows: Phase, capacity: Capacity) -> None:
-    """Raise an error if a cascade's larger model does not fit on the cluster."""
-    from prefect_raybatch.cluster import connect as cluster
-
-    size = sized.for_attempt(rows.sizes, rows.plan, capacity)
-    cluster.check_fit(rows.sizes, capacity, size.pool)
-
-
 def infer_phase(
+    spec: RunSpec,
     phase: Phase,
     observe: Callable[[Progress], None],
     engine: type | None = None,
@@ -134,7 +136,7 @@ def infer_phase(
     phases, `before` has the rows and shards of the finished phase, or `later` those of the phase to
     come; they become part of the returned progress.
     """
-    attempt = Attempt(phase, observe, engine)
+    attempt = Attempt(spec, phase, observe, engine)
     if not attempt.resume(before, later):  # before Ray is imported, which takes seconds
         return attempt.driver.progress
     attempt.check()
@@ -145,16 +147,16 @@ def infer_phase(
         return attempt.run(pipeline, joined.user)
 
 
-def _imports(spec: RunSpec, engine: type | None) -> AbstractContextManager[None]:
+def _imports(spec: ClusterSpec, engine: type | None) -> AbstractContextManager[None]:
     """Return a context in which vLLM is imported for engines; a null context if `engine` is set."""
     from prefect_raybatch.cluster import connect as cluster
 
-    return cluster.engines_imported(spec.cluster) if engine is None else nullcontext()
+    return cluster.engines_imported(spec) if engine is None else nullcontext()
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run: its spec, its ledger, its plan and the plan's shards.
+    """One phase of a run as its directory records it: its ledger, its plan and the plan's shards.
 
     `increment` is `plan.increment`, parsed; None for an ordinary run with one phase. `keeps_all`:
     no row goes to a cascade's larger model, so the rows phase takes all answers from the small one.
@@ -162,7 +164,6 @@ class Phase:
     larger model.
     """
 
-    spec: RunSpec
     run: Run
     ledger: Ledger
     plan: Plan
@@ -182,11 +183,6 @@ class Phase:
         return self.increment is not None and self.increment.looks_up
 
     @property
-    def sizes(self) -> SizeSpec:
-        """Return the phase's size spec; one without engines if it needs none."""
-        return self.spec.sizes.without_engine() if self.needs_no_engine else self.spec.sizes
-
-    @property
     def finished(self) -> bool:
         """Return whether the phase's result is written."""
         return self.ledger.finished(self.plan) is not None
@@ -200,7 +196,7 @@ class Phase:
 
 
 def begin_phases(
-    spec: RunSpec, run: Run, ledger: Ledger, plan: Plan, shards: Shards
+    run: Run, ledger: Ledger, plan: Plan, shards: Shards
 ) -> tuple[Phase | None, Phase]:
     """Return (requests phase, rows phase) of a run; see the module.
 
@@ -209,23 +205,19 @@ def begin_phases(
     """
     increment = increment_of(plan)
     own = plan if run.model is None else plan.with_model(run.model)
-    rows = Phase(spec, run, ledger, own, shards, increment)
+    rows = Phase(run, ledger, own, shards, increment)
     if increment is None or rows.finished:
         return None, rows
     begun = begin_requests_phase(ledger.store, increment)
     if begun is None:
         return None, rows
-    from prefect_raybatch.runs.increment import requests_spec
+    from prefect_raybatch.runs.cascade import passed_on
 
     asks, asked = begun
     part = replace(run_of(asks.store, asked, asks), probed=run.probed)
-    what = spec.first or requests_spec(spec)
-    shards = asks.shards(asked)
-    requests = Phase(what, part, asks, asked, shards, increment_of(asked))
-    if spec.cascade is not None:
-        from prefect_raybatch.runs.cascade import passed_on
-
-        requests = replace(requests, passed_on=passed_on(plan))
+    requests = Phase(
+        *(part, asks, asked, asks.shards(asked), increment_of(asked)), passed_on=passed_on(plan)
+    )
     return requests, rows
 
 
@@ -248,14 +240,18 @@ class Attempt:
     """
 
     def __init__(
-        self, phase: Phase, observe: Callable[[Progress], None], engine: type | None = None
+        self,
+        spec: RunSpec,
+        phase: Phase,
+        observe: Callable[[Progress], None],
+        engine: type | None = None,
     ) -> None:
         """Create log, monitor and driver; `engine` replaces the engine stage in tests."""
         from prefect_raybatch.driver.driver import Driver
         from prefect_raybatch.driver.monitor import Monitor
 
-        self.phase, self.engine = phase, engine
-        plan, ledger, limits = phase.plan, phase.ledger, phase.spec.limits
+        self.spec, self.phase, self.engine = spec, phase, engine
+        plan, ledger, limits = phase.plan, phase.ledger, spec.limits
         self.name = uuid.uuid4().hex
         self.log = AttemptLog(
             ledger, self.name, {**about_process(plan), **accepted_note(phase.run.accepted)}
@@ -291,12 +287,17 @@ class Attempt:
         return not self.driver.done.all()
 
     @property
+    def size_spec(self) -> SizeSpec:
+        """Return the size spec of this attempt; one without engines if its phase needs none."""
+        return self.spec.sizes.without_engine() if self.phase.needs_no_engine else self.spec.sizes
+
+    @property
     def committed(self) -> int:
         return int(self.driver.done.sum())
 
     def _check_cost(self, cost: float | None) -> None:
-        spec, shards = self.phase.spec, self.phase.plan.shards
-        check_cost(spec.limits, cost, shards, self.committed, spec.cluster.prices.currency)
+        limits, prices = self.spec.limits, self.spec.cluster.prices
+        check_cost(limits, cost, self.phase.plan.shards, self.committed, prices.currency)
 
     def check(self) -> None:
         """Check the cost limit and the store, then record the attempt; call before joining.
@@ -322,13 +323,13 @@ class Attempt:
         from prefect_raybatch.cluster.raylet import raylet_watch
         from prefect_raybatch.cluster.sharing import Tenant
 
-        user = joined.user if joined is not None else Tenant(self.phase.spec.name)
+        user = joined.user if joined is not None else Tenant(self.spec.name)
         user.waits = self.monitor.set_waiting
         stack.enter_context(self.monitor)
         if joined is None:
             if not self.phase.needs_no_engine:
-                stack.enter_context(_imports(self.phase.spec, self.engine))
-            capacity = stack.enter_context(cluster.connected(self.phase.spec.cluster, user))
+                stack.enter_context(_imports(self.spec.cluster, self.engine))
+            capacity = stack.enter_context(cluster.connected(self.spec.cluster, user))
             joined = JoinedCluster(user, capacity)
         self.monitor.set_cluster(cluster.dashboard_url(), cluster.leaving, raylet_watch())
         return joined
@@ -340,9 +341,8 @@ class Attempt:
         """
         if self.phase.looks_up:
             self._place_answers(joined.user)
-        elif self.phase.spec.engine.tries:
-            spec = self.phase.spec.decide(precision=self._precision(joined))
-            self.phase = replace(self.phase, spec=spec)
+        elif self.spec.engine.tries:
+            self.spec = self.spec.decide(precision=self._precision(joined))
 
     def _place_answers(self, user: Tenant) -> None:
         """Copy the answers that rows look up into the order of the rows, if that saves reads."""
@@ -351,7 +351,7 @@ class Attempt:
 
         phase, store = self.phase, self.phase.ledger.store
         if phase.increment is not None:
-            known = look_up_files(phase.spec.engine.model.pools, phase.increment, store)
+            known = look_up_files(self.spec.engine.model.pools, phase.increment, store)
             sort_answers(store, phase.plan, phase.increment, known, user.waits)
 
     def _precision(self, joined: JoinedCluster) -> Mapping[str, str]:
@@ -359,7 +359,7 @@ class Attempt:
 
         If that is undecided (`try-fp8`), engines of each precision first answer a sample of rows.
         """
-        phase, spec = self.phase, self.phase.spec
+        phase, spec = self.phase, self.spec
         stored = sized.for_attempt(spec.sizes, phase.plan, joined.capacity)
         self.monitor.meter = meter_for(
             spec.cluster, spec.limits, joined.capacity, stored.pool, self.spent
@@ -387,17 +387,17 @@ class Attempt:
         from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
         from prefect_raybatch.cluster.prewarm import hand_over_prewarmed
 
-        phase, spec, capacity = self.phase, self.phase.spec, joined.capacity
-        engine = self.engine or stage_of(spec)
+        phase, spec, capacity = self.phase, self.spec, joined.capacity
+        engine = self.engine or stage_of(spec.engine.model.endpoint)
         size, kind = self._sizes(capacity, engine)
-        cluster.check_fit(phase.sizes, capacity, size.pool)
+        cluster.check_fit(self.size_spec, capacity, size.pool)
         early = hand_over_prewarmed(
             kind, size.pool.engines_for(phase.plan.shards - self.committed)[0]
         )
         meter = meter_for(spec.cluster, spec.limits, capacity, size.pool, self.spent)
         self.monitor.meter = meter.continue_from(self.monitor.meter, early.gpu_seconds)
         self._check_cost(self.monitor.meter.total_cost)
-        lease = cluster.admitted(phase.sizes, capacity, size.pool, joined.user, kind)
+        lease = cluster.admitted(self.size_spec, capacity, size.pool, joined.user, kind)
         warm = stack.enter_context(lease)
         if phase.increment is not None and not phase.looks_up:  # the report derives savings from it
             self.log.note(gpus=size.pool.gpus[1])
@@ -430,14 +430,14 @@ class Attempt:
 
         Returns 0 if the job sets no rate limits for a hosted model.
         """
-        endpoint = self.phase.spec.engine.model.endpoint
+        endpoint = self.spec.engine.model.endpoint
         if endpoint is None or not endpoint.limited:
             return 0.0
         return seconds_of_others(self.phase.ledger, self.name, time.time())
 
     def run(self, pipeline: Pipeline, user: Tenant) -> Progress:
         """Send the pending shards through the pipeline; return the progress at the end."""
-        run_pass = _interruptible(pipeline, self.monitor, user, self.phase.spec.limits)
+        run_pass = _interruptible(pipeline, self.monitor, user, self.spec.limits)
         suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
         try:
             return self.driver.run(run_pass, pipeline.quarantine, suspects)
@@ -452,7 +452,7 @@ class Attempt:
         """
         from prefect_raybatch.stages.hosted_batches.stage import cancel_batches
 
-        endpoint = self.phase.spec.engine.model.endpoint
+        endpoint = self.spec.engine.model.endpoint
         ends = not isinstance(error, Exception) or not (
             is_transient(error) or isinstance(error, RunDrained)
         )
@@ -469,18 +469,18 @@ class Attempt:
         from prefect_raybatch.cluster.engine_reuse import closest_running
         from prefect_raybatch.cluster.pipeline import warm_kind_of
 
-        phase, plan = self.phase, self.phase.plan
+        sizes, plan = self.size_spec, self.phase.plan
 
         def size_of(spec: SizeSpec) -> Sizing:
             return sized.for_attempt(spec, plan, capacity)
 
         def kind_of(size: Sizing) -> WarmKind | None:
-            return warm_kind_of(phase.spec, plan.model, size, engine)
+            return warm_kind_of(self.spec, plan.model, size, engine)
 
-        if phase.needs_no_engine:
-            return size_of(phase.sizes), None
+        if self.phase.needs_no_engine:
+            return size_of(sizes), None
         up = cluster.CLUSTER_SESSION.warm.kinds
-        size, kind = closest_running(phase.sizes, size_of, size_of(phase.sizes), kind_of, up)
+        size, kind = closest_running(sizes, size_of, size_of(sizes), kind_of, up)
         for warning in size.warnings:
             log.warning(warning)
         return size, kind

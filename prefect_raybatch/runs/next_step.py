@@ -14,7 +14,7 @@ from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import OF_LARGER, increment_of
 from prefect_raybatch.ledger.last_attempt import last_attempt_of
 from prefect_raybatch.ledger.ledger import Ledger
-from prefect_raybatch.ledger.published import all_published
+from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.quality.judgement import read_judgement
@@ -110,9 +110,7 @@ def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator
     yield (
         f"infers nothing: the run is complete since {when}. For new answers use another --run-key"
     )
-    published = {record.target for record in all_published(store)}
-    targets = [t.label for t in resolved.job.output.publish if t.label not in published]
-    if targets:
+    if targets := unpublished_labels(store, resolved.job.output.publish):
         yield f"publishes the result to {', '.join(targets)}"
     last = open_step_of(store)
     if last is not None and last.under_way:

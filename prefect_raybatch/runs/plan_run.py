@@ -353,8 +353,7 @@ def _taken_input(resolved: Resolved, store: Store, dataset: ray.data.Dataset | N
         return RunInput(found, store, attempt, copied=True)
     if not source.needs_snapshot(read):
         return RunInput(source.inventory(read), store, attempt, copied=False)
-    if spec.first is None:  # a cascade begins with another engine
-        begin_prewarming(spec, resolved.with_adapters)
+    begin_prewarming(spec, resolved.with_adapters)
     return RunInput(source.snapshot(read, store, attempt, copying), store, attempt, copied=True)
 
 

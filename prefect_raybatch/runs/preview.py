@@ -88,7 +88,8 @@ def preview_spec(
     from prefect_raybatch.ledger.plan_tables import decode_schema
 
     schema = decode_schema(plan.input_schema)
-    attempt, stage = uuid.uuid4().hex, engine or stage_of(spec, batch=False)
+    attempt = uuid.uuid4().hex
+    stage = engine or stage_of(spec.engine.model.endpoint, batch=False)
     pipeline = Pipeline(spec, plan, shards, ledger.store, attempt, size, engine=stage)
     clock.took("plan")
     read = _read(pipeline, plan, shards)

@@ -51,6 +51,11 @@ class AnswerSpec:
     task: TaskName
     has_function: bool
 
+    @property
+    def columns(self) -> tuple[tuple[str, str], ...]:
+        """Return (name, type in words) of each result column that is not from the input."""
+        return result_columns(self.finish, self.sampling, self.task)
+
 
 def golden_of(quality: Quality, output: Output) -> Golden | None:
     """Return the job's golden rows, None if it names none; raise the errors of `read_golden`."""
@@ -75,8 +80,7 @@ def check_quality_columns(
     golden = golden_of(quality, output)
     if finish.postprocess is not None and not finish.types:
         return golden
-    added = result_columns(finish, sampling, task)
-    there = [*finish.kept(list(names)), *(name for name, _ in added)]
+    there = [*finish.kept(list(names)), *(name for name, _ in spec.columns)]
     if golden is not None:
         check_golden_columns(golden, there)
         check_golden_answers(golden, *_listed_answers(golden.answer, spec))

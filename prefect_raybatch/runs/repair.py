@@ -232,7 +232,7 @@ def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
         created=now,
         format=FORMAT,
         forked_from=forked(plan),
-        night=plan.night or plan.created,
+        original_created=plan.first_created,
     )
     return fork_ledger.create_plan(fork, {name: _table(old, name) for name in plan.tables})
 

@@ -26,7 +26,7 @@ from prefect_raybatch.ledger.family import Family, Member, load_family
 from prefect_raybatch.ledger.increments import is_first_phase
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
-from prefect_raybatch.ledger.published import all_published
+from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
@@ -243,9 +243,7 @@ class FailedRows:
 
 def _missing_targets(member: Member) -> list[str]:
     """Return the names of the targets in a finished run's plan to which it is not published yet."""
-    job = planned_job(member.plan)
-    published = {record.target for record in all_published(member.ledger.store)}
-    return [target.label for target in job.output.publish if target.label not in published]
+    return unpublished_labels(member.ledger.store, planned_job(member.plan).output.publish)
 
 
 def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]) -> NothingToRetry:

@@ -349,7 +349,7 @@ def intended_time(plan: Plan) -> datetime:
     if start is not None:
         return start
     try:
-        planned = datetime.fromisoformat(plan.night or plan.created)
+        planned = datetime.fromisoformat(plan.first_created)
     except ValueError:
         raise CorruptRun(f"plan.json: `created` must be a time, but is {plan.created!r}") from None
     return planned if planned.tzinfo else planned.replace(tzinfo=UTC)

@@ -192,7 +192,7 @@ def _planned_at(plan: Plan) -> float:
 
     For a repaired run, it is that of the original.
     """
-    when = datetime.fromisoformat(plan.night or plan.created)
+    when = datetime.fromisoformat(plan.first_created)
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 

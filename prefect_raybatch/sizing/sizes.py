@@ -328,7 +328,7 @@ def _asked(spec: SizeSpec, device: str) -> EngineArguments:
         max_num_seqs=spec.max_num_seqs or SEQUENCES,
         max_num_batched_tokens=spec.max_num_batched_tokens or BATCHED[device][0],
         max_model_len=spec.context,
-        more=spec.given,
+        more=spec.vllm_arguments,
     )
 
 

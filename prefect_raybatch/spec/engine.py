@@ -20,8 +20,8 @@ class ModelRequest:
     `name` is a Hugging Face name, a folder, an s3:// folder or `demo`. `context` is the context
     length in tokens, None for the model's own; with `context_auto` it is still to be measured so
     that it fits the share `context_share` of the rows. `adapter` is the LoRA adapter for all rows;
-    `adapters` maps names to the sources of adapters among which each row chooses. `given` are the
-    vLLM engine arguments that the job sets under vLLM's own names; `env` are the environment
+    `adapters` maps names to the sources of adapters among which each row chooses. `vllm_arguments`
+    are the engine arguments that the job sets under vLLM's own names; `env` are the environment
     variables of its engines. `endpoint` is the server of a hosted model, None if the run starts
     engines.
     """
@@ -34,7 +34,7 @@ class ModelRequest:
     context_share: float
     adapter: str | None
     adapters: Mapping[str, str]
-    given: EngineFields = field(repr=False)  # a token may be among them
+    vllm_arguments: EngineFields = field(repr=False)  # a token may be among them
     env: Mapping[str, str]
     endpoint: EndpointSpec | None = None
 

@@ -103,7 +103,7 @@ class RunSpec:
             model = replace(engine.model, context=context, context_auto=False)
             engine, sizes = replace(engine, model=model), replace(sizes, context=context)
         if precision is not None:
-            given = {**engine.model.given, **precision}
-            engine = replace(engine, model=replace(engine.model, given=given), tries=())
-            sizes = replace(sizes, given=given)
+            given = {**engine.model.vllm_arguments, **precision}
+            engine = replace(engine, model=replace(engine.model, vllm_arguments=given), tries=())
+            sizes = replace(sizes, vllm_arguments=given)
         return replace(self, engine=engine, sizes=sizes)

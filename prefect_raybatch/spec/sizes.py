@@ -39,9 +39,10 @@ class SizeSpec:
 
     `replicas` is (fewest, most) copies of the model. `tensor` is the number of GPUs that share each
     layer, `pipeline` the number of pipeline stages. `spans_nodes`: the GPUs of a copy may be on
-    several nodes. `context` is the context length in tokens, None for the model's own. `given` are
-    the job's other vLLM arguments, `model` is the model's name for messages. `cpus` are the logical
-    CPUs of an engine, `stage_cpus` those of one prepare task and one finish task together.
+    several nodes. `context` is the context length in tokens, None for the model's own.
+    `vllm_arguments` are the job's other engine arguments, `model` is the model's name for messages.
+    `cpus` are the logical CPUs of an engine, `stage_cpus` those of one prepare task and one finish
+    task together.
     """
 
     model: str
@@ -61,7 +62,7 @@ class SizeSpec:
     pools: bool
     cpus: float
     stage_cpus: float
-    given: EngineFields = field(repr=False)  # a token may be among them
+    vllm_arguments: EngineFields = field(repr=False)  # a token may be among them
     row: RowSpec
 
     @property

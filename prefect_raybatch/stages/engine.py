@@ -171,10 +171,10 @@ def engine_launch(
         sampling["skip_special_tokens"] = False
     arguments = dict(_arguments(spec, size, sampling))
     if task is not None:
-        arguments = task.engine_arguments(arguments, request.given)
-    arguments |= adapters.arguments(model.get("adapters") or {}, request.given)
+        arguments = task.engine_arguments(arguments, request.vllm_arguments)
+    arguments |= adapters.arguments(model.get("adapters") or {}, request.vllm_arguments)
     if cpu and task is None and request.endpoint is None:
-        given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.given}
+        given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.vllm_arguments}
         rows_may = spec.prompt.function is not None
         arguments = with_whole_prompts(
             arguments, given, sampling, rows_may, lambda: size.length or models.own_length(model)

@@ -221,7 +221,7 @@ def test_what_a_server_refuses_is_an_error_line_with_status_400(
 
 def test_an_answer_without_max_tokens_may_fill_the_context(tmp_path: Path) -> None:
     job = job_of(tmp_path, [json.dumps(request("a"))])
-    assert job.sampling.max_tokens is None and job.sampling.given()["max_tokens"] > 1_000_000
+    assert job.sampling.max_tokens is None and job.sampling.for_vllm()["max_tokens"] > 1_000_000
     assert job_of(tmp_path, [], sampling={"max_tokens": 5}).sampling.max_tokens == 5
     again = BatchJob.from_dict(job.to_dict())
     assert again == job and again.prompt.function == TEXT_REQUEST

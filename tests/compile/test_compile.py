@@ -35,12 +35,12 @@ def test_what_is_open_is_decided_in_every_part_of_the_spec() -> None:
     )
     spec = compile_job(job)
     assert spec.engine.model.context_auto and spec.engine.tries == ({"quantization": "fp8"},)
-    assert spec.engine.model.given == spec.sizes.given == {"enforce_eager": True}
+    assert spec.engine.model.vllm_arguments == spec.sizes.vllm_arguments == {"enforce_eager": True}
     settled = spec.decide(context=512).decide(precision={"quantization": "fp8"})
     assert settled.engine.model.context == settled.sizes.context == 512
     assert not settled.engine.model.context_auto and settled.engine.tries == ()
     given = {"enforce_eager": True, "quantization": "fp8"}
-    assert settled.engine.model.given == settled.sizes.given == given
+    assert settled.engine.model.vllm_arguments == settled.sizes.vllm_arguments == given
     assert spec.engine.model.context is None  # a spec is never changed
 
 

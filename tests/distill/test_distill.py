@@ -108,7 +108,9 @@ def test_a_field_that_is_settled_cannot_be_set(nights, field):
 def test_fields_of_the_engine_and_the_template_can_be_set(nights):
     made = prepared(nights, **{"engine.dtype": "float32", "prompt.template": "query: {text}"})
     job = made.asked.job
-    assert job.engine.given["dtype"] == "float32" and job.prompt.template == "query: {text}"
+    assert (
+        job.engine.vllm_arguments["dtype"] == "float32" and job.prompt.template == "query: {text}"
+    )
     assert distilled(nights, made).classifier.training.fields["prompt.template"] == "query: {text}"
 
 

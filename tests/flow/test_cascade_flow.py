@@ -19,6 +19,7 @@ from helpers.prefect_server import ROOT
 from prefect_raybatch.cluster import pipeline
 from prefect_raybatch.demo import LABELS
 from prefect_raybatch.demo.customers import companies
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.columns import CHANCES, ERROR
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
@@ -55,8 +56,8 @@ class Local(EngineStage):
 def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     usual = pipeline.stage_of
 
-    def stage_of(spec: Any, batch: bool = True) -> type:
-        return Local if spec.engine.model.endpoint is None else usual(spec, batch)
+    def stage_of(endpoint: EndpointSpec | None, batch: bool = True) -> type:
+        return Local if endpoint is None else usual(endpoint, batch)
 
     monkeypatch.setattr(pipeline, "stage_of", stage_of)
     monkeypatch.syspath_prepend(str(ROOT / "flows"))

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from helpers.heard import caught_events
@@ -265,6 +265,31 @@ def test_keys_come_from_a_block_and_stay_out_of_the_flow_parameters(
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(state.state_details.flow_run_id)
     assert run.parameters and "hush-hush" not in str(run.parameters)
+
+
+class CountedKeys(KeysLikeAws):
+    """Keys whose block counts how often it is loaded."""
+
+    _block_type_slug = "counted-keys"
+    loaded: ClassVar[list[str]] = []
+
+    def block_initialization(self) -> None:
+        self.loaded.append(self.aws_access_key_id)
+
+
+def test_a_task_loads_a_block_once(calls: dict[str, list[Any]]) -> None:
+    CountedKeys(aws_access_key_id="id-1", aws_secret_access_key=SecretStr("hush")).save(
+        "night", overwrite=True
+    )
+    job = make_job(output={"uri": "s3://b/out", "credentials_block": "counted-keys/night"})
+
+    @flow
+    def infer() -> int:
+        CountedKeys.loaded.clear()
+        return infer_shards(job, RUN).done
+
+    assert infer() == 100
+    assert CountedKeys.loaded == ["id-1"]
 
 
 @pytest.mark.parametrize("name", ["keys-like-aws/nobody", "no-such-type/x", "nonsense"])

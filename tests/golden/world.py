@@ -173,7 +173,7 @@ def _write_classifier(folder: Path) -> None:
         context_share=0.99,
         adapter=None,
         adapters={},
-        given={},
+        vllm_arguments={},
         env={},
     )
     parts = {

@@ -168,4 +168,6 @@ def test_the_requests_and_the_engine_of_a_job_with_a_schema():
     own = schema_engine_fields({"structured_outputs_config": {"backend": "outlines"}}, "{}")
     assert own["structured_outputs_config"] == {"backend": "outlines"}
     plain = BatchJob.from_dict(job_dict())
-    assert sampling_spec(plain).fields == plain.sampling.given() and not plain.output.fails_cut_off
+    assert (
+        sampling_spec(plain).fields == plain.sampling.for_vllm() and not plain.output.fails_cut_off
+    )

@@ -53,6 +53,7 @@ from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing import threshold
 from prefect_raybatch.spec.cascade import most_rows
+from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.columns import CHANCES, ERROR, STEPS
 from prefect_raybatch.stages.endpoint import client
@@ -117,8 +118,8 @@ def engines(monkeypatch: pytest.MonkeyPatch, without_ray: None) -> None:
     usual = pipeline.stage_of
     Small.asked = []
 
-    def stage_of(spec: Any, batch: bool = True) -> type:
-        return Small if spec.engine.model.endpoint is None else usual(spec, batch)
+    def stage_of(endpoint: EndpointSpec | None, batch: bool = True) -> type:
+        return Small if endpoint is None else usual(endpoint, batch)
 
     monkeypatch.setattr(pipeline, "stage_of", stage_of)
 

@@ -428,8 +428,10 @@ def test_a_link_to_a_run_is_not_the_latest(nights: Nights) -> None:
     assert asked(nights) == []
 
 
-def test_the_plan_of_a_run_has_its_night_only_when_it_was_repaired(nights: Nights) -> None:
+def test_a_plan_names_the_time_of_its_original_only_when_the_run_was_repaired(
+    nights: Nights,
+) -> None:
     run = two_nights(nights)
     plan = Ledger(open_store(str(run))).load_plan()
-    assert plan is not None and plan.night is None
+    assert plan is not None and plan.original_created is None
     assert pq.ParquetFile(asks_part(run)).metadata.num_rows == 3

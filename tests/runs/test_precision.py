@@ -328,7 +328,7 @@ def test_jobs_that_cannot_be_compared_are_refused(change, told):
 def test_a_job_without_it_is_as_before():
     job = make_job(engine={"quantization": "fp8"})
     spec = compile_job(job)
-    assert spec.engine.tries == () and spec.engine.model.given == {"quantization": "fp8"}
+    assert spec.engine.tries == () and spec.engine.model.vllm_arguments == {"quantization": "fp8"}
 
 
 @pytest.mark.whole

@@ -215,7 +215,7 @@ def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
     assert sent[3] is None and sent[5] is None
     spec = EngineLaunch(
         model,
-        job.sampling.given(),
+        job.sampling.for_vllm(),
         {
             "dtype": "float32",
             "enforce_eager": True,

@@ -65,7 +65,7 @@ def test_each_argument_that_decides_about_graphs_is_one_of_vllms() -> None:
 def test_memory_is_measured_anew_where_vllm_does_not_tell_engines_apart(
     given: EngineFields, more: dict[str, Any], kept: bool
 ) -> None:
-    request = SimpleNamespace(given=given, env=more.get("env", {}))
+    request = SimpleNamespace(vllm_arguments=given, env=more.get("env", {}))
     found = memory_settings(cast(Any, request), more.get("gpus", 1), more.get("images", False))
     assert found == ({MEASURED_ONCE: "1"} if kept else {})
 

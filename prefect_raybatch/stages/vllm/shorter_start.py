@@ -70,8 +70,8 @@ def memory_settings(request: ModelRequest, gpus: int, images: bool) -> Mapping[s
     model, the GPU and its free memory before it uses a stored measurement. So the result is {} too
     if the job sets other arguments or variables, or if prompts have `images`.
     """
-    load = request.given.get("load_format", "auto")
-    differs = request.given.keys() - IN_KEY - {"load_format"} or request.env or images
+    load = request.vllm_arguments.get("load_format", "auto")
+    differs = request.vllm_arguments.keys() - IN_KEY - {"load_format"} or request.env or images
     return {} if differs or gpus > 1 or load not in ("auto", "dummy") else {MEASURED_ONCE: "1"}
 
 
