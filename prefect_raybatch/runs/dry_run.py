@@ -15,6 +15,8 @@ from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.job.tasks import TaskName
+from prefect_raybatch.learning.tonight import PlannedRows
+from prefect_raybatch.ledger.arrangement import ArrangementNote
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
@@ -26,6 +28,7 @@ from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.quality.golden import Golden
+from prefect_raybatch.runs.arrangement import expected_arrangement
 from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
@@ -236,7 +239,7 @@ def dry_run_resolved(
     spec, found, rows = checked.spec, checked.inventory, checked.rows
     hosted = _hosted_rows(checked)
     made = [] if tokens or what_if else _function_problem(checked)
-    fitted = _with_warnings(_fitted(checked, what_if), checked, what_if)
+    fitted = _with_warnings(_fitted(checked, run_key, what_if), checked, what_if)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
     left = rows if rows_left is None else rows_left
     cost = _cost(spec, hosted, fitted, left if reuse is None else reuse.counts.asked, rows)
@@ -420,7 +423,8 @@ class _Fitted:
     """The sizes of a run on a cluster with `capacity`.
 
     `needs` are the resources that the run takes of it. `model` is the model's size in memory, None
-    if unknown. `problems` say why the run cannot start or keep its engines busy.
+    if unknown. `problems` say why the run cannot start or keep its engines busy. `arrangement` is
+    what the run would learn from earlier ones, None if nothing.
     """
 
     sizing: Sizing
@@ -428,16 +432,20 @@ class _Fitted:
     needs: JsonObject
     model: Model | None
     problems: tuple[str, ...]
+    arrangement: ArrangementNote | None = None
 
     def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
         """Return the run's settings (engines, GPUs, rows per shard, ...), each with its reason."""
         least = spec.limits.min_agreement
         have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
+        if (note := self.arrangement) is not None and note.read:
+            value = f"{note.incumbent} sequences"
+            found.insert(0, Figure("engines a GPU, learned", value, note.why))
         return tuple(found)
 
 
-def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
+def _fitted(checked: _Checked, run_key: str | None, what_if: Capacity | None) -> _Fitted:
     """Return the sizes of the run, on the job's cluster or on `what_if`."""
     spec, model, rows, asked = checked.spec, checked.model, checked.rows, checked.spec.sizes
     row_bytes = image_bytes.row_bytes(
@@ -463,7 +471,12 @@ def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
     except ConfigError as error:
         problems.append(str(error))
     needs = sized.checked_needs(asked, have, size, problems)
-    return _Fitted(size, have, needs, known, tuple(problems))
+    made = _Fitted(size, have, needs, known, tuple(problems))
+    if what_if or have.assumed:
+        return made
+    planned = PlannedRows(rows, row_bytes, size.rows_per_shard, size.shards, model)
+    note = expected_arrangement(spec, planned, have, checked.resolved.job.name, run_key or "")
+    return replace(made, arrangement=note)
 
 
 def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:
