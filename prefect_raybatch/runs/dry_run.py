@@ -475,8 +475,9 @@ def _fitted(checked: _Checked, run_key: str | None, what_if: Capacity | None) ->
     if what_if or have.assumed:
         return made
     planned = PlannedRows(rows, row_bytes, size.rows_per_shard, size.shards, model)
-    note = expected_arrangement(spec, planned, have, checked.resolved.job.name, run_key or "")
-    return replace(made, arrangement=note)
+    name = checked.resolved.job.name
+    learned = expected_arrangement(spec, planned, have, name, run_key or "")
+    return replace(made, arrangement=learned)
 
 
 def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:
