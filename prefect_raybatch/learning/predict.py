@@ -22,7 +22,7 @@ STEPS = 60  # of a bisection
 
 
 def expected_ratio(
-    model: Model, card: Card, row: Tokens, busy: float, measured: Arrangement, other: Arrangement
+    model: Model, card: Card, row: Tokens, measured: Arrangement, busy: float, other: Arrangement
 ) -> float:
     """Return the expected rate of `other` divided by that of the `measured` arrangement.
 

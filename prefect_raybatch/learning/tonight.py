@@ -113,12 +113,13 @@ class _Sizes:
 
         The limits are those of the sizes that the cost model chooses.
         """
+        if not self._may_share(arrangement) or not self._may_hold(arrangement):
+            return False
         try:
             size = self._of(with_arrangement(self.spec, arrangement))
         except (ConfigError, InsufficientResources):
             return False
-        is_tried = self._may_share(arrangement) and self._may_hold(arrangement)
-        return is_tried and size.rate > 0 and arrangement_of(size) == arrangement
+        return size.rate > 0 and arrangement_of(size) == arrangement
 
     def in_flight(self, arrangement: Arrangement) -> int:
         """Return how many shards are in all engines at once."""
@@ -131,7 +132,7 @@ class _Sizes:
             return spec.engines_per_gpu in (None, engines)
         most = MOST_POOLING if spec.pools else MOST_ENGINES
         has_cores = engines * max(CORES, spec.cpus) <= self.capacity.cpus_a_gpu
-        return spec.gpus_per_replica == 1 and engines <= most and has_cores
+        return spec.gpus_per_replica == 1 and 1 <= engines <= most and has_cores
 
     def _may_hold(self, arrangement: Arrangement) -> bool:
         engines, sequences = arrangement.engines_per_gpu, arrangement.max_num_seqs

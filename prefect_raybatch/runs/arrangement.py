@@ -152,7 +152,9 @@ def _readable(root: Store, lines: Iterable[RunLine]) -> Iterator[EarlierRun]:
 def _earlier_run(store: Store, line: RunLine) -> EarlierRun | None:
     if line.state != COMPLETED:
         note = read_arrangement(store)
-        return note and EarlierRun(line.run_key, note, has_failed=bool(line.failure))
+        if note is None:
+            return None
+        return EarlierRun(line.run_key, note, has_failed=bool(line.failure))
     report = read_report(store)
     outcome = report.arrangement
     if outcome is None:
@@ -206,30 +208,27 @@ def measured_arrangement(
     `tally` has the counts of all commits, `report` the other figures of the run.
     """
     try:
-        note = read_arrangement(ledger.store)
-        notes = attempt_notes(ledger)
+        note, notes = read_arrangement(ledger.store), attempt_notes(ledger)
     except (RayBatchError, FileNotFoundError) as error:
         log.warning("nothing can be learned from this run: %s", error)
         return None
     if note is None:
         return None
     gpus = max((count for n in notes if isinstance(count := n.get("gpus"), int)), default=0)
-    error, deaths = trial_error(notes), sum(_trial(n)[1] for n in notes)
-    parts = _shards_of(tally)
-    is_trial = np.fromiter(map(in_trial, parts.numbers.astype(int).tolist()), bool)
-    if note.challenger is None or error:
-        is_trial[:] = False
+    why, deaths = trial_error(notes), sum(_trial(n)[1] for n in notes)
+    parts, has_trial = _shards_of(tally), note.challenger is not None and not why
+    is_trial = np.array([has_trial and in_trial(int(n)) for n in parts.numbers], bool)
     own = steady_shards(parts.where(~is_trial))
     trial = None
     if note.challenger is not None:
         gain = paired_gain(steady_shards(parts.where(is_trial)), own)
-        trial = TrialOutcome(gain.pairs, _rounded(gain.gain), _rounded(gain.bound), error)
+        trial = TrialOutcome(gain.pairs, _rounded(gain.gain), _rounded(gain.bound), why)
     phases = report.starts[-1].seconds if report.starts else {}
     return ArrangementOutcome(
         decided=note,
         gpus=gpus,
         score=_rounded(own.score(gpus)) if gpus else None,
-        busy=_busy(_tally_without_trial(ledger, plan) if is_trial.any() else tally),
+        busy=_busy(_tally_without_trial(ledger, plan) if has_trial else tally),
         start=round(sum(s for name, s in phases.items() if name not in (ON_CLUSTER, ON_TURN)), 1),
         uncounted=_why_uncounted(note, notes, report, deaths),
         has_deaths=report.engine_deaths > deaths,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,7 @@ class Series:
             work=key,
             model=self.model,
             fits=kind.rates.__contains__,
-            expect=lambda own, busy, other: expected_ratio(
-                *(kind.model, kind.card, kind.row, busy, own, other)
-            ),
+            expect=partial(expected_ratio, kind.model, kind.card, kind.row),
             in_flight=lambda one: one.engines_per_gpu * AT_ONCE,
             rows=round(self.rows),
             gpus=1,
