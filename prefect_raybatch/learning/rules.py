@@ -61,8 +61,10 @@ class EarlierRun:
     @property
     def score(self) -> float | None:
         """Return the GPU-seconds per 1,000 tokens; None if the run does not count."""
-        counts = self.outcome is not None and not self.outcome.uncounted
-        return self.outcome.score if self.outcome is not None and counts else None
+        outcome = self.outcome
+        if outcome is None or outcome.uncounted or outcome.score is None:
+            return None
+        return outcome.score if outcome.score > 0 else None
 
     @property
     def trial(self) -> TrialOutcome | None:
@@ -251,7 +253,7 @@ def challenger_of(
 def _busy(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
     """Return the share of time in which GPUs were busy in the newest run that tells it, or None."""
     found = (run.outcome.busy for run in runs if run.used == arrangement and run.outcome)
-    return next((busy for busy in found if busy), None)
+    return next((busy for busy in found if busy is not None and 0 < busy <= 1), None)
 
 
 def _why_no_trial(
