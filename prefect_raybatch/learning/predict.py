@@ -18,7 +18,7 @@ from prefect_raybatch.sizing.cost import Tokens
 
 MOST_BUSY = 0.995  # a queue is never quite busy
 MOST_RATIO = 1e4  # of an engine's time without its GPU to that on it
-STEPS = 60  # of a bisection
+BISECTIONS = 60
 
 
 def expected_ratio(
@@ -49,7 +49,7 @@ def _seconds(
 def _away(engines: int, busy: float) -> float:
     """Return the ratio of time without the GPU to time on it that keeps the GPU so `busy`."""
     low, high = 0.0, MOST_RATIO
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if cost.busy(engines, middle, 1.0) > busy else (low, middle)
     return low

@@ -31,7 +31,7 @@ from prefect_raybatch.words import counted
 
 TRIAL_EVERY, TRIAL_FIRST = 5, 2  # shards of a trial: a fifth, spread evenly over the input
 LEAST_GAIN = 0.05  # expected of a challenger
-SLOWER = 0.1  # of a run, at which an adopted arrangement is given up
+GIVEN_UP_AT = 0.1  # of a run, at which an adopted arrangement is given up
 MEDIAN_RUNS = 5
 BARRED_RUNS = 7
 STARTS_WORTH = 20  # a run with a trial must last this many times as long as a start
@@ -205,7 +205,7 @@ def incumbent_of(tonight: Tonight, runs: Sequence[EarlierRun]) -> Incumbent:
     if last.broke:
         return Incumbent(before, f"run {last.key} failed with {last.used}", last.used)
     usual = usual_score(runs, before)
-    if last.score is not None and usual is not None and last.score > (1 + SLOWER) * usual:
+    if last.score is not None and usual is not None and last.score > (1 + GIVEN_UP_AT) * usual:
         slower = f"run {last.key} was {last.score / usual - 1:.0%} slower with {last.used}"
         return Incumbent(before, slower, last.used)
     same = sum(run.used == last.used for run in runs)

@@ -17,7 +17,7 @@ import numpy as np
 LEAST_SHARDS = 6  # of a part in steady time, and pairs of a trial
 MOST_BATCHES = 10
 MOST_EDGE = 0.5  # share of a shard's duration that may lie in head or tail
-NEIGHBOURS = 2  # shards on each side that a shard of the trial is compared with
+COMPARED_SHARDS = 2  # shards on each side that a shard of the trial is compared with
 # One-sided 95 % quantiles of Student's t by degrees of freedom, from LEAST_SHARDS - 1 on.
 T95 = {5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 
@@ -120,7 +120,11 @@ def paired_gain(trial: SteadyShards, others: SteadyShards) -> Gain:
     found = []
     for at in np.argsort(trial.ended, kind="stable").tolist():
         number = int(trial.numbers[at])
-        near = [costs[n] for n in range(number - NEIGHBOURS, number + NEIGHBOURS + 1) if n in costs]
+        near = [
+            costs[n]
+            for n in range(number - COMPARED_SHARDS, number + COMPARED_SHARDS + 1)
+            if n in costs
+        ]
         seconds, tokens = (sum(values) for values in zip(*near, strict=True)) if near else (0, 0)
         if seconds > 0 and tokens > 0 and trial.seconds[at] > 0:
             found.append(math.log(seconds / tokens * trial.tokens[at] / trial.seconds[at]))

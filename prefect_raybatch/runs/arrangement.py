@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,8 +39,9 @@ from prefect_raybatch.report.tally import Tally
 from prefect_raybatch.runs.listing import COMPLETED, RunLine, line_of, recency_key
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
+from prefect_raybatch.spec.engine import EngineSpec
 from prefect_raybatch.spec.result import OutputSpec
-from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.vllm.phases import ON_CLUSTER, ON_TURN
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.words import counted
@@ -54,8 +55,26 @@ FOLDERS_READ = 60  # last run directories by name, among which these are looked 
 # --- before a run -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class LearningSpec:
+    """The parts of a run's spec from which it learns: sizes, engine, and where its job's runs are.
+
+    `job` is the job's name.
+    """
+
+    sizes: SizeSpec
+    engine: EngineSpec
+    output: OutputSpec
+    job: str
+
+
 def decided_arrangement(
-    spec: RunSpec, plan: Plan, shards: Shards, ledger: Ledger, capacity: Capacity, attempt: str
+    spec: LearningSpec,
+    plan: Plan,
+    shards: Shards,
+    ledger: Ledger,
+    capacity: Capacity,
+    attempt: str,
 ) -> ArrangementNote | None:
     """Return the decision on a run's engines; decide and record it if no attempt has.
 
@@ -69,41 +88,34 @@ def decided_arrangement(
         return None
     note = read_arrangement(ledger.store)
     if note is None and not ledger.committed(plan).any():
-        runs = earlier_runs(spec.output, plan.job_name, but=plan.run_key)
+        runs = earlier_runs(spec.output, spec.job, but=plan.run_key)
         note = record_arrangement(ledger.store, decide(tonight, runs, attempt))
-    if note is None or not tonight.fits(note.incumbent):  # recorded on another cluster
+    if note is None or not all(map(tonight.fits, filter(None, (note.incumbent, note.challenger)))):
         return None
     log.info("engines on a GPU x sequences: %s, %s", note.incumbent, note.why)
-    if note.challenger is not None and not tonight.fits(note.challenger):
-        return None
     return note
 
 
 def expected_arrangement(
-    spec: RunSpec, rows: PlannedRows, capacity: Capacity, job: str, run_key: str
+    spec: LearningSpec, rows: PlannedRows, capacity: Capacity, run_key: str
 ) -> ArrangementNote | None:
-    """Return the decision that a run would make; None if it would not learn. Writes nothing.
+    """Return the decision that a run of one phase would make; None if it would not learn.
 
-    The lengths of its rows are taken to be spread as in the newest run.
+    The lengths of its rows are taken to be spread as in the newest run. Writes nothing.
     """
-    tonight = (
-        None if spec.reuse.has_requests_phase or spec.first else _tonight(spec, rows, capacity)
-    )
+    tonight = _tonight(spec, rows, capacity)
     if tonight is None:
         return None
-    runs = earlier_runs(spec.output, job, but=run_key)
+    runs = earlier_runs(spec.output, spec.job, but=run_key)
     if runs:
-        shared, out, *own = tonight.work.tokens
         spread = runs[0].decided.work.tokens[2:]
-        lengths = [
-            length * len(spread) * mean / (sum(spread) or 1.0)
-            for length, mean in zip(spread, own, strict=False)
-        ]
-        tonight = replace(tonight, work=replace(tonight.work, tokens=(shared, out, *lengths)))
+        mean = sum(spread) / len(spread) if sum(spread) > 0 else 1.0
+        deciles = tuple(length / mean for length in spread) or rows.deciles
+        tonight = _tonight(spec, replace(rows, deciles=deciles), capacity) or tonight
     return decide(tonight, runs, "")
 
 
-def _tonight(spec: RunSpec, rows: PlannedRows, capacity: Capacity) -> Tonight | None:
+def _tonight(spec: LearningSpec, rows: PlannedRows, capacity: Capacity) -> Tonight | None:
     if not spec.engine.learn or spec.engine.model.endpoint is not None:
         return None
     model, _ = sized.model_sizes(spec.sizes, rows.model, capacity)

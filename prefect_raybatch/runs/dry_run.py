@@ -28,7 +28,7 @@ from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.quality.golden import Golden
-from prefect_raybatch.runs.arrangement import expected_arrangement
+from prefect_raybatch.runs.arrangement import LearningSpec, expected_arrangement
 from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
@@ -472,11 +472,11 @@ def _fitted(checked: _Checked, run_key: str | None, what_if: Capacity | None) ->
         problems.append(str(error))
     needs = sized.checked_needs(asked, have, size, problems)
     made = _Fitted(size, have, needs, known, tuple(problems))
-    if what_if or have.assumed:
+    if what_if or have.assumed or spec.reuse.has_requests_phase or spec.cascade or spec.first:
         return made
     planned = PlannedRows(rows, row_bytes, size.rows_per_shard, size.shards, model)
-    name = checked.resolved.job.name
-    learned = expected_arrangement(spec, planned, have, name, run_key or "")
+    learning = LearningSpec(asked, spec.engine, spec.output, checked.resolved.job.name)
+    learned = expected_arrangement(learning, planned, have, run_key or "")
     return replace(made, arrangement=learned)
 
 

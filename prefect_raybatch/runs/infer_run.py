@@ -46,6 +46,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.runs.arrangement import (
+    LearningSpec,
     attempt_notes,
     decided_arrangement,
     trial_error,
@@ -368,10 +369,12 @@ class Attempt:
         if self.phase.looks_up:
             self._place_answers(joined.user)
         elif self.phase.spec.engine.tries:
-            spec = self.phase.spec.decide(precision=self._precision(joined))
-            self.phase = replace(self.phase, spec=spec)
-        phase, parts = self.phase, (self.phase.plan, self.phase.shards, self.phase.ledger)
-        note = decided_arrangement(phase.spec, *parts, joined.capacity, self.name)
+            decided = self.phase.spec.decide(precision=self._precision(joined))
+            self.phase = replace(self.phase, spec=decided)
+        phase, spec = self.phase, self.phase.spec
+        learning = LearningSpec(spec.sizes, spec.engine, spec.output, phase.plan.job_name)
+        parts = (phase.plan, phase.shards, phase.ledger)
+        note = decided_arrangement(learning, *parts, joined.capacity, self.name)
         self.arrangement = note
         # Sizes are also fixed for a trial, or its engines might be reused after it.
         if note is not None and (note.challenger is not None or note.incumbent != note.model):
