@@ -19,9 +19,9 @@ import numpy as np
 from gpu import DIMENSIONS
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from helpers.learning import Series, Work, works  # noqa: E402
+from helpers.learning import Series, Work, works
 
-from prefect_raybatch.ledger.arrangement import Arrangement  # noqa: E402
+from prefect_raybatch.ledger.arrangement import Arrangement
 
 
 def simulated(work: Work, model: Arrangement, seeds: int, nights: int) -> tuple[float, float, int]:

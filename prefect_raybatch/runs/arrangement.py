@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.errors import ConfigError, InsufficientResources, RayBatchError
+from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.installed import engine_version
 from prefect_raybatch.learning.rules import (
     LEAST_SECONDS,
@@ -31,7 +33,7 @@ from prefect_raybatch.ledger.arrangement import (
     read_arrangement,
     record_arrangement,
 )
-from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.report.records import RunReport, read_report
@@ -80,13 +82,18 @@ def decided_arrangement(
 
     `attempt` is the id of this attempt. None if the run does not learn, since the job says so, it
     has two phases, it retries failed rows or there is nothing to learn (see `tonight_of`). Also
-    None if shards are committed without a decision, or if the decision does not fit this cluster.
+    None if shards are committed without a decision, or if the decision cannot be read or does not
+    fit this cluster.
     """
     is_one_phase = plan.increment is None and plan.parent is None
     tonight = _tonight(spec, PlannedRows.of(plan, shards), capacity) if is_one_phase else None
     if tonight is None:
         return None
-    note = read_arrangement(ledger.store)
+    try:
+        note = read_arrangement(ledger.store)
+    except CorruptRun as error:  # which costs speed alone
+        log.warning("engines are arranged by the cost model: %s", error)
+        return None
     if note is None and not ledger.committed(plan).any():
         runs = earlier_runs(spec.output, spec.job, but=plan.run_key)
         note = record_arrangement(ledger.store, decide(tonight, runs, attempt))
@@ -137,7 +144,8 @@ def earlier_runs(output: OutputSpec, job: str, but: str) -> list[EarlierRun]:
         root = open_store(output.uri, dict(output.options) or None)
         keys = [key for key in run_keys(root) if key != but]
         own = [key for key in keys if key.startswith(job)] or keys
-        lines = [line_of(root, key) for key in own[-FOLDERS_READ:]]
+        with ThreadPoolExecutor(READERS) as pool:
+            lines = list(pool.map(partial(line_of, root), own[-FOLDERS_READ:]))
         found = [line for line in lines if line is not None and _is_of_job(line, job)]
         found.sort(key=recency_key, reverse=True)
         return list(_readable(root, found[:RUNS_READ]))
@@ -193,8 +201,15 @@ def trial_fields(error: str, deaths: int) -> dict[str, object]:
 
 
 def attempt_notes(ledger: Ledger) -> list[JsonObject]:
-    """Return the records of all attempts at a run."""
-    return [ledger.read_attempt(name) for name in ledger.attempts()]
+    """Return the records of all attempts at a run; {} for one that cannot be read."""
+    return [_attempt_note(ledger, name) for name in ledger.attempts()]
+
+
+def _attempt_note(ledger: Ledger, name: str) -> JsonObject:
+    try:
+        return ledger.read_attempt(name)
+    except (CorruptRun, FileNotFoundError):
+        return {}
 
 
 def trial_error(notes: Iterable[JsonObject]) -> str:
@@ -221,7 +236,7 @@ def measured_arrangement(
     """
     try:
         note, notes = read_arrangement(ledger.store), attempt_notes(ledger)
-    except (RayBatchError, FileNotFoundError) as error:
+    except CorruptRun as error:
         log.warning("nothing can be learned from this run: %s", error)
         return None
     if note is None:

@@ -227,6 +227,17 @@ def test_records_that_are_damaged_or_missing_only_leave_less_to_learn_from(night
     assert nights.decided(4) == (ONE, None)
 
 
+def test_a_run_whose_own_decision_is_damaged_goes_on_by_the_cost_model(nights):
+    nights.run(1)
+    nights.stop_after = 3
+    with pytest.raises(Killed):
+        nights.run(2)
+    nights.store(2).put(ARRANGEMENT, b"{}")
+    nights.stop_after = None
+    assert nights.run(2).arrangement is None
+    assert nights.passes == [(ONE, 97)]
+
+
 @pytest.mark.parametrize("engines, sequences", [(16, 256), (1, 65536), (0, 0), (2, 1)])
 def test_an_edited_report_cannot_ask_for_what_does_not_fit(nights, engines, sequences):
     for number in (1, 2):
