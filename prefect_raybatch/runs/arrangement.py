@@ -51,6 +51,7 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 
 RUNS_READ = 20  # newest runs of the job of which the records are read
+KEPT_ERROR = 200  # characters of the reason why a challenger's engines do not work
 FOLDERS_READ = 60  # last run directories by name, among which these are looked for
 
 
@@ -195,9 +196,10 @@ def used_fields(size: Sizing) -> dict[str, object]:
 def trial_fields(error: str, deaths: int) -> dict[str, object]:
     """Return the fields of an attempt's record about its trial.
 
-    `error` says why the challenger's engines did not work, or ""; `deaths` counts their deaths.
+    `error` says why the challenger's engines did not work, or ""; it is cut. `deaths` counts their
+    deaths.
     """
-    return {"trial": {"error": error, "deaths": deaths}}
+    return {"trial": {"error": error[:KEPT_ERROR], "deaths": deaths}}
 
 
 def attempt_notes(ledger: Ledger) -> list[JsonObject]:

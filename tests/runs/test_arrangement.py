@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from helpers.nights import InThisProcess, Killed, Nights
 
-from prefect_raybatch.api import plan_run
+from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.cluster import connect
 from prefect_raybatch.errors import EngineFailure
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.arrangement import Arrangement, read_arrangement
@@ -132,6 +133,23 @@ def test_a_job_may_keep_from_learning_and_its_own_sizes_stay(nights):
     assert nights.passes == [(ONE, 100)] and not nights.store(2).holds(ARRANGEMENT)
     nights.run(3, engines_per_gpu=1)
     assert nights.passes == [(ONE, 100)] and not nights.store(3).holds(ARRANGEMENT)
+
+
+def test_the_plan_says_what_a_run_will_use_and_why(nights, monkeypatch):
+    monkeypatch.setattr(connect, "glance", lambda where: H100)
+    job = nights.learning_job()
+
+    def learned() -> list[tuple[str, str]]:
+        found = dry_run(job).figures
+        return [(one.value, one.why) for one in found if one.name == "engines a GPU, learned"]
+
+    assert learned() == []  # there is no earlier run
+    nights.run(1)
+    ((value, why),) = learned()
+    assert value == "1 x 256 sequences"
+    assert why.startswith("by the cost model; a fifth of the shards tries 2 x 256, which is")
+    nights.run(2)
+    assert learned() == [("2 x 256 sequences", "it won its trial in run nightly-02")]
 
 
 def test_learning_is_no_part_of_the_fingerprint(nights):
