@@ -2,8 +2,8 @@
 
 1. Runs count whose work is the same (`is_same_work`). Without any, the cost model's choice holds.
 2. The incumbent is what the last of them used, or the challenger that won its trial
-   (`incumbent_of`). After a failure, or a run that was 10 % slower than before the incumbent was
-   adopted, it is what was used before.
+   (`incumbent_of`). After a failure, or a run that was 10 % slower than usual before the incumbent
+   was adopted (or usual since, if no such run is known), it is what was used before.
 3. A challenger halves or doubles engines per GPU, `max_num_seqs` or both (`candidates`), fits, is
    not barred (`barred`), and is expected to be at least 5 % faster than the incumbent (`decide`).
 4. It is tried on a fifth of the shards, if the run lasts long enough for a second start.
@@ -204,7 +204,7 @@ def incumbent_of(tonight: Tonight, runs: Sequence[EarlierRun]) -> Incumbent:
     before = before if tonight.fits(before) else tonight.model
     if last.broke:
         return Incumbent(before, f"run {last.key} failed with {last.used}", last.used)
-    usual = usual_score(runs, before)
+    usual = usual_score(runs, before) or usual_score(runs[1:], last.used)
     if last.score is not None and usual is not None and last.score > (1 + GIVEN_UP_AT) * usual:
         slower = f"run {last.key} was {last.score / usual - 1:.0%} slower with {last.used}"
         return Incumbent(before, slower, last.used)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
 from prefect_raybatch.errors import (
@@ -389,13 +391,15 @@ class Attempt:
         note, phase = self.arrangement, self.phase
         if note is None or note.challenger is None or trial_error(attempt_notes(phase.ledger)):
             return
-        shards, died, why = list(filter(in_trial, range(phase.plan.shards))), 0, ""
-        self.phase = phase.arranged(note.challenger)
+        pending = np.flatnonzero(~self.driver.done).tolist()
+        if not (shards := list(filter(in_trial, pending))):
+            return
+        self.phase, why = phase.arranged(note.challenger), ""
         try:
             with ExitStack() as stack:
                 pipeline = self.pipeline(stack, joined)
-                pending = self.driver.run_once(self._pass_of(pipeline, joined.user), shards)
-            why = f"{counted(pending, 'shard')} got no answers" if pending else ""
+                lost = self.driver.run_once(self._pass_of(pipeline, joined.user), shards)
+            why = f"{counted(lost, 'shard')} got no answers" if lost else ""
         except (ConfigError, InsufficientResources, EngineStartError, EngineFailure) as error:
             why = f"{type(error).__name__}: {error}"
         self.phase, died = phase, self.driver.progress.engine_deaths

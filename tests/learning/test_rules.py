@@ -94,6 +94,7 @@ SLOW = [run(WINNER, 11.2), run(MODEL, 10.0, WINNER, WON)]
         ([run(MODEL, None, has_failed=True)], MODEL, "by the cost model"),
         (SLOW, MODEL, "was 12% slower with 2 x 512"),
         ([run(WINNER, 10.9), *SLOW[1:]], WINNER, "as in 1 earlier run"),
+        ([run(WINNER, 11.2)] + [run(WINNER, 10.0)] * 5, MODEL, "was 12% slower with 2 x 512"),
         ([run(WINNER, 30.0, uncounted="too short"), *SLOW[1:]], WINNER, "as in 1 earlier run"),
     ],
 )
