@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -41,6 +42,14 @@ for name in sys.argv[1:]:
         broken.append(name)
 print(json.dumps(broken))
 """
+
+
+def engine_version() -> str:
+    """Return the installed version of vLLM; "" if it is not installed here."""
+    for name in ENGINE_EXTRAS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
 
 
 @cache

@@ -42,6 +42,7 @@ FLOORS = [
     "imports",
     "quality",
     "report",
+    "learning",
     "cluster",
     "standby",
     "driver",

@@ -27,6 +27,7 @@ SMALLEST = {
     "images_memory.py": "--rows 16 --models {tmp} --out {tmp}/out.jsonl",
     "increments.py": "--rows 2000 --reckon 10000",
     "kinds.py": "--gpus 0 --only classify --rows 8 --models {tmp} --out {tmp}/out.jsonl",
+    "learn_nights.py": "--seeds 1",
     "ledger.py": "--store local --shards 20 --rows 2000 --files 2 --writers 2",
     "order.py": "--rows 16 --prefixes 4 --apart 2 --out-tokens 2 --repeats 1",
     "order_at_size.py": "--rows 2000",

@@ -272,6 +272,7 @@ def engine_spec(engine: Engine) -> EngineSpec:
         merge=engine.deduplicate,
         early_stop=engine.early_stop,
         tries=tuple(precision_tries(engine)),
+        learn=engine.learn,
     )
 
 

@@ -248,14 +248,14 @@ class Driver:
         """
         units = [Unit(s, 0, self.shards[s].rows) for s in np.flatnonzero(~self.done).tolist()]
         deaths: Counter[Unit] = Counter()
-        strikes, most_alone = 0, ALONE
+        strikes, most_alone, passes_before = 0, ALONE, self.progress.passes
         while units:
             self._check_draining()
             # Isolate once all missing units may have been in flight at a death. More units than
             # that were never tried, and one unit at a time would be slow. A pass without progress
             # is isolated too, because the next one would only die in the same way.
             few = strikes > 0 or len(units) <= suspects
-            isolated = self.progress.passes > 0 and few
+            isolated = self.progress.passes > passes_before and few
             rows_before, deaths_before = self._rows_received(), deaths.total()
             turn, later = (units[:most_alone], units[most_alone:]) if isolated else (units, [])
             asked = [*self._probes(), *turn] if isolated else turn
@@ -280,6 +280,21 @@ class Driver:
                 self._go_again(units, strikes)
         self.checkpoints.flush()
         return self.progress
+
+    def run_once(self, run_pass: RunPass, shards: Sequence[int]) -> int:
+        """Run one pass over those of `shards` that are pending; return how many are pending after.
+
+        Call `resume` before, and `run` for the other shards after. Rows that killed engines stay
+        pending. Raises the errors of `run`, except `EngineFailure` for lack of progress.
+        """
+        self._check_draining()
+        units = [Unit(s, 0, self.shards[s].rows) for s in shards if not self.done[s]]
+        if units:
+            self._pass(run_pass, units, isolated=False)
+            units = self._lacking(units)
+        if units:
+            self._check_draining()
+        return len({unit.shard for unit in units})
 
     def _go_again(self, units: Sequence[Unit], strikes: int) -> None:
         """Log how many shards a pass left uncommitted.

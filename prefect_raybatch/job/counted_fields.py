@@ -89,6 +89,7 @@ FREE = {
     "engine.tensor_parallel_size": "how one engine is spread",
     "engine.pipeline_parallel_size": "how one engine is spread",
     "engine.engines_per_gpu": "how many work on a GPU",
+    "engine.learn": "speed",
     "engine.order": "speed",
     "engine.deduplicate": "speed: only requests that have the same answer are asked once",
     "engine.early_stop": "speed: an answer is completed when it is certain",

@@ -117,6 +117,13 @@ class Engine(Group):
         "one replica. Several can be faster for a small model with short answers, where one CPU "
         "core per engine is the bottleneck. auto: as many as fit and improve throughput.",
     )
+    learn: bool = field(
+        True,
+        title="Learn from earlier runs",
+        text="Choose engines_per_gpu and max_num_seqs also by what earlier runs of the job "
+        "measured on GPUs; sizes that the job sets stay. A run may try another choice on a fifth "
+        "of its shards.",
+    )
     order: Literal["auto", "input", "run"] = field(
         "auto",
         title="Request order",

@@ -47,6 +47,7 @@ BY_ROW_RECORD = f"{RECORDS}/by_row.json"  # which of these files are whole
 ANSWERS_RECORD = f"{RECORDS}/answers.json"  # which files hold the raw answers of a finished run
 SUPERSEDED_BY = f"{RECORDS}/superseded.json"  # names the run that continues this one
 PRECISION = f"{RECORDS}/precision.json"  # decision on the model's precision
+ARRANGEMENT = f"{RECORDS}/arrangement.json"  # engines per GPU and sequences, by earlier runs
 QUALITY = f"{RECORDS}/quality.json"  # accuracy on golden rows
 AGREEMENT_RECORD = f"{RECORDS}/agreement.json"  # in how many checked rows a cascade's models agree
 JUDGE = f"{RECORDS}/judge"  # runs that judge a sample of the answers, a folder for each judge

@@ -45,6 +45,7 @@ RECORD_KINDS = (
     Kind(layout.JUDGEMENT, 1 << 20, "Name fewer columns in quality.judge.prompt"),
     Kind(layout.AGREEMENT_RECORD, 1 << 20, "Choose shorter run keys"),
     Kind(layout.PRECISION, 1 << 20, "Remove try-fp8"),
+    Kind(layout.ARRANGEMENT, 1 << 20, "Set engine.learn: false"),
     Kind(f"{layout.PARTIAL_FOLDER}/", 64 << 20, _PARTS),
     Kind(f"{layout.COPIED}/", 64 << 20, "Name fewer columns in source.columns"),
     Kind(layout.DRAIN, 1 << 20, "This run has too many attempts. Choose a new run key"),

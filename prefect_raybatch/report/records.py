@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from prefect_raybatch.ledger.accepted import Accepted
+from prefect_raybatch.ledger.arrangement import ArrangementOutcome
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import DATA_FOLDER, REPORT
 from prefect_raybatch.ledger.precision import PrecisionNote
@@ -253,6 +254,8 @@ class RunReport(FinishedRows, StrictRecord):
     cascade: tuple[ModelShare, ...] = ()  # the models of a cascade, the smaller one first
     classifier: ClassifierNote | None = None  # that answers rows, in a cascade or alone
     accepted: tuple[Accepted, ...] = ()  # accepted differences from the plan; also in the notes
+    # how the engines were arranged and why, and what was measured; if sizes are learned
+    arrangement: ArrangementOutcome | None = None
 
     @property
     def series(self) -> dict[str, ShareSeries]:
@@ -293,6 +296,7 @@ class RunReport(FinishedRows, StrictRecord):
             "values",
             "roofline",
             "precision",
+            "arrangement",
             "elapsed",
             "accepted",
             "cascade",

@@ -163,6 +163,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
         ("Engine deaths", f"{report.engine_deaths}"),
         ("Model", " and ".join(s.model for s in report.cascade) or _model_of(report)),
         *([("Classifier", report.classifier.text())] if report.classifier else []),
+        *([("Engines on a GPU", arrangement_text(report))] if report.arrangement else []),
     ]
     if report.code:
         rows.append(("Code version", code_versions(report.code)))
@@ -170,6 +171,21 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
     if report.dashboard:
         rows.append(("Ray dashboard", link(report.dashboard)))
     return rows
+
+
+def arrangement_text(report: RunReport) -> str:
+    """Return how a run's engines were arranged, why, and what a trial showed; "" if not learned."""
+    found = report.arrangement
+    if found is None:
+        return ""
+    text, trial = f"{found.decided.incumbent} sequences, {found.decided.why}", found.trial
+    if trial is None:
+        return text
+    if trial.error:
+        return f"{text}. {found.decided.challenger} did not work: {trial.error}"
+    if trial.gain is None or trial.bound is None:
+        return f"{text}. The trial had too few shards"
+    return f"{text}. {found.decided.challenger} was {trial.gain:+.0%} (at least {trial.bound:+.0%})"
 
 
 def _work_rows(report: RunReport) -> list[tuple[str, str]]:

@@ -14,6 +14,8 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.ray_cluster import check_made_cluster
+from prefect_raybatch.learning.tonight import PlannedRows
+from prefect_raybatch.ledger.arrangement import ArrangementNote
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.model.memory import Model
@@ -25,6 +27,7 @@ from prefect_raybatch.plan.hosted_rows import HostedRows
 from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.quality.golden import Golden
+from prefect_raybatch.runs.arrangement import LearningSpec, expected_arrangement
 from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
@@ -233,7 +236,7 @@ def dry_run_resolved(
     spec, found, rows = checked.spec, checked.inventory, checked.rows
     hosted = _hosted_rows(checked)
     made = [] if tokens or what_if else _function_problem(checked)
-    fitted = _with_warnings(_fitted(checked, what_if), checked, what_if)
+    fitted = _with_warnings(_fitted(checked, run_key, what_if), checked, what_if)
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
     left = rows if rows_left is None else rows_left
     cost = _cost(spec, hosted, fitted, left if reuse is None else reuse.counts.asked, rows)
@@ -411,7 +414,8 @@ class _Fitted:
     """The sizes of a run on a cluster with `capacity`.
 
     `needs` are the resources that the run takes of it. `model` is the model's size in memory, None
-    if unknown. `problems` say why the run cannot start or keep its engines busy.
+    if unknown. `problems` say why the run cannot start or keep its engines busy. `arrangement` is
+    what the run would learn from earlier ones, None if nothing.
     """
 
     sizing: Sizing
@@ -419,16 +423,20 @@ class _Fitted:
     needs: JsonObject
     model: Model | None
     problems: tuple[str, ...]
+    arrangement: ArrangementNote | None = None
 
     def figures(self, spec: RunSpec) -> tuple[Figure, ...]:
         """Return the run's settings (engines, GPUs, rows per shard, ...), each with its reason."""
         least = spec.limits.min_agreement
         have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
+        if (note := self.arrangement) is not None and note.read:
+            value = f"{note.incumbent} sequences"
+            found.insert(0, Figure("engines a GPU, learned", value, note.why))
         return tuple(found)
 
 
-def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
+def _fitted(checked: _Checked, run_key: str | None, what_if: Capacity | None) -> _Fitted:
     """Return the sizes of the run, on the job's cluster or on `what_if`."""
     spec, model, rows, asked = checked.spec, checked.model, checked.rows, checked.spec.sizes
     row_bytes = image_bytes.row_bytes(
@@ -454,7 +462,13 @@ def _fitted(checked: _Checked, what_if: Capacity | None) -> _Fitted:
     except ConfigError as error:
         problems.append(str(error))
     needs = sized.checked_needs(asked, have, size, problems)
-    return _Fitted(size, have, needs, known, tuple(problems))
+    made = _Fitted(size, have, needs, known, tuple(problems))
+    if what_if or have.assumed or spec.reuse.has_requests_phase or spec.cascade or spec.first:
+        return made
+    planned = PlannedRows(rows, row_bytes, size.rows_per_shard, size.shards, model)
+    learning = LearningSpec(asked, spec.engine, spec.output, checked.resolved.job.name)
+    learned = expected_arrangement(learning, planned, have, run_key or "")
+    return replace(made, arrangement=learned)
 
 
 def _reuse_plan(checked: _Checked, run_key: str | None) -> ReusePlan:

@@ -34,6 +34,7 @@ from prefect_raybatch.report import report as reports
 from prefect_raybatch.report.advice import advise
 from prefect_raybatch.report.records import RunReport, put_report, read_report, with_judgement
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.arrangement import measured_arrangement
 from prefect_raybatch.runs.cascade import with_shares, with_tokens_of
 from prefect_raybatch.runs.classifier_note import classifier_note
 from prefect_raybatch.runs.costs import with_cost
@@ -140,6 +141,7 @@ def completed_report(
         precision=precision_of(store),
         classifier=classifier_note(ledger, plan),
     )
+    made = replace(made, arrangement=measured_arrangement(ledger, plan, tally, made))
     made = replace(made, advice=advise(made, spec))
     increment = increment_of(plan)
     if increment is not None and increment.looks_up:

@@ -19,11 +19,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.driver.cost import Spent, check_cost, spent_on
-from prefect_raybatch.errors import RayBatchError, RunDrained, is_transient
+from prefect_raybatch.errors import (
+    ConfigError,
+    EngineFailure,
+    EngineStartError,
+    InsufficientResources,
+    RayBatchError,
+    RunDrained,
+    is_transient,
+)
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.learning.rules import in_trial
+from prefect_raybatch.learning.tonight import with_arrangement
 from prefect_raybatch.ledger.accepted import accepted_note
+from prefect_raybatch.ledger.arrangement import Arrangement, ArrangementNote
 from prefect_raybatch.ledger.drains import Draining
 from prefect_raybatch.ledger.increments import (
     Increment,
@@ -34,6 +47,14 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.runs.arrangement import (
+    LearningSpec,
+    attempt_notes,
+    decided_arrangement,
+    trial_error,
+    trial_fields,
+    used_fields,
+)
 from prefect_raybatch.runs.attempts import AttemptLog, about_process, compare_code
 from prefect_raybatch.runs.costs import meter_for
 from prefect_raybatch.runs.precision import decided_precision
@@ -43,6 +64,7 @@ from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
+from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline
@@ -143,6 +165,7 @@ def infer_phase(
     with ExitStack() as stack:
         joined = attempt.join(stack, joined)
         attempt.decide(joined)
+        attempt.try_challenger(joined)
         pipeline = attempt.pipeline(stack, joined)
         return attempt.run(pipeline, joined.user)
 
@@ -233,10 +256,16 @@ class JoinedCluster:
     capacity: Capacity
 
 
+def _arranged(spec: RunSpec, arrangement: Arrangement) -> RunSpec:
+    """Return the spec of a run whose engines are arranged like this."""
+    return spec.decide(sizes=with_arrangement(spec.sizes, arrangement))
+
+
 class Attempt:
     """One attempt at a phase, with its log, monitor and driver.
 
-    Call `resume`, then `check`, `join`, `decide`, `pipeline` and `run`, as `infer_phase` does.
+    Call `resume`, then `check`, `join`, `decide`, `try_challenger`, `pipeline` and `run`, as
+    `infer_phase` does.
     """
 
     def __init__(
@@ -273,6 +302,7 @@ class Attempt:
             Draining(ledger.store, self.name).look,
         )
         self.spent = Spent()
+        self.arrangement: ArrangementNote | None = None  # if it is learned
 
     def resume(self, before: PhaseProgress | None, later: PhaseProgress | None) -> bool:
         """Count the committed shards and rows; return whether a shard is pending.
@@ -337,12 +367,51 @@ class Attempt:
     def decide(self, joined: JoinedCluster) -> None:
         """Sort the answers that the phase looks up, or choose the precision for `try-fp8`.
 
-        Does nothing for other phases.
+        Then choose how the engines are arranged, if that is learned from earlier runs.
         """
         if self.phase.looks_up:
             self._place_answers(joined.user)
         elif self.spec.engine.tries:
             self.spec = self.spec.decide(precision=self._precision(joined))
+        self._arrange(joined)
+
+    def _arrange(self, joined: JoinedCluster) -> None:
+        """Choose how many engines share a GPU, and their `max_num_seqs`, if that is learned."""
+        phase, spec = self.phase, self.spec
+        learning = LearningSpec(spec.sizes, spec.engine, spec.output, phase.plan.job_name)
+        parts = (phase.plan, phase.shards, phase.ledger)
+        note = decided_arrangement(learning, *parts, joined.capacity, self.name)
+        self.arrangement = note
+        # Sizes are also fixed for a trial, or its engines might be reused after it.
+        if note is not None and (note.challenger is not None or note.incumbent != note.model):
+            self.spec = _arranged(spec, note.incumbent)
+
+    def try_challenger(self, joined: JoinedCluster) -> None:
+        """Infer a fifth of the shards with engines arranged as earlier runs suggest, if they do.
+
+        Shards that these engines do not commit stay pending, and if the engines do not work, no
+        later attempt at the run tries them again.
+        """
+        note, spec, ledger = self.arrangement, self.spec, self.phase.ledger
+        if note is None or note.challenger is None or trial_error(attempt_notes(ledger)):
+            return
+        pending = np.flatnonzero(~self.driver.done).tolist()
+        if not (shards := list(filter(in_trial, pending))):
+            return
+        self.spec, why = _arranged(spec, note.challenger), ""
+        try:
+            with ExitStack() as stack:
+                pipeline = self.pipeline(stack, joined)
+                lost = self.driver.run_once(self._pass_of(pipeline, joined.user), shards)
+            why = f"{counted(lost, 'shard')} got no answers" if lost else ""
+        except (ConfigError, InsufficientResources, EngineStartError, EngineFailure) as error:
+            why = f"{type(error).__name__}: {error}"
+        self.spec, died = spec, self.driver.progress.engine_deaths
+        if died and not why:
+            why = f"{counted(died, 'engine')} died"
+        if why:
+            log.warning("engines arranged as %s do not work: %s", note.challenger, why)
+        self.log.note(**trial_fields(why, died))
 
     def _place_answers(self, user: Tenant) -> None:
         """Copy the answers that rows look up into the order of the rows, if that saves reads."""
@@ -401,6 +470,8 @@ class Attempt:
         warm = stack.enter_context(lease)
         if phase.increment is not None and not phase.looks_up:  # the report derives savings from it
             self.log.note(gpus=size.pool.gpus[1])
+        if self.arrangement is not None:
+            self.log.note(**used_fields(size))
         pipeline = Pipeline(
             spec,
             phase.plan,
@@ -437,13 +508,16 @@ class Attempt:
 
     def run(self, pipeline: Pipeline, user: Tenant) -> Progress:
         """Send the pending shards through the pipeline; return the progress at the end."""
-        run_pass = _interruptible(pipeline, self.monitor, user, self.spec.limits)
+        run_pass = self._pass_of(pipeline, user)
         suspects = pipeline.size.pool.engines * (1 + pipeline.size.concurrent)
         try:
             return self.driver.run(run_pass, pipeline.quarantine, suspects)
         except BaseException as error:
             self._cancel_batches(error)
             raise
+
+    def _pass_of(self, pipeline: Pipeline, user: Tenant) -> RunPass:
+        return _interruptible(pipeline, self.monitor, user, self.spec.limits)
 
     def _cancel_batches(self, error: BaseException) -> None:
         """Cancel this attempt's batches at a hosted model, unless a retry may fetch them.

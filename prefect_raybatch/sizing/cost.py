@@ -167,11 +167,17 @@ def busy(engines: int, host: float, gpu: float) -> float:
     return rate * gpu
 
 
-def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: float) -> float:
-    """Return the rows per second of `engines` engines on one GPU, with `seqs` sequences in each."""
+def engine_seconds(
+    model: Model, card: Card, row: Tokens, engines: int, seqs: float
+) -> tuple[float, float]:
+    """Return the seconds (without the GPU, on it) that a row takes in one of `engines` engines."""
     gpu, host = gpu_seconds(model, card, row, seqs), host_seconds(model, row, seqs)
     apart = FITTED.apart_grammar if row.form else FITTED.apart
     away = max(host, gpu) + apart * min(host, gpu) - gpu
-    if engines > 1:
-        gpu /= FITTED.sharing
+    return away, gpu / FITTED.sharing if engines > 1 else gpu
+
+
+def rows_per_second(model: Model, card: Card, row: Tokens, engines: int, seqs: float) -> float:
+    """Return the rows per second of `engines` engines on one GPU, with `seqs` sequences in each."""
+    away, gpu = engine_seconds(model, card, row, engines, seqs)
     return busy(engines, away, gpu) / gpu

@@ -56,7 +56,8 @@ class EngineSpec:
     complete: `decided`, once its tokens determine the label; `first_token`, after one token, with a
     second request if this leaves several labels; `off`, when the label is written out. `tries` are
     the engine arguments of the precisions among which a trial on sampled rows decides before the
-    first commit, the preferred precision first; () if there is nothing to decide.
+    first commit, the preferred precision first; () if there is nothing to decide. `learn`: sizes
+    that the job leaves open may follow from what earlier runs of the job measured.
     """
 
     model: ModelRequest
@@ -64,3 +65,4 @@ class EngineSpec:
     merge: bool
     early_stop: EarlyStop
     tries: tuple[Mapping[str, str], ...]
+    learn: bool = False

@@ -91,14 +91,19 @@ class RunSpec:
         return replace(self, finish=finish, cascade=cascade, first=first)
 
     def decide(
-        self, *, context: int | None = None, precision: Mapping[str, str] | None = None
+        self,
+        *,
+        context: int | None = None,
+        precision: Mapping[str, str] | None = None,
+        sizes: SizeSpec | None = None,
     ) -> RunSpec:
         """Return the spec with open decisions settled.
 
         `context` is the context length in tokens that `auto` resolved to; `precision` are the
-        engine arguments that a trial chose, {} for the model as it is stored.
+        engine arguments that a trial chose, {} for the model as it is stored. `sizes` are the
+        sizes with what was learned from earlier runs.
         """
-        engine, sizes = self.engine, self.sizes
+        engine, sizes = self.engine, sizes or self.sizes
         if context is not None:
             model = replace(engine.model, context=context, context_auto=False)
             engine, sizes = replace(engine, model=model), replace(sizes, context=context)

@@ -82,6 +82,26 @@ def test_a_second_driver_sends_only_what_is_pending_and_counts_what_was_done(tmp
     assert idle.calls == []  # nothing pending: no pass, so no engine
 
 
+def test_a_pass_over_some_shards_leaves_the_others_and_what_it_lost(tmp_path):
+    run = small_run(tmp_path, rows=25, per_shard=5)
+    first, whole = Passes(run), Passes(run)
+
+    def loses(units, isolated):
+        yield run.receipt(units[0])
+        yield Receipt.of_lost(units[1], "attempt", Loss(ENGINE_DIED, "it died"))
+
+    driver = driver_of(run)
+    driver.resume()
+    assert driver.run_once(first, [3]) == 0
+    assert driver.run_once(loses, [1, 3, 4]) == 1
+    assert driver.run_once(first, [3, 4]) == 0 and driver.run_once(first, [3]) == 0
+    assert [[u.shard for u in units] for units, _ in first.calls] == [[3], [4]]
+    driver.run(whole, whole.quarantine)
+    # The first pass of all is not isolated, though other passes were before it.
+    assert whole.calls == [((run.whole(0), run.whole(2)), False)]
+    check_whole(run)
+
+
 def test_receipts_of_parts_in_any_order_and_twice_commit_once(tmp_path):
     run = small_run(tmp_path, rows=10, per_shard=10)
     parts = [run.receipt(Unit(0, at, n)) for at, n in ((6, 4), (0, 2), (2, 4))]

@@ -397,6 +397,7 @@ def _engines() -> Iterator[GoldenJob]:
             "accelerator_type": "H100",
             "num_cpus": 2,
             "engines_per_gpu": 2,
+            "learn": False,
         },
     )
     yield made(

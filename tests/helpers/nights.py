@@ -44,7 +44,8 @@ class Nights:
     """Drives runs of a job; `asked` are the prompts that the engine was asked, in order.
 
     `refuses` says of a prompt whether the engine fails it; `stop_after` ends a night after so many
-    receipts, as a kill would. `alive` engines are what Ray says to have.
+    receipts, as a kill would. `alive` engines are what Ray says to have. `pipeline` is the class
+    of the pipeline, by default `InThisProcess`.
     """
 
     folder: Path
@@ -52,6 +53,8 @@ class Nights:
     asked: list[str] = field(default_factory=list)
     stop_after: int | None = None
     alive: int = 0
+    capacity: Capacity = CPU
+    pipeline: type[InThisProcess] | None = None
 
     def write(self, *texts: str | None, **columns: list[Any]) -> None:
         """The table as it is tonight."""
@@ -79,13 +82,15 @@ class Nights:
 
     def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
         """`infer_run` with Ray taken out: the door to the cluster is the real one."""
-        shared = ClusterSession(_NoRay(), WarmEngines(FakeHosts()))
+        shared = ClusterSession(_NoRay(self.capacity), WarmEngines(FakeHosts()))
         told = observe or (lambda progress: None)
         with (
             mock.patch.object(connect, "CLUSTER_SESSION", shared),
-            mock.patch.object(connect, "capacity", lambda: CPU),
+            mock.patch.object(connect, "capacity", lambda: self.capacity),
             mock.patch.object(connect, "dashboard_url", lambda: ""),
-            mock.patch.object(pipeline, "Pipeline", partial(InThisProcess, nights=self)),
+            mock.patch.object(
+                pipeline, "Pipeline", partial(self.pipeline or InThisProcess, nights=self)
+            ),
         ):
             return infer_run(job, run, told)
 
@@ -111,8 +116,8 @@ class Nights:
 class _NoRay:
     """Ray as the door asks for it."""
 
-    def __init__(self) -> None:
-        self.inside = False
+    def __init__(self, capacity: Capacity) -> None:
+        self.inside, self.capacity = False, capacity
 
     def joined(self) -> bool:
         return self.inside
@@ -124,7 +129,7 @@ class _NoRay:
         self.inside = False
 
     def free(self) -> dict[str, float]:
-        return {"CPU": CPU.cpus}
+        return {"CPU": self.capacity.cpus, "GPU": self.capacity.gpus}
 
 
 class InThisProcess(pipeline.Pipeline):

@@ -1,0 +1,269 @@
+"""Decides the arrangement of a run's engines from the job's earlier runs. No I/O.
+
+1. Runs count whose work is the same (`is_same_work`). Without any, the cost model's choice holds.
+2. The incumbent is what the last of them used, or the challenger that won its trial
+   (`incumbent_of`). After a failure, or a run that was 10 % slower than usual before the incumbent
+   was adopted (or usual since, if no such run is known), it is what was used before.
+3. A challenger halves or doubles engines per GPU, `max_num_seqs` or both (`candidates`), fits, is
+   not barred (`barred`), and is expected to be at least 5 % faster than the incumbent (`decide`).
+4. It is tried on a fifth of the shards, if the run lasts long enough for a second start.
+5. It is adopted if its gain is above 0 with 95 % confidence, else barred for seven runs.
+
+Nothing here trusts a record: its arrangement counts only if it is one of those that fit now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from prefect_raybatch.learning.score import LEAST_SHARDS
+from prefect_raybatch.ledger.arrangement import (
+    Arrangement,
+    ArrangementNote,
+    ArrangementOutcome,
+    TrialOutcome,
+    WorkKey,
+)
+from prefect_raybatch.words import counted
+
+TRIAL_EVERY, TRIAL_FIRST = 5, 2  # shards of a trial: a fifth, spread evenly over the input
+LEAST_GAIN = 0.05  # expected of a challenger
+GIVEN_UP_AT = 0.1  # of a run, at which an adopted arrangement is given up
+MEDIAN_RUNS = 5
+BARRED_RUNS = 7
+STARTS_WORTH = 20  # a run with a trial must last this many times as long as a start
+LEAST_SECONDS = 300.0  # of a run from which others learn
+SAME_LENGTH = 1.25  # factor within which lengths in tokens are the same
+SAME_TOKENS = 16  # tokens, up to which lengths that differ by a larger factor are the same
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """An earlier run of the job, as its records describe it.
+
+    `has_failed`: its last attempt failed, so it is not complete. `outcome` is None unless the run
+    is complete. `rows_per_gpu_s` is its rate over the working time.
+    """
+
+    key: str
+    decided: ArrangementNote
+    outcome: ArrangementOutcome | None = None
+    has_failed: bool = False
+    rows_per_gpu_s: float = 0.0
+
+    @property
+    def used(self) -> Arrangement:
+        return self.decided.incumbent
+
+    @property
+    def score(self) -> float | None:
+        """Return the GPU-seconds per 1,000 tokens; None if the run does not count."""
+        outcome = self.outcome
+        if outcome is None or outcome.uncounted or outcome.score is None:
+            return None
+        return outcome.score if outcome.score > 0 else None
+
+    @property
+    def trial(self) -> TrialOutcome | None:
+        """Return the outcome of the run's trial; None without one, or if its figures don't count.
+
+        A trial whose engines did not work counts in any case.
+        """
+        outcome = self.outcome
+        if outcome is None or outcome.trial is None or self.decided.challenger is None:
+            return None
+        return outcome.trial if outcome.trial.error or not outcome.uncounted else None
+
+    @property
+    def winner(self) -> Arrangement | None:
+        """Return the challenger if it won its trial."""
+        trial = self.trial
+        has_won = trial is not None and not trial.error and (trial.bound or 0.0) > 0
+        return self.decided.challenger if has_won else None
+
+    @property
+    def loser(self) -> Arrangement | None:
+        """Return the challenger if it lost its trial, or if its engines did not work."""
+        trial = self.trial
+        has_ended = trial is not None and (trial.error or trial.bound is not None)
+        return self.decided.challenger if has_ended and self.winner is None else None
+
+    @property
+    def broke(self) -> bool:
+        """Return whether the run failed, or an engine of its incumbent died."""
+        return self.has_failed or (self.outcome is not None and self.outcome.has_deaths)
+
+
+@dataclass(frozen=True)
+class Tonight:
+    """What is known of a run that is about to start.
+
+    `model` is the choice of the cost model. `fits` returns whether an arrangement fits on the GPUs.
+    `expect` returns the expected rate of an arrangement divided by that of a measured one whose
+    GPUs were busy for a share of the time. `in_flight` returns the shards in all engines at once.
+    `rows` are the run's rows, `gpus` its GPUs. `trial_shards` counts the shards that a trial would
+    have.
+    """
+
+    work: WorkKey
+    model: Arrangement
+    fits: Callable[[Arrangement], bool]
+    expect: Callable[[Arrangement, float, Arrangement], float]
+    in_flight: Callable[[Arrangement], int]
+    rows: int
+    gpus: int
+    trial_shards: int
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The arrangement that a run uses, and the reason; `given_up` was used before, or is None."""
+
+    arrangement: Arrangement
+    why: str
+    given_up: Arrangement | None = None
+
+
+def in_trial(shard: int) -> bool:
+    """Return whether a trial infers this shard."""
+    return shard % TRIAL_EVERY == TRIAL_FIRST
+
+
+def is_same_work(one: WorkKey, other: WorkKey) -> bool:
+    """Return whether arrangements for one kind of work hold for another.
+
+    Lengths in tokens may differ by a quarter, and everything else must be equal.
+    """
+    fixed = [
+        (w.model, w.vllm, w.card, w.gpus, w.cpus, w.grammar, w.settings, len(w.tokens))
+        for w in (one, other)
+    ]
+    return fixed[0] == fixed[1] and all(map(_is_same_length, one.tokens, other.tokens))
+
+
+def _is_same_length(one: float, other: float) -> bool:
+    low, high = sorted((one, other))
+    return high <= SAME_TOKENS or high <= low * SAME_LENGTH
+
+
+def candidates(*centres: Arrangement) -> list[Arrangement]:
+    """Return the `centres`, and arrangements with half, as many, or twice the engines or sequences.
+
+    Without repetition, in this order.
+    """
+    near = [
+        Arrangement(engines, sequences)
+        for centre in centres
+        for engines in _half_and_double(centre.engines_per_gpu)
+        for sequences in _half_and_double(centre.max_num_seqs)
+    ]
+    return list(dict.fromkeys([*centres, *near]))
+
+
+def _half_and_double(number: int) -> tuple[int, ...]:
+    return (number, max(1, number // 2), 2 * number)
+
+
+def decide(tonight: Tonight, earlier: Sequence[EarlierRun], by: str) -> ArrangementNote:
+    """Return the decision of attempt `by` for a run; `earlier` are the job's runs, newest first."""
+    runs = [run for run in earlier if is_same_work(run.decided.work, tonight.work)]
+    incumbent = incumbent_of(tonight, runs)
+    challenger, ratio = challenger_of(tonight, runs, incumbent)
+    why = incumbent.why
+    if challenger is not None:
+        reason = _why_no_trial(tonight, runs, incumbent.arrangement, challenger)
+        faster = f"{challenger}, which is expected to be {ratio - 1:.0%} faster"
+        what = f"the run has {reason} to try" if reason else "a fifth of the shards tries"
+        why = f"{why}; {what} {faster}"
+        challenger = None if reason else challenger
+    return ArrangementNote(
+        work=tonight.work,
+        model=tonight.model,
+        incumbent=incumbent.arrangement,
+        challenger=challenger,
+        predicted=round(ratio, 4),
+        why=why,
+        read=tuple(run.key for run in runs),
+        by=by,
+    )
+
+
+def incumbent_of(tonight: Tonight, runs: Sequence[EarlierRun]) -> Incumbent:
+    """Return what a run uses; `runs` did the same work, newest first."""
+    if not runs:
+        return Incumbent(tonight.model, "by the cost model, as no earlier run did the same work")
+    last, winner = runs[0], runs[0].winner
+    if winner is not None and tonight.fits(winner):
+        return Incumbent(winner, f"it won its trial in run {last.key}")
+    if last.used == last.decided.model or not tonight.fits(last.used):
+        return Incumbent(tonight.model, "by the cost model")
+    before = next((run.used for run in runs if run.used != last.used), last.decided.model)
+    before = before if tonight.fits(before) else tonight.model
+    if last.broke:
+        return Incumbent(before, f"run {last.key} failed with {last.used}", last.used)
+    usual = usual_score(runs, before) or usual_score(runs[1:], last.used)
+    if last.score is not None and usual is not None and last.score > (1 + GIVEN_UP_AT) * usual:
+        slower = f"run {last.key} was {last.score / usual - 1:.0%} slower with {last.used}"
+        return Incumbent(before, slower, last.used)
+    same = sum(run.used == last.used for run in runs)
+    return Incumbent(last.used, f"as in {counted(same, 'earlier run')}")
+
+
+def usual_score(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
+    """Return the median score of an arrangement in its last five runs; None without any."""
+    scores = [run.score for run in runs if run.used == arrangement and run.score is not None]
+    return median(scores[:MEDIAN_RUNS]) if scores else None
+
+
+def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
+    """Return the arrangements that lost a trial or were given up in the last seven runs."""
+    lost = {run.loser for run in runs[:BARRED_RUNS]}
+    given_up = {
+        run.used
+        for newer, run in pairwise(runs[: BARRED_RUNS + 1])
+        if newer.used != run.used and run.winner is None and run.used != run.decided.model
+    }
+    return {arrangement for arrangement in lost | given_up if arrangement is not None}
+
+
+def challenger_of(
+    tonight: Tonight, runs: Sequence[EarlierRun], incumbent: Incumbent
+) -> tuple[Arrangement | None, float]:
+    """Return (challenger, its expected rate / the incumbent's); (None, 1.0) if nothing is to try.
+
+    A measured score of the challenger counts more than what is expected of it.
+    """
+    own = incumbent.arrangement
+    usual, busy = usual_score(runs, own), _busy(runs, own)
+    if usual is None or busy is None:
+        return None, 1.0
+    closed = {own, incumbent.given_up, *barred(runs)}
+    ratios: dict[Arrangement, float] = {}
+    for other in candidates(own, tonight.model):
+        if other not in closed and tonight.fits(other):
+            score = usual_score(runs, other)
+            ratios[other] = usual / score if score else tonight.expect(own, busy, other)
+    best = max(ratios, key=ratios.__getitem__, default=None)
+    return (best, ratios[best]) if best and ratios[best] >= 1 + LEAST_GAIN else (None, 1.0)
+
+
+def _busy(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
+    """Return the share of time in which GPUs were busy in the newest run that tells it, or None."""
+    found = (run.outcome.busy for run in runs if run.used == arrangement and run.outcome)
+    return next((busy for busy in found if busy is not None and 0 < busy <= 1), None)
+
+
+def _why_no_trial(
+    tonight: Tonight, runs: Sequence[EarlierRun], incumbent: Arrangement, challenger: Arrangement
+) -> str:
+    """Return "too little time" or "too few shards" if a trial would cost or show too little."""
+    last = next(run for run in runs if run.used == incumbent and run.score is not None)
+    start = last.outcome.start if last.outcome else 0.0
+    seconds = tonight.rows / max(last.rows_per_gpu_s * tonight.gpus, 1e-9)
+    if seconds < max(STARTS_WORTH * start, LEAST_SECONDS):
+        return "too little time"
+    ends = 2 * tonight.in_flight(challenger)
+    return "too few shards" if tonight.trial_shards < ends + LEAST_SHARDS else ""
