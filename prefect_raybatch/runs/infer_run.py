@@ -256,11 +256,6 @@ class JoinedCluster:
     capacity: Capacity
 
 
-def _arranged(spec: RunSpec, arrangement: Arrangement) -> RunSpec:
-    """Return the spec of a run whose engines are arranged like this."""
-    return spec.decide(sizes=with_arrangement(spec.sizes, arrangement))
-
-
 class Attempt:
     """One attempt at a phase, with its log, monitor and driver.
 
@@ -384,7 +379,12 @@ class Attempt:
         self.arrangement = note
         # Sizes are also fixed for a trial, or its engines might be reused after it.
         if note is not None and (note.challenger is not None or note.incumbent != note.model):
-            self.spec = _arranged(spec, note.incumbent)
+            self._use(note.incumbent)
+
+    def _use(self, arrangement: Arrangement) -> None:
+        """Arrange this attempt's next engines like this."""
+        sizes = with_arrangement(self.spec.sizes, arrangement)
+        self.spec = self.spec.decide(sizes=sizes)
 
     def try_challenger(self, joined: JoinedCluster) -> None:
         """Infer a fifth of the shards with engines arranged as earlier runs suggest, if they do.
@@ -398,7 +398,8 @@ class Attempt:
         pending = np.flatnonzero(~self.driver.done).tolist()
         if not (shards := list(filter(in_trial, pending))):
             return
-        self.spec, why = _arranged(spec, note.challenger), ""
+        self._use(note.challenger)
+        why = ""
         try:
             with ExitStack() as stack:
                 pipeline = self.pipeline(stack, joined)
