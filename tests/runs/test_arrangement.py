@@ -58,7 +58,7 @@ class TimedNights(Nights):
     """`speed` is {engines: (speed of all of them, share in which the GPU is busy)}; engines of the
     number `broken` die. `passes` are (arrangement, units) of each pass."""
 
-    capacity: Capacity = H100
+    capacity: Capacity | None = H100
     pipeline: Any = Timed
     speed: dict[int, tuple[float, float]] = field(
         default_factory=lambda: {1: (1.0, 0.3), 2: (1.8, 0.97), 4: (1.9, 0.99)}
