@@ -53,7 +53,7 @@ class Nights:
     asked: list[str] = field(default_factory=list)
     stop_after: int | None = None
     alive: int = 0
-    capacity: Capacity = CPU
+    capacity: Capacity | None = None  # of the cluster, by default CPU
     pipeline: type[InThisProcess] | None = None
 
     def write(self, *texts: str | None, **columns: list[Any]) -> None:
@@ -82,11 +82,12 @@ class Nights:
 
     def infer(self, job: BatchJob, run: Run, observe: Any = None) -> Progress:
         """`infer_run` with Ray taken out: the door to the cluster is the real one."""
-        shared = ClusterSession(_NoRay(self.capacity), WarmEngines(FakeHosts()))
+        have = self.capacity or CPU
+        shared = ClusterSession(_NoRay(have), WarmEngines(FakeHosts()))
         told = observe or (lambda progress: None)
         with (
             mock.patch.object(connect, "CLUSTER_SESSION", shared),
-            mock.patch.object(connect, "capacity", lambda: self.capacity),
+            mock.patch.object(connect, "capacity", lambda: have),
             mock.patch.object(connect, "dashboard_url", lambda: ""),
             mock.patch.object(
                 pipeline, "Pipeline", partial(self.pipeline or InThisProcess, nights=self)

@@ -25,7 +25,8 @@ from prefect_raybatch.sizing.sizes import Capacity
 from prefect_raybatch.storage import open_store
 
 H100 = Capacity(16.0, 1.0, 1, "local", (1.0,), ("H100",), 16.0)
-SHARDS, SECONDS = 100, 40.0  # of a night, and of a shard in one engine
+SHARDS, TRIAL = 55, 11  # of a night, and of its trial
+SECONDS = 40.0  # of a shard in one engine
 ONE, TWO = Arrangement(1, 256), Arrangement(2, 256)
 
 
@@ -57,7 +58,7 @@ class TimedNights(Nights):
     """`speed` is {engines: (speed of all of them, share in which the GPU is busy)}; engines of the
     number `broken` die. `passes` are (arrangement, units) of each pass."""
 
-    capacity: Capacity = H100
+    capacity: Capacity | None = H100
     pipeline: Any = Timed
     speed: dict[int, tuple[float, float]] = field(
         default_factory=lambda: {1: (1.0, 0.3), 2: (1.8, 0.97), 4: (1.9, 0.99)}
@@ -104,14 +105,17 @@ def nights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TimedNights:
 
 def test_a_faster_arrangement_is_tried_adopted_and_kept(nights):
     first = nights.run(1)
-    assert nights.passes == [(ONE, 100)] and nights.decided(1) == (ONE, None)
+    assert nights.passes == [(ONE, SHARDS)] and nights.decided(1) == (ONE, None)
     assert first.arrangement is not None and first.arrangement.uncounted == ""
     assert first.arrangement.busy == pytest.approx(0.3, abs=0.01)
     # 40 s of one GPU for 400 prompt tokens and 4 answers of a token each
     assert first.arrangement.score == pytest.approx(1000 * 40 / 404, rel=0.01)
 
     second = nights.run(2)
-    assert nights.passes == [(TWO, 20), (ONE, 80)] and nights.decided(2) == (ONE, TWO)
+    assert nights.passes == [(TWO, TRIAL), (ONE, SHARDS - TRIAL)] and nights.decided(2) == (
+        ONE,
+        TWO,
+    )
     assert "a fifth of the shards tries 2 x 256, which is expected to be" in markdown(second)
     assert second.arrangement is not None and second.arrangement.trial is not None
     assert second.arrangement.trial.gain == pytest.approx(0.8, abs=0.02)
@@ -120,7 +124,7 @@ def test_a_faster_arrangement_is_tried_adopted_and_kept(nights):
     assert second.good == 4 * SHARDS
 
     third = nights.run(3)
-    assert nights.passes == [(TWO, 100)] and nights.decided(3) == (TWO, None)
+    assert nights.passes == [(TWO, SHARDS)] and nights.decided(3) == (TWO, None)
     assert "it won its trial in run nightly-02" in arrangement_text(third)
     fourth = nights.run(4)  # four engines would not be 5 % faster
     assert nights.decided(4) == (TWO, None)
@@ -130,9 +134,9 @@ def test_a_faster_arrangement_is_tried_adopted_and_kept(nights):
 def test_a_job_may_keep_from_learning_and_its_own_sizes_stay(nights):
     nights.run(1)
     assert nights.run(2, learn=False).arrangement is None
-    assert nights.passes == [(ONE, 100)] and not nights.store(2).holds(ARRANGEMENT)
+    assert nights.passes == [(ONE, SHARDS)] and not nights.store(2).holds(ARRANGEMENT)
     nights.run(3, engines_per_gpu=1)
-    assert nights.passes == [(ONE, 100)] and not nights.store(3).holds(ARRANGEMENT)
+    assert nights.passes == [(ONE, SHARDS)] and not nights.store(3).holds(ARRANGEMENT)
 
 
 def test_the_plan_says_what_a_run_will_use_and_why(nights, monkeypatch):
@@ -163,11 +167,11 @@ def test_a_run_killed_in_its_trial_goes_on_with_it_and_teaches_nothing(nights):
     nights.stop_after = 7
     with pytest.raises(Killed):
         nights.run(2)
-    assert nights.passes == [(TWO, 20)]
+    assert nights.passes == [(TWO, TRIAL)]
     (nights.store(1)).put(REPORT, b"{}")  # what was read is not read again
     nights.stop_after = None
     report = nights.run(2)
-    assert nights.passes == [(TWO, 13), (ONE, 80)] and report.good == 4 * SHARDS
+    assert nights.passes == [(TWO, TRIAL - 7), (ONE, SHARDS - TRIAL)] and report.good == 4 * SHARDS
     assert report.arrangement is not None
     assert report.arrangement.uncounted == "2 attempts worked on it"
     nights.run(3)
@@ -178,7 +182,7 @@ def test_engines_of_a_trial_that_die_cost_no_row_and_are_barred(nights):
     nights.run(1)
     nights.broken = 2
     report = nights.run(2)
-    assert nights.passes == [(TWO, 20), (ONE, 100)] and report.good == 4 * SHARDS
+    assert nights.passes == [(TWO, TRIAL), (ONE, SHARDS)] and report.good == 4 * SHARDS
     assert report.arrangement is not None and report.arrangement.trial is not None
     assert report.arrangement.trial.error == "EngineFailure: the engines died"
     assert "2 x 256 did not work: EngineFailure: the engines died" in arrangement_text(report)
@@ -197,7 +201,7 @@ def test_a_run_killed_after_its_trial_failed_does_not_try_again(nights):
         nights.run(2)
     nights.broken, nights.stop_after = 0, None
     nights.run(2)
-    assert nights.passes == [(ONE, 95)]
+    assert nights.passes == [(ONE, SHARDS - 5)]
 
 
 def test_an_adopted_arrangement_is_given_up_after_a_slow_run(nights):
@@ -229,7 +233,7 @@ def test_an_adopted_arrangement_is_given_up_after_a_failed_run(nights, monkeypat
 
     monkeypatch.setattr(arrangement, "line_of", failed)
     report = nights.run(4)
-    assert nights.decided(4) == (ONE, None) and nights.passes == [(ONE, 100)]
+    assert nights.decided(4) == (ONE, None) and nights.passes == [(ONE, SHARDS)]
     assert "run nightly-03 failed with 2 x 256" in arrangement_text(report)
 
 
@@ -253,23 +257,19 @@ def test_a_run_whose_own_decision_is_damaged_goes_on_by_the_cost_model(nights):
     nights.store(2).put(ARRANGEMENT, b"{}")
     nights.stop_after = None
     assert nights.run(2).arrangement is None
-    assert nights.passes == [(ONE, 97)]
+    assert nights.passes == [(ONE, SHARDS - 3)]
 
 
-@pytest.mark.parametrize("engines, sequences", [(16, 256), (1, 65536), (0, 0), (2, 1)])
-def test_an_edited_report_cannot_ask_for_what_does_not_fit(nights, engines, sequences):
+def test_an_edited_report_cannot_ask_for_what_does_not_fit(nights):
     for number in (1, 2):
         nights.run(number)
     report = read_report(nights.store(2))
     assert report.arrangement is not None
-    strange = Arrangement(engines, sequences)
-    for name in ("incumbent", "challenger", "model"):
-        note = replace(report.arrangement.decided, **{name: strange})
-        nights.edit(2, decided=note)
-        nights.run(3)
-        assert nights.decided(3)[0] in (ONE, TWO) and nights.decided(3)[1] in (None, TWO)
-        assert {one for one, _ in nights.passes} <= {ONE, TWO}
-        nights.store(3).delete([info.path for info in nights.store(3).list()])
+    nothing = Arrangement(0, 0)
+    note = replace(report.arrangement.decided, incumbent=nothing, challenger=nothing)
+    nights.edit(2, decided=note)
+    nights.run(3)
+    assert nights.decided(3) == (ONE, TWO)  # by the first night
 
 
 def test_another_card_falls_back_to_the_cost_model(nights):
@@ -278,4 +278,4 @@ def test_another_card_falls_back_to_the_cost_model(nights):
     nights.capacity = replace(H100, accelerators=("H200",))
     nights.run(3)
     assert nights.decided(3) == (ONE, None)
-    assert nights.passes == [(ONE, 100)]
+    assert nights.passes == [(ONE, SHARDS)]
