@@ -33,6 +33,8 @@ from prefect_raybatch.stages.vllm import forking
 BEFORE_RAY = ["pandas", "pyarrow.dataset", "pyarrow.parquet", "prefect_raybatch.source"]
 WITH_RAY = [
     "ray.data",
+    "pytest",  # engines of tests come from modules that import it
+    "prefect_raybatch.api",
     "prefect_raybatch.stages.engine",
     "prefect_raybatch.stages.finish",
     "prefect_raybatch.stages.prepare",
