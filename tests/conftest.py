@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from helpers import environ, postgresql
 from helpers.kube_server import KubeServer, serving
 from helpers.prefect_server import Prefect, prefect_server, settings_for
 from helpers.ray_head import ROOT, Head, start_head
+from helpers.ray_workers import VLLM
 from hypothesis import HealthCheck, settings
 from s3server import S3Server, start_s3
 from xdist.scheduler import LoadScopeScheduling
@@ -215,10 +217,26 @@ HEAD_PATH = f"{ROOT}{os.pathsep}{environ.python_path()}"
 
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[Head]:
-    """A Ray head of four CPUs with its job server; its workers can import the tests' helpers."""
-    with start_head(4, PYTHONPATH=HEAD_PATH) as head:
+    """A Ray head of four CPUs with its job server; its workers can import the tests' helpers, and
+    have imported vLLM."""
+    vllm = {VLLM: "1"} if find_spec("vllm") else {}
+    with start_head(4, PYTHONPATH=HEAD_PATH, **vllm) as head:
         yield head
         close_shared(None)
+
+
+@pytest.fixture(scope="session")
+def forked_workers() -> Iterator[None]:
+    """Fork the workers of clusters that this process starts, as those of the shared head are."""
+    from helpers.ray_workers import running_workers_by, start_server
+    from ray._private import services
+
+    with (
+        tempfile.TemporaryDirectory(prefix="rb", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(services, "start_ray_process", running_workers_by(start_server(folder)))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,11 @@ SMALLEST = {
     "--kinds tiny-record,tiny-mixed --arrangements 1x8 --out {tmp}/out.jsonl",
     "watching.py": "--shards 200 --seconds 1",
 }
-# These start an engine, most of them several. `order.py` does too, and shows that engines start.
+# These start an engine, most of them several, or a cluster. `order.py` does too, and shows that
+# engines start.
 NIGHTLY = {
     *("cpu.py", "early_start.py", "fp8_gate.py", "frames.py", "images.py", "images_memory.py"),
-    *("kinds.py", "pooling.py", "start.py", "sweep.py"),
+    *("kinds.py", "pooling.py", "size.py", "start.py", "sweep.py"),
 }
 NEED_GPUS = {"gpu.py", "gpu_big.py"}
 # No programs, or one that another test runs.

@@ -304,14 +304,8 @@ def flow_machine(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.e2e
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    "way",
-    [
-        *(pytest.param(more, marks=pytest.mark.nightly) for more in ("address", "job_server")),
-        "python",
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["python", "address", "job_server"])
 def test_the_flows_machine_needs_no_vllm_and_takes_a_later_prefect(
     flow_machine: Path, way: str, request: pytest.FixtureRequest
 ) -> None:

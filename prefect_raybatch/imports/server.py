@@ -50,7 +50,7 @@ def main(listener: int, alive: int) -> None:
     for descriptor in (listener, alive):  # not for programs that an import starts
         os.set_inheritable(descriptor, False)
     signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
-    _import_engine()
+    import_engine()
     signal.alarm(0)
     apart = forking.core_apart()
     # Nobody waits for the workers, so the kernel may forget them. Not before: the imports would
@@ -67,10 +67,10 @@ def main(listener: int, alive: int) -> None:
                 if (call := _forked_for(caller, loaded_by)) is not None:
                     os.close(door.detach())
                     os.close(alive)
-                    _become(call, caller, apart)
+                    become_worker(call, caller, apart)
 
 
-def _import_engine() -> None:
+def import_engine() -> None:
     """Import what the processes of an engine need, except Ray.
 
     A fork must import Ray itself, because Ray reads at import from the environment which job the
@@ -141,7 +141,7 @@ def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> Worke
     return None if pid else call
 
 
-def _become(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
+def become_worker(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
     """Turn this process, a fork, into the worker: reply to `caller`, then run the call's program.
 
     `apart`: vLLM's core is to run in a separate process. This process exits when the program ends,

@@ -1,4 +1,4 @@
-"""Limits what a job may do, and rejects column types that run code when they are read.
+"""Limits what a job may do.
 
 What a job names (code, settings, folders, hosts) is compared with the policy in force, which is
 decided where the job arrives and never by the job itself. docs/security.md explains the policies.
@@ -6,11 +6,6 @@ decided where the job arrives and never by the job itself. docs/security.md expl
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.chat import is_template_text
 from prefect_raybatch.job.checks import class_name, is_web
@@ -24,11 +19,6 @@ from prefect_raybatch.job.trusted_places import HUB_HOST, Reach, limited_reach
 from prefect_raybatch.job.trusted_pods import check_made_pods
 from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.policy.policy import JobPolicy
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-CANONICAL = re.compile(r"arrow\.(?!py_extension_type)")  # plain data under another name
 
 
 def check_trust(job: BatchJob) -> None:
@@ -156,34 +146,3 @@ def _check_cluster(reach: Reach, cluster: Cluster) -> None:
         reach.connect_url("cluster.address", f"//{address}")
     for server in {cluster.job_server, access and access.job_server} - {None}:
         reach.connect_url("cluster.job_server", str(server))
-
-
-def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:
-    """Raise `error` for a column whose type may run code when it is read.
-
-    Ray's object columns, for example, are unpickled, which runs whatever the file's writer put
-    there. `where` is the file or schema, for the message.
-    """
-    for field in schema:
-        for name in _extensions(field):
-            if not CANONICAL.match(name):
-                raise error(
-                    f"{where}: column {field.name!r} has the extension type {name}, which may run "
-                    "code when it is read; store it as a plain Arrow type"
-                )
-
-
-def _extensions(field: pa.Field) -> Iterator[str]:
-    import pyarrow as pa
-
-    kind: Any = field.type
-    named = (field.metadata or {}).get(b"ARROW:extension:name")
-    if named is not None:  # of a type that this process does not know
-        yield named.decode(errors="replace")
-    if isinstance(kind, pa.BaseExtensionType):
-        yield kind.extension_name
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind):
-        yield from _extensions(pa.field("values", kind.value_type))
-    for index in range(kind.num_fields):
-        yield from _extensions(kind.field(index))

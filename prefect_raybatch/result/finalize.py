@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.layout import KINDS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.manifest import put_manifest

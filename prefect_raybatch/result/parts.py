@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun, SourceError
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.layout import POSITION_COLUMN, SUCCESS, row_sums_path
 from prefect_raybatch.ledger.part_files import PartFiles, local_disk
 from prefect_raybatch.ledger.part_layout import PartSpan

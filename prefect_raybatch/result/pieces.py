@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.layout import KINDS, POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import Commit, Piece, digest

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.family import Member
 from prefect_raybatch.ledger.layout import KINDS, POSITION_COLUMN
 from prefect_raybatch.ledger.part_files import local_disk

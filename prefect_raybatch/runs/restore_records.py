@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from prefect_raybatch.compile.job import compile_plan
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.increments import (
     OF_LARGER,
     Answers,

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.job.placeholders import start_of_key
-from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.family import Family, Member, load_family, locate_run
 from prefect_raybatch.ledger.forks import MOST_FORKS, follow_forks, forks_of
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers

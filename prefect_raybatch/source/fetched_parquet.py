@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.source.arrow_types import check_carried
 from prefect_raybatch.source.bounds import check_columns_bound
 from prefect_raybatch.source.columns import check_columns

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.source.arrow_types import check_carried, decoded, decoded_schema
 from prefect_raybatch.source.bounds import check_columns_bound, check_rows_bound
 from prefect_raybatch.source.columns import check_columns

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.spec.result import FinishSpec

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from cachetools import LRUCache
 
 from prefect_raybatch.errors import CorruptRun
-from prefect_raybatch.job.trust import check_types
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.stages.columns import (
     ANSWERS,
     CHANCES,

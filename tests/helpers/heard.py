@@ -14,7 +14,6 @@ from prefect_raybatch.driver.heartbeat import (
     Heartbeat,
     Listener,
 )
-from prefect_raybatch.flow import completion, events
 
 
 def wait_for(what, seconds: float = 120.0):
@@ -48,6 +47,9 @@ class Heard(Listener):
 
 def caught_events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The events that flows of this process send from now on, each of which Prefect confirms."""
+    # Here, as engines in Ray's workers come from tests that import this module.
+    from prefect_raybatch.flow import completion, events
+
     caught = list[dict[str, Any]]()
     monkeypatch.setattr(events, "emit_event", lambda **event: caught.append(event))
     monkeypatch.setattr(completion, "send_confirmed", lambda **event: caught.append(event))

@@ -16,8 +16,9 @@ from helpers.small import make_job, small_run
 from prefect_raybatch.api import dry_run, infer_run, plan_run, precheck
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.answer_schema import schema_text
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.job.functions import load_function
-from prefect_raybatch.job.trust import check_trust, check_types
+from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.plan_tables import decode_schema, encode_schema
 from prefect_raybatch.policy.in_force import operator_policy, policy_applied
 from prefect_raybatch.result.finalize import finalize, first_rows

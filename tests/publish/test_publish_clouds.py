@@ -131,8 +131,11 @@ def test_a_table_that_another_run_creates_meanwhile_keeps_its_schema(cloud: Clou
     assert table.to_pyarrow_table()["more"].null_count == len(ROWS)
 
 
+OTHER_FAULTS = [pytest.param(how, marks=pytest.mark.nightly) for how in ("reset", "503")]
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("how", ["lose", "reset", "503"])
+@pytest.mark.parametrize("how", ["lose", *OTHER_FAULTS])
 def test_a_commit_whose_answer_is_lost_is_there_once(cloud: Cloud, how: str) -> None:
     uri, seen = f"{cloud.scheme}://bucket/{uuid.uuid4()}", Counter[str]()
 

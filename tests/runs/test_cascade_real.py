@@ -17,6 +17,7 @@ import pytest
 from helpers.command_line import Raybatch
 from helpers.environ import clean
 from helpers.openai_server import completion, openai_server
+from helpers.ray_head import Head
 
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -26,7 +27,7 @@ ROWS, MOST = 60, 15
 
 
 def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
-    local_ray: None, example: Raybatch, tmp_path: Path
+    ray_head: Head, local_ray: None, example: Raybatch, tmp_path: Path
 ) -> None:
     with openai_server() as server:
         reached, go = threading.Event(), threading.Event()
@@ -54,7 +55,7 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
         ]
         with subprocess.Popen(
             [sys.executable, "-m", "prefect_raybatch.cli", *command],
-            env=clean(),
+            env={**clean(), **ray_head.variables},
             start_new_session=True,
             stdout=subprocess.DEVNULL,
         ) as driver:

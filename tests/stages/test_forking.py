@@ -92,6 +92,29 @@ def test_the_server_is_begun_where_a_core_is_spawned(
     assert run(tmp_path, BEGUN, json.dumps(arguments), **env) == begun
 
 
+TITLED = """
+import os, sys
+from prefect_raybatch.stages.vllm.forking import FIRST_VARIABLE, take_environment
+
+take_environment({"ADDED": "2", FIRST_VARIABLE: "1"})
+import setproctitle
+setproctitle.setproctitle("ray::IDLE")
+print(open("/proc/self/cmdline").read().split(chr(0))[0], os.environ["ADDED"])
+"""
+
+
+def test_a_fork_of_a_process_with_the_first_variable_can_still_be_titled(tmp_path: Path) -> None:
+    (tmp_path / "titled.py").write_text(TITLED)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "titled.py")],
+        env={forking.FIRST_VARIABLE: "1", **os.environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["ray::IDLE", "2"], done.stdout + done.stderr
+
+
 @pytest.mark.whole
 def test_all_that_a_core_needs_can_be_imported_without_cuda() -> None:
     code = (

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.job.table_formats import TABLE_FORMATS
-from prefect_raybatch.job.trust import check_types
 from prefect_raybatch.ledger.plan_tables import encode_schema
 from prefect_raybatch.ledger.records import InputFile
 from prefect_raybatch.source.arrow_types import plain_type, written

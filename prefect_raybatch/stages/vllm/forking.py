@@ -119,7 +119,8 @@ def take_environment(environment: Mapping[str, str]) -> None:
     os.environ.setdefault(FIRST_VARIABLE, "1")
     for name in [name for name in os.environ if name != FIRST_VARIABLE]:
         del os.environ[name]
-    os.environ.update(environment)
+    # Even the same value would take another place.
+    os.environ.update({n: value for n, value in environment.items() if n != FIRST_VARIABLE})
 
 
 def context_of_core() -> ForkedContext | None:
