@@ -281,20 +281,19 @@ class Driver:
         self.checkpoints.flush()
         return self.progress
 
-    def run_once(self, run_pass: RunPass, shards: Sequence[int]) -> int:
-        """Run one pass over those of `shards` that are pending; return how many are pending after.
+    def run_once(self, run_pass: RunPass, shards: Sequence[int]) -> None:
+        """Run one pass over those of `shards` that are pending.
 
-        Call `resume` before, and `run` for the other shards after. Rows that killed engines stay
-        pending. Raises the errors of `run`, except `EngineFailure` for lack of progress.
+        Call `resume` before, and `run` for the other shards after. Shards that the pass does not
+        commit stay pending. Raises the errors of `run`, except `EngineFailure` for lack of
+        progress.
         """
         self._check_draining()
         units = [Unit(s, 0, self.shards[s].rows) for s in shards if not self.done[s]]
         if units:
             self._pass(run_pass, units, isolated=False)
-            units = self._lacking(units)
-        if units:
             self._check_draining()
-        return len({unit.shard for unit in units})
+        self.progress.recent.clear()  # other engines start now, and take another rate
 
     def _go_again(self, units: Sequence[Unit], strikes: int) -> None:
         """Log how many shards a pass left uncommitted.

@@ -149,6 +149,7 @@ class Monitor:
     def watch(self, engines: EngineStates) -> None:
         """Query these engines from now on."""
         self.engines, self.starts = engines.engines, engines.starts
+        self._states, self._asked = {}, float("-inf")  # those of earlier engines
         self.deaths, self.server_wait = engines.deaths, engines.server_wait
 
     def set_waiting(self, why: str) -> None:

@@ -2,8 +2,8 @@
 
 1. Runs count whose work is the same (`is_same_work`). Without any, the cost model's choice holds.
 2. The incumbent is what the last of them used, or the challenger that won its trial
-   (`incumbent_of`). After a failure, or a run that was 10 % slower than usual before the incumbent
-   was adopted (or usual since, if no such run is known), it is what was used before.
+   (`incumbent_of`). If the engines of that run failed, or it was 10 % slower than runs before the
+   incumbent was adopted (else than others with it), the incumbent is what was used before.
 3. A challenger halves or doubles engines per GPU, `max_num_seqs` or both (`candidates`), fits, is
    not barred (`barred`), and is expected to be at least 5 % faster than the incumbent (`decide`).
 4. It is tried on a fifth of the shards, if the run lasts long enough for a second start.
@@ -44,8 +44,9 @@ SAME_TOKENS = 16  # tokens, up to which lengths that differ by a larger factor a
 class EarlierRun:
     """An earlier run of the job, as its records describe it.
 
-    `has_failed`: its last attempt failed, so it is not complete. `outcome` is None unless the run
-    is complete. `rows_per_gpu_s` is its rate over the working time.
+    `has_failed`: its last attempt failed with an error of its engines, so it is not complete.
+    `outcome` is None unless the run is complete. `rows_per_gpu_s` is its rate over the working
+    time.
     """
 
     key: str
@@ -86,15 +87,19 @@ class EarlierRun:
 
     @property
     def loser(self) -> Arrangement | None:
-        """Return the challenger if it lost its trial, or if its engines did not work."""
+        """Return the challenger if it lost its trial, or if it did not work or may have failed."""
+        if self.outcome is None:
+            return self.decided.challenger if self.has_failed else None
         trial = self.trial
         has_ended = trial is not None and (trial.error or trial.bound is not None)
         return self.decided.challenger if has_ended and self.winner is None else None
 
     @property
     def broke(self) -> bool:
-        """Return whether the run failed, or an engine of its incumbent died."""
-        return self.has_failed or (self.outcome is not None and self.outcome.has_deaths)
+        """Return whether the run failed without a trial, or an engine of its incumbent died."""
+        if self.outcome is None:
+            return self.has_failed and self.decided.challenger is None
+        return self.outcome.has_deaths
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def decide(tonight: Tonight, earlier: Sequence[EarlierRun], by: str) -> Arrangem
     why = incumbent.why
     if challenger is not None:
         reason = _why_no_trial(tonight, runs, incumbent.arrangement, challenger)
-        faster = f"{challenger}, which is expected to be {ratio - 1:.0%} faster"
+        faster = f"{challenger}, which should be {ratio - 1:.0%} faster"
         what = f"the run has {reason} to try" if reason else "a fifth of the shards tries"
         why = f"{why}; {what} {faster}"
         challenger = None if reason else challenger

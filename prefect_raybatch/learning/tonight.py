@@ -74,14 +74,15 @@ def tonight_of(
     """Describe a run with a `plan` on a cluster; None if there is nothing to learn for it.
 
     There is not if the job sets both sizes, if the engines run on CPUs, if their number is elastic,
-    or if the cost model does not know the GPU or the model. `vllm` is the version of vLLM.
+    or if the cost model does not know the GPU or the model, or chooses what rules out others.
+    `vllm` is the version of vLLM.
     """
     sizes = _Sizes(spec, plan, capacity, model)
     size, card = sizes.by_model, gpu_of(spec.accelerator, capacity).card
     is_open = spec.engines_per_gpu is None or spec.max_num_seqs is None
     if size.pool.device == "cpu" or card is None or not size.rate or not is_open:
         return None
-    if size.pool.replicas[0] != size.pool.replicas[1]:
+    if size.pool.replicas[0] != size.pool.replicas[1] or not sizes.fits(arrangement_of(size)):
         return None
     return Tonight(
         work=_work(spec, plan, capacity, size, vllm),
@@ -131,8 +132,9 @@ class _Sizes:
         if spec.engines_per_gpu is not None or engines == 1:
             return spec.engines_per_gpu in (None, engines)
         most = MOST_POOLING if spec.pools else MOST_ENGINES
-        has_cores = engines * max(CORES, spec.cpus) <= self.capacity.cpus_a_gpu
-        return spec.gpus_per_replica == 1 and 1 <= engines <= most and has_cores
+        if spec.gpus_per_replica > 1 or not 1 <= engines <= most:
+            return False
+        return engines * max(CORES, spec.cpus) <= self.capacity.cpus_a_gpu
 
     def _may_hold(self, arrangement: Arrangement) -> bool:
         engines, sequences = arrangement.engines_per_gpu, arrangement.max_num_seqs

@@ -1,6 +1,7 @@
 """`_raybatch/arrangement.json`: the arrangement of engines that a run uses, and why.
 
-Written by put-if-absent before the first shard is inferred; every driver of the run follows it.
+Written by put-if-absent before the first shard is inferred. Drivers of the run follow it where it
+fits their cluster; if it is the cost model's choice, they ask the cost model again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prefect_raybatch.ledger.record_files import put_record_if_absent, read_reco
 from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
+from prefect_raybatch.words import counted
 
 
 @dataclass(frozen=True, order=True)
@@ -25,7 +27,7 @@ class Arrangement(StrictRecord):
     max_num_seqs: Count
 
     def __str__(self) -> str:
-        return f"{self.engines_per_gpu} x {self.max_num_seqs}"
+        return f"{counted(self.engines_per_gpu, 'engine')} of {self.max_num_seqs:,} sequences"
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class WorkKey(StrictRecord):
 
     `model` identifies the model's files, `card` is the GPU's name. `gpus` are the GPUs of an
     engine, `cpus` the fewest CPUs per GPU. `grammar` is the backend of the answers' grammar, ""
-    without one. `settings` is a digest of all other engine arguments. `tokens` are lengths in
-    tokens: the shared prefix, the expected answer, and the nine deciles of the rest of the prompt.
+    without one. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are lengths
+    in tokens: the shared prefix, the expected answer, and the nine deciles of the rest of the
+    prompt.
     """
 
     model: str
@@ -56,7 +59,7 @@ class ArrangementNote(StrictRecord):
     divided by TRIAL_EVERY are the trial's; without a trial, `challenger` is None. `predicted` is
     the challenger's rate divided by the incumbent's, as expected. `why` is the reason for the
     decision, `read` are the keys of the runs that it follows from, newest first. `by` is the
-    attempt that decided.
+    attempt that decided, and alone tries the challenger.
     """
 
     work: WorkKey
@@ -78,7 +81,7 @@ class TrialOutcome(StrictRecord):
 
     `gain` is by which share the challenger was faster than the incumbent, `bound` the gain's lower
     limit with 95 % confidence. Both follow from `pairs` shards; they are None if these were too
-    few. `error` says why the challenger's engines did not work, or "".
+    few. `error` says why the trial did not work, or "".
     """
 
     pairs: Count

@@ -178,14 +178,17 @@ def arrangement_text(report: RunReport) -> str:
     found = report.arrangement
     if found is None:
         return ""
-    text, trial = f"{found.decided.incumbent} sequences, {found.decided.why}", found.trial
+    text, trial = f"{found.decided.incumbent}, {found.decided.why}", found.trial
     if trial is None:
         return text
     if trial.error:
-        return f"{text}. {found.decided.challenger} did not work: {trial.error}"
+        return f"{text}. The trial of {found.decided.challenger} did not work: {trial.error}"
+    if found.uncounted:
+        return f"{text}. The trial does not count: {found.uncounted}"
     if trial.gain is None or trial.bound is None:
         return f"{text}. The trial had too few shards"
-    return f"{text}. {found.decided.challenger} was {trial.gain:+.0%} (at least {trial.bound:+.0%})"
+    faster = f"{trial.gain:+.0%} faster, at least {trial.bound:+.0%} with 95 % confidence"
+    return f"{text}. In the trial, {found.decided.challenger} were {faster}"
 
 
 def _work_rows(report: RunReport) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@ The rules are in `learning/`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +52,9 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 
 RUNS_READ = 20  # newest runs of the job of which the records are read
-KEPT_ERROR = 200  # characters of the reason why a challenger's engines do not work
+INTERRUPTED = "the attempt ended in it"  # of a trial
+# Errors for which engines may be to blame, by the classes' names.
+OF_ENGINES = ("EngineFailure", "EngineStartError", "InsufficientResources")
 FOLDERS_READ = 60  # last run directories by name, among which these are looked for
 
 
@@ -144,7 +147,8 @@ def earlier_runs(output: OutputSpec, job: str, but: str) -> list[EarlierRun]:
     try:
         root = open_store(output.uri, dict(output.options) or None)
         keys = [key for key in run_keys(root) if key != but]
-        own = [key for key in keys if key.startswith(job)] or keys
+        dated = re.compile(rf"{re.escape(job)}-\d")  # not the keys of a job with a longer name
+        own = list(filter(dated.match, keys)) or [k for k in keys if k.startswith(job)] or keys
         with ThreadPoolExecutor(READERS) as pool:
             lines = list(pool.map(partial(line_of, root), own[-FOLDERS_READ:]))
         found = [line for line in lines if line is not None and _is_of_job(line, job)]
@@ -163,7 +167,7 @@ def _readable(root: Store, lines: Iterable[RunLine]) -> Iterator[EarlierRun]:
     for line in lines:
         try:
             run = _earlier_run(root.sub(line.run_key), line)
-        except (RayBatchError, FileNotFoundError) as error:
+        except (RayBatchError, FileNotFoundError, ArithmeticError) as error:
             log.warning("nothing is learned from run %s: %s", line.run_key, error)
             continue
         if run is not None:
@@ -175,7 +179,8 @@ def _earlier_run(store: Store, line: RunLine) -> EarlierRun | None:
         note = read_arrangement(store)
         if note is None:
             return None
-        return EarlierRun(line.run_key, note, has_failed=bool(line.failure))
+        error = line.failure.partition(": ")[2]  # after the step that failed
+        return EarlierRun(line.run_key, note, has_failed=error.startswith(OF_ENGINES))
     report = read_report(store)
     outcome = report.arrangement
     if outcome is None:
@@ -196,10 +201,9 @@ def used_fields(size: Sizing) -> dict[str, object]:
 def trial_fields(error: str, deaths: int) -> dict[str, object]:
     """Return the fields of an attempt's record about its trial.
 
-    `error` says why the challenger's engines did not work, or ""; it is cut. `deaths` counts their
-    deaths.
+    `error` says why the trial did not work, or ""; `deaths` counts deaths of its engines.
     """
-    return {"trial": {"error": error[:KEPT_ERROR], "deaths": deaths}}
+    return {"trial": {"error": error, "deaths": deaths}}
 
 
 def attempt_notes(ledger: Ledger) -> list[JsonObject]:
@@ -214,8 +218,10 @@ def _attempt_note(ledger: Ledger, name: str) -> JsonObject:
         return {}
 
 
-def trial_error(notes: Iterable[JsonObject]) -> str:
-    """Return why the challenger's engines did not work, by attempts' records; "" if they did."""
+def _trial_error(notes: Sequence[JsonObject]) -> str:
+    """Return why a run's trial did not work, by its attempts' records; "" if it did."""
+    if not any("trial" in note for note in notes):
+        return INTERRUPTED
     return next((error for note in notes if (error := _trial(note)[0])), "")
 
 
@@ -237,14 +243,16 @@ def measured_arrangement(
     `tally` has the counts of all commits, `report` the other figures of the run.
     """
     try:
-        note, notes = read_arrangement(ledger.store), attempt_notes(ledger)
+        note = read_arrangement(ledger.store)
     except CorruptRun as error:
         log.warning("nothing can be learned from this run: %s", error)
         return None
-    if note is None:
+    notes = [] if note is None else attempt_notes(ledger)
+    if note is None or not any(_arranged(one) for one in notes):
         return None
     gpus = max((count for n in notes if isinstance(count := n.get("gpus"), int)), default=0)
-    why, deaths = trial_error(notes), sum(_trial(n)[1] for n in notes)
+    why = "" if note.challenger is None else _trial_error(notes)
+    deaths = sum(_trial(n)[1] for n in notes)
     parts, has_trial = _shards_of(tally), note.challenger is not None and not why
     is_trial = np.array([has_trial and in_trial(int(n)) for n in parts.numbers], bool)
     own = steady_shards(parts.where(~is_trial))
@@ -259,7 +267,7 @@ def measured_arrangement(
         score=_rounded(own.score(gpus)) if gpus else None,
         busy=_busy(_tally_without_trial(ledger, plan) if has_trial else tally),
         start=round(sum(s for name, s in phases.items() if name not in (ON_CLUSTER, ON_TURN)), 1),
-        uncounted=_why_uncounted(note, notes, report, deaths),
+        uncounted=_why_uncounted(note, notes, report, why, deaths),
         has_deaths=report.engine_deaths > deaths,
         trial=trial,
     )
@@ -291,15 +299,19 @@ def _busy(tally: Tally) -> float | None:
 
 
 def _why_uncounted(
-    note: ArrangementNote, notes: list[JsonObject], report: RunReport, trial_deaths: int
+    note: ArrangementNote,
+    notes: Sequence[JsonObject],
+    report: RunReport,
+    trial_error: str,
+    trial_deaths: int,
 ) -> str:
     """Return why later runs must not learn from a run's figures; "" if they may."""
     if len(notes) != 1:
         return f"{counted(len(notes), 'attempt')} worked on it"
-    if trial_error(notes):
-        return "the engines of its trial did not work"
+    if trial_error:
+        return "its trial did not work"
     if note.incumbent != _arranged(notes[0]):
-        return "engines of another arrangement were running and were reused"
+        return "its engines were arranged in another way"
     if report.engine_deaths > trial_deaths or report.losses:
         return "engines died, or shards were lost"
     return f"it took under {LEAST_SECONDS:g} s" if report.seconds < LEAST_SECONDS else ""

@@ -431,8 +431,7 @@ class _Fitted:
         have, size, model = self.capacity, self.sizing, self.model
         found = figures(spec.sizes, spec.engine, spec.cluster, have, size, model, least)
         if (note := self.arrangement) is not None and note.read:
-            value = f"{note.incumbent} sequences"
-            found.insert(0, Figure("engines a GPU, learned", value, note.why))
+            found.insert(0, Figure("engines a GPU, learned", f"{note.incumbent}", note.why))
         return tuple(found)
 
 

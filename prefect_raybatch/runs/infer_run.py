@@ -48,10 +48,9 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.runs.arrangement import (
+    INTERRUPTED,
     LearningSpec,
-    attempt_notes,
     decided_arrangement,
-    trial_error,
     trial_fields,
     used_fields,
 )
@@ -389,30 +388,29 @@ class Attempt:
     def try_challenger(self, joined: JoinedCluster) -> None:
         """Infer a fifth of the shards with engines arranged as earlier runs suggest, if they do.
 
-        Shards that these engines do not commit stay pending, and if the engines do not work, no
-        later attempt at the run tries them again.
+        Shards that these engines do not commit stay pending. Only the attempt that made the
+        decision tries them, since a later one would learn nothing from them.
         """
-        note, spec, ledger = self.arrangement, self.spec, self.phase.ledger
-        if note is None or note.challenger is None or trial_error(attempt_notes(ledger)):
+        note, spec = self.arrangement, self.spec
+        if note is None or note.challenger is None or note.by != self.name:
             return
-        pending = np.flatnonzero(~self.driver.done).tolist()
-        if not (shards := list(filter(in_trial, pending))):
-            return
+        shards = list(filter(in_trial, np.flatnonzero(~self.driver.done).tolist()))
         self._use(note.challenger)
-        why = ""
+        why = INTERRUPTED
         try:
             with ExitStack() as stack:
                 pipeline = self.pipeline(stack, joined)
-                lost = self.driver.run_once(self._pass_of(pipeline, joined.user), shards)
-            why = f"{counted(lost, 'shard')} got no answers" if lost else ""
+                self.driver.run_once(self._pass_of(pipeline, joined.user), shards)
+            why = ""
         except (ConfigError, InsufficientResources, EngineStartError, EngineFailure) as error:
-            why = f"{type(error).__name__}: {error}"
-        self.spec, died = spec, self.driver.progress.engine_deaths
-        if died and not why:
-            why = f"{counted(died, 'engine')} died"
-        if why:
-            log.warning("engines arranged as %s do not work: %s", note.challenger, why)
-        self.log.note(**trial_fields(why, died))
+            why = type(error).__name__  # its text may quote what a user set
+            log.warning("engines arranged as %s do not work: %s", note.challenger, error)
+            self.monitor.failure = None  # of a stall: the next engines may do better
+        finally:
+            died = self.driver.progress.engine_deaths
+            why = why or (f"{counted(died, 'engine')} died" if died else "")
+            self.log.note(**trial_fields(why, died))
+        self.spec = spec
 
     def _place_answers(self, user: Tenant) -> None:
         """Copy the answers that rows look up into the order of the rows, if that saves reads."""

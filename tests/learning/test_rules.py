@@ -88,19 +88,42 @@ SLOW = [run(WINNER, 11.2), run(MODEL, 10.0, WINNER, WON)]
         ([run(WINNER), run(WINNER)], WINNER, "as in 2 earlier runs"),
         ([run(arranged("16x512"))], MODEL, "by the cost model"),
         ([run(WINNER, None)], WINNER, "as in 1 earlier run"),
-        ([run(WINNER, None, has_failed=True), run()], MODEL, "failed with 2 x 512"),
-        ([run(WINNER, 9.0, has_deaths=True), run()], MODEL, "failed with 2 x 512"),
-        ([run(WINNER, None, has_failed=True), run(OTHER)], OTHER, "failed with 2 x 512"),
+        (
+            [run(WINNER, None, has_failed=True), run()],
+            MODEL,
+            "failed with 2 engines of 512 sequences",
+        ),
+        (
+            [run(WINNER, 9.0, has_deaths=True), run()],
+            MODEL,
+            "failed with 2 engines of 512 sequences",
+        ),
+        (
+            [run(WINNER, None, has_failed=True), run(OTHER)],
+            OTHER,
+            "failed with 2 engines of 512 sequences",
+        ),
         ([run(MODEL, None, has_failed=True)], MODEL, "by the cost model"),
-        (SLOW, MODEL, "was 12% slower with 2 x 512"),
+        (SLOW, MODEL, "was 12% slower with 2 engines of 512 sequences"),
         ([run(WINNER, 10.9), *SLOW[1:]], WINNER, "as in 1 earlier run"),
-        ([run(WINNER, 11.2)] + [run(WINNER, 10.0)] * 5, MODEL, "was 12% slower with 2 x 512"),
+        (
+            [run(WINNER, 11.2)] + [run(WINNER, 10.0)] * 5,
+            MODEL,
+            "was 12% slower with 2 engines of 512 sequences",
+        ),
         ([run(WINNER, 30.0, uncounted="too short"), *SLOW[1:]], WINNER, "as in 1 earlier run"),
     ],
 )
 def test_the_incumbent(runs, used, why):
     found = incumbent_of(tonight(), runs)
     assert found.arrangement == used and why in found.why
+
+
+def test_a_failure_in_a_run_with_a_trial_bars_the_challenger_and_keeps_the_incumbent():
+    runs = [run(WINNER, challenger=OTHER, has_failed=True), run(WINNER), run()]
+    assert incumbent_of(tonight(), runs).arrangement == WINNER
+    assert runs[0].loser == OTHER
+    assert decide(faster(OTHER), runs, "attempt").challenger is None
 
 
 def test_the_choice_of_the_cost_model_may_change():
@@ -134,7 +157,8 @@ def test_a_challenger_must_be_expected_to_be_five_percent_faster():
     note = decide(faster(WINNER), [run()], "attempt")
     assert (note.incumbent, note.challenger, note.predicted) == (MODEL, WINNER, 1.2)
     assert note.why == (
-        "by the cost model; a fifth of the shards tries 2 x 512, which is expected to be 20% faster"
+        "by the cost model; a fifth of the shards tries 2 engines of 512 sequences, which should "
+        "be 20% faster"
     )
     assert note.read == ("run",)
     assert decide(faster(WINNER, 1.049), [run()], "attempt").challenger is None

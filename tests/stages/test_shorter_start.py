@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -73,19 +74,29 @@ def test_memory_is_measured_anew_where_vllm_does_not_tell_engines_apart(
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [
-        ({}, "/home/a/.triton/cache"),
-        ({"TRITON_HOME": "/t"}, "/t/.triton/cache"),
-        ({KERNEL_CACHE: "/kept", "TRITON_HOME": "/t"}, "/kept"),
+        ({}, "home/.triton/cache"),
+        ({"TRITON_HOME": "t"}, "t/.triton/cache"),
+        ({KERNEL_CACHE: "kept", "TRITON_HOME": "t"}, "kept"),
     ],
 )
 def test_engines_of_all_sizes_find_the_same_kernels(
-    variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in (KERNEL_CACHE, "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/a", **variables}.items():
-        monkeypatch.setenv(name, value)
+    for name, value in {"HOME": "home", **variables}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
     share_kernel_cache()
-    assert os.environ[KERNEL_CACHE] == folder
+    assert os.environ[KERNEL_CACHE] == str(tmp_path / folder)
     share_kernel_cache()
-    assert os.environ[KERNEL_CACHE] == folder
+    assert os.environ[KERNEL_CACHE] == str(tmp_path / folder)
+
+
+def test_a_folder_that_cannot_be_made_leaves_the_choice_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv(KERNEL_CACHE, raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "file"))
+    share_kernel_cache()
+    assert KERNEL_CACHE not in os.environ

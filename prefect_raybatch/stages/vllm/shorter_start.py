@@ -6,6 +6,7 @@ engines. Figures: docs/decisions/shorter-starts.md.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,7 +85,7 @@ def kernel_cache(environment: Mapping[str, str]) -> str:
 
     It is Triton's own default unless the environment names another one.
     """
-    home = environment.get("TRITON_HOME") or environment.get("HOME") or Path.home()
+    home = environment.get("TRITON_HOME") or environment.get("HOME") or os.path.expanduser("~")
     return environment.get(KERNEL_CACHE) or str(Path(home) / ".triton" / "cache")
 
 
@@ -95,5 +96,10 @@ def share_kernel_cache() -> None:
     model's. The next start loads the model without the compiler, and looks for vLLM's own kernels
     in Triton's default folder. So they would be compiled again then, and again for each model and
     each `max_model_len`, `max_num_seqs` and other argument that the compiled model depends on.
+    Does nothing if nothing can be written there.
     """
-    os.environ[KERNEL_CACHE] = kernel_cache(os.environ)
+    folder = kernel_cache(os.environ)
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    if os.access(folder, os.W_OK):
+        os.environ[KERNEL_CACHE] = folder
