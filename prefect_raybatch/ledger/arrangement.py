@@ -36,9 +36,9 @@ class WorkKey(StrictRecord):
 
     `model` identifies the model's files, `card` is the GPU's name. `gpus` are the GPUs of an
     engine, `cpus` the fewest CPUs per GPU. `grammar` is the backend of the answers' grammar, ""
-    without one. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are lengths
-    in tokens: the shared prefix, the expected answer, and the nine deciles of the rest of the
-    prompt.
+    without one. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are
+    lengths in tokens: the shared prefix, the expected answer, and the nine deciles of the rest of
+    the prompt.
     """
 
     model: str

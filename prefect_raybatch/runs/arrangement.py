@@ -52,7 +52,7 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 
 RUNS_READ = 20  # newest runs of the job of which the records are read
-INTERRUPTED = "the attempt ended in it"  # of a trial
+TRIAL_INTERRUPTED = "the attempt ended in it"  # of a trial
 # Errors for which engines may be to blame, by the classes' names.
 OF_ENGINES = ("EngineFailure", "EngineStartError", "InsufficientResources")
 FOLDERS_READ = 60  # last run directories by name, among which these are looked for
@@ -221,7 +221,7 @@ def _attempt_note(ledger: Ledger, name: str) -> JsonObject:
 def _trial_error(notes: Sequence[JsonObject]) -> str:
     """Return why a run's trial did not work, by its attempts' records; "" if it did."""
     if not any("trial" in note for note in notes):
-        return INTERRUPTED
+        return TRIAL_INTERRUPTED
     return next((error for note in notes if (error := _trial(note)[0])), "")
 
 

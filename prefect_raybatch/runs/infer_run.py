@@ -48,7 +48,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.runs.arrangement import (
-    INTERRUPTED,
+    TRIAL_INTERRUPTED,
     LearningSpec,
     decided_arrangement,
     trial_fields,
@@ -396,7 +396,7 @@ class Attempt:
             return
         shards = list(filter(in_trial, np.flatnonzero(~self.driver.done).tolist()))
         self._use(note.challenger)
-        why = INTERRUPTED
+        why = TRIAL_INTERRUPTED
         try:
             with ExitStack() as stack:
                 pipeline = self.pipeline(stack, joined)
