@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from helpers import environ, postgresql
 from helpers.kube_server import KubeServer, serving
 from helpers.prefect_server import Prefect, prefect_server, settings_for
 from helpers.ray_head import ROOT, Head, start_head
-from helpers.ray_workers import VLLM
 from hypothesis import HealthCheck, settings
 from s3server import S3Server, start_s3
 from xdist.scheduler import LoadScopeScheduling
@@ -217,10 +215,8 @@ HEAD_PATH = f"{ROOT}{os.pathsep}{environ.python_path()}"
 
 @pytest.fixture(scope="session")
 def ray_head() -> Iterator[Head]:
-    """A Ray head of four CPUs with its job server; its workers can import the tests' helpers, and
-    have imported vLLM."""
-    vllm = {VLLM: "1"} if find_spec("vllm") else {}
-    with start_head(4, PYTHONPATH=HEAD_PATH, **vllm) as head:
+    """A Ray head of four CPUs with its job server; its workers can import the tests' helpers."""
+    with start_head(4, PYTHONPATH=HEAD_PATH) as head:
         yield head
         close_shared(None)
 

@@ -50,7 +50,7 @@ def main(listener: int, alive: int) -> None:
     for descriptor in (listener, alive):  # not for programs that an import starts
         os.set_inheritable(descriptor, False)
     signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
-    import_engine()
+    _import_engine()
     signal.alarm(0)
     apart = forking.core_apart()
     # Nobody waits for the workers, so the kernel may forget them. Not before: the imports would
@@ -70,7 +70,7 @@ def main(listener: int, alive: int) -> None:
                     become_worker(call, caller, apart)
 
 
-def import_engine() -> None:
+def _import_engine() -> None:
     """Import what the processes of an engine need, except Ray.
 
     A fork must import Ray itself, because Ray reads at import from the environment which job the

@@ -5,7 +5,7 @@ start hundreds. Ray reads the number of a worker's job when it is imported, so t
 process for each job.
 
 Run as `python -m helpers.ray_workers start FOLDER WORDS ...`: as `ray start WORDS ...`, with such
-workers; a socket lies in FOLDER. With the variable `VLLM`, the process imports vLLM as well.
+workers; a socket lies in FOLDER.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from prefect_raybatch.imports import launcher
 from prefect_raybatch.imports.launcher import WorkerCall, receive
-from prefect_raybatch.imports.server import become_worker, import_engine
+from prefect_raybatch.imports.server import become_worker
 from prefect_raybatch.stages.vllm import forking
 
 BEFORE_RAY = ["pandas", "pyarrow.dataset", "pyarrow.parquet", "prefect_raybatch.source"]
@@ -40,7 +40,6 @@ WITH_RAY = [
     "prefect_raybatch.stages.prepare",
     "prefect_raybatch.stages.read",
 ]
-VLLM = "RAYBATCH_TEST_WORKERS_VLLM"
 LARGEST = 1 << 20  # bytes of a call
 # Ray runs this in place of Python; its first word is the worker's program.
 PROGRAM = """#!{python} -IS
@@ -55,8 +54,6 @@ def start_server(folder: str) -> str:
 
     Return the program that Ray must run in place of Python.
     """
-    from prefect_raybatch.stages.engine import CPU_ENV  # imports Ray
-
     place, program = f"{folder}/workers", f"{folder}/python"
     text = PROGRAM.format(python=sys.executable, launcher=launcher.__file__, socket=place)
     Path(program).write_text(text)
@@ -69,7 +66,7 @@ def start_server(folder: str) -> str:
         subprocess.Popen(
             [sys.executable, "-P", "-m", "helpers.ray_workers", "serve", *map(str, kept)],
             pass_fds=kept,
-            env={forking.FIRST_VARIABLE: "1", **CPU_ENV, **os.environ},
+            env={forking.FIRST_VARIABLE: "1", **os.environ},
             stdin=subprocess.DEVNULL,
         )
     os.close(alive)
@@ -97,8 +94,6 @@ def serve(listener: int, alive: int) -> None:
     for descriptor in (listener, alive):
         os.set_inheritable(descriptor, False)
     load(BEFORE_RAY)
-    if VLLM in os.environ:
-        import_engine()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     jobs: dict[tuple[str, ...], socket.socket] = {}
     with socket.socket(fileno=listener) as door:
