@@ -221,20 +221,6 @@ def ray_head() -> Iterator[Head]:
         close_shared(None)
 
 
-@pytest.fixture(scope="session")
-def forked_workers() -> Iterator[None]:
-    """Fork the workers of clusters that this process starts, as those of the shared head are."""
-    from helpers.ray_workers import running_workers_by, start_server
-    from ray._private import services
-
-    with (
-        tempfile.TemporaryDirectory(prefix="rb", dir="/tmp") as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(services, "start_ray_process", running_workers_by(start_server(folder)))
-        yield
-
-
 @pytest.fixture(scope="module")
 def local_ray(ray_head: Head) -> None:
     """Make this process a driver of the shared head, until a test comes whose file does not ask for

@@ -45,7 +45,7 @@ SMALLEST = {
 # engines start.
 NIGHTLY = {
     *("cpu.py", "early_start.py", "fp8_gate.py", "frames.py", "images.py", "images_memory.py"),
-    *("kinds.py", "pooling.py", "size.py", "start.py", "sweep.py"),
+    *("kinds.py", "pooling.py", "start.py", "sweep.py"),
 }
 NEED_GPUS = {"gpu.py", "gpu_big.py"}
 # No programs, or one that another test runs.

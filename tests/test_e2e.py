@@ -27,7 +27,6 @@ from s3server import S3Server
 
 from prefect_raybatch.demo import LABELS
 from prefect_raybatch.demo.customers import companies
-from prefect_raybatch.imports.start import SWITCH
 from prefect_raybatch.storage import Store, open_store
 
 # The run that many tests look at is worked within the time of the first of them.
@@ -42,10 +41,6 @@ def env(prefect_process: Prefect) -> dict[str, str]:
     """What makes commands use the shared Prefect server, and lets workers find user functions."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return {**prefect_process.env, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
-
-
-# The core of an engine that imports early is a fork, which need not import vLLM once more.
-IMPORT_EARLY = {SWITCH: "1"}
 
 
 def call(*args: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -249,8 +244,7 @@ def story(s3: S3Server, env: dict[str, str], tmp_path_factory: pytest.TempPathFa
     upload = open_store("s3://e2e/in", s3.options)
     upload.put("in.parquet", (folder / "in.parquet").read_bytes())
     (folder / "job.yaml").write_text(yaml.safe_dump(job_dict("s3://e2e")))
-    env = {**env, **s3.env, **IMPORT_EARLY}
-    store = open_store("s3://e2e/out/k", s3.options)
+    env, store = {**env, **s3.env}, open_store("s3://e2e/out/k", s3.options)
     found = Story(folder, env, store, store_options=s3.options)
     found.note()
     killed(found, random.Random(SEED))

@@ -67,7 +67,7 @@ def main(listener: int, alive: int) -> None:
                 if (call := _forked_for(caller, loaded_by)) is not None:
                     os.close(door.detach())
                     os.close(alive)
-                    become_worker(call, caller, apart)
+                    _become(call, caller, apart)
 
 
 def _import_engine() -> None:
@@ -141,7 +141,7 @@ def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> Worke
     return None if pid else call
 
 
-def become_worker(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
+def _become(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
     """Turn this process, a fork, into the worker: reply to `caller`, then run the call's program.
 
     `apart`: vLLM's core is to run in a separate process. This process exits when the program ends,

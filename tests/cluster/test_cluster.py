@@ -84,7 +84,7 @@ class HeldEngine(FakeEngine):
 
 
 @pytest.fixture(scope="module")
-def gpu_cluster(forked_workers: None) -> Iterator[None]:
+def gpu_cluster() -> Iterator[None]:
     import ray
 
     with pytest.MonkeyPatch.context() as patch:

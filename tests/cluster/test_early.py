@@ -569,7 +569,7 @@ def named(thread: str) -> list[threading.Thread]:
 
 
 @pytest.fixture
-def here(forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     monkeypatch.setattr(prewarm, "WORTH_BYTES", 0)

@@ -399,9 +399,7 @@ with ExitStack() as stack:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "started", ["early", pytest.param("by another run", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("started", ["early", "by another run"])
 def test_sigterm_ends_in_order_a_process_whose_ray_another_thread_started(started: str) -> None:
     """Ray takes care of the signal only where the main thread starts it."""
     command = [sys.executable, "-c", BESIDE, started]
@@ -536,7 +534,7 @@ def test_a_cluster_that_is_late_is_started_again(
 @pytest.mark.whole
 @pytest.mark.timeout(1500)
 def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
-    tmp_path: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
     from ray.data import DataContext

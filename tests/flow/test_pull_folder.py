@@ -11,7 +11,6 @@ from uuid import UUID
 import pytest
 from helpers.openai_server import openai_server
 from helpers.prefect_server import POOL, Prefect
-from helpers.ray_head import Head
 from helpers.small import job_dict
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -57,7 +56,7 @@ def test_a_function_beside_the_pulled_files_is_found_without_pythonpath(
 
 @pytest.mark.whole
 def test_a_worker_asks_with_a_function_beside_the_pulled_files(
-    deployed: Prefect, ray_head: Head, tmp_path: Path
+    deployed: Prefect, tmp_path: Path
 ) -> None:
     """Both the driver and Ray's workers import it. The model is a hosted one, as no engine has to
     start for that."""
@@ -83,9 +82,7 @@ def test_a_worker_asks_with_a_function_beside_the_pulled_files(
             "pull": [step],
             "parameters": {"job": job, "run_key": "night"},
             "work_pool": {
-                "name": POOL, "job_variables": {
-                    "env": {"RAYBATCH_POLICY": str(policy), **ray_head.variables}
-                },
+                "name": POOL, "job_variables": {"env": {"RAYBATCH_POLICY": str(policy)}},
             },
         }  # fmt: skip
         made = tmp_path / "prefect.yaml"

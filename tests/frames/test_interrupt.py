@@ -14,7 +14,6 @@ import pytest
 from helpers.engines import FakeEngine
 from helpers.environ import clean, python_path
 from helpers.processes import until
-from helpers.ray_head import Head
 
 from prefect_raybatch import ask_run
 
@@ -79,12 +78,10 @@ def answers(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "where", [pytest.param("here", marks=pytest.mark.nightly), "another process"]
 )
-def test_the_same_call_continues_after_ctrl_c(
-    where: str, ray_head: Head, local_ray: None, tmp_path: Path
-) -> None:
+def test_the_same_call_continues_after_ctrl_c(where: str, local_ray: None, tmp_path: Path) -> None:
     """The other process is this one, which has joined a cluster."""
     os.mkfifo(tmp_path / "gate")
-    env = {**clean(), **ray_head.variables, "PYTHONPATH": python_path()}
+    env = {**clean(), "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), where]
 
     def committed() -> int:

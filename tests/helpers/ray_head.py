@@ -33,11 +33,6 @@ class Head:
     address: str
     pid: int
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """Environment variables with which a command joins this head."""
-        return {"RAY_ADDRESS": self.address, "RAY_AUTH_MODE": "disabled"}
-
 
 @contextmanager
 def start_head(
@@ -67,7 +62,7 @@ def _launch(
     dashboard = dashboard or free
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = dying_with_us(
-        sys.executable, "-P", "-m", "helpers.ray_workers", "start", folder, "--head", "--block",
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
         f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--port={port}",
         f"--ray-client-server-port={client}",
         f"--dashboard-agent-listen-port={agent}", "--include-dashboard=true",

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from helpers.batch_server import BatchServer, BatchService, batch_server
 from helpers.command_line import called
-from helpers.ray_head import Head
 from runs.test_endpoint_kills import check_result, job_of
 
 pytestmark = pytest.mark.whole
@@ -81,15 +80,14 @@ def test_kills_lose_no_row_and_pay_only_for_a_batch_whose_creation_was_in_flight
 
 
 def test_a_run_on_ray_waits_for_all_batches_and_sigterm_cancels_them(
-    ray_head: Head, local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service = BatchService(takes=3600.0)
     with batch_server(service) as server:
         path = job_of(server, tmp_path, 40, 10, batch=True)
         words = ["run", str(path), "--run-key", "n", "--no-prefect"]
         command = [sys.executable, "-m", "prefect_raybatch.cli", *words]
-        env = {**os.environ, **ray_head.variables}
-        run = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert run.stderr is not None
         said = []
         for line in run.stderr:

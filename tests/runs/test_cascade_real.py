@@ -17,7 +17,6 @@ import pytest
 from helpers.command_line import Raybatch
 from helpers.environ import clean
 from helpers.openai_server import completion, openai_server
-from helpers.ray_head import Head
 
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.storage import open_store
@@ -27,7 +26,7 @@ ROWS, MOST = 60, 15
 
 
 def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
-    ray_head: Head, local_ray: None, example: Raybatch, tmp_path: Path
+    local_ray: None, example: Raybatch, tmp_path: Path
 ) -> None:
     with openai_server() as server:
         reached, go = threading.Event(), threading.Event()
@@ -55,7 +54,7 @@ def test_a_run_killed_at_the_larger_model_resumes_without_the_first_engine(
         ]
         with subprocess.Popen(
             [sys.executable, "-m", "prefect_raybatch.cli", *command],
-            env={**clean(), **ray_head.variables},
+            env=clean(),
             start_new_session=True,
             stdout=subprocess.DEVNULL,
         ) as driver:
