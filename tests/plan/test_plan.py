@@ -233,6 +233,7 @@ CHANGED: dict[str, Any] = {
     "engine.env": {"A": "b"},
     "engine.engines_per_gpu": 2,
     "engine.order": "input",
+    "engine.learn": False,
     "engine.deduplicate": False,
     "engine.early_stop": "off",
     "engine.dtype": "float16",
