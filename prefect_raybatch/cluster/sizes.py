@@ -20,8 +20,8 @@ def engines_to_plan_for(
 ) -> int:
     """Return how many engines a run is expected to have; a new plan sizes its shards for them.
 
-    If the cluster's GPUs and the model's size are known, it is the number that an attempt would
-    choose now. `row_bytes` is the mean size of a row.
+    If the cluster's GPUs and the model's size are known, it is the cost model's choice. `row_bytes`
+    is the mean size of a row.
     """
     capacity = cluster.glance(where)
     found = None if capacity is None else model_sizes(spec, model, capacity)[0]

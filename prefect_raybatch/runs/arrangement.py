@@ -110,7 +110,7 @@ def decided_arrangement(
 def expected_arrangement(
     spec: LearningSpec, rows: PlannedRows, capacity: Capacity, run_key: str
 ) -> ArrangementNote | None:
-    """Return the decision that a run of one phase would make; None if it would not learn.
+    """Return the decision that a run of one phase would probably make; None if it would not learn.
 
     The lengths of its rows are taken to be spread as in the newest run. Writes nothing.
     """

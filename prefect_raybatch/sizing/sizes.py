@@ -160,8 +160,8 @@ def expected_engines(
     """Estimate the number of engines before the cluster is started, to choose the rows per shard.
 
     `capacity` is None if nothing is known of the cluster, `model` if its size is unknown. If both
-    and the kind of GPU are known, the number is that which an attempt would choose for rows of
-    `row_bytes` bytes on average.
+    and the kind of GPU are known, the number is the cost model's choice for rows of `row_bytes`
+    bytes on average.
     """
     if capacity and model and gpu_of(spec.accelerator, capacity).card:
         row, length = Tokens.of(spec.row, row_bytes), spec.context or model.context
