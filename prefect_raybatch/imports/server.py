@@ -23,13 +23,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from types import ModuleType
 from typing import NoReturn, cast
 
 from prefect_raybatch.imports.launcher import IMPORTS_WAIT, WorkerCall, receive, reply
-from prefect_raybatch.stages.vllm import forking
+from prefect_raybatch.stages.vllm import forking, internals
+from prefect_raybatch.stages.vllm.importing import import_all
 
 LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """Variables that say from where modules and libraries are loaded."""
@@ -47,21 +48,22 @@ def main(listener: int, alive: int) -> None:
     thread or a CUDA context, which a fork must not inherit.
     """
     loaded_by = [os.environ.get(name) for name in LOADED_BY]
-    for descriptor in (listener, alive):  # not for programs that an import starts
-        os.set_inheritable(descriptor, False)
-    signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
-    _import_engine()
-    signal.alarm(0)
+    events = select.poll()
+    for descriptor in (listener, alive):
+        os.set_inheritable(descriptor, False)  # not for programs that an import starts
+        events.register(descriptor, select.POLLIN)
     apart = forking.core_apart()
+    signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
+    # If the core runs apart, a worker and its core import the rest side by side. So it is imported
+    # here only until the first call.
+    _import_engine(stop=lambda: apart and bool(events.poll(0)))
+    signal.alarm(0)
     # Nobody waits for the workers, so the kernel may forget them. Not before: the imports would
     # take every program that fails for one that succeeds.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=listener) as door:
         if not _may_fork():
             return
-        events = select.poll()
-        for descriptor in (listener, alive):
-            events.register(descriptor, select.POLLIN)
         while all(descriptor != alive for descriptor, _ in events.poll()):
             with contextlib.suppress(OSError), door.accept()[0] as caller:
                 if (call := _forked_for(caller, loaded_by)) is not None:
@@ -70,9 +72,10 @@ def main(listener: int, alive: int) -> None:
                     _become(call, caller, apart)
 
 
-def _import_engine() -> None:
+def _import_engine(stop: Callable[[], bool]) -> None:
     """Import what the processes of an engine need, except Ray.
 
+    Imports what the front and the core share, then the modules of either, until `stop()` is true.
     A fork must import Ray itself, because Ray reads at import from the environment which job the
     process belongs to. One of vLLM's modules tries to import Ray for engines on several nodes; no
     such engine is started from here.
@@ -81,6 +84,7 @@ def _import_engine() -> None:
     try:
         with _packages_listed_beside():
             importlib.import_module(forking.PRELOAD)
+            import_all((*internals.FRONT_MODULES, *internals.CORE_MODULES), stop)
     finally:
         del sys.modules["ray"]
 

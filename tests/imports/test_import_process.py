@@ -28,9 +28,10 @@ from tests.helpers.processes import below, running, until
 SERVER = """
 import sys
 from prefect_raybatch.imports import server
-from prefect_raybatch.stages.vllm import forking
-{more}
+from prefect_raybatch.stages.vllm import forking, internals
+internals.FRONT_MODULES = internals.CORE_MODULES = ()
 forking.PRELOAD, forking.PRELOAD_CORE = "{preload}", "colorsys"
+{more}
 server.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 OPENED = "opened = open({path!r})"  # what an import leaves open
@@ -179,6 +180,31 @@ def test_a_worker_is_forked_with_the_imports_and_is_otherwise_like_one_started_a
         assert (
             server.worker(program, "end").wait(60) == 0
         )  # Ray asks the worker itself how it ended
+
+
+def test_more_is_imported_while_no_worker_waits(tmp_path: Path, program: Path) -> None:
+    (tmp_path / "last.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
+    more = f"sys.path.append({str(tmp_path)!r}); internals.CORE_MODULES = ('colorsys', 'last')"
+    with served(tmp_path, more=more) as server:
+        until(lambda: (tmp_path / "imported").exists(), 60, "the last import")
+        assert told(server.worker(program, "end"))["core"]
+
+
+@pytest.mark.parametrize("apart", ["1", "0"])
+def test_a_worker_that_waits_imports_the_rest_beside_its_core(
+    tmp_path: Path, program: Path, apart: str
+) -> None:
+    (tmp_path / "called.py").write_text(
+        "import select, sys\nselect.select([int(sys.argv[1])], [], [])"  # until a worker calls
+    )
+    more = (
+        f"sys.path.append({str(tmp_path)!r}); internals.CORE_MODULES = ('called', 'colorsys'); "
+        f"import os; os.environ[forking.CORE_APART] = {apart!r}"
+    )
+    with served(tmp_path, more=more) as server:
+        found = told(server.worker(program, "end"))
+        assert found["csv"]
+        assert found["core"] == (apart == "0")
 
 
 def test_workers_outlive_the_process_and_end_their_own_fork_server(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.needs import needs_vllm
 
 from prefect_raybatch.stages.vllm import forking
 
@@ -56,7 +57,7 @@ def run(folder: Path, code: str, *args: str, **env: str) -> str:
         env={**plain, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -90,6 +91,61 @@ def test_the_server_is_begun_where_a_core_is_spawned(
     arguments: dict[str, object], env: dict[str, str], begun: str, tmp_path: Path
 ) -> None:
     assert run(tmp_path, BEGUN, json.dumps(arguments), **env) == begun
+
+
+CALLS = """
+import os, sys, types
+from prefect_raybatch.stages.vllm import forking
+
+# Here, and in each process that is forked for this script.
+plugins = sys.modules["vllm.plugins"] = types.ModuleType("vllm.plugins")
+plugins.load_general_plugins = lambda: os.environ.update(LOADED="plugins")
+sys.modules["vllm"] = types.ModuleType("vllm")
+
+if __name__ == "__main__":
+    forking.PRELOAD, forking.PRELOAD_CORE = "csv", "colorsys"
+    forking.begin_fork_server({})
+    made = forking.context_of_core()
+    here = "colorsys" in sys.modules
+    print(made.call(lambda: (os.environ["LOADED"], "colorsys" in sys.modules)), here)
+    for fails in (lambda: 1 / 0, lambda: os._exit(0)):
+        try:
+            made.call(fails)
+        except forking.CallFailed:
+            print("failed")
+"""
+
+
+def test_a_function_is_called_in_a_fork(tmp_path: Path) -> None:
+    lines = run(tmp_path, CALLS).splitlines()
+    assert lines == ["('plugins', True) False", "failed", "failed"]
+
+
+INSPECTS = """
+import os, shutil
+from prefect_raybatch.stages.vllm import forking, internals
+
+if __name__ == "__main__":
+    forking.begin_fork_server({})
+    from vllm.model_executor.models import registry
+
+    registry._SUBPROCESS_COMMAND = ["false"]  # the program that vLLM starts
+    asked = registry.ModelRegistry.models["LlamaForCausalLM"]
+    for made in (forking.context_of_core(), None):
+        shutil.rmtree(os.environ["VLLM_CACHE_ROOT"], ignore_errors=True)
+        with internals._models_inspected_by(made):
+            try:
+                print(asked.inspect_model_cls().is_text_generation_model)
+            except RuntimeError:
+                print("a program is started")
+"""
+
+
+@pytest.mark.whole
+@needs_vllm
+def test_a_model_that_vllm_has_not_seen_is_inspected_in_a_fork(tmp_path: Path) -> None:
+    lines = run(tmp_path, INSPECTS, VLLM_CACHE_ROOT=str(tmp_path / "cache")).splitlines()
+    assert lines[-2:] == ["True", "a program is started"]
 
 
 TITLED = """

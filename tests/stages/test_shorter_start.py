@@ -42,6 +42,12 @@ def test_graphs_stay_as_they_are_where_vllm_has_more() -> None:
     assert with_fewer_graphs({"max_num_seqs": 256}, BLACKWELL) == {"max_num_seqs": 256}
 
 
+def test_an_engine_that_pools_has_no_graphs() -> None:
+    arguments = {"max_num_seqs": 256, "runner": "pooling"}
+    made = with_fewer_graphs(arguments, HOPPER)
+    assert made == {**arguments, "compilation_config": {"cudagraph_mode": "NONE"}}
+
+
 @pytest.mark.whole
 @needs_vllm
 def test_each_argument_that_decides_about_graphs_is_one_of_vllms() -> None:

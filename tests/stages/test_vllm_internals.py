@@ -107,6 +107,7 @@ CONTRACT = {
     # Read as source before an engine starts (job/vllm/fields.py).
     "model_executor/models/registry.py": {
         "": [
+            "_run_in_subprocess(fn)",
             "_TEXT_GENERATION_MODELS",
             "_MULTIMODAL_MODELS",
             "_SEQUENCE_CLASSIFICATION_MODELS",

@@ -8,7 +8,8 @@ the environment that its creator has at that time, like a spawned core. A core w
 spawns its workers as usual.
 
 In an actor that is itself a fork with vLLM (`prefect_raybatch.imports`), the server is a fork of
-the actor: `fork_server_here()`.
+the actor: `fork_server_here()`. There the server imports what only the core needs, while the actor
+imports what only the front needs.
 
 An engine that dies is restarted from the same server, which has imported everything already.
 """
@@ -16,12 +17,15 @@ An engine that dies is restarted from the same server, which has imported everyt
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
+import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import context, forkserver, resource_tracker, util
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar, cast
 
 from prefect_raybatch.spec.engine import EngineFields
 
@@ -36,6 +40,8 @@ FIRST_VARIABLE = "RAYBATCH_ENGINE"
 setproctitle cannot set the title of a process whose first variable was changed before. vLLM's
 import changes some variables, but not this one.
 """
+
+T = TypeVar("T")
 
 _begun = False
 
@@ -66,9 +72,8 @@ def core_apart() -> bool:
 def fork_server_here() -> None:
     """Start the fork server as a fork of this process, with everything that this one has imported.
 
-    The server also imports what only an engine's core needs, while this process prepares the core's
-    start. Call this where no other thread runs yet. `begin_fork_server` then finds the server
-    running.
+    The server also imports what only an engine's core needs, while this process starts. Call this
+    where no other thread runs yet. `begin_fork_server` then finds the server running.
     """
     multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])
     resource_tracker.ensure_running()  # a program of its own, also here
@@ -153,7 +158,38 @@ class ForkedProcess(context.ForkServerProcess):
         super().run()
 
 
+class CallFailed(Exception):
+    """A function that was called in a forked process raised, or the process ended before."""
+
+
 class ForkedContext(context.ForkServerContext):
     """The context with which vLLM makes its core's process."""
 
     Process = ForkedProcess
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call `function` in a forked process that has imported vLLM; return its result.
+
+        vLLM's plugins are loaded there. Raises CallFailed if the process returns nothing.
+        """
+        import cloudpickle
+
+        receiver, sender = self.Pipe(duplex=False)
+        with receiver:
+            with sender:
+                sent = cloudpickle.dumps(function)
+                process = self.Process(target=_send_result, args=(sent, sender))
+                process.start()
+            try:
+                return cast(T, receiver.recv())
+            except EOFError:
+                raise CallFailed(f"process {process.pid} has returned nothing") from None
+            finally:
+                process.join()
+
+
+def _send_result(function: bytes, sender: Connection) -> None:
+    """Send what the pickled `function` returns; if it raises, send nothing."""
+    plugins: Any = importlib.import_module("vllm.plugins")
+    plugins.load_general_plugins()
+    sender.send(pickle.loads(function)())

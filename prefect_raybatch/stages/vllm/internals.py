@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import forking
+from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.shorter_start import share_kernel_cache, with_fewer_graphs
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ PHASE_LINES = {
     "KV cache size: ": "graphs",  # after "GPU", or after the kind of device (vLLM 0.30)
 }
 
-# What the process that drives an engine imports before it starts the core.
+# What both import: the process that drives an engine (the front), and that of its core.
+SHARED_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.core")
+
+# What the front imports besides.
 FRONT_MODULES = (
-    "vllm.engine.arg_utils",
     "vllm.engine.llm_engine",
     "vllm.v1.metrics.prometheus",
     "vllm.renderers.hf",
@@ -49,9 +52,8 @@ FRONT_MODULES = (
     "pyarrow.compute",
 )
 
-# What the process of an engine's core imports before it makes its model.
+# What the core imports besides.
 CORE_MODULES = (
-    "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu_worker",
@@ -60,10 +62,6 @@ CORE_MODULES = (
     "vllm.v1.structured_output.backend_guidance",
     "vllm.v1.structured_output.backend_outlines",
     "vllm.v1.structured_output.backend_lm_format_enforcer",
-)
-
-# What it imports after that. Its fork server has time for them while the front is made.
-LATE_CORE_MODULES = (
     "vllm.compilation.backends",
     "vllm.compilation.caching",
     "vllm.compilation.piecewise_backend",
@@ -136,6 +134,7 @@ class LLMEngine(Protocol):
 
 def start(arguments: EngineFields) -> LLMEngine:
     """Start and return a vLLM engine with these fields of `EngineArgs`."""
+    import_all((*SHARED_MODULES, *FRONT_MODULES))
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -147,7 +146,8 @@ def start(arguments: EngineFields) -> LLMEngine:
     for name in ("structured_outputs_config", "reasoning_config"):
         if isinstance(given := fields.get(name), dict):  # EngineArgs writes into the class of it
             fields[name] = _class_of(name)(**given)
-    with _core_made_by(forking.context_of_core()):
+    made = forking.context_of_core()
+    with _core_made_by(made), _models_inspected_by(made):
         return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
 
 
@@ -173,6 +173,32 @@ def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
         yield
     finally:
         utils.get_mp_context = original
+
+
+@contextlib.contextmanager
+def _models_inspected_by(made: forking.ForkedContext | None) -> Iterator[None]:
+    """Make vLLM inspect a model's class in a process made by `made`; None keeps vLLM's own way.
+
+    vLLM keeps what it finds in its cache folder. If that lacks the class, vLLM starts a new process
+    for it, which imports vLLM: 12 to 15 s on machines with GPUs.
+    """
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    original = registry._run_in_subprocess
+    if made is None:
+        yield
+        return
+
+    def inspected(inspect: Callable[[], Any]) -> Any:
+        try:
+            return made.call(inspect)
+        except forking.CallFailed:  # vLLM's own way tells why
+            return original(inspect)
+
+    registry._run_in_subprocess = inspected
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess = original
 
 
 def most_sequences(engine: LLMEngine) -> int:

@@ -1,15 +1,14 @@
-"""Imports what an engine's processes need: the module that their fork server loads.
+"""Imports what both processes of an engine need, its front and its core.
 
-See `prefect_raybatch.stages.vllm.forking`. What cannot be imported here is imported by the process
-that needs it, which then reports the reason.
+The process from which they are forked loads it. See `prefect_raybatch.stages.vllm.forking`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 
-from prefect_raybatch.stages.vllm.internals import CORE_MODULES, FRONT_MODULES
+from prefect_raybatch.stages.vllm.importing import import_all
+from prefect_raybatch.stages.vllm.internals import SHARED_MODULES
 
 # A process can be given a title only where its environment lies as it did when it was started: this
 # finds the place before anything changes the environment, vLLM's import here and a process that is
@@ -20,8 +19,6 @@ with contextlib.suppress(ImportError):
 
     setproctitle.getproctitle()
 
-NEEDED = ("ray", *FRONT_MODULES, *CORE_MODULES, "prefect_raybatch.stages.vllm.plugin")
+NEEDED = ("ray", *SHARED_MODULES, "prefect_raybatch.stages.vllm.plugin")
 
-for _name in NEEDED:
-    with contextlib.suppress(Exception):
-        importlib.import_module(_name)
+import_all(NEEDED)

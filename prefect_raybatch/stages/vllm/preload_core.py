@@ -5,13 +5,9 @@ The core's fork server loads it after `preload`. See `prefect_raybatch.stages.vl
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+from prefect_raybatch.stages.vllm.importing import import_all
+from prefect_raybatch.stages.vllm.internals import CORE_MODULES
 
-from prefect_raybatch.stages.vllm.internals import LATE_CORE_MODULES
+CORE_NEEDED = ("ray", *CORE_MODULES)
 
-CORE_NEEDED = ("ray", *LATE_CORE_MODULES)
-
-for _name in CORE_NEEDED:
-    with contextlib.suppress(Exception):
-        importlib.import_module(_name)
+import_all(CORE_NEEDED)

@@ -1,7 +1,7 @@
 """Settings that shorten the start of an engine on GPUs.
 
-They are fewer CUDA graphs, a memory measurement that is kept, and one cache of kernels for all
-engines. Figures: docs/decisions/shorter-starts.md.
+They are fewer or no CUDA graphs, a memory measurement that is kept, and one cache of kernels for
+all engines. Figures: docs/decisions/shorter-starts.md.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
     They stay unchanged if they set an option that decides about graphs (DECIDE_GRAPHS) or lack
     max_num_seqs, and on GPUs from Blackwell on. `capability` is the major number of the GPU's
     compute capability. A step that fits no size is padded to the next one. vLLM itself captures 51
-    sizes up to `MOST_TOKENS`, each twice; with this function there are at most 22.
+    sizes up to `MOST_TOKENS`, each twice; with this function there are at most 22. For the pooling
+    runner there are none: it processes a prompt in one step, so nearly all of its steps have more
+    tokens than the largest graph.
     """
     seqs = arguments.get("max_num_seqs")
     if not seqs or capability >= BLACKWELL or any(arguments.get(name) for name in DECIDE_GRAPHS):
         return arguments
+    if arguments.get("runner") == "pooling":
+        return {**arguments, "compilation_config": {"cudagraph_mode": "NONE"}}
     most = min(MOST_TOKENS, 2 * seqs)
     large = range(128, most + 1, GRAPHS_APART)
     sizes = [size for size in (*SMALL_GRAPHS, *large) if size <= most]
