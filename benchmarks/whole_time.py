@@ -6,8 +6,8 @@ A work is KIND:SIZE:ROWS, with kinds and sizes as in `gpu.py`, or of `pooling.py
 `long`. The input is a Parquet file. Ours is `raybatch run job.yaml` with all sizes as the package
 chooses them. The plain script reads the file, calls `LLM.chat` or `LLM.embed` once with vLLM's
 default sizes, and writes the answers to a Parquet file. Both start a process and take turns, in the
-order plain, ours, ours, plain, and so on; the first turn of each may find empty caches, so it is
-marked and does not count.
+order ours, plain, plain, ours, and so on. The first turn may find empty caches, so it is marked and
+does not count. With --cold, each run finds empty caches, since it gets a home folder of its own.
 
 Prints and appends to --out one JSON object a run: `last_row_s`, seconds from the start of the
 process until the last answer is there (ours: committed), `whole_s` until the process has ended, and
@@ -94,8 +94,15 @@ def prepare(work: str, size: str, count: int, folder: Path, args: argparse.Names
     (folder / "plain.json").write_text(json.dumps(told))
 
 
-def run(peer: str, number: int, folder: Path) -> dict[str, Any]:
+CACHES = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def run(peer: str, number: int, folder: Path, cold: bool) -> dict[str, Any]:
     """Run a peer once in a process of its own; return its seconds."""
+    env = dict(os.environ)
+    if cold:
+        env = {name: value for name, value in env.items() if name not in CACHES}
+        env |= {"HOME": tempfile.mkdtemp(dir=folder), "TMPDIR": tempfile.mkdtemp(prefix="t")}
     key = f"run{number}"
     command = {
         "plain": [__file__, "--plain", str(folder)],
@@ -109,6 +116,7 @@ def run(peer: str, number: int, folder: Path) -> dict[str, Any]:
     with log.open("w") as stream:
         child = subprocess.Popen(
             [sys.executable, *command],
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -147,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--works", default="mid:8b:2000,company:8b:20000,short:bert:40000")
     parser.add_argument("--runs", type=int, default=3, help="of each peer that count")
+    parser.add_argument("--cold", action="store_true", help="each run finds empty caches")
     parser.add_argument("--gpus", type=int, default=1, help="0: on the CPU")
     parser.add_argument("--models", default="/tmp/raybatch-models")
     parser.add_argument("--out", type=Path, default=Path("whole-time.jsonl"))
@@ -164,12 +173,12 @@ def main() -> None:
 def measure(work: tuple[str, str, int], folder: Path, args: argparse.Namespace) -> None:
     """Run both peers by turns; print each run and the ratio of the medians that count."""
     counted: dict[str, list[float]] = {"plain": [], "ours": []}
-    for turn in range(args.runs + 1):
+    for turn in range(args.cold, args.runs + 1):
         for peer in ("plain", "ours") if turn % 2 else ("ours", "plain"):
             said = dict(zip(("work", "size", "rows"), work, strict=True)) | {"peer": peer}
             device = gpu.device(args.gpus) if args.gpus else f"{os.cpu_count()} CPUs"
-            said |= {"turn": turn, "counted": turn > 0, "device": device}
-            said |= run(peer, turn, folder)
+            said |= {"turn": turn, "counted": turn > 0, "cold": args.cold, "device": device}
+            said |= run(peer, turn, folder, args.cold)
             with args.out.open("a") as out:
                 out.write(json.dumps(said) + "\n")
             print(json.dumps(said), flush=True)

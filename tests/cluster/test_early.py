@@ -61,6 +61,12 @@ CPUS = Capacity(4.0, 0.0, 1, "here")
 GUESS = Guess(1_000_000, (80.0, 100.0, 120.0))
 
 
+@pytest.fixture(autouse=True)
+def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process use four CPUs, as the cluster of these tests has, on any machine."""
+    monkeypatch.setattr(cluster, "usable_cpus", lambda: 4)
+
+
 def held_model() -> tuple[threading.Event, Callable[[], dict[str, Any]]]:
     """A model that is known once the event is set."""
     gate = threading.Event()
@@ -123,7 +129,6 @@ def test_an_engine_on_a_cpu_is_certain_whatever_the_rows_are() -> None:
 
 def test_a_cpu_stays_free_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     assert planned(device="cpu", replicas=3).engines == 3
     assert "take 4 of 4 CPUs, and the copy needs 1" in planned(device="cpu", replicas=4)
     # A local cluster may count more CPUs than the machine has.
@@ -222,7 +227,6 @@ def hosts() -> FakeHosts:
 def ray(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     made = FakeRay(hosts)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr(
         cluster, "CLUSTER_SESSION", ClusterSession(made, WarmEngines(hosts), sleep=lambda _: None)
     )
