@@ -182,7 +182,9 @@ def measure(work: tuple[str, str, int], folder: Path, args: argparse.Namespace) 
             with args.out.open("a") as out:
                 out.write(json.dumps(said) + "\n")
             print(json.dumps(said), flush=True)
-            if turn and "error" not in said:
+            if "error" in said:
+                raise SystemExit(f"{peer} failed")
+            if turn:
                 counted[peer].append(said["last_row_s"])
     if all(counted.values()):
         theirs, ours = median(counted["plain"]), median(counted["ours"])

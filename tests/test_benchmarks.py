@@ -40,12 +40,13 @@ SMALLEST = {
     "sweep.py": "--device cpu --seconds 1 --minutes 20 --start-seconds 600 --most-warm 60 "
     "--kinds tiny-record,tiny-mixed --arrangements 1x8 --out {tmp}/out.jsonl",
     "watching.py": "--shards 200 --seconds 1",
+    "whole_time.py": "--works short:tiny:16 --gpus 0 --runs 0 --models {tmp} --out {tmp}/out.jsonl",
 }
 # These start an engine, most of them several, or a cluster. `order.py` does too, and shows that
 # engines start.
 NIGHTLY = {
     *("cpu.py", "early_start.py", "fp8_gate.py", "frames.py", "images.py", "images_memory.py"),
-    *("kinds.py", "pooling.py", "start.py", "sweep.py"),
+    *("kinds.py", "pooling.py", "start.py", "sweep.py", "whole_time.py"),
 }
 NEED_GPUS = {"gpu.py", "gpu_big.py"}
 # No programs, or one that another test runs.
