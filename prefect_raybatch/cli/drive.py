@@ -52,6 +52,7 @@ from prefect_raybatch.runs.typed import name_typed_run, without_secrets
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.standby.claim import engines_outlast
 from prefect_raybatch.storage import is_remote, open_store
+from prefect_raybatch.uncollected import uncollected
 
 if TYPE_CHECKING:
     from prefect_raybatch.api.retry import RetryRequest
@@ -284,8 +285,9 @@ def run_flow(
 
     check_api()
     with cluster.engines_imported(cluster_spec(job)):
-        from prefect_raybatch.flow import flows as flow
-        from prefect_raybatch.flow import tasks
+        with uncollected():
+            from prefect_raybatch.flow import flows as flow
+            from prefect_raybatch.flow import tasks
 
         show.say(page_hint())
         # Ray starts after these imports: its own would run no faster beside them.
