@@ -24,7 +24,7 @@ ROOT = PACKAGE.parent
 # The rooms from the ground up: each line imports only from lines above it, and from itself.
 FLOORS = [
     "errors",
-    "words harmless exit_codes bounded installed proxies schemes",
+    "words harmless exit_codes bounded installed proxies schemes uncollected",
     "temporary_server",
     "nvml",
     "demo",

@@ -41,7 +41,7 @@ setproctitle cannot set the title of a process whose first variable was changed 
 import changes some variables, but not this one.
 """
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _begun = False
 
@@ -167,7 +167,7 @@ class ForkedContext(context.ForkServerContext):
 
     Process = ForkedProcess
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], _T]) -> _T:
         """Call `function` in a forked process that has imported vLLM; return its result.
 
         vLLM's plugins are loaded there. Raises CallFailed if the process returns nothing.
@@ -181,7 +181,7 @@ class ForkedContext(context.ForkServerContext):
                 process = self.Process(target=_send_result, args=(sent, sender))
                 process.start()
             try:
-                return cast(T, receiver.recv())
+                return cast(_T, receiver.recv())
             except EOFError:
                 raise CallFailed(f"process {process.pid} has returned nothing") from None
             finally:
