@@ -182,11 +182,11 @@ def _models_inspected_by(made: forking.ForkedContext | None) -> Iterator[None]:
     vLLM keeps what it finds in its cache folder. If that lacks the class, vLLM starts a new process
     for it, which imports vLLM: 12 to 15 s on machines with GPUs.
     """
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    original = registry._run_in_subprocess
     if made is None:
         yield
         return
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    original = registry._run_in_subprocess
 
     def inspected(inspect: Callable[[], Any]) -> Any:
         try:
