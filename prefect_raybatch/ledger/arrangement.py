@@ -6,16 +6,11 @@ fits their cluster; if it is the cost model's choice, they ask the cost model ag
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
-from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import ARRANGEMENT
-from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
-from prefect_raybatch.storage import Store
+from prefect_raybatch.ledger.record_file import RecordFile
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 from prefect_raybatch.words import counted
 
 
@@ -71,9 +66,6 @@ class ArrangementNote(StrictRecord):
     read: tuple[str, ...]
     by: str
 
-    def to_bytes(self) -> bytes:
-        return with_checksum(dump(asdict(self)))
-
 
 @dataclass(frozen=True)
 class TrialOutcome(StrictRecord):
@@ -111,26 +103,5 @@ class ArrangementOutcome(StrictRecord):
     trial: TrialOutcome | None = None
 
 
-_NOTE = TypeAdapter(ArrangementNote)
-
-
-def read_arrangement(store: Store) -> ArrangementNote | None:
-    """Return the decision of a run; None if there is none.
-
-    Raises `CorruptRun` for a malformed record.
-    """
-    try:
-        data = read_record(store, ARRANGEMENT)
-    except FileNotFoundError:
-        return None
-    return read_json(_NOTE, without_checksum(data, f"{store.uri}/{ARRANGEMENT}"), ARRANGEMENT)
-
-
-def record_arrangement(store: Store, note: ArrangementNote) -> ArrangementNote:
-    """Write the decision unless one exists; return the stored one."""
-    if put_record_if_absent(store, ARRANGEMENT, note.to_bytes()):
-        return note
-    decision = read_arrangement(store)
-    if decision is None:
-        raise CorruptRun(f"{store.uri}/{ARRANGEMENT} exists, but cannot be read")
-    return decision
+_FILE = RecordFile(ARRANGEMENT, ArrangementNote)
+read_arrangement, record_arrangement = _FILE.read, _FILE.put_if_absent

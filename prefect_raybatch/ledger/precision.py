@@ -6,16 +6,11 @@ Written by put-if-absent before the first shard is inferred; every driver of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
-from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import PRECISION
-from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
-from prefect_raybatch.storage import Store
+from prefect_raybatch.ledger.record_file import RecordFile
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 
 
 @dataclass(frozen=True)
@@ -73,30 +68,6 @@ class PrecisionNote(StrictRecord):
     itself: Number | None = None
     seconds: Number = 0.0
 
-    def to_bytes(self) -> bytes:
-        return with_checksum(dump(asdict(self)))
 
-
-_NOTE = TypeAdapter(PrecisionNote)
-
-
-def read_precision(store: Store) -> PrecisionNote | None:
-    """Return the decision of a run; None if there is none yet.
-
-    Raises `CorruptRun` for a malformed record.
-    """
-    try:
-        data = read_record(store, PRECISION)
-    except FileNotFoundError:
-        return None
-    return read_json(_NOTE, without_checksum(data, f"{store.uri}/{PRECISION}"), PRECISION)
-
-
-def record_precision(store: Store, note: PrecisionNote) -> PrecisionNote:
-    """Write the decision unless one exists; return the stored one."""
-    if put_record_if_absent(store, PRECISION, note.to_bytes()):
-        return note
-    decision = read_precision(store)
-    if decision is None:
-        raise CorruptRun(f"{store.uri}/{PRECISION} exists, but cannot be read")
-    return decision
+_FILE = RecordFile(PRECISION, PrecisionNote)
+read_precision, record_precision = _FILE.read, _FILE.put_if_absent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -34,6 +35,7 @@ MOST_KEYS = 20_000  # unknown keys in a record; pydantic holds an error in memor
 _KEY = re.compile(rb'"([^"]*)"\s*:')
 
 
+@dataclass(frozen=True)
 class StrictRecord:
     """Base class of records: reading one rejects unknown fields and wrong types."""
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass
 
 from prefect_raybatch.ledger.layout import QUALITY
-from prefect_raybatch.ledger.record_files import put_record, read_record
-from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
+from prefect_raybatch.ledger.record_file import RecordFile
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 from prefect_raybatch.quality.alarm import ShareSeries
 from prefect_raybatch.sizing.agreement import lower_bound
-from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 CONFIDENCE_OF_END = 0.975  # confidence of each end of a 95 % interval
@@ -87,7 +83,8 @@ class Accuracy(StrictRecord):
         )
 
 
-_RECORD = TypeAdapter(Accuracy)
+_FILE = RecordFile(QUALITY, Accuracy)
+read_accuracy, put_accuracy = _FILE.read, _FILE.put
 
 
 def interval(right: int, rows: int) -> tuple[float, float]:
@@ -104,20 +101,3 @@ def accuracy_of(
     """Compute the 95 % interval; return the accuracy record of the run with plan hash `plan`."""
     low, high = interval(right, rows)
     return Accuracy(plan, right, rows, unanswered, round(low, 6), round(high, 6), tuple(wrong))
-
-
-def put_accuracy(store: Store, accuracy: Accuracy) -> None:
-    """Write quality.json to the run directory `store`, replacing an earlier one."""
-    put_record(store, QUALITY, with_checksum(dump(asdict(accuracy))))
-
-
-def read_accuracy(store: Store) -> Accuracy | None:
-    """Return the accuracy in quality.json of the run directory `store`, None if it has none.
-
-    Raises `CorruptRun` for a malformed record.
-    """
-    try:
-        data = read_record(store, QUALITY)
-    except FileNotFoundError:
-        return None
-    return read_json(_RECORD, without_checksum(data, f"{store.uri}/{QUALITY}"), QUALITY)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-
-from pydantic import TypeAdapter
+from dataclasses import dataclass
 
 from prefect_raybatch.ledger.layout import AGREEMENT_RECORD
-from prefect_raybatch.ledger.record_files import put_record, read_record
-from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import Count, StrictRecord, read_json
+from prefect_raybatch.ledger.record_file import RecordFile
+from prefect_raybatch.ledger.strict import Count, StrictRecord
 from prefect_raybatch.quality.alarm import ShareSeries
-from prefect_raybatch.storage import Store
 
 
 @dataclass(frozen=True)
@@ -30,22 +26,5 @@ class Agreement(StrictRecord):
     series: ShareSeries
 
 
-_RECORD = TypeAdapter(Agreement)
-
-
-def put_agreement(store: Store, agreement: Agreement) -> None:
-    """Write agreement.json to the run directory `store`, replacing an earlier one."""
-    put_record(store, AGREEMENT_RECORD, with_checksum(dump(asdict(agreement))))
-
-
-def read_agreement(store: Store) -> Agreement | None:
-    """Return the agreement in agreement.json of the run directory `store`, None if it has none.
-
-    Raises `CorruptRun` for a malformed record.
-    """
-    try:
-        data = read_record(store, AGREEMENT_RECORD)
-    except FileNotFoundError:
-        return None
-    text = without_checksum(data, f"{store.uri}/{AGREEMENT_RECORD}")
-    return read_json(_RECORD, text, AGREEMENT_RECORD)
+_FILE = RecordFile(AGREEMENT_RECORD, Agreement)
+read_agreement, put_agreement = _FILE.read, _FILE.put

@@ -7,12 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from pydantic import TypeAdapter
-
 from prefect_raybatch.ledger.layout import JUDGE, JUDGEMENT
-from prefect_raybatch.ledger.record_files import put_record, read_record
-from prefect_raybatch.ledger.records import dump, with_checksum, without_checksum
-from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
+from prefect_raybatch.ledger.record_file import RecordFile
+from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 from prefect_raybatch.quality.accuracy import Accuracy, interval
 from prefect_raybatch.quality.agreement import Agreement
 from prefect_raybatch.quality.alarm import ShareSeries
@@ -169,7 +166,8 @@ class Judgement(StrictRecord):
         )
 
 
-_RECORD = TypeAdapter(Judgement)
+_FILE = RecordFile(JUDGEMENT, Judgement)
+read_judgement, put_judgement = _FILE.read, _FILE.put
 
 
 def series_of(
@@ -242,23 +240,6 @@ def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
                 return None, f"{why}: add golden rows"
     found = None if math.isnan(share) else round(share, 6)
     return Corrected(method, found, round(low, 6), round(high, 6), **asdict(confusion)), ""
-
-
-def put_judgement(store: Store, judgement: Judgement) -> None:
-    """Write judgement.json to the run directory `store`, replacing an earlier one."""
-    put_record(store, JUDGEMENT, with_checksum(dump(asdict(judgement))))
-
-
-def read_judgement(store: Store) -> Judgement | None:
-    """Return the judgement in judgement.json of the run directory `store`, None if it has none.
-
-    Raises `CorruptRun` for a malformed record.
-    """
-    try:
-        data = read_record(store, JUDGEMENT)
-    except FileNotFoundError:
-        return None
-    return read_json(_RECORD, without_checksum(data, f"{store.uri}/{JUDGEMENT}"), JUDGEMENT)
 
 
 def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:

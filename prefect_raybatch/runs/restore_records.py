@@ -25,6 +25,7 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.layout import ANSWERS_RECORD, PLAN, PRECISION, REPORT, row_sums_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.precision import PrecisionNote, read_precision
+from prefect_raybatch.ledger.record_file import record_bytes
 from prefect_raybatch.ledger.record_files import put_record_proved, read_record
 from prefect_raybatch.ledger.records import Part, Plan, digest, dump
 from prefect_raybatch.ledger.success import Success
@@ -88,7 +89,7 @@ def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
         return ()
     if told is None or found == told:
         return ()
-    put_record_proved(store, PRECISION, told.to_bytes())
+    put_record_proved(store, PRECISION, record_bytes(told))
     return (f"{store.uri}/{PRECISION}, which the report holds",)
 
 
