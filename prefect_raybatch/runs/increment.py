@@ -39,7 +39,6 @@ from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.plan_tables import to_parquet
 from prefect_raybatch.ledger.record_files import put_table
 from prefect_raybatch.ledger.records import JsonObject, Plan, digest, load
-from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
@@ -346,9 +345,8 @@ def _plan_requests_phase(
     weights = to_parquet(pa.table({"rows": pa.array(join.weights())}))
     name = f"weights-{digest(weights)[:16]}.parquet"
     asks, model = requests_spec(spec), resolved.with_adapters()
-    row_bytes = image_bytes.row_bytes(
-        asks.prompt.images, asks.engine.model, asks.read, resolved.model, found, ledger.store
-    )
+    asked = replace(run_input, found=found, store=ledger.store, copied=True)
+    row_bytes = asked.row_bytes(asks, resolved.model)
     plan, named = make_plan(
         asks,
         resolved.identity,
@@ -384,14 +382,7 @@ def plan_first_model(
     the larger model (see `share_of_retry`); None: no such limit.
     """
     model = resolved.with_adapters()
-    row_bytes = image_bytes.row_bytes(
-        spec.prompt.images,
-        spec.engine.model,
-        spec.read,
-        resolved.model,
-        run_input.found,
-        run_input.snapshot,
-    )
+    row_bytes = run_input.row_bytes(spec, resolved.model)
     plan, named = make_plan(
         spec,
         resolved.identity,

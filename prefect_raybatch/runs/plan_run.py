@@ -393,6 +393,11 @@ class RunInput:
         """Return the store that holds the files if they are a copy, else None."""
         return self.store if self.copied else None
 
+    def row_bytes(self, spec: RunSpec, model: PinnedModel) -> float:
+        """Estimate the bytes of a row in memory in a run of `spec` with this input."""
+        images, engine = spec.prompt.images, spec.engine.model
+        return image_bytes.row_bytes(images, engine, spec.read, model, self.found, self.snapshot)
+
 
 def new_plan(
     resolved: Resolved,
@@ -413,14 +418,7 @@ def new_plan(
     """
     found = run_input.found
     model = resolved.with_adapters()
-    row_bytes = image_bytes.row_bytes(
-        spec.prompt.images,
-        spec.engine.model,
-        spec.read,
-        resolved.model,
-        found,
-        run_input.snapshot,
-    )
+    row_bytes = run_input.row_bytes(spec, resolved.model)
     return make_plan(
         spec,
         resolved.identity,
