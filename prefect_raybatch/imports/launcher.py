@@ -27,7 +27,7 @@ Less than the time in which a worker of a local cluster must report itself to Ra
 (`REGISTER_SECONDS` in `cluster.ray_process`).
 """
 
-CALL_WAIT = 10.0  # seconds that a call may take once the imports are done
+CALL_WAIT = 10.0  # seconds that a call may take once the server has accepted it
 ALIVE_EVERY = 0.5  # seconds between checks of a process on kernels without pidfd_open
 FORK_REQUEST = b"r"  # sent on accept, so that nothing is forked for a caller that has given up
 SIZE = struct.Struct("!Q")  # 8 bytes: the length of a call, or the process id in the reply

@@ -4,14 +4,16 @@ Run as `python -P -m prefect_raybatch.imports.server LISTENER ALIVE` with two in
 a listening UNIX socket, and the read end of a pipe whose other end closes when this process is no
 longer needed. The workers that it has forked live on.
 
-A fork must not inherit a CUDA context or a Python thread. If an import has created one, this
-process ends, and the workers that wait for it start as usual.
+A fork must not inherit a CUDA context or a Python thread. If an import here has created one, this
+process ends, and the workers that wait for it start as usual. What only a core's fork server
+imports is not checked: a test shows that vLLM's modules create neither.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -54,8 +56,9 @@ def main(listener: int, alive: int) -> None:
         events.register(descriptor, select.POLLIN)
     apart = forking.core_apart()
     signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
-    # If the core runs apart, a worker and its core import the rest side by side. So it is imported
-    # here only until the first call.
+    # Stop at the first call, or when the pipe closes: a worker and its core's fork server then
+    # import the rest at the same time. If the core shares the worker's process, nothing could run
+    # beside it, so everything is imported here.
     _import_engine(stop=lambda: apart and bool(events.poll(0)))
     signal.alarm(0)
     # Nobody waits for the workers, so the kernel may forget them. Not before: the imports would
@@ -75,16 +78,17 @@ def main(listener: int, alive: int) -> None:
 def _import_engine(stop: Callable[[], bool]) -> None:
     """Import what the processes of an engine need, except Ray.
 
-    Imports what the front and the core share, then the modules of either, until `stop()` is true.
-    A fork must import Ray itself, because Ray reads at import from the environment which job the
-    process belongs to. One of vLLM's modules tries to import Ray for engines on several nodes; no
-    such engine is started from here.
+    Imports what the front and the core share, then the modules of either, until `stop()` is true;
+    the rest is left to each fork. A fork must import Ray itself, because Ray reads at import from
+    the environment which job the process belongs to. One of vLLM's modules tries to import Ray for
+    engines on several nodes; no such engine is started from here.
     """
     sys.modules["ray"] = cast(ModuleType, None)  # so it is not found
     try:
         with _packages_listed_beside():
             importlib.import_module(forking.PRELOAD)
             import_all((*internals.FRONT_MODULES, *internals.CORE_MODULES), stop)
+            gc.freeze()
     finally:
         del sys.modules["ray"]
 
@@ -113,7 +117,7 @@ def _packages_listed_beside() -> Iterator[None]:
             yield
         finally:
             metadata.packages_distributions = list_here
-            lister.kill()  # nobody asked
+            lister.kill()  # if no import has asked for its list
 
 
 def _may_fork() -> bool:

@@ -94,7 +94,7 @@ def test_the_server_is_begun_where_a_core_is_spawned(
 
 
 CALLS = """
-import os, sys, types
+import os, sys, time, types
 from prefect_raybatch.stages.vllm import forking
 
 # Here, and in each process that is forked for this script.
@@ -108,17 +108,23 @@ if __name__ == "__main__":
     made = forking.context_of_core()
     here = "colorsys" in sys.modules
     print(made.call(lambda: (os.environ["LOADED"], "colorsys" in sys.modules)), here)
-    for fails in (lambda: 1 / 0, lambda: os._exit(0)):
+    forking.CALL_SECONDS = 20  # of the last call, which returns nothing
+    for fails in (lambda: 1 / 0, lambda: os._exit(0), lambda: time.sleep(600)):
         try:
             made.call(fails)
-        except forking.CallFailed:
-            print("failed")
+        except forking.CallFailed as error:
+            print(repr(error.__cause__))
 """
 
 
 def test_a_function_is_called_in_a_fork(tmp_path: Path) -> None:
     lines = run(tmp_path, CALLS).splitlines()
-    assert lines == ["('plugins', True) False", "failed", "failed"]
+    assert lines == [
+        "('plugins', True) False",
+        "EOFError()",
+        "EOFError()",
+        "TimeoutError('no result in 20 s')",
+    ]
 
 
 INSPECTS = """

@@ -43,7 +43,9 @@ import changes some variables, but not this one.
 
 _T = TypeVar("_T")
 
-_begun = False
+CALL_SECONDS = 120.0  # for a call in a forked process
+
+_begun = False  # whether cores are forked from the server
 
 
 def begin_fork_server(arguments: EngineFields) -> None:
@@ -159,18 +161,19 @@ class ForkedProcess(context.ForkServerProcess):
 
 
 class CallFailed(Exception):
-    """A function that was called in a forked process raised, or the process ended before."""
+    """A function that was called in a forked process has not returned a result in time."""
 
 
 class ForkedContext(context.ForkServerContext):
-    """The context with which vLLM makes its core's process."""
+    """Makes processes from the fork server: vLLM's core, and those of short calls."""
 
     Process = ForkedProcess
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Call `function` in a forked process that has imported vLLM; return its result.
 
-        vLLM's plugins are loaded there. Raises CallFailed if the process returns nothing.
+        vLLM's plugins are loaded there. Raises CallFailed if the process returns nothing within
+        CALL_SECONDS.
         """
         import cloudpickle
 
@@ -181,9 +184,12 @@ class ForkedContext(context.ForkServerContext):
                 process = self.Process(target=_send_result, args=(sent, sender))
                 process.start()
             try:
+                if not receiver.poll(CALL_SECONDS):
+                    process.kill()
+                    raise TimeoutError(f"no result in {CALL_SECONDS:g} s")
                 return cast(_T, receiver.recv())
-            except EOFError:
-                raise CallFailed(f"process {process.pid} has returned nothing") from None
+            except Exception as error:  # the end of the process, or a result that is malformed
+                raise CallFailed(f"process {process.pid}: {error!r}") from error
             finally:
                 process.join()
 

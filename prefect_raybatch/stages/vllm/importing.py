@@ -1,4 +1,4 @@
-"""Imports many modules in less time."""
+"""Imports a list of modules, skips those that fail, and collects no garbage meanwhile."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from prefect_raybatch.uncollected import uncollected
 
 
 def import_all(names: Iterable[str], stop: Callable[[], bool] = lambda: False) -> None:
-    """Import the modules `names`, without those that fail, until `stop()` returns True.
+    """Import each module in turn; skip one that fails.
 
-    A module that fails is imported again by the code that needs it, which then reports the reason.
+    Asks `stop()` before each, and returns once it is true. Code that needs a module which failed
+    imports it again, and reports the reason.
     """
     with uncollected():
         for name in names:

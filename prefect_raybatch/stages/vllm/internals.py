@@ -19,6 +19,7 @@ from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import forking
 from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.shorter_start import share_kernel_cache, with_fewer_graphs
+from prefect_raybatch.uncollected import uncollected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,10 +41,10 @@ PHASE_LINES = {
     "KV cache size: ": "graphs",  # after "GPU", or after the kind of device (vLLM 0.30)
 }
 
-# What both import: the process that drives an engine (the front), and that of its core.
+# Modules that the process that drives an engine (the front) and that of its core both import.
 SHARED_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.core")
 
-# What the front imports besides.
+# Modules that only the front imports.
 FRONT_MODULES = (
     "vllm.engine.llm_engine",
     "vllm.v1.metrics.prometheus",
@@ -52,7 +53,7 @@ FRONT_MODULES = (
     "pyarrow.compute",
 )
 
-# What the core imports besides.
+# Modules that only the core imports.
 CORE_MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
@@ -134,10 +135,11 @@ class LLMEngine(Protocol):
 
 def start(arguments: EngineFields) -> LLMEngine:
     """Start and return a vLLM engine with these fields of `EngineArgs`."""
-    import_all((*SHARED_MODULES, *FRONT_MODULES))
-    import vllm
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
+    with uncollected():
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+    import_all(FRONT_MODULES)
 
     fields = dict(arguments)
     if current_platform.is_cuda() and (gpu := current_platform.get_device_capability()) is not None:
@@ -146,8 +148,8 @@ def start(arguments: EngineFields) -> LLMEngine:
     for name in ("structured_outputs_config", "reasoning_config"):
         if isinstance(given := fields.get(name), dict):  # EngineArgs writes into the class of it
             fields[name] = _class_of(name)(**given)
-    made = forking.context_of_core()
-    with _core_made_by(made), _models_inspected_by(made):
+    context = forking.context_of_core()
+    with _core_made_by(context), _models_inspected_by(context):
         return cast(LLMEngine, vllm.LLMEngine.from_engine_args(EngineArgs(**fields)))
 
 
@@ -159,16 +161,16 @@ def _class_of(name: str) -> type[StructuredOutputsConfig | ReasoningConfig]:
 
 
 @contextlib.contextmanager
-def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
-    """Make vLLM start its core process with the multiprocessing context `made`.
+def _core_made_by(context: forking.ForkedContext | None) -> Iterator[None]:
+    """Make vLLM start its core process with this multiprocessing context.
 
     None keeps vLLM's own choice.
     """
-    if made is None:
+    if context is None:
         yield
         return
     utils: Any = importlib.import_module("vllm.v1.engine.utils")
-    original, utils.get_mp_context = utils.get_mp_context, lambda: made
+    original, utils.get_mp_context = utils.get_mp_context, lambda: context
     try:
         yield
     finally:
@@ -176,13 +178,13 @@ def _core_made_by(made: forking.ForkedContext | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _models_inspected_by(made: forking.ForkedContext | None) -> Iterator[None]:
-    """Make vLLM inspect a model's class in a process made by `made`; None keeps vLLM's own way.
+def _models_inspected_by(context: forking.ForkedContext | None) -> Iterator[None]:
+    """Make vLLM find out in a fork what a model's class can do; None keeps vLLM's own way.
 
-    vLLM keeps what it finds in its cache folder. If that lacks the class, vLLM starts a new process
-    for it, which imports vLLM: 12 to 15 s on machines with GPUs.
+    vLLM does so once for each class, and keeps the result in its cache folder. By itself it starts
+    a new Python for it, which imports vLLM: 12 to 15 s on machines with GPUs.
     """
-    if made is None:
+    if context is None:
         yield
         return
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
@@ -190,7 +192,7 @@ def _models_inspected_by(made: forking.ForkedContext | None) -> Iterator[None]:
 
     def inspected(inspect: Callable[[], Any]) -> Any:
         try:
-            return made.call(inspect)
+            return context.call(inspect)
         except forking.CallFailed:  # vLLM's own way tells why
             return original(inspect)
 

@@ -6,6 +6,7 @@ The process from which they are forked loads it. See `prefect_raybatch.stages.vl
 from __future__ import annotations
 
 import contextlib
+import gc
 
 from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.internals import SHARED_MODULES
@@ -19,6 +20,8 @@ with contextlib.suppress(ImportError):
 
     setproctitle.getproctitle()
 
+# The import server cannot import Ray, and is not to. The fork server of any other actor does.
 NEEDED = ("ray", *SHARED_MODULES, "prefect_raybatch.stages.vllm.plugin")
 
 import_all(NEEDED)
+gc.freeze()  # collections in forks then leave the memory that they share alone

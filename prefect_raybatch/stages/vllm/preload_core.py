@@ -5,9 +5,13 @@ The core's fork server loads it after `preload`. See `prefect_raybatch.stages.vl
 
 from __future__ import annotations
 
+import gc
+
 from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.internals import CORE_MODULES
 
+# Ray as well: a fork of the import server has not imported it yet.
 CORE_NEEDED = ("ray", *CORE_MODULES)
 
 import_all(CORE_NEEDED)
+gc.freeze()
