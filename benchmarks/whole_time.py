@@ -3,15 +3,16 @@
     python benchmarks/whole_time.py --works mid:8b:2000,company:8b:20000,short:bert:40000 --runs 3
 
 A work is KIND:SIZE:ROWS, with kinds and sizes as in `gpu.py`, or of `pooling.py` for `short` and
-`long`. The input is a Parquet file. Ours is `raybatch run job.yaml` with all sizes as the package
-chooses them. The plain script reads the file, calls `LLM.chat` or `LLM.embed` once with vLLM's
-default sizes, and writes the answers to a Parquet file. Both start a process and take turns, in the
-order ours, plain, plain, ours, and so on. The first turn may find empty caches, so it is marked and
-does not count. With --cold, each run finds empty caches, since it gets a home folder of its own.
+`long`. The input is a Parquet file. Ours is `raybatch run job.yaml --no-prefect` with all sizes as
+the package chooses them. The plain script reads the file, calls `LLM.chat` or `LLM.embed` once with
+vLLM's default sizes, and writes the answers to a Parquet file. Both run with
+VLLM_USE_FLASHINFER_SAMPLER=0, as in `gpu.py`. They take turns, in the order ours, plain, plain,
+ours, and so on. The first turn may find empty caches, so it is marked and does not count. With
+--cold, each run finds empty caches, since it gets a home folder of its own.
 
 Prints and appends to --out one JSON object a run: `last_row_s`, seconds from the start of the
-process until the last answer is there (ours: committed), `whole_s` until the process has ended, and
-for ours the phases of the start.
+process until the last answer is there (ours: its shard's files are written), `whole_s` until the
+process has ended, and for ours the phases of the start.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def prepare(work: str, size: str, count: int, folder: Path, args: argparse.Names
     (folder / "plain.json").write_text(json.dumps(told))
 
 
-CACHES = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+CACHES = (
+    *("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"),
+    *("TRITON_CACHE_DIR", "TRITON_HOME"),
+)
 
 
 def run(peer: str, number: int, folder: Path, cold: bool) -> dict[str, Any]:
@@ -102,7 +106,10 @@ def run(peer: str, number: int, folder: Path, cold: bool) -> dict[str, Any]:
     env = dict(os.environ)
     if cold:
         env = {name: value for name, value in env.items() if name not in CACHES}
-        env |= {"HOME": tempfile.mkdtemp(dir=folder), "TMPDIR": tempfile.mkdtemp(prefix="t")}
+        env |= {
+            "HOME": tempfile.mkdtemp(dir=folder),
+            "TMPDIR": tempfile.mkdtemp(prefix="t", dir=folder),
+        }
     key = f"run{number}"
     command = {
         "plain": [__file__, "--plain", str(folder)],
@@ -140,7 +147,7 @@ def run(peer: str, number: int, folder: Path, cold: bool) -> dict[str, Any]:
 
 
 def ends(place: Path, began: float) -> dict[str, float]:
-    """Seconds from `began` to the first and to the last commit of a run."""
+    """Seconds from `began` to the end of the first and of the last shard of a run."""
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.storage import open_store
 
@@ -165,7 +172,7 @@ def main() -> None:
         plain(args.plain)
         return
     for work, size, count in (one.split(":") for one in args.works.split(",")):
-        with tempfile.TemporaryDirectory(prefix="whole-time-") as folder:
+        with tempfile.TemporaryDirectory(prefix="wt-", dir="/tmp") as folder:
             prepare(work, size, int(count), Path(folder), args)
             measure((work, size, int(count)), Path(folder), args)
 
