@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefect_raybatch.ledger.json_record import JsonRecord
 from prefect_raybatch.ledger.layout import ARRANGEMENT
-from prefect_raybatch.ledger.record_file import RecordFile
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 from prefect_raybatch.words import counted
 
@@ -103,5 +103,5 @@ class ArrangementOutcome(StrictRecord):
     trial: TrialOutcome | None = None
 
 
-_FILE = RecordFile(ARRANGEMENT, ArrangementNote)
+_FILE = JsonRecord(ARRANGEMENT, ArrangementNote)
 read_arrangement, record_arrangement = _FILE.read, _FILE.put_if_absent

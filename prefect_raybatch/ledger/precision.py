@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prefect_raybatch.ledger.json_record import JsonRecord
 from prefect_raybatch.ledger.layout import PRECISION
-from prefect_raybatch.ledger.record_file import RecordFile
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 
 
@@ -69,5 +69,5 @@ class PrecisionNote(StrictRecord):
     seconds: Number = 0.0
 
 
-_FILE = RecordFile(PRECISION, PrecisionNote)
+_FILE = JsonRecord(PRECISION, PrecisionNote)
 read_precision, record_precision = _FILE.read, _FILE.put_if_absent

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prefect_raybatch.ledger.json_record import JsonRecord
 from prefect_raybatch.ledger.layout import QUALITY
-from prefect_raybatch.ledger.record_file import RecordFile
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 from prefect_raybatch.quality.alarm import ShareSeries
 from prefect_raybatch.sizing.agreement import lower_bound
@@ -83,7 +83,7 @@ class Accuracy(StrictRecord):
         )
 
 
-_FILE = RecordFile(QUALITY, Accuracy)
+_FILE = JsonRecord(QUALITY, Accuracy)
 read_accuracy, put_accuracy = _FILE.read, _FILE.put
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefect_raybatch.ledger.json_record import JsonRecord
 from prefect_raybatch.ledger.layout import AGREEMENT_RECORD
-from prefect_raybatch.ledger.record_file import RecordFile
 from prefect_raybatch.ledger.strict import Count, StrictRecord
 from prefect_raybatch.quality.alarm import ShareSeries
 
@@ -26,5 +26,5 @@ class Agreement(StrictRecord):
     series: ShareSeries
 
 
-_FILE = RecordFile(AGREEMENT_RECORD, Agreement)
+_FILE = JsonRecord(AGREEMENT_RECORD, Agreement)
 read_agreement, put_agreement = _FILE.read, _FILE.put

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from prefect_raybatch.ledger.json_record import JsonRecord
 from prefect_raybatch.ledger.layout import JUDGE, JUDGEMENT
-from prefect_raybatch.ledger.record_file import RecordFile
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 from prefect_raybatch.quality.accuracy import Accuracy, interval
 from prefect_raybatch.quality.agreement import Agreement
@@ -166,7 +166,7 @@ class Judgement(StrictRecord):
         )
 
 
-_FILE = RecordFile(JUDGEMENT, Judgement)
+_FILE = JsonRecord(JUDGEMENT, Judgement)
 read_judgement, put_judgement = _FILE.read, _FILE.put
 
 

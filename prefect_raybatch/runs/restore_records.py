@@ -22,10 +22,10 @@ from prefect_raybatch.ledger.increments import (
     increment_of,
     requests_ledger,
 )
+from prefect_raybatch.ledger.json_record import record_bytes
 from prefect_raybatch.ledger.layout import ANSWERS_RECORD, PLAN, PRECISION, REPORT, row_sums_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.precision import PrecisionNote, read_precision
-from prefect_raybatch.ledger.record_file import record_bytes
 from prefect_raybatch.ledger.record_files import put_record_proved, read_record
 from prefect_raybatch.ledger.records import Part, Plan, digest, dump
 from prefect_raybatch.ledger.success import Success

@@ -1,4 +1,4 @@
-"""A record of a run directory in a JSON file of its own, with a checksum."""
+"""Records of a run directory that have a JSON file of their own, with a checksum."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from prefect_raybatch.storage import Store
 _R = TypeVar("_R", bound=StrictRecord)
 
 
-class RecordFile(Generic[_R]):
-    """The file at `path` in each run directory, which holds one record of type `kind`."""
+class JsonRecord(Generic[_R]):
+    """A record of type `kind` in the file at `path` of each run directory."""
 
     def __init__(self, path: str, kind: type[_R]) -> None:
         self.path, self._adapter = path, TypeAdapter(kind)
