@@ -103,7 +103,7 @@ class EarlierRun:
 
 
 @dataclass(frozen=True)
-class Tonight:
+class ComingRun:
     """What is known of a run that is about to start.
 
     `model` is the choice of the cost model. `fits` returns whether an arrangement fits on the GPUs.
@@ -172,21 +172,21 @@ def _half_and_double(number: int) -> tuple[int, ...]:
     return (number, max(1, number // 2), 2 * number)
 
 
-def decide(tonight: Tonight, earlier: Sequence[EarlierRun], by: str) -> ArrangementNote:
+def decide(coming: ComingRun, earlier: Sequence[EarlierRun], by: str) -> ArrangementNote:
     """Return the decision of attempt `by` for a run; `earlier` are the job's runs, newest first."""
-    runs = [run for run in earlier if is_same_work(run.decided.work, tonight.work)]
-    incumbent = incumbent_of(tonight, runs)
-    challenger, ratio = challenger_of(tonight, runs, incumbent)
+    runs = [run for run in earlier if is_same_work(run.decided.work, coming.work)]
+    incumbent = incumbent_of(coming, runs)
+    challenger, ratio = challenger_of(coming, runs, incumbent)
     why = incumbent.why
     if challenger is not None:
-        reason = _why_no_trial(tonight, runs, incumbent.arrangement, challenger)
+        reason = _why_no_trial(coming, runs, incumbent.arrangement, challenger)
         faster = f"{challenger}, which should be {ratio - 1:.0%} faster"
         what = f"the run has {reason} to try" if reason else "a fifth of the shards tries"
         why = f"{why}; {what} {faster}"
         challenger = None if reason else challenger
     return ArrangementNote(
-        work=tonight.work,
-        model=tonight.model,
+        work=coming.work,
+        model=coming.model,
         incumbent=incumbent.arrangement,
         challenger=challenger,
         predicted=round(ratio, 4),
@@ -196,17 +196,17 @@ def decide(tonight: Tonight, earlier: Sequence[EarlierRun], by: str) -> Arrangem
     )
 
 
-def incumbent_of(tonight: Tonight, runs: Sequence[EarlierRun]) -> Incumbent:
+def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
     """Return what a run uses; `runs` did the same work, newest first."""
     if not runs:
-        return Incumbent(tonight.model, "by the cost model, as no earlier run did the same work")
+        return Incumbent(coming.model, "by the cost model, as no earlier run did the same work")
     last, winner = runs[0], runs[0].winner
-    if winner is not None and tonight.fits(winner):
+    if winner is not None and coming.fits(winner):
         return Incumbent(winner, f"it won its trial in run {last.key}")
-    if last.used == last.decided.model or not tonight.fits(last.used):
-        return Incumbent(tonight.model, "by the cost model")
+    if last.used == last.decided.model or not coming.fits(last.used):
+        return Incumbent(coming.model, "by the cost model")
     before = next((run.used for run in runs if run.used != last.used), last.decided.model)
-    before = before if tonight.fits(before) else tonight.model
+    before = before if coming.fits(before) else coming.model
     if last.broke:
         return Incumbent(before, f"run {last.key} failed with {last.used}", last.used)
     usual = usual_score(runs, before) or usual_score(runs[1:], last.used)
@@ -235,7 +235,7 @@ def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
 
 
 def challenger_of(
-    tonight: Tonight, runs: Sequence[EarlierRun], incumbent: Incumbent
+    coming: ComingRun, runs: Sequence[EarlierRun], incumbent: Incumbent
 ) -> tuple[Arrangement | None, float]:
     """Return (challenger, its expected rate / the incumbent's); (None, 1.0) if nothing is to try.
 
@@ -247,10 +247,10 @@ def challenger_of(
         return None, 1.0
     closed = {own, incumbent.given_up, *barred(runs)}
     ratios: dict[Arrangement, float] = {}
-    for other in candidates(own, tonight.model):
-        if other not in closed and tonight.fits(other):
+    for other in candidates(own, coming.model):
+        if other not in closed and coming.fits(other):
             score = usual_score(runs, other)
-            ratios[other] = usual / score if score else tonight.expect(own, busy, other)
+            ratios[other] = usual / score if score else coming.expect(own, busy, other)
     best = max(ratios, key=ratios.__getitem__, default=None)
     return (best, ratios[best]) if best and ratios[best] >= 1 + LEAST_GAIN else (None, 1.0)
 
@@ -262,13 +262,13 @@ def _busy(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
 
 
 def _why_no_trial(
-    tonight: Tonight, runs: Sequence[EarlierRun], incumbent: Arrangement, challenger: Arrangement
+    coming: ComingRun, runs: Sequence[EarlierRun], incumbent: Arrangement, challenger: Arrangement
 ) -> str:
     """Return "too little time" or "too few shards" if a trial would cost or show too little."""
     last = next(run for run in runs if run.used == incumbent and run.score is not None)
     start = last.outcome.start if last.outcome else 0.0
-    seconds = tonight.rows / max(last.rows_per_gpu_s * tonight.gpus, 1e-9)
+    seconds = coming.rows / max(last.rows_per_gpu_s * coming.gpus, 1e-9)
     if seconds < max(STARTS_WORTH * start, LEAST_SECONDS):
         return "too little time"
-    ends = 2 * tonight.in_flight(challenger)
-    return "too few shards" if tonight.trial_shards < ends + LEAST_SHARDS else ""
+    ends = 2 * coming.in_flight(challenger)
+    return "too few shards" if coming.trial_shards < ends + LEAST_SHARDS else ""

@@ -17,15 +17,15 @@ import numpy as np
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, CorruptRun, InsufficientResources, RayBatchError
 from prefect_raybatch.installed import engine_version
+from prefect_raybatch.learning.coming_run import PlannedRows, coming_run_of
 from prefect_raybatch.learning.rules import (
     LEAST_SECONDS,
+    ComingRun,
     EarlierRun,
-    Tonight,
     decide,
     in_trial,
 )
 from prefect_raybatch.learning.score import PartShards, paired_gain, steady_shards
-from prefect_raybatch.learning.tonight import PlannedRows, tonight_of
 from prefect_raybatch.ledger.arrangement import (
     Arrangement,
     ArrangementNote,
@@ -85,13 +85,13 @@ def decided_arrangement(
     """Return the decision on a run's engines; decide and record it if no attempt has.
 
     `attempt` is the id of this attempt. None if the run does not learn, since the job says so, it
-    has two phases, it retries failed rows or there is nothing to learn (see `tonight_of`). Also
+    has two phases, it retries failed rows or there is nothing to learn (see `coming_run_of`). Also
     None if shards are committed without a decision, or if the decision cannot be read or does not
     fit this cluster.
     """
     is_one_phase = plan.increment is None and plan.parent is None
-    tonight = _tonight(spec, PlannedRows.of(plan, shards), capacity) if is_one_phase else None
-    if tonight is None:
+    coming = _coming_run(spec, PlannedRows.of(plan, shards), capacity) if is_one_phase else None
+    if coming is None:
         return None
     try:
         note = read_arrangement(ledger.store)
@@ -100,8 +100,8 @@ def decided_arrangement(
         return None
     if note is None and not ledger.committed(plan).any():
         runs = earlier_runs(spec.output, spec.job, but=plan.run_key)
-        note = record_arrangement(ledger.store, decide(tonight, runs, attempt))
-    if note is None or not all(map(tonight.fits, filter(None, (note.incumbent, note.challenger)))):
+        note = record_arrangement(ledger.store, decide(coming, runs, attempt))
+    if note is None or not all(map(coming.fits, filter(None, (note.incumbent, note.challenger)))):
         return None
     log.info("engines on a GPU x sequences: %s, %s", note.incumbent, note.why)
     return note
@@ -114,26 +114,26 @@ def expected_arrangement(
 
     The lengths of its rows are taken to be spread as in the newest run. Writes nothing.
     """
-    tonight = _tonight(spec, rows, capacity)
-    if tonight is None:
+    coming = _coming_run(spec, rows, capacity)
+    if coming is None:
         return None
     runs = earlier_runs(spec.output, spec.job, but=run_key)
     if runs:
         spread = runs[0].decided.work.tokens[2:]
         mean = sum(spread) / len(spread) if sum(spread) > 0 else 1.0
         deciles = tuple(length / mean for length in spread) or rows.deciles
-        tonight = _tonight(spec, replace(rows, deciles=deciles), capacity) or tonight
-    return decide(tonight, runs, "")
+        coming = _coming_run(spec, replace(rows, deciles=deciles), capacity) or coming
+    return decide(coming, runs, "")
 
 
-def _tonight(spec: LearningSpec, rows: PlannedRows, capacity: Capacity) -> Tonight | None:
+def _coming_run(spec: LearningSpec, rows: PlannedRows, capacity: Capacity) -> ComingRun | None:
     if not spec.engine.learn or spec.engine.model.endpoint is not None:
         return None
     model, _ = sized.model_sizes(spec.sizes, rows.model, capacity)
     if model is None:
         return None
     try:
-        return tonight_of(spec.sizes, rows, capacity, model, engine_version())
+        return coming_run_of(spec.sizes, rows, capacity, model, engine_version())
     except (ConfigError, InsufficientResources):  # the run itself will report it
         return None
 

@@ -14,7 +14,7 @@ from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.openai_batch import REQUEST_FUNCTIONS
 from prefect_raybatch.job.ray_cluster import check_made_cluster
-from prefect_raybatch.learning.tonight import PlannedRows
+from prefect_raybatch.learning.coming_run import PlannedRows
 from prefect_raybatch.ledger.arrangement import ArrangementNote
 from prefect_raybatch.ledger.increments import RowCounts
 from prefect_raybatch.ledger.records import JsonObject

@@ -33,8 +33,8 @@ from prefect_raybatch.errors import (
     is_transient,
 )
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.learning.coming_run import with_arrangement
 from prefect_raybatch.learning.rules import in_trial
-from prefect_raybatch.learning.tonight import with_arrangement
 from prefect_raybatch.ledger.accepted import accepted_note
 from prefect_raybatch.ledger.arrangement import Arrangement, ArrangementNote
 from prefect_raybatch.ledger.drains import Draining

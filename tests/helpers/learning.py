@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from prefect_raybatch.learning.predict import expected_ratio
-from prefect_raybatch.learning.rules import EarlierRun, Tonight, decide, in_trial
+from prefect_raybatch.learning.rules import ComingRun, EarlierRun, decide, in_trial
 from prefect_raybatch.learning.score import PartShards, paired_gain, steady_shards
 from prefect_raybatch.ledger.arrangement import (
     Arrangement,
@@ -142,7 +142,7 @@ class Series:
 
     def decide(self, work: Work | None = None, key: WorkKey = WORK) -> ArrangementNote:
         kind = work or self.work
-        tonight = Tonight(
+        coming = ComingRun(
             work=key,
             model=self.model,
             fits=kind.rates.__contains__,
@@ -152,7 +152,7 @@ class Series:
             gpus=1,
             trial_shards=sum(map(in_trial, range(SHARDS))),
         )
-        return decide(tonight, self.runs, "attempt")
+        return decide(coming, self.runs, "attempt")
 
     def night(
         self,
@@ -162,14 +162,14 @@ class Series:
     ) -> EarlierRun:
         """Run a night, with the rates of `work`; `change` changes what is recorded of it."""
         kind, note = work or self.work, self.decide(work, key)
-        tonight = float(np.exp(self.random.normal(0, NOISE)))
+        noise = float(np.exp(self.random.normal(0, NOISE)))
         numbers = np.arange(SHARDS)
         mask = np.array([in_trial(n) for n in numbers]) & (note.challenger is not None)
-        gone = [self._part(kind, note.incumbent, numbers[~mask], tonight)]
+        gone = [self._part(kind, note.incumbent, numbers[~mask], noise)]
         gain = trial = None
         own = steady_shards(gone[0])
         if note.challenger is not None:
-            gone.append(self._part(kind, note.challenger, numbers[mask], tonight))
+            gone.append(self._part(kind, note.challenger, numbers[mask], noise))
             gain = paired_gain(steady_shards(gone[1]), own)
             trial = TrialOutcome(gain.pairs, gain.gain, gain.bound)
         seconds = sum(float(part.ended.max() - part.started.min()) for part in gone)
@@ -178,15 +178,15 @@ class Series:
         outcome = ArrangementOutcome(note, 1, own.score(1), busy, START, trial=trial)
         run = change(EarlierRun(f"night-{len(self.runs)}", note, outcome, rows_per_gpu_s=rate))
         self.runs.insert(0, run)
-        self.rates.append(rate * tonight)
+        self.rates.append(rate * noise)
         return run
 
     def _part(
-        self, work: Work, one: Arrangement, numbers: Sequence[int] | np.ndarray, tonight: float
+        self, work: Work, one: Arrangement, numbers: Sequence[int] | np.ndarray, noise: float
     ) -> PartShards:
         """Send shards through engines that take the next one when one ends."""
         slots = np.zeros(one.engines_per_gpu * AT_ONCE) + 1e9
-        seconds = self.rows / SHARDS / work.rate(one) * len(slots) * tonight
+        seconds = self.rows / SHARDS / work.rate(one) * len(slots) * noise
         # Engines do not take in their first shards at once.
         slots += np.linspace(0, seconds, len(slots), endpoint=False)
         spread = np.exp(self.random.normal(0, NOISE, len(numbers)))

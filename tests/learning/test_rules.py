@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from prefect_raybatch.learning.rules import (
     BARRED_RUNS,
+    ComingRun,
     EarlierRun,
-    Tonight,
     barred,
     candidates,
     decide,
@@ -54,19 +54,19 @@ def run(
     return EarlierRun("run", note, None if has_failed else outcome, has_failed, 100.0)
 
 
-def tonight(
+def coming(
     expect: Callable[[Arrangement, float, Arrangement], float] = lambda own, busy, other: 1.0,
     rows: int = 1_000_000,
     trial_shards: int = 50,
     model: Arrangement = MODEL,
-) -> Tonight:
+) -> ComingRun:
     fits = FITTING.__contains__
-    return Tonight(WORK, model, fits, expect, lambda one: 4, rows, 1, trial_shards)
+    return ComingRun(WORK, model, fits, expect, lambda one: 4, rows, 1, trial_shards)
 
 
-def faster(arrangement: Arrangement, ratio: float = 1.2) -> Tonight:
+def faster(arrangement: Arrangement, ratio: float = 1.2) -> ComingRun:
     """A run in which one arrangement is expected to be faster than any other."""
-    return tonight(lambda own, busy, other: ratio if other == arrangement else 1.0)
+    return coming(lambda own, busy, other: ratio if other == arrangement else 1.0)
 
 
 # --- what is used -------------------------------------------------------------------------------
@@ -115,20 +115,20 @@ SLOW = [run(WINNER, 11.2), run(MODEL, 10.0, WINNER, WON)]
     ],
 )
 def test_the_incumbent(runs, used, why):
-    found = incumbent_of(tonight(), runs)
+    found = incumbent_of(coming(), runs)
     assert found.arrangement == used and why in found.why
 
 
 def test_a_failure_in_a_run_with_a_trial_bars_the_challenger_and_keeps_the_incumbent():
     runs = [run(WINNER, challenger=OTHER, has_failed=True), run(WINNER), run()]
-    assert incumbent_of(tonight(), runs).arrangement == WINNER
+    assert incumbent_of(coming(), runs).arrangement == WINNER
     assert runs[0].loser == OTHER
     assert decide(faster(OTHER), runs, "attempt").challenger is None
 
 
 def test_the_choice_of_the_cost_model_may_change():
-    assert incumbent_of(tonight(model=OTHER), [run()]).arrangement == OTHER
-    assert incumbent_of(tonight(model=OTHER), [run(WINNER)]).arrangement == WINNER
+    assert incumbent_of(coming(model=OTHER), [run()]).arrangement == OTHER
+    assert incumbent_of(coming(model=OTHER), [run(WINNER)]).arrangement == WINNER
 
 
 def test_the_usual_score_is_the_median_of_the_last_five_runs_that_count():
@@ -195,7 +195,7 @@ def test_a_measured_score_counts_more_than_what_is_expected():
     slower = [run(score=10.0), run(WINNER, 10.0), run(WINNER, 10.0)]
     assert decide(faster(WINNER), slower, "attempt").challenger is None
     quicker = [run(score=10.0), run(WINNER, 8.0)]
-    found = decide(tonight(), [run()] * BARRED_RUNS + quicker, "attempt")
+    found = decide(coming(), [run()] * BARRED_RUNS + quicker, "attempt")
     assert (found.challenger, found.predicted) == (WINNER, 1.25)
 
 
@@ -241,7 +241,7 @@ def test_work_is_the_same_if_all_but_lengths_are_equal(changes, same):
     other = replace(WORK, **changes)
     assert is_same_work(WORK, other) is same and is_same_work(other, WORK) is same
     runs = [run(challenger=WINNER, trial=WON, work=other)]
-    assert decide(tonight(), runs, "attempt").incumbent == (WINNER if same else MODEL)
+    assert decide(coming(), runs, "attempt").incumbent == (WINNER if same else MODEL)
 
 
 def test_short_lengths_that_differ_by_some_tokens_are_the_same():

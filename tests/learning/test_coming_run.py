@@ -12,8 +12,8 @@ from helpers.models import LLAMA_8B, MIXTRAL
 from helpers.small import make_job
 
 from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.learning.rules import Tonight
-from prefect_raybatch.learning.tonight import PlannedRows, tonight_of
+from prefect_raybatch.learning.coming_run import PlannedRows, coming_run_of
+from prefect_raybatch.learning.rules import ComingRun
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing.sizes import Capacity
@@ -22,19 +22,19 @@ H100 = Capacity(16.0, 1.0, 1, "local", (1.0,), ("H100",), 16.0)
 ROWS = PlannedRows(1_000_000, 400.0, 4000, 250, {"source": "a", "identity": "b"})
 
 
-def tonight(
+def coming(
     capacity: Capacity = H100,
     rows: PlannedRows = ROWS,
     model: Model | None = None,
     **engine: Any,
-) -> Tonight | None:
+) -> ComingRun | None:
     labels = {"sampling": {"choice": ["yes", "no"]}}
     spec = compile_job(make_job(engine={"max_model_len": 2048, **engine}, **labels)).sizes
-    return tonight_of(spec, rows, capacity, model or describe(LLAMA_8B, {}), "0.32.0")
+    return coming_run_of(spec, rows, capacity, model or describe(LLAMA_8B, {}), "0.32.0")
 
 
 def fitting(**more: Any) -> set[str]:
-    found = tonight(**more)
+    found = coming(**more)
     assert found is not None and found.fits(found.model)
     tried = [f"{engines}x{seqs}" for engines in range(9) for seqs in (0, 1, 128, 256, 512, 1024)]
     return {text for text in [*tried, "1x65536", "1x300"] if found.fits(arranged(text))}
@@ -65,7 +65,7 @@ def test_what_a_job_sets_stays():
     ],
 )
 def test_runs_that_have_nothing_to_learn(more):
-    assert tonight(**more) is None
+    assert coming(**more) is None
 
 
 def test_an_engine_on_two_gpus_shares_them_with_no_other():
@@ -74,18 +74,18 @@ def test_an_engine_on_two_gpus_shares_them_with_no_other():
 
 
 def test_the_work_follows_from_model_settings_and_lengths():
-    first = tonight()
+    first = coming()
     assert first is not None
     work = first.work
     assert (work.card, work.gpus, work.cpus, work.vllm) == ("H100, 74.5 GiB", 1, 16.0, "0.32.0")
     assert len(work.tokens) == 11 and len(set(work.tokens[2:])) == 1
     changed = [
-        tonight(rows=replace(ROWS, model={"source": "a", "identity": "c"})),
-        tonight(kv_cache_dtype="fp8"),
-        tonight(capacity=replace(H100, cpus_a_gpu=8.0)),
+        coming(rows=replace(ROWS, model={"source": "a", "identity": "c"})),
+        coming(kv_cache_dtype="fp8"),
+        coming(capacity=replace(H100, cpus_a_gpu=8.0)),
     ]
     assert all(one is not None and one.work != work for one in changed)
-    moved = tonight(rows=replace(ROWS, model={"source": "elsewhere", "identity": "b"}))
+    moved = coming(rows=replace(ROWS, model={"source": "elsewhere", "identity": "b"}))
     assert moved is not None and moved.work == work
 
 

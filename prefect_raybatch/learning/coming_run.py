@@ -11,7 +11,7 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.learning.predict import expected_ratio
-from prefect_raybatch.learning.rules import TRIAL_EVERY, TRIAL_FIRST, Tonight
+from prefect_raybatch.learning.rules import TRIAL_EVERY, TRIAL_FIRST, ComingRun
 from prefect_raybatch.ledger.arrangement import Arrangement, WorkKey
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
@@ -68,9 +68,9 @@ class PlannedRows:
         return replace(own, deciles=tuple((np.percentile(lengths, DECILES) / mean).tolist()))
 
 
-def tonight_of(
+def coming_run_of(
     spec: SizeSpec, plan: PlannedRows, capacity: Capacity, model: Model, vllm: str
-) -> Tonight | None:
+) -> ComingRun | None:
     """Describe a run with a `plan` on a cluster; None if there is nothing to learn for it.
 
     There is not if the job sets both sizes, if the engines run on CPUs, if their number is elastic,
@@ -84,7 +84,7 @@ def tonight_of(
         return None
     if size.pool.replicas[0] != size.pool.replicas[1] or not sizes.fits(arrangement_of(size)):
         return None
-    return Tonight(
+    return ComingRun(
         work=_work(spec, plan, capacity, size, vllm),
         model=arrangement_of(size),
         fits=sizes.fits,
