@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 
 
 @contextlib.contextmanager
@@ -17,3 +18,17 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def import_all(names: Iterable[str], stop: Callable[[], bool] = lambda: False) -> None:
+    """Import each module in turn, without garbage collection; skip one that fails.
+
+    Asks `stop()` before each, and returns once it is true. Code that needs a module which failed
+    imports it again, and reports the reason.
+    """
+    with uncollected():
+        for name in names:
+            if stop():
+                return
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)

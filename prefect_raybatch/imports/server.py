@@ -32,7 +32,7 @@ from typing import NoReturn, cast
 
 from prefect_raybatch.imports.launcher import IMPORTS_WAIT, WorkerCall, receive, reply
 from prefect_raybatch.stages.vllm import forking, internals
-from prefect_raybatch.stages.vllm.importing import import_all
+from prefect_raybatch.uncollected import import_all
 
 LOADED_BY = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """Variables that say from where modules and libraries are loaded."""

@@ -74,7 +74,7 @@ def core_apart() -> bool:
 def fork_server_here() -> None:
     """Start the fork server as a fork of this process, with everything that this one has imported.
 
-    The server also imports what only an engine's core needs, while this process starts. Call this
+    The server also imports what only an engine's core needs, while this process goes on. Call this
     where no other thread runs yet. `begin_fork_server` then finds the server running.
     """
     multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import forking
-from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.shorter_start import share_kernel_cache, with_fewer_graphs
-from prefect_raybatch.uncollected import uncollected
+from prefect_raybatch.uncollected import import_all, uncollected
 
 if TYPE_CHECKING:
     import numpy as np

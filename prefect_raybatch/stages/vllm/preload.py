@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 
-from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.internals import SHARED_MODULES
+from prefect_raybatch.uncollected import import_all
 
 # A process can be given a title only where its environment lies as it did when it was started: this
 # finds the place before anything changes the environment, vLLM's import here and a process that is

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 
-from prefect_raybatch.stages.vllm.importing import import_all
 from prefect_raybatch.stages.vllm.internals import CORE_MODULES
+from prefect_raybatch.uncollected import import_all
 
 # Ray as well: a fork of the import server has not imported it yet.
 CORE_NEEDED = ("ray", *CORE_MODULES)

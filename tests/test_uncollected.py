@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_raybatch.stages.vllm.importing import import_all
+from prefect_raybatch.uncollected import import_all
 
 
 @pytest.fixture
