@@ -14,6 +14,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.records import InputFile, Shard
+from prefect_raybatch.storage.parquet import parquet_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -172,7 +173,7 @@ def from_parquet(
     try:
         there = pq.read_schema(pa.BufferReader(data)).names if optional else ()
         wanted = [*names, *(name for name in optional if name in there)]
-        table = pq.read_table(pa.BufferReader(data), columns=wanted, pre_buffer=False)
+        table = parquet_table(data, wanted)
         table.validate(full=True)  # text that is no UTF-8 would be found only when it is used
         return table
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8

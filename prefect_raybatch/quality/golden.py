@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.quality.accuracy import Accuracy, WrongAnswer, accuracy_of
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage.parquet import parquet_table
 from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
@@ -290,11 +291,10 @@ def _bytes(uri: str, options: Mapping[str, object]) -> bytes:
 def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
     """Return (place, row) of each row of a golden file; a place is e.g. `line 3`."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
         if uri.endswith(".parquet"):
-            rows = pq.read_table(pa.BufferReader(data), pre_buffer=False).to_pylist()
+            rows = parquet_table(data).to_pylist()
             return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefect_raybatch.source.row_sample import RowSample, SampledNumbers
+from prefect_raybatch.storage.parquet import parquet_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,10 +66,7 @@ def judged_to_parquet(table: pa.Table) -> bytes:
 
 def judged_from_parquet(data: bytes) -> pa.Table:
     """Decode a Parquet file that `judged_to_parquet` returned."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    return pq.read_table(pa.BufferReader(data), pre_buffer=False)
+    return parquet_table(data)
 
 
 def _numbers(result: pyarrow.dataset.Dataset, row_number: str) -> Iterator[SampledNumbers]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefect_raybatch.errors import CorruptRun
+from prefect_raybatch.storage.parquet import parquet_table
 
 ROW_COLUMN, SUM_COLUMN = "row", "sum"
 _NULL = np.uint64(0x9E3779B97F4A7C15)
@@ -64,15 +65,12 @@ def decode(data: bytes, rows: int, name: str) -> tuple[np.ndarray, np.ndarray]:
 
     Raises `CorruptRun`, which names the file `name`, if `data` is anything else.
     """
-    import pyarrow.parquet as pq
-
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        if file.metadata.num_rows != rows:
-            raise CorruptRun(f"{name} holds {file.metadata.num_rows} rows, not {rows}")
-        table = file.read([ROW_COLUMN, SUM_COLUMN]).cast(
+        table = parquet_table(data, [ROW_COLUMN, SUM_COLUMN]).cast(
             pa.schema([(ROW_COLUMN, pa.int64()), (SUM_COLUMN, pa.uint32())])
         )
+        if table.num_rows != rows:
+            raise CorruptRun(f"{name} holds {table.num_rows} rows, not {rows}")
         return table[ROW_COLUMN].to_numpy(), table[SUM_COLUMN].to_numpy()
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise CorruptRun(f"{name} is not readable: {error}") from None

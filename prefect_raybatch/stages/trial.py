@@ -25,6 +25,7 @@ from prefect_raybatch.stages.engine import EngineLaunch
 from prefect_raybatch.stages.finish import RECEIPT, Finish
 from prefect_raybatch.stages.raw_answers import VECTOR_COLUMN
 from prefect_raybatch.storage import Store, open_store
+from prefect_raybatch.storage.parquet import parquet_table
 
 READING = 8  # shards read at once
 BLOCKS_ASKED = 64  # blocks in an engine at once
@@ -127,14 +128,11 @@ class TrialEngine:
         return made
 
     def _of_receipt(self, store: Store, receipt: Receipt) -> dict[SampledRow, RowOutcome]:
-        import pyarrow.parquet as pq
-
         if receipt.lost is not None:
             raise EngineFailure(receipt.lost.message)
         found: dict[SampledRow, RowOutcome] = {}
         for piece in receipt.pieces:
-            data = store.read(piece_path(piece.path), piece.bytes)
-            table = pq.read_table(pa.BufferReader(data), pre_buffer=False)
+            table = parquet_table(store.read(piece_path(piece.path), piece.bytes))
             if piece.kind == "data" and self.stages.pooled is not None:
                 answers = pooled_answers(table, *self.stages.pooled)
                 for position, answer in zip(
