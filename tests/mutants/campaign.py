@@ -23,8 +23,15 @@ EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
 WORK = ROOT / ".mutants"  # git ignores it
 # Which tests are asked: those of the room and those of its nearest users. Of these, each mutant
 # meets the ones that call its function.
+READERS_OF_RECORDS = (
+    *("increments", "listing", "next_step", "partial", "precision", "repair", "retry"),
+    "reuse_of_rows",
+)
 TESTS = {
-    "ledger": ["tests/ledger", "tests/result"],
+    "ledger": [
+        *("tests/ledger", "tests/result", "tests/publish", "tests/flow/test_completion.py"),
+        *(f"tests/runs/test_{name}.py" for name in READERS_OF_RECORDS),
+    ],
     "storage": ["tests/storage", "tests/source"],
     "driver": ["tests/driver", "tests/ledger"],
     "publish": ["tests/publish"],

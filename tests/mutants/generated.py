@@ -114,6 +114,8 @@ class Change:
                 return "wording"
             if any(_called(call).endswith(("Error", "Warning")) for call in calls):
                 return "wording"
+        if {ast.Raise, ast.JoinedStr, ast.Slice} <= {type(node) for node in nodes}:
+            return "wording"  # how much of a digest is shown
         if isinstance(before, ast.Constant) and " " in str(before.value):
             return "wording"
         if calls and _called(calls[-1]) == "cast":

@@ -23,6 +23,8 @@ def change(before: str, after: str) -> Change:
         ("raise Refused(f'{a} is bad', a)", "raise Refused(a)", "wording"),
         ("raise Refused(f'{a} is bad', a)", "raise Refused(f'{a} is bad', )", None),
         ("raise Refused(f'{a} is bad', a)", "raise Refused(f'{a} is bad', None)", None),
+        ("raise Refused(f'{a[:12]} is bad')", "raise Refused(f'{a[:13]} is bad')", "wording"),
+        ("raise Refused(f'{a} is bad')", "raise Refused(f'{b} is bad')", None),
         ("return CommitError('bad')", "return CommitError('BAD')", "wording"),
         ("log.info('%s', a + 1)", "log.info('%s', a + 2)", "log"),
         ("b = 'two words'", "b = 'TWO WORDS'", "wording"),
