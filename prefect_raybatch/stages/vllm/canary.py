@@ -2,8 +2,8 @@
 
 The driver finds a row that kills its engine and quarantines it. But an engine that fails on every
 row would be restarted for each block. So a new engine is first sent a fixed health-check prompt.
-The run ends if the engine dies of that with the same error as the engine before, or if PROMPT_TRIES
-new engines die of it one after the other.
+The run ends if the prompt kills the engine with the same error as the engine before, or if it kills
+PROMPT_TRIES new engines in a row.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from prefect_raybatch.stages.vllm import process_note
 from prefect_raybatch.stages.vllm.process_note import PredecessorNote
 
 CANARY_PROMPT = (1, 2, 3)  # token ids that any vocabulary has
-CANARY_TOKENS = 2  # tokens asked for: a first step, and one that goes on from it
+CANARY_TOKENS = 2  # answer tokens: one from the prefill step, one from a decode step
 ENGINE_STARTS = 2  # tries to start an engine
-PROMPT_TRIES = 2  # new engines that may fail on the prompt, each in its own way
+PROMPT_TRIES = 2  # the run ends when this many new engines in a row died of the prompt
 
 
 def fields_for(sampling: SamplingFields) -> SamplingFields:
-    """Return the job's sampling fields, changed to a short answer, for the health-check prompt.
+    """Return the job's sampling fields for the health-check prompt, limited to a short answer.
 
-    The fields of a pooling request are unchanged.
+    Fields of a pooling request (with `task`) are returned unchanged.
     """
     if "task" in sampling:
         return sampling
@@ -41,17 +41,16 @@ def is_same_error(one: str, other: str) -> bool:
 
 
 def _words(cause: str) -> str:
-    # Exit codes are what the error is; process ids, addresses and sizes are not.
+    # Replaces process ids, addresses and sizes; keeps exit codes, which tell errors apart.
     return re.sub(r"(?<!exit code )(?<!-)\b(0x)?[0-9a-f]*\d[0-9a-f.]*\b", "#", cause)
 
 
 def loss_by_note(predecessor: PredecessorNote) -> Loss | None:
-    """Return why the run must end, by the note of this actor's predecessor; None to continue.
+    """Return why the run must end, given the note of the dead actor that this one replaces.
 
-    The run ends if the predecessor died of the health-check prompt, with the same error as the one
-    before or as the PROMPT_TRIES-th in a row; or if it was the ENGINE_STARTS-th in a row that died
-    as its engine started, and left an error. Without an error, it may have been killed from
-    outside.
+    None to continue. The run ends if the actor died of the health-check prompt with the same error
+    as the engine before, or as the PROMPT_TRIES-th in a row. It also ends if the actor was at
+    least the ENGINE_STARTS-th in a row to die during engine start, and its note has an error.
     """
     told = predecessor.cause != process_note.SILENT
     again = told and is_same_error(predecessor.before, predecessor.cause)

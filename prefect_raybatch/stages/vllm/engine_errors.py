@@ -1,7 +1,7 @@
 """Collects the errors that an engine's processes log before they end, to explain its death.
 
 vLLM tells the process that drives an engine only "See stack trace (above) for the root cause". The
-cause is in the log of the engine's core, and so is the exit code of a worker below the core. Our
+cause is in the log of the engine's core, and so is the exit code of a worker of that core. Our
 plugin listens to vLLM's log there and writes errors, but no row data, to a file.
 """
 
@@ -21,20 +21,20 @@ from prefect_raybatch.exit_codes import signal_text
 from prefect_raybatch.stages.vllm.internals import NOT_THE_CAUSE
 from prefect_raybatch.stages.vllm.log_tap import listen_to_vllm
 
-PLACE = "RAYBATCH_LAST_WORDS"  # environment of an engine's processes: process id, colon, file
+PLACE = "RAYBATCH_LAST_WORDS"  # environment variable of an engine's processes: PID:FILE
 MOST_TEXT = 500  # characters of an error that are kept
 EXIT = re.compile(r"exit code: (-?\d+)")
-NO_CODE = "exit code: None"  # what vLLM says of a worker that was still ending when it looked
-WAIT = 2.0  # seconds that its end is waited for
-STARTED = re.compile(r"'[^']*': (-\d+)")  # vLLM, of a core that did not start: {'EngineCore': -4}
+NO_CODE = "exit code: None"  # vLLM's text for a worker that had not quite ended
+WAIT = 2.0  # seconds to wait for the end of such a worker
+STARTED = re.compile(r"'[^']*': (-\d+)")  # core failed to start: {'EngineCore': -4}
 
 
 def _note_error(place: str, record: logging.LogRecord) -> None:
-    """Append the error in a record of vLLM's log to the file of an engine's errors.
+    """Append the error in a vLLM log record to the file that collects an engine's errors.
 
-    `place` is the value of the variable `PLACE`: the id of the process that reads the file, which
-    itself writes nothing, and the path. Records with neither an exception nor an exit code are
-    skipped.
+    `place` is the value of the variable `PLACE`, "PID:FILE"; process PID reads the file and never
+    writes to it. Skips records below level ERROR, from `NOT_THE_CAUSE`, or with neither an
+    exception nor an exit code.
     """
     reader, _, path = place.partition(":")
     if record.levelno < logging.ERROR or os.getpid() == int(reader):
@@ -52,9 +52,9 @@ def _note_error(place: str, record: logging.LogRecord) -> None:
 
 
 def _code(args: object) -> int | None:
-    """Return the exit code of the worker named in `args` of a vLLM log record; None if unknown."""
+    """Return the exit code of the worker that a log record's `args` name; None if unknown."""
     name = args[0] if isinstance(args, tuple) and args else None
-    # Not active_children(): that forgets, without a word, those that have just ended.
+    # Not active_children(), which drops children that have just ended.
     for worker in list(getattr(multiprocessing.process, "_children", ())):
         if worker.name == name:
             worker.join(WAIT)
@@ -63,14 +63,14 @@ def _code(args: object) -> int | None:
 
 
 def listen() -> None:
-    """Write vLLM's errors in this process and its forks to the file in variable PLACE, if set."""
+    """Write errors that vLLM logs in this process and its forks to the file in PLACE, if set."""
     place = os.environ.get(PLACE)
     if place is not None:
         listen_to_vllm("errors", partial(_note_error, place))
 
 
 class EngineErrors:
-    """The errors that one engine logs: start the engine inside `capture()`, `read()` at its end."""
+    """The errors that one engine logs. Start it inside `capture()`, `read()` them after it died."""
 
     def __init__(self) -> None:
         # Has no name, so nothing is left after a kill -9.
@@ -78,7 +78,7 @@ class EngineErrors:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Make processes started in the block write their errors for `read`.
+        """Record, for `read`, the errors of processes that are started in the `with` block.
 
         Only one engine may start at a time, because an environment variable names the file.
         """
@@ -90,9 +90,9 @@ class EngineErrors:
             os.environ.pop(PLACE, None)
 
     def read(self) -> str:
-        """Return the first error, which caused the later ones; an empty text if there was none.
+        """Return the first error, which caused the later ones; "" if none, or after `forget`.
 
-        If a signal ended the process, the text names it.
+        If a signal ended the process, the text names the signal.
         """
         if self._file.closed:
             return ""
@@ -100,11 +100,12 @@ class EngineErrors:
         return with_signal(words.decode(errors="replace"))
 
     def forget(self) -> None:
+        """Close the file, which drops the errors."""
         self._file.close()
 
 
 def with_signal(text: str) -> str:
-    """Return a message of vLLM, with the name of the signal added if its exit code is from one."""
+    """Return vLLM's message `text`, and the signal's meaning if it has a signal's exit code."""
     found = EXIT.search(text) or STARTED.search(text)
     meaning = signal_text(int(found[1])) if found else ""
     return f"{text} ({meaning})" if meaning else text

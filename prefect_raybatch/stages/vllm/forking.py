@@ -1,15 +1,15 @@
 """Forks vLLM's core from a process that has imported vLLM.
 
-In a Ray actor vLLM spawns its core, a new Python process that imports vLLM and torch once the actor
-has imported them (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork server (of
-Python's `multiprocessing`) that imports them at the same time as the actor, and `internals.start`
-makes vLLM fork its core from that server. The core is forked before anything uses CUDA, and gets
-the environment that its creator has at that time, like a spawned core. A core with several GPUs
-spawns its workers as usual.
+In a Ray actor vLLM spawns its core: a new Python process, which imports vLLM and torch only after
+the actor has imported them (18 s each on a machine with GPUs). `begin_fork_server()` starts a fork
+server (of Python's `multiprocessing`) that imports them at the same time as the actor, and
+`internals.start` makes vLLM fork its core from that server. The core is forked before anything uses
+CUDA, and gets the environment that its creator has at that time, like a spawned core. A core with
+several GPUs spawns its workers as usual.
 
-In an actor that is itself a fork with vLLM (`prefect_raybatch.imports`), the server is a fork of
-the actor: `fork_server_here()`. There the server imports what only the core needs, while the actor
-imports what only the front needs.
+If the actor is itself a fork of a process that has imported vLLM (`prefect_raybatch.imports`),
+`fork_server_here()` forks the server from the actor. That server imports what only the core needs,
+while the actor imports what only the front needs (the part of vLLM in the actor's process).
 
 An engine that dies is restarted from the same server, which has imported everything already.
 """
@@ -32,29 +32,29 @@ from prefect_raybatch.spec.engine import EngineFields
 PRELOAD = "prefect_raybatch.stages.vllm.preload"
 PRELOAD_CORE = "prefect_raybatch.stages.vllm.preload_core"
 CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"  # vLLM's: "0" keeps the core in the actor's process
-METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's: how its processes are made; set, it is left so
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's: how it starts processes; a user's value stays
 
 FIRST_VARIABLE = "RAYBATCH_ENGINE"
-"""Name of a variable that is kept first in the environment of a core and of its workers.
+"""Name of the variable that stays first in the environment of a core and of its workers.
 
-setproctitle cannot set the title of a process whose first variable was changed before. vLLM's
+setproctitle cannot set the title of a process whose first environment variable has changed. vLLM's
 import changes some variables, but not this one.
 """
 
 _T = TypeVar("_T")
 
-CALL_SECONDS = 120.0  # for a call in a forked process
+CALL_SECONDS = 120.0  # time limit of a call in a forked process
 
 _begun = False  # whether cores are forked from the server
 
 
 def begin_fork_server(arguments: EngineFields) -> None:
-    """Start this process's fork server, if its engines run in separate processes; does not wait.
+    """Start this process's fork server, unless vLLM's core runs in this process; do not wait.
 
     Call it before vLLM is imported. `arguments` are fields of vLLM's `EngineArgs`. It does nothing
     if vLLM starts its processes in another way: bound to NUMA nodes (by another program), by Ray,
     or as VLLM_WORKER_MULTIPROC_METHOD says. It also does nothing on other systems than Linux, and
-    once the server was started.
+    if it has already started the server.
     """
     global _begun
     otherwise = arguments.get("numa_bind") or arguments.get("distributed_executor_backend") == "ray"
@@ -62,30 +62,30 @@ def begin_fork_server(arguments: EngineFields) -> None:
         return
     multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])
     forkserver.ensure_running()
-    os.environ[METHOD] = "spawn"  # what vLLM takes in a Ray actor anyway, with a warning
+    os.environ[METHOD] = "spawn"  # vLLM's choice in a Ray actor anyway, but with a warning
     _begun = True
 
 
 def core_apart() -> bool:
-    """Return whether vLLM's core runs in a separate process, as an environment variable says."""
+    """Return whether vLLM's core runs in a separate process, by the variable CORE_APART."""
     return os.environ.get(CORE_APART, "1") == "1"
 
 
 def fork_server_here() -> None:
-    """Start the fork server as a fork of this process, with everything that this one has imported.
+    """Start the fork server as a fork of this process, so that it has all modules imported here.
 
-    The server also imports what only an engine's core needs, while this process goes on. Call this
-    where no other thread runs yet. `begin_fork_server` then finds the server running.
+    The server also imports what only an engine's core needs, while this process continues. Call
+    this before another thread starts. `begin_fork_server` then uses the running server.
     """
     multiprocessing.set_forkserver_preload([PRELOAD, PRELOAD_CORE])
-    resource_tracker.ensure_running()  # a program of its own, also here
+    resource_tracker.ensure_running()  # not a fork, but a new program as usual
     start = util.spawnv_passfds
 
     def forked(path: bytes, words: Sequence[Any], kept: Sequence[int]) -> int:
-        """Run the Python code in the last of `words` in a fork; return its process id.
+        """Run the Python code `words[-1]` in a fork of this process; return the fork's id.
 
-        Takes the place of `spawnv_passfds` of multiprocessing, which would start the program
-        `path`. `kept` are the server's listening socket and the pipe that tells it to end.
+        Replaces `spawnv_passfds` of multiprocessing, which would run `path` with the arguments
+        `words`. `kept` are the server's listening socket and the pipe whose end stops the server.
         """
         pid = os.fork()
         if pid:
@@ -111,38 +111,38 @@ def fork_server_here() -> None:
 def _close_other_end(pipe: int) -> None:
     """Close this fork's copy of the other end of `pipe`, which would keep the fork server alive.
 
-    The server ends once no process holds that end any more. Descriptors that imports have opened
-    stay open, because NVML needs them.
+    The server ends once no process holds that end any more. Other descriptors stay open: imports
+    have opened some, and NVML needs them.
     """
     found = os.fstat(pipe)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if descriptor != pipe and os.path.samestat(os.fstat(descriptor), found):
                 os.close(descriptor)
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Replace this process's environment by `environment`; `FIRST_VARIABLE` stays in its place."""
+    """Replace this process's environment by `environment`, except the variable FIRST_VARIABLE."""
     os.environ.setdefault(FIRST_VARIABLE, "1")
     for name in [name for name in os.environ if name != FIRST_VARIABLE]:
         del os.environ[name]
-    # Even the same value would take another place.
+    # Not FIRST_VARIABLE: setting even the same value would move it in memory.
     os.environ.update({n: value for n, value in environment.items() if n != FIRST_VARIABLE})
 
 
 def context_of_core() -> ForkedContext | None:
-    """Return the multiprocessing context for a core's process; None to let vLLM choose."""
+    """Return the context that forks a core from the fork server; None if there is no server."""
     return ForkedContext() if _begun else None
 
 
 class ForkedProcess(context.ForkServerProcess):
     """A process from the fork server, with the environment and output streams of its creator.
 
-    They are those that the creator has when it calls `start`, not those of the server.
+    The environment is the creator's when it calls `start`, not the server's.
     """
 
     _environment: dict[str, str]
-    _maker: int
+    _maker: int  # process id of the creator
 
     def start(self) -> None:
         self._environment, self._maker = dict(os.environ), os.getpid()
@@ -150,7 +150,7 @@ class ForkedProcess(context.ForkServerProcess):
 
     def run(self) -> None:
         take_environment(self._environment)
-        # The server may be older than the file that Ray has its actor write to.
+        # Ray may have redirected the actor's output to a file after the server started.
         for stream in (1, 2):
             with contextlib.suppress(OSError):
                 place = f"/proc/{self._maker}/fd/{stream}"
@@ -161,19 +161,19 @@ class ForkedProcess(context.ForkServerProcess):
 
 
 class CallFailed(Exception):
-    """A function that was called in a forked process has not returned a result in time."""
+    """A function called in a forked process has returned no result: it failed or took too long."""
 
 
 class ForkedContext(context.ForkServerContext):
-    """Makes processes from the fork server: vLLM's core, and those of short calls."""
+    """Creates processes from the fork server: vLLM's core, and one for each `call`."""
 
     Process = ForkedProcess
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Call `function` in a forked process that has imported vLLM; return its result.
 
-        vLLM's plugins are loaded there. Raises CallFailed if the process returns nothing within
-        CALL_SECONDS.
+        vLLM's plugins are loaded there. Raises CallFailed if the process ends without a result or
+        has none within CALL_SECONDS.
         """
         import cloudpickle
 
@@ -188,14 +188,14 @@ class ForkedContext(context.ForkServerContext):
                     process.kill()
                     raise TimeoutError(f"no result in {CALL_SECONDS:g} s")
                 return cast(_T, receiver.recv())
-            except Exception as error:  # the end of the process, or a result that is malformed
+            except Exception as error:  # no result in time, the process ended, or bad data
                 raise CallFailed(f"process {process.pid}: {error!r}") from error
             finally:
                 process.join()
 
 
 def _send_result(function: bytes, sender: Connection) -> None:
-    """Send what the pickled `function` returns; if it raises, send nothing."""
+    """Call the pickled `function` and send its result to `sender`; send nothing if it raises."""
     plugins: Any = importlib.import_module("vllm.plugins")
     plugins.load_general_plugins()
     sender.send(pickle.loads(function)())

@@ -1,7 +1,7 @@
-"""Detects an engine that hangs: it was given work and no step has returned for too long.
+"""Detects a hung engine: it has work, but its current step has not returned for too long.
 
-A step of vLLM can wait forever for a core that was stopped, a driver call or a collective. Nothing
-dies then, so a check for dead processes does not see it.
+A step of vLLM can wait forever for a suspended core, a driver call or a collective. Nothing dies
+then, so a check for dead processes does not detect it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
-HANG_LOOK = 1.0  # seconds between looks
-FIRST_ANSWER = 2  # times as long is allowed until the first answer: first steps may compile kernels
-STATUS = 70  # exit status of a process that ends itself: an internal error, in sysexits
+HANG_LOOK = 1.0  # seconds between checks
+FIRST_ANSWER = 2  # times the limit, until the first answer: first steps may compile kernels
+STATUS = 70  # exit status of a process that ends itself: EX_SOFTWARE of sysexits.h
 
 
 class HangWatch:
     """Detects a step that has taken longer than allowed; call `look` about every second.
 
     `seconds` is the time limit of a step, twice that until the engine's first answer; None: no
-    limit. At most two seconds count between two calls, because a process that was suspended, or got
-    no CPU, could not have seen the step return.
+    limit. At most two seconds of the time between two calls count, because a process that was
+    suspended, or got no CPU, could not have seen the step return.
     """
 
     def __init__(self, seconds: float | None):
@@ -33,10 +33,10 @@ class HangWatch:
         self._step = self._waited = self._last = 0.0
 
     def look(self, now: float, step: float, answered: bool) -> float | None:
-        """Return the seconds allowed if the running step has exceeded them; else None.
+        """Return the time limit in seconds if the running step has exceeded it; else None.
 
         now: seconds of a monotonic clock. step: a number that differs for each step, 0 while the
-        engine has nothing to do. answered: whether the engine has given its first answer.
+        engine has nothing to do. answered: whether the engine has answered a request already.
         """
         if step != self._step or not step:
             self._step, self._waited = step, 0.0
@@ -50,10 +50,10 @@ class HangWatch:
 
 
 def end_process(cause: str) -> NoReturn:
-    """End this process after dumping all thread stacks, because a single thread cannot be ended.
+    """Log `cause`, dump all thread stacks, and end this process.
 
-    The process ends before any caller is informed, because work that arrived meanwhile would be
-    blamed for the death.
+    The whole process ends because a hung thread cannot be ended alone. Callers are not told first:
+    work that they then sent would be blamed for the death.
     """
     log.critical("%s; process %d ends itself and is restarted", cause, os.getpid())
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end

@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
     from prefect_raybatch.stages.block import Messages, Tokenizer
 
-# Loggers of errors that are not why an engine ends: what a failing step was given; a form of one
-# row that no grammar could be made of, which the engine survives.
+# Loggers whose errors never explain an engine's death. The first dumps the input of a failing step;
+# the second reports a row whose grammar cannot be built, which the engine survives.
 NOT_THE_CAUSE = ("vllm.logging_utils", "vllm.v1.structured_output")
-# What a message of vLLM's log (INFO) contains when a phase of an engine's start begins, and the
-# phase. "compile" is its run with the most rows, in which it compiles unless it is eager; "graphs"
-# all that follows.
+# {text in an INFO message of vLLM's log: phase of an engine's start that begins then}. "compile" is
+# vLLM's trial run with the most rows, which compiles the model unless it is eager; "graphs" is all
+# that follows.
 PHASE_LINES = {
     "Starting to load model": "weights",
-    "Model loading took": "compile",  # where the model is on a GPU
-    "Warming up model for the compilation": "compile",  # where it is on a CPU
+    "Model loading took": "compile",  # if the model is on a GPU
+    "Warming up model for the compilation": "compile",  # if it is on a CPU
     "KV cache size: ": "graphs",  # after "GPU", or after the kind of device (vLLM 0.30)
 }
 
-# Modules that the process that drives an engine (the front) and that of its core both import.
+# Modules imported both by the front (the process that drives an engine) and by the core's process.
 SHARED_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.core")
 
 # Modules that only the front imports.
@@ -95,7 +95,7 @@ class CompletionOutput(Protocol):
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None
-    logprobs: Sequence[Mapping[int, Logprob]] | None  # of each step, by token
+    logprobs: Sequence[Mapping[int, Logprob]] | None  # per token of the answer: {token id: Logprob}
 
 
 class RequestOutput(Protocol):
@@ -145,7 +145,7 @@ def start(arguments: EngineFields) -> LLMEngine:
         fields = dict(with_fewer_graphs(fields, gpu.major))
         share_kernel_cache()
     for name in ("structured_outputs_config", "reasoning_config"):
-        if isinstance(given := fields.get(name), dict):  # EngineArgs writes into the class of it
+        if isinstance(given := fields.get(name), dict):  # EngineArgs sets attributes of it
             fields[name] = _class_of(name)(**given)
     context = forking.context_of_core()
     with _core_made_by(context), _models_inspected_by(context):
@@ -161,9 +161,9 @@ def _class_of(name: str) -> type[StructuredOutputsConfig | ReasoningConfig]:
 
 @contextlib.contextmanager
 def _core_made_by(context: forking.ForkedContext | None) -> Iterator[None]:
-    """Make vLLM start its core process with this multiprocessing context.
+    """Make vLLM start its core process with this multiprocessing context, in the `with` block.
 
-    None keeps vLLM's own choice.
+    None leaves the choice to vLLM.
     """
     if context is None:
         yield
@@ -178,10 +178,10 @@ def _core_made_by(context: forking.ForkedContext | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _models_inspected_by(context: forking.ForkedContext | None) -> Iterator[None]:
-    """Make vLLM find out in a fork what a model's class can do; None keeps vLLM's own way.
+    """Make vLLM inspect the capabilities of model classes in a fork, in the `with` block.
 
-    vLLM does so once for each class, and keeps the result in its cache folder. By itself it starts
-    a new Python for it, which imports vLLM: 12 to 15 s on machines with GPUs.
+    vLLM inspects a class once, and caches the result in a folder. By itself (also with None) it
+    starts a new Python for that, which imports vLLM: 12 to 15 s on machines with GPUs.
     """
     if context is None:
         yield
@@ -192,7 +192,7 @@ def _models_inspected_by(context: forking.ForkedContext | None) -> Iterator[None
     def inspected(inspect: Callable[[], Any]) -> Any:
         try:
             return context.call(inspect)
-        except forking.CallFailed:  # vLLM's own way tells why
+        except forking.CallFailed:  # vLLM's own way reports the reason
             return original(inspect)
 
     registry._run_in_subprocess = inspected
@@ -203,15 +203,15 @@ def _models_inspected_by(context: forking.ForkedContext | None) -> Iterator[None
 
 
 def most_sequences(engine: LLMEngine) -> int:
-    """Return the most sequences that the engine may run at once."""
+    """Return the most sequences that the engine may run at once (`max_num_seqs`)."""
     return int(engine.vllm_config.scheduler_config.max_num_seqs)
 
 
 def sampling_params(fields: SamplingFields) -> Params:
     """Return vLLM's `SamplingParams`, set to return whole answers only, not token by token.
 
-    Raises `ValueError` for a value of the wrong type: vLLM accepts any, and a seed that is a text
-    ends the engine.
+    Raises `ValueError` for a value of the wrong type. vLLM would accept it, and a text as seed, for
+    example, would end the engine.
     """
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -232,25 +232,25 @@ def sampling_params(fields: SamplingFields) -> Params:
 
 @lru_cache(maxsize=4)
 def _types_of(kind: type) -> dict[str, type]:
-    return get_type_hints(kind)  # 0.2 ms, and asked for each set of fields
+    return get_type_hints(kind)  # takes 0.2 ms, and is called for each set of fields
 
 
 def pooling_params(fields: SamplingFields) -> Params:
-    """Return vLLM's `PoolingParams`; `task` is among the fields."""
+    """Return vLLM's `PoolingParams` with these fields, which include `task`."""
     from vllm.pooling_params import PoolingParams
 
     return cast(Params, PoolingParams(**fields))
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return vLLM's request for the adapter in folder `path`; vLLM identifies adapters by name."""
+    """Return vLLM's request for a LoRA adapter, with its unique name and number and its folder."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 def sequences(params: Params) -> int:
-    """Return how many sequences a request takes: one per answer, or one if it pools."""
+    """Return how many sequences a request takes: one per answer, or one for a pooling request."""
     return int(getattr(params, "n", 1))
 
 
@@ -261,7 +261,7 @@ def vector_of(output: RequestOutput) -> np.ndarray | None:
 
 
 def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
-    """Return {token id: log probability} of the first answer's first step, None if it has none."""
+    """Return {token id: log probability} at the first answer's first token, or None."""
     steps = output.outputs[0].logprobs
     if not steps:
         return None
@@ -269,7 +269,7 @@ def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
 
 
 def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
-    """Return a {token id: log probability} for each step of an answer, the chosen token first."""
+    """Return {token id: log probability} for each token of an answer, the chosen token first."""
     return [
         {int(token): float(found.logprob) for token, found in step.items()}
         for step in answer.logprobs or ()
@@ -277,14 +277,14 @@ def answer_logprobs(answer: CompletionOutput) -> list[dict[int, float]]:
 
 
 def accept_always(params: Params) -> None:
-    """Make vLLM skip its check of `params` from now on; it has accepted them once.
+    """Make vLLM skip its check of `params` from now on, because it has accepted them once.
 
     `params` must not be changed later, nor be used with another engine. vLLM's check parses the
     grammar or JSON schema for every row (16 us for nine choices, more than the rest of add_request
     for a large schema).
     """
     accepted: Any = params
-    if not hasattr(accepted, "__dict__"):  # of a request that pools: nothing of it is parsed
+    if not hasattr(accepted, "__dict__"):  # of a pooling request: vLLM parses nothing in it
         return
     if "verify" not in accepted.__dict__:
         accepted.verify = _accept
@@ -297,8 +297,8 @@ def _accept(*_: object) -> None:
 def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], front: bool) -> None:
     """Make vLLM call `keep` in each step with the statistics of its scheduler.
 
-    `front`: vLLM's own statistics in this process stay on; otherwise they are switched off. `keep`
-    is never called if this version of vLLM has no such method.
+    `front`: whether vLLM's own statistics in this process stay on. `keep` is never called if this
+    version of vLLM has no method that gets the scheduler's statistics.
     """
     processor: Any = getattr(engine, "output_processor", None)
     if processor is not None and not front:
@@ -306,7 +306,7 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], fr
         engine.logger_manager = None
     update = getattr(processor, "update_scheduler_stats", None)  # called in each step
     if update is None:
-        return  # named otherwise in this version of vLLM: then only these figures are missing
+        return  # this version of vLLM has another name: only these figures are missing then
 
     def kept(stats: SchedulerStats | None) -> None:
         if stats is not None:
@@ -319,7 +319,7 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], fr
 def running(engine: LLMEngine, stats: SchedulerStats | None) -> tuple[int, float] | None:
     """Return (running sequences, share of the KV cache in use), or None if unknown.
 
-    From the scheduler if the core is in this process, else from its latest `stats`.
+    The figures are the scheduler's if the core is in this process, else those in `stats`.
     """
     core = getattr(engine.engine_core, "engine_core", None)
     scheduler = getattr(core, "scheduler", None)
@@ -346,8 +346,8 @@ def shut_down(engine: LLMEngine, waiting: bool) -> None:
 def free_process() -> None:
     """Free GPU memory and process groups, so that this process can start another engine.
 
-    vLLM keeps its process groups in globals, and after an out-of-memory error a new engine would
-    fail because of them (0.29, measured).
+    vLLM keeps its process groups in globals. After an out-of-memory error, a new engine would fail
+    because of them (measured with vLLM 0.29).
     """
     with contextlib.suppress(Exception):
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -383,7 +383,7 @@ class ToolCall(Protocol):
 
 
 class Parser(Protocol):
-    """The part of vLLM's `Parser` that is used here; each serves one answer."""
+    """The part of vLLM's `Parser` that is used here; a parser is for one answer."""
 
     def parse(
         self,
@@ -394,7 +394,7 @@ class Parser(Protocol):
     ) -> tuple[str | None, str | None, Sequence[ToolCall] | None]: ...
 
 
-RANDOM_ID = "chatcmpl-tool-"  # so begin ids of calls that vLLM made up
+RANDOM_ID = "chatcmpl-tool-"  # prefix of the random ids that vLLM gives to tool calls
 
 
 @lru_cache(maxsize=4)
@@ -408,7 +408,7 @@ def quick_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
 def reasoning_parser(
     name: str, tokenizer: Tokenizer, arguments: Mapping[str, object]
 ) -> ReasoningParser:
-    """Return vLLM's parser of that name; `arguments` are the chat template's arguments."""
+    """Return vLLM's reasoning parser `name`; `arguments` are the chat template's."""
     from vllm.parser.parser_manager import ParserManager
 
     kind: Any = ParserManager.get_reasoning_parser(name)
@@ -425,7 +425,7 @@ def parser_maker(
     """Return a function that returns (a new parser for one answer, the request for its `parse`).
 
     `reasoning` and `tool` are vLLM's names of the parsers, `tools` the tools that the prompt
-    offers, `arguments` those of the chat template.
+    offers, and `arguments` the chat template's arguments.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.parser_manager import ParserManager
@@ -438,7 +438,7 @@ def parser_maker(
     request = ChatCompletionRequest(
         messages=[], chat_template_kwargs=dict(arguments), **cast(Any, given)
     )
-    request.tool_choice = "auto" if tools else None  # parsed also where a prompt told of the tools
+    request.tool_choice = "auto" if tools else None  # None: parse too, as prompts may name tools
 
     def made() -> tuple[Parser, object]:
         parser = kind(tokenizer, request.tools, chat_template_kwargs=dict(arguments))
@@ -448,7 +448,7 @@ def parser_maker(
 
 
 def version() -> str:
-    """Return vLLM's version; only the same version can read objects of vLLM that were pickled."""
+    """Return vLLM's version; only the same version can unpickle objects of vLLM."""
     import vllm
 
     return str(vllm.__version__)
@@ -467,8 +467,8 @@ def image_renderer(
 
     None if the model takes no images. Needs no GPU.
 
-    `path`, `revision` and the engine's `arguments` say which model. `bounded` gets a callable that
-    applies the chat template, and calls it under a time limit.
+    `path` and `revision` name the model; `arguments` are the engine's. `bounded` gets a function
+    that applies the chat template, and calls it under a time limit.
     """
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -479,14 +479,14 @@ def image_renderer(
     config = EngineArgs(model=path, revision=revision, **arguments).create_model_config()
     if not config.is_multimodal_model:
         return None
-    config.quantization = None  # of the weights, which nobody loads here
-    # Where vLLM was built for GPUs and the node has none, it knows no device and gives up.
+    config.quantization = None  # it concerns the weights, which are not loaded here
+    # A vLLM built for GPUs finds no device on a node without GPUs, and would fail.
     device = DeviceConfig(device=cast(Any, current_platform.device_type or "cpu"))
     made: Any = renderer_from_config(VllmConfig(model_config=config, device_config=device))
     apply_template = made.render_messages
     made.render_messages = lambda *given: bounded(partial(apply_template, *given))
     chat = ChatParams()
-    # How long a prompt may be is told afterwards, with its images and in our words.
+    # The length of the prompt with its images is checked later, with our own error message.
     tokens = replace(made.default_chat_tok_params, max_total_tokens=None)
 
     def render(messages: Messages) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Passes vLLM's log records in this process to listeners, even if vLLM replaces its handlers.
 
-vLLM configures its loggers again in the process of an engine's core (0.32), which removes handlers
-added before. The factory of log records stays: vLLM wraps it.
+vLLM (0.32) configures its loggers again in an engine's core process, which removes handlers added
+before. It keeps the factory of log records (it wraps it), so the listeners are called from there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RecordListener = Callable[[logging.LogRecord], None]
 _listeners: dict[str, RecordListener] = {}
 _taps: list[
     Callable[..., logging.LogRecord]
-] = []  # the factory of this process, once it is in place
+] = []  # holds the record factory of this module once it is installed
 
 
 def listen_to_vllm(what: str, listener: RecordListener | None) -> None:

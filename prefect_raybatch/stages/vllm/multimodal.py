@@ -1,7 +1,7 @@
 """Prepares images for a model with vLLM's own code but outside its engine.
 
-The results are tokens with placeholders, and features, which an engine only copies. vLLM's renderer
-needs no GPU (`vllm launch render`).
+The results are prompt tokens with placeholders for the images, and image features that an engine
+uses as they are. vLLM's renderer needs no GPU (`vllm launch render`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# Of an engine's arguments, those that decide what it is given for an image.
+# Engine arguments that affect how a prompt with images is rendered.
 RENDERING = (
     "tokenizer",
     "tokenizer_mode",
@@ -44,20 +44,20 @@ RENDERING = (
     "mm_processor_kwargs",
 )
 WITH_IMAGES: EngineFields = {
-    # With a cache a repeated image arrives as None, for an engine that holds it already; these
-    # requests go to any engine.
+    # With this cache the renderer returns None for a repeated image, as if the engine held it
+    # already. But the engine that gets a request may be any of the run's.
     "mm_processor_cache_gb": 0,
-    # With neither cache images are not named by their content but by a number: those of two
-    # workers would be taken for one another.
+    # With neither cache, vLLM identifies images by a counter instead of a hash of their content,
+    # so images from two workers would be confused.
     "enable_prefix_caching": True,
 }
-NO_IMAGE = bytes(32)  # in place of a digest
+NO_IMAGE = bytes(32)  # stands for the key of the images in rows without images
 
 
 class RowFeatures(TypedDict):
-    """The images of a row for the engine, as `MM_TYPE` holds them.
+    """A row's prepared images for the engine; the fields are those of the Arrow type `MM_TYPE`.
 
-    `vllm` is the version that made the pickled `features`; `key` identifies the images.
+    `vllm` is the version of vLLM that made the pickled `features`; `key` is a hash of the images.
     """
 
     vllm: str
@@ -69,8 +69,8 @@ class RowFeatures(TypedDict):
 class Rendered:
     """A conversation rendered to the tokens and image features of a request.
 
-    `features` are the pickled inputs that the engine gets for its images, and `key` identifies the
-    images; None for a request of text alone.
+    `features` are the engine's inputs for the images, pickled, and `key` is a hash of the images;
+    both are None for a request without images.
     """
 
     tokens: list[int]
@@ -81,8 +81,8 @@ class Rendered:
 class Renderer:
     """Renders chat messages with decoded images to prompt tokens and image features.
 
-    `path` and `revision` are those of the model, `arguments` the engine's. Raises ConfigError for a
-    model that takes no images.
+    `path` and `revision` name the model; `arguments` are the engine's. Raises ConfigError if the
+    model takes no images.
     """
 
     def __init__(self, path: str, revision: str | None, arguments: EngineFields) -> None:
@@ -98,14 +98,14 @@ class Renderer:
     def rows(
         self, conversations: Sequence[Messages | Failure]
     ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
-        """Return each row's tokens, or its failure, and each row's image features as `MM_TYPE`.
+        """Return (each row's prompt tokens or failure, each row's image features).
 
-        The features are None for a row of text alone and for a failed one.
+        The features are None for a row without images and for a failed row.
         """
         tokens: list[list[int] | Failure] = []
         features: list[RowFeatures | None] = []
         here = internals.version()
-        self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)  # anew for each block
+        self._limit = TemplateLimit(chat_template.TEMPLATE_SECONDS)  # counts slow rows per block
         for messages in conversations:
             made = messages if isinstance(messages, Failure) else self._guarded(messages)
             if isinstance(made, Failure):
@@ -124,7 +124,7 @@ class Renderer:
             return Failure.of("prepare", error)
 
     def render(self, messages: Messages) -> Rendered:
-        """Render one conversation; image parts are {"type": "image_pil", "image_pil": ...}."""
+        """Render one conversation; image parts are {"type": "image_pil", "image_pil": IMAGE}."""
         made = self._render(list(messages))
         tokens = list(made["prompt_token_ids"])
         if made["type"] != "multimodal":
@@ -141,13 +141,13 @@ def _renderer(path: str, revision: str | None, arguments: str) -> Renderer:
 
 
 def renderer(path: str, revision: str | None, arguments: EngineFields) -> Renderer:
-    """Return the model's renderer, made once per worker process."""
+    """Return the model's renderer; this process caches the latest one."""
     given = {name: arguments[name] for name in RENDERING if name in arguments}
     return _renderer(path, revision, json.dumps(given, sort_keys=True))
 
 
 def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> dict[str, object]:
-    """Return a request's prompt for vLLM's add_request; `features` are unpickled."""
+    """Return the prompt for vLLM's `add_request`; `features` are pickled, None without images."""
     if features is None:
         return {"type": "token", "prompt_token_ids": tokens}
     kwargs, hashes, placeholders = pickle.loads(features)
@@ -163,7 +163,7 @@ def engine_input(tokens: Sequence[int], features: bytes | memoryview | None) -> 
 class _Pickler(pickle.Pickler):
     """Pickles tensors as their bytes.
 
-    torch would pickle each as a ZIP file, of which reading 0.6 MB takes 12 ms.
+    torch would pickle each as a ZIP file, and reading one of 0.6 MB takes 12 ms.
     """
 
     def reducer_override(self, value: object) -> Any:
@@ -190,11 +190,11 @@ def _tensor(data: np.ndarray, kind: str, shape: tuple[int, ...]) -> torch.Tensor
 
 
 def other_version(column: pa.ChunkedArray) -> Loss | None:
-    """Return the loss of a block whose image features were made by another version of vLLM.
+    """Return a fatal `Loss` if another version of vLLM made image features in `column`, else None.
 
-    None if all were made by the version on this node.
+    `column` has the type `MM_TYPE`. The version to compare with is the one on this node.
     """
-    # `flatten` and not `field`: what is under a null is then null as well.
+    # `flatten`, unlike `field`, also makes the fields of a null row null.
     made = set(column.combine_chunks().flatten()[0].drop_null().to_pylist())
     if not made or made <= {here := internals.version()}:
         return None
@@ -209,13 +209,13 @@ def other_version(column: pa.ChunkedArray) -> Loss | None:
 def with_image_features(
     keys: Sequence[bytes], column: pa.ChunkedArray
 ) -> tuple[list[bytes], list[pa.Buffer | None]]:
-    """Return the rows' prompt keys with the keys of their images appended, and their features.
+    """Return (each row's key with its images' key appended, each row's image features).
 
-    `keys` are those of the prompts' tokens. `column` has the type `MM_TYPE`. The features are None
+    `keys` identify the rows' prompt tokens. `column` has the type `MM_TYPE`. The features are None
     for a row without images, and are not copied out of the block.
     """
     _, names, sent = column.combine_chunks().flatten()
     images = names.to_pylist()
     features = [f.as_buffer() if f.is_valid else None for f in sent]
-    # Of one length in each row: where the tokens end must not depend on what follows them.
+    # Always 32 bytes are appended, so the tokens and the images cannot be confused.
     return [key + (image or NO_IMAGE) for key, image in zip(keys, images, strict=True)], features

@@ -1,8 +1,8 @@
-"""Reports how far an engine's start has come: when each of its phases began, while it starts.
+"""Reports the progress of an engine's start while it starts: when each phase began.
 
-vLLM logs what it does next, in the process of the engine's core or of a worker below it. Our plugin
-listens there and writes the time of each phase to a file of the process that starts the engine; a
-thread in that process passes on what is new.
+vLLM logs what it does next, in the engine's core process or in a worker of that core. Our plugin
+listens there and writes the time of each phase to a file of the process that starts the engine. A
+thread in that process reads the file and reports new entries.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from prefect_raybatch.stages.vllm.log_tap import listen_to_vllm
 
 log = logging.getLogger(__name__)
 
-PHASES_PLACE = "RAYBATCH_START_PHASES"  # environment of an engine's processes: the file
+PHASES_PLACE = "RAYBATCH_START_PHASES"  # environment variable of an engine's processes: a path
 ENGINE_IMPORTS, FIRST_STEP, STEPPED = "imports", "first step", "stepped"
 ENGINE_PHASES = (ENGINE_IMPORTS, "weights", "compile", "graphs", FIRST_STEP)  # in order
-ON_CLUSTER = "cluster"  # the run joins it, or starts one
-ON_TURN = "turn"  # it waits for what other runs of the process hold
-ON_WORKERS = "workers"  # until an engine's actor works: Ray places it and starts its process
+ON_CLUSTER = "cluster"  # the run connects to a Ray cluster, or starts one
+ON_TURN = "turn"  # the run waits for resources that other runs of its process hold
+ON_WORKERS = "workers"  # Ray places the engines' actors and starts their processes
 ON_ROWS = "rows"  # from an engine's first step to the first commit
 START_PHASES = (ON_CLUSTER, ON_TURN, ON_WORKERS, *ENGINE_PHASES, ON_ROWS)
-REPORT_SECONDS = 0.5  # seconds between two looks at a start
-MOST_READ = 1 << 16  # bytes of the file
+REPORT_SECONDS = 0.5  # seconds between two reads of the marks
+MOST_READ = 1 << 16  # bytes of the file that are read
 
 Marks = Mapping[str, float]
 """{phase: when it began, in seconds since 1970}; `stepped`: when the first step was over."""
@@ -40,7 +40,7 @@ ReportStart = Callable[[str, Marks], None]
 
 
 def _note_phase(path: str, record: logging.LogRecord) -> None:
-    """Append a phase and its time to the file `path` if the record says that the phase begins."""
+    """Append a phase and its time to the file `path` if this log record says that it begins."""
     phase = next((p for line, p in PHASE_LINES.items() if line in str(record.msg)), "")
     if phase:
         with open(path, "a", encoding="utf-8") as file:
@@ -48,9 +48,9 @@ def _note_phase(path: str, record: logging.LogRecord) -> None:
 
 
 def listen_for_phases() -> None:
-    """Write start phases of this process and its forks to the file in variable PHASES_PLACE.
+    """Record the start phases of this process and its forks in the file that PHASES_PLACE names.
 
-    If the variable is not set, stop writing.
+    If this environment variable is not set, stop recording.
     """
     place = os.environ.get(PHASES_PLACE)
     listen_to_vllm("phases", partial(_note_phase, place) if place else None)
@@ -76,7 +76,7 @@ class StartMarks:
 
     @contextlib.contextmanager
     def capture_phases(self) -> Iterator[None]:
-        """Make processes started in the block report their phases to these marks.
+        """Make processes that are started in the `with` block report their phases to these marks.
 
         The end of the block counts as the beginning of the first step. Only one engine may start at
         a time, because an environment variable names the file.
@@ -92,6 +92,7 @@ class StartMarks:
                 self._marks, self._file = self.read(), None
 
     def stepped(self, at: float) -> None:
+        """Record that the first step was over at `at`, in seconds since 1970."""
         self._marks[STEPPED] = at
 
     def read(self) -> dict[str, float]:
@@ -136,7 +137,7 @@ class StartReporter:
         self._wake.set()
 
     def answered(self) -> None:
-        """Report at once that the first step is over."""
+        """Make the thread report at once that the first step is over."""
         self._wake.set()
 
     def _main(self) -> None:
@@ -148,7 +149,7 @@ class StartReporter:
             if marks != said and self.tell is not None:
                 try:
                     self.tell(self.id, marks)
-                except Exception as error:  # for people alone: the engine works without
+                except Exception as error:  # only people read the report, so the engine works on
                     log.info(
                         "cannot report the engine's start: %s: %s", type(error).__name__, error
                     )

@@ -1,7 +1,7 @@
 """A vLLM plugin that prepares each process of vLLM before it runs a model.
 
-An entry point of the group `vllm.general_plugins`: vLLM calls `register` in the process that makes
-an engine, in the engine's core and in its workers.
+It is an entry point of the group `vllm.general_plugins`: vLLM calls `register` in the process that
+creates an engine, in the engine's core and in its workers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from prefect_raybatch.stages.vllm import engine_errors, phases
 
 log = logging.getLogger(__name__)
 
-PLUGIN = "prefect_raybatch"  # of the entry point
-ALLOWED = "VLLM_PLUGINS"  # vLLM's list of the plugins that it may load; without it, all
+PLUGIN = "prefect_raybatch"  # name of the entry point
+ALLOWED = "VLLM_PLUGINS"  # variable with the plugins that vLLM may load; if unset, all
 
 
 def register() -> None:
-    """Request AMX, and record the errors that the process logs and the phases of its start.
+    """Request AMX, and begin to record the errors that vLLM logs here and the phases of its start.
 
-    vLLM calls it in each of its processes, perhaps several times.
+    vLLM calls this in each of its processes, perhaps several times.
     """
     ask_for_amx()
     engine_errors.listen()
@@ -32,11 +32,11 @@ def ask_for_amx() -> None:
     """Request AMX (matrix instructions) from the kernel if the CPU has it and torch computes on it.
 
     A process that uses AMX tiles before it has requested them dies of an illegal instruction.
-    oneDNN requests them when it first uses them; vLLM's attention in bfloat16 does not, and comes
-    first if the first forward pass is small. The permission holds for all threads and for processes
-    forked later.
+    oneDNN requests them before it uses them. vLLM's attention in bfloat16 does not, and it runs
+    before oneDNN if the first forward pass is small. The permission holds for all threads and for
+    processes forked later.
     """
-    torch = sys.modules.get("torch")  # vLLM has imported it; without it nothing computes here
+    torch = sys.modules.get("torch")  # imported by vLLM in processes that run a model
     if torch is None or any(getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")):
         return
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)

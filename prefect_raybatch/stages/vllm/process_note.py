@@ -1,11 +1,11 @@
 """Notes in a file what an engine's actor is doing, for the actor that replaces it.
 
-With vLLM's core in the actor's own process, as by default on a CPU, an engine that dies of a signal
-takes the actor with it. Ray restarts the actor, or the next pass starts another one, without any
-information, so it would do the same again. The note exists on the node, in a temporary folder that
-only this user can enter, while an engine starts, during the health-check prompt, and until its
-first rows are answered; Python writes a fatal signal into it. A live process holds a lock on its
-note.
+With vLLM's core in the actor's own process, as by default on a CPU, a signal that kills the engine
+kills the actor too. Ray restarts the actor, or the next pass starts another one; without the note,
+it would do the same again. The note is a file in a temporary folder on the node that only this user
+can enter. It exists while an engine starts, during the health-check prompt, and until the engine
+has answered its first rows. Python's faulthandler writes a fatal signal into it. A live process
+holds a lock on its note.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import IO
 from prefect_raybatch.exit_codes import signal_text
 from prefect_raybatch.storage.private import make_private_folder, open_regular, private_folders
 
-START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while the note stands
+START, PROMPT, ROWS = "start", "prompt", "rows"  # what an actor does while its note exists
 NOTES_FOLDER = "raybatch-notes"
-LONGEST_NOTE = 65536  # characters that are read of a note
+LONGEST_NOTE = 65536  # characters of a note that are read
 NOTE_MAX_AGE = 86400.0  # seconds after which a note that no actor has read is removed
 SILENT = "the engine's process ended without an error message: killed, out of memory, or hung"
 FAULTS = {  # faulthandler's names
@@ -48,8 +48,8 @@ FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 class PredecessorNote:
     """The note that an ended process left: what it was doing, and the `cause` of its end.
 
-    `doing` is START, PROMPT or ROWS. `times`: how many consecutive processes ended while doing it,
-    this one included. `before`: the cause of the end of the process before this one, "" if none.
+    `doing` is START, PROMPT or ROWS. `times`: how many processes in a row ended in that state, this
+    one included. `before`: why the process before this one ended, "" if there was none.
     """
 
     doing: str
@@ -115,13 +115,13 @@ class ProcessNote:
             self.file.write(json.dumps(asdict(PredecessorNote(doing, times, before))) + "\n")
             self.file.flush()
             self._traced = faulthandler.is_enabled()
-            # Where it was enabled before Ray took the signals, only to enable it would leave them
-            # with Ray, whose handler says nothing here.
+            # Disable it first. If it was enabled before Ray installed its signal handlers, enabling
+            # it again would leave Ray's in place, and these do not write to this file.
             faulthandler.disable()
             faulthandler.enable(self.file, all_threads=False)
 
     def remove_note(self) -> None:
-        """Remove the note, if any: what it described is over."""
+        """Remove this process's note, if any, because the work that it describes is over."""
         with self._lock:
             file, self.file = self.file, None
             if file is None:

@@ -11,9 +11,9 @@ The helper watches by process id and start time, through a pidfd if the kernel h
 nothing of its parent: no pipe (a forked engine would inherit the other end and keep it open
 forever), no standard streams, no folder. Linux only; elsewhere `watch_children()` does nothing.
 
-A vLLM plugin cannot replace it: vLLM calls it in a core about 15 s after the core's start and after
-a handshake with the parent. In 3 of 3 trials with the parent killed before that, the core still
-existed after 60 s.
+A vLLM plugin cannot replace the helper: vLLM calls plugins in a core about 15 s after the core's
+start and after a handshake with the parent. In 3 of 3 trials with the parent killed before that,
+the core still existed after 60 s.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ Process = tuple[int, int]
 """A process id and its start time in clock ticks since boot: never the same for two processes."""
 
 EngineProcesses = dict[Process, bool]
-"""{process: whether it certainly is an engine's}; False if only its command line looks like one."""
+"""{process: whether it is surely an engine's}; False if it looks like a fork of the parent."""
 
-_watched_pid: int | None = None  # the process that has its helper; differs in a forked child
+_watched_pid: int | None = None  # the process that `_helper` watches; in a forked child, its parent
 _helper: Process | None = None
 
 
@@ -75,9 +75,9 @@ def watch_children() -> bool:
     Call it before each engine start.
 
     Returns True if the helper runs (also if an earlier call started it), False without /proc. The
-    helper ends only child processes that look like vLLM's or multiprocessing's, with all their
-    descendants, also those started before the call. Other programs that this process starts are
-    left alone. Costs one short-lived subprocess, about 0.05 s, on the first call.
+    helper ends only child processes that look like vLLM's, multiprocessing's or forks of this
+    process, with all their descendants, also those started before the call. It leaves other
+    programs alone. Costs one short-lived subprocess, about 0.05 s, on the first call.
 
     Raises OSError or subprocess.CalledProcessError if the helper cannot be started.
     """
@@ -101,7 +101,7 @@ def watch_children() -> bool:
         env=kept,
         cwd="/",
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,  # its process id
+        stdout=subprocess.PIPE,  # the id of the helper
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         timeout=60,
@@ -113,7 +113,7 @@ def watch_children() -> bool:
 
 
 class _Stat:
-    """What /proc says about one process: `parent` id, `started` in ticks, `state` letter."""
+    """A process as in /proc/PID/stat: `parent` id, `started` (ticks since boot), `state` letter."""
 
     __slots__ = ("parent", "started", "state")
 
@@ -169,8 +169,8 @@ def _children(pid: int) -> list[int]:
 def _look(root: int, root_command: bytes, seen: EngineProcesses) -> None:
     """Update `seen`: drop ended processes, add engine processes below `root` and below seen ones.
 
-    `root` is the id of the watched process. A child with its command line, `root_command`, may be a
-    fork that is to become an engine's; it is added as uncertain (False).
+    `root` is the id of the watched process, `root_command` its command line. A child with the same
+    command line may be a fork that will become an engine process; it is added as uncertain (False).
     """
     for process in [process for process in seen if not _alive(process)]:
         del seen[process]
@@ -185,8 +185,8 @@ def _look(root: int, root_command: bytes, seen: EngineProcesses) -> None:
         if stat is None:
             continue
         command = _command(pid)
-        # A forked engine bears its parent's command line until it gives itself a title; so does
-        # another program for a moment, until it is that program.
+        # A forked engine process has its parent's command line until it sets its title. So does
+        # any other child for a moment, between fork and exec.
         likely = command != b"" and command == root_command
         marked = not likely and any(mark in command for mark in (*ENGINE_MARKS, TRACKER))
         known = pid in certain or marked
@@ -212,7 +212,7 @@ def _send(process: Process, number: int) -> None:
                 os.kill(pid, number)
         return
     try:
-        # The handle holds on to the process: if the start time is right now, it stays right.
+        # The handle stays with one process: if the start time matches now, it is the right one.
         if _alive(process):
             signal.pidfd_send_signal(handle, number)
     except OSError:
@@ -226,7 +226,7 @@ def _wait_for_end(root: Process, root_command: bytes, seen: EngineProcesses) -> 
     told, tells = os.pipe()
     os.set_blocking(told, False)
     os.set_blocking(tells, False)
-    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)  # of `watch_children()`
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)  # SIGUSR1 of `watch_children()`
     waits = [told]
     with contextlib.suppress(AttributeError, OSError):
         waits.append(os.pidfd_open(root[0]))
@@ -239,7 +239,7 @@ def _wait_for_end(root: Process, root_command: bytes, seen: EngineProcesses) -> 
             if seen.keys() - before:
                 starts_until = now + START_S
             next_look = now + (POLL_S if now < starts_until else SELDOM_S)
-        # Without a pidfd nobody tells of the end.
+        # Without a pidfd nothing reports the end, so look for it often.
         most = next_look - now if len(waits) > 1 else POLL_S
         if told in select.select(waits, [], [], most)[0]:
             os.read(told, 4096)
@@ -249,8 +249,8 @@ def _wait_for_end(root: Process, root_command: bytes, seen: EngineProcesses) -> 
 def _end(root_command: bytes, seen: EngineProcesses) -> None:
     """Send SIGTERM, then after `GRACE_S` SIGKILL, to all seen processes and their later children.
 
-    Resource trackers of multiprocessing come last: killed with the engine processes, they would
-    leave the shared memory segments of these behind (some 200 MB per engine).
+    Resource trackers of multiprocessing are killed last. Killed earlier, they would leave behind
+    the shared memory segments of the engine processes (some 200 MB per engine).
     """
     _look(0, root_command, seen)
     trackers = {process for process in seen if TRACKER in _command(process[0])}
@@ -276,9 +276,9 @@ def _wait(root_command: bytes, seen: EngineProcesses, besides: set[Process]) -> 
 
 
 def kill_all(pids: list[int]) -> None:
-    """Send SIGKILL to these processes and all below them, which ends stopped ones too.
+    """Send SIGKILL to these processes and all their descendants, then wait up to `GRACE_S`.
 
-    Waits up to `GRACE_S` for their end.
+    SIGKILL also ends a suspended process.
     """
     seen = {(pid, stat.started): True for pid in pids if (stat := _read(pid)) is not None}
     _look(0, b"", seen)
@@ -290,13 +290,13 @@ def kill_all(pids: list[int]) -> None:
 
 
 def main(pid: int, started: int) -> None:
-    """Run the helper: detach, wait for the process (`pid`, `started`) to end, clean up."""
-    signal.signal(signal.SIGUSR1, lambda *_: None)  # before anybody can know of the helper
+    """Run the helper: detach, wait until the process (`pid`, `started`) ends, end its engines."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # before any process knows the helper's id
     helper = os.fork()
     if helper:
         os.write(1, b"%d" % helper)
         os._exit(0)
-    os.dup2(0, 1)  # whoever reads the id waits for the end of it
+    os.dup2(0, 1)  # closes the pipe: the reader of the id waits for that
     seen: EngineProcesses = {}
     root_command = _command(pid)
     _wait_for_end((pid, started), root_command, seen)

@@ -1,7 +1,7 @@
 """Settings that shorten the start of an engine on GPUs.
 
-They are fewer or no CUDA graphs, a memory measurement that is kept, and one cache of kernels for
-all engines. Figures: docs/decisions/shorter-starts.md.
+These are fewer or no CUDA graphs, a stored measurement of memory, and one cache of kernels for all
+engines. Figures: docs/decisions/shorter-starts.md.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from prefect_raybatch.spec.engine import EngineFields, ModelRequest
 
-MOST_TOKENS = 512  # of a step with a graph in vLLM's own list; 1,024 on Blackwell
-BLACKWELL = 10  # the major number of its compute capability
+MOST_TOKENS = 512  # in vLLM's largest default CUDA graph; 1,024 on Blackwell
+BLACKWELL = 10  # major number of its compute capability
 SMALL_GRAPHS = (1, 2, 4, 8, 16, 32, 48, 64, 96)
-GRAPHS_APART = 32  # tokens between two larger sizes
+GRAPHS_APART = 32  # tokens between two graph sizes above SMALL_GRAPHS
 DECIDE_GRAPHS = (
     "compilation_config",
     "cudagraph_capture_sizes",
@@ -38,9 +38,9 @@ IN_KEY = {
     "max_num_seqs",
     "quantization",
 }
-"""Engine arguments with which a stored memory measurement stays valid.
+"""Engine arguments that a job may set and still use a stored memory measurement.
 
-vLLM compares them with those of the measurement, or they do not affect memory. vLLM does not
+vLLM compares their values with the measured engine's, or they do not affect memory. vLLM does not
 compare other arguments that affect memory, such as gpu_memory_utilization, nor any environment
 variable.
 """
@@ -51,10 +51,10 @@ def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
 
     They stay unchanged if they set an option that decides about graphs (DECIDE_GRAPHS) or lack
     max_num_seqs, and on GPUs from Blackwell on. `capability` is the major number of the GPU's
-    compute capability. A step that fits no size is padded to the next one. vLLM itself captures 51
-    sizes up to `MOST_TOKENS`, each twice; with this function there are at most 22. For the pooling
-    runner there are none: it processes a prompt in one step, so nearly all of its steps have more
-    tokens than the largest graph.
+    compute capability. vLLM pads a step to the next size. By itself it captures 51 sizes up to
+    `MOST_TOKENS` tokens, each twice; with these arguments at most 22. The pooling runner gets none:
+    it processes a prompt in one step, so nearly all of its steps have more tokens than the largest
+    graph.
     """
     seqs = arguments.get("max_num_seqs")
     if not seqs or capability >= BLACKWELL or any(arguments.get(name) for name in DECIDE_GRAPHS):
@@ -73,7 +73,7 @@ def memory_settings(request: ModelRequest, gpus: int, images: bool) -> Mapping[s
     `gpus` is the number of GPUs of the engine. With several, the result is {}: each process would
     decide for itself whether to measure, and then wait for the others. vLLM compares `IN_KEY`, the
     model, the GPU and its free memory before it uses a stored measurement. So the result is {} too
-    if the job sets other arguments or variables, or if prompts have `images`.
+    if the job sets other arguments, variables or load formats, or if prompts have `images`.
     """
     load = request.vllm_arguments.get("load_format", "auto")
     differs = request.vllm_arguments.keys() - IN_KEY - {"load_format"} or request.env or images
@@ -96,11 +96,11 @@ def kernel_cache(environment: Mapping[str, str]) -> str:
 def share_kernel_cache() -> None:
     """Keep the Triton kernels of all engines of this machine in one folder; call before a start.
 
-    Where the variable is not set, PyTorch's compiler sets it to a folder inside the compiled
-    model's. The next start loads the model without the compiler, and looks for vLLM's own kernels
-    in Triton's default folder. So they would be compiled again then, and again for each model and
-    each `max_model_len`, `max_num_seqs` and other argument that the compiled model depends on.
-    Does nothing if nothing can be written there.
+    If the variable KERNEL_CACHE is not set, PyTorch's compiler sets it to a folder inside that of
+    the compiled model. The next start loads the compiled model without the compiler, and looks for
+    vLLM's own kernels in Triton's default folder. So these would be compiled again, and again for
+    each model and each argument that the compiled model depends on (`max_model_len`, ...).
+    Does nothing if the folder cannot be written to.
     """
     folder = kernel_cache(os.environ)
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """One vLLM engine driven by one thread: tokens in, final answers out, little Python in between.
 
 `SteppedEngine` steps vLLM's synchronous `LLMEngine` itself. A row costs one `add_request` and one
-finished output: no asyncio task, no queue and no wake-up per row, which is what limits the other
-ways of driving vLLM (about 1 ms of Python a row, on one core, whatever the GPU could do).
+finished output: no asyncio task, no queue and no wake-up per row. These limit the other ways of
+driving vLLM (about 1 ms of Python a row, on one CPU core, however fast the GPU is).
 
 The engine core is in its own process (vLLM's default) or in this one (environment variable
 VLLM_ENABLE_V1_MULTIPROCESSING=0).
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from prefect_raybatch.stages.answer_logprobs import TokenLogprobs
 
 WINDOW = 3
-"""Requests handed to vLLM at a time, in multiples of `max_num_seqs`.
+"""Sequences that vLLM holds at most, running or queued, in multiples of `max_num_seqs`.
 
 More than 1, so that the next caller's rows are ready when the last rows of the first caller leave
 slots free.
 """
 
 FEATURE_BYTES = 256 << 20
-"""Bytes of prepared images that vLLM may hold beyond those of `max_num_seqs` requests.
+"""From this many bytes of prepared images, vLLM gets no more than `max_num_seqs` sequences.
 
 vLLM keeps the images of a request until the request is answered.
 """
 
 PARAMS_KEPT = 1024
-"""Most distinct sampling parameters whose vLLM objects are cached; the least recent are dropped."""
+"""Most vLLM parameter objects that an engine caches; the least recently used is dropped first."""
 
-START_LOCK = threading.Lock()  # which processes an engine started is seen by comparing the children
+START_LOCK = threading.Lock()  # an engine's processes are the children that a start adds
 
 
 class EngineDied(Exception):
@@ -71,9 +71,9 @@ class Request:
 
     prompt_token_ids: token ids of the whole prompt, 1 to `max_model_len` - 1 of them.
     params: fields of vLLM's `SamplingParams`; `choice: [str, ...]` is short for
-        `structured_outputs: {"choice": [...]}`. `output_kind` is always final only, and
-        `detokenize` is off unless given or needed by `stop`. With `task` (embed, classify) they
-        are fields of vLLM's `PoolingParams`, and the answer is a vector.
+        `structured_outputs: {"choice": [...]}`. `output_kind` is always FINAL_ONLY, and
+        `detokenize` is off unless set here or needed by `stop`. With `task` (embed, classify)
+        they are fields of vLLM's `PoolingParams`, and the answer is a vector.
     adapter: (name, number from 1 on, local folder) of its LoRA adapter. In one engine, no two
         adapters may have the same name, number or folder. None for the base model.
     features: its images as `multimodal.Renderer` prepared them, None for text alone.
@@ -91,16 +91,16 @@ class Completion:
 
     token_ids: one list of generated ids for each of the `n` answers, the end token included.
     texts: one text for each answer where vLLM had to detokenize (stop strings), else None.
-    finish_reason: `stop` or `length` as vLLM says it; of several answers the first that is not
-        `stop`, so that a cut-off one shows. None with an error.
-    logprobs: {token id: log probability} of the first answer's first step, if the request names
+    finish_reason: vLLM's `stop` or `length`. With several answers, the first reason that is not
+        `stop`, so that a truncated answer shows. None with an error.
+    logprobs: {token id: log probability} at the first answer's first token, if the request sets
         `logprob_token_ids`.
     steps: {token id: log probability} of each token of each answer, if the request sets `logprobs`.
     named_steps: like `steps`, but from a hosted model, which names tokens by their texts.
-    later: `logprobs` of the further requests for this row's labels (`label_probabilities`).
+    later: `logprobs` of the extra requests that `label_probabilities` sent for this row.
     finish_reasons: the finish reason of each answer, if there are several.
     prompt_tokens, cached_tokens: length of the prompt, and the part of it in the prefix cache.
-    error: class and message of vLLM's error if it refused the request or gave it up.
+    error: (class, message) of the error if vLLM refused or aborted the request.
     vector: the answer of a pooling request, float32[dimension].
     """
 
@@ -167,10 +167,10 @@ class SteppedEngine:
 
         watch_children()
         self._wake = threading.Condition()  # guards everything below
-        self._waiting: deque[_Call] = deque()  # calls with requests that vLLM has not got yet
+        self._waiting: deque[_Call] = deque()  # calls with requests not handed to vLLM yet
         self._in_flight: dict[str, tuple[_Call, int, Params]] = {}  # by vLLM's request id
-        self._sequences = 0  # requests in flight, each counted as often as it has answers
-        self._features: dict[str, int] = {}  # bytes of the images of those in flight that have any
+        self._sequences = 0  # in flight: each request counts once per answer
+        self._features: dict[str, int] = {}  # image bytes of requests in flight, by id
         self._closing = False
         self._died: str | None = None
         self._cleaned = False
@@ -180,17 +180,17 @@ class SteppedEngine:
             ("rows", "refused", "prompt_tokens", "cached_tokens", "output_tokens", "steps"), 0
         )
         self._busy_s = self._feed_s = 0.0
-        self._stepped_at = 0.0  # when the first step was over, in seconds since 1970
-        self._inside = 0.0  # when the thread went into vLLM; 0 while there is nothing to do
+        self._stepped_at = 0.0  # when the first step ended, in seconds since 1970
+        self._inside = 0.0  # when the thread last called vLLM; 0 while it has no work
         self._hang = HangWatch(hang_seconds)
         self._engine: LLMEngine | None = None
-        self._scheduler_stats: SchedulerStats | None = None  # vLLM's latest, where it makes any
+        self._scheduler_stats: SchedulerStats | None = None  # the latest; None if off
         self._processes: list[BaseProcess] = []
         self._errors = EngineErrors()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
-        # The engine is made on the thread that steps it: OpenMP's and torch's thread settings
-        # belong to a thread, and with the core in this process that thread runs the model.
+        # The engine is created on the thread that steps it: OpenMP's and torch's thread settings
+        # are per thread, and with the core in this process that thread runs the model.
         self._thread = threading.Thread(
             target=self._main, args=(engine_kwargs,), name="SteppedEngine", daemon=True
         )
@@ -250,7 +250,7 @@ class SteppedEngine:
     def stats(self) -> dict[str, Any]:
         """Return totals since the start.
 
-        rows: requests answered; refused: the number of these that vLLM refused or gave up;
+        rows: requests answered; refused: the number of these that vLLM refused or aborted;
         prompt_tokens, cached_tokens, output_tokens; steps: calls of vLLM's step; busy_s: seconds
         with requests in flight; feed_s: the part of busy_s spent on handing requests over;
         in_flight: requests inside vLLM; waiting: requests not handed over yet; died: None or the
@@ -269,7 +269,7 @@ class SteppedEngine:
             }
 
     def load(self) -> dict[str, float]:
-        """Return what the engine does now; {} once it is closed.
+        """Return the engine's current load; {} once it is closed.
 
         running, waiting: numbers of sequences; sequences: the most that may run at once; steps:
         number of steps since the start; kv_cache: share of the KV cache in use.
@@ -300,9 +300,9 @@ class SteppedEngine:
     # Sampling parameters --------------------------------------------------------------------------
 
     def _prepare_params(self, requests: Sequence[Request]) -> list[Params | Exception]:
-        """Return the SamplingParams of each request, or the exception that making them raised.
+        """Return vLLM's params for each request, or the exception that building them raised.
 
-        Equal dicts share one object. A dict that several requests share is converted once.
+        Equal dicts share one object. A dict that several requests share is looked up once.
         """
         by_identity: dict[int, Params | Exception] = {}
         result = []
@@ -346,7 +346,7 @@ class SteppedEngine:
             self._loop()
         except BaseException as error:
             if not self._processes:
-                # Callers start the next engine when they are told; this process has room for one.
+                # First: callers that learn of the death start an engine in this process at once.
                 self._shutdown()
             self._fail(self._cause(error))
         finally:
@@ -365,15 +365,15 @@ class SteppedEngine:
     def _how_it_ended(self, process: BaseProcess) -> str:
         """Describe how an engine process ended: by a signal, or with an error that it logged."""
         end = _end_of(process)
-        # vLLM ends what is left of an engine that has failed by these two.
+        # vLLM ends the remaining processes of a failed engine by these two signals.
         ended_so = (None, -signal.SIGTERM, -signal.SIGKILL)
         own = process.exitcode not in ended_so and process.exitcode < 0
         return end if own else self._errors.read() or end
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the error with which vLLM's start failed, with the cause from vLLM's log added.
+        """Return `error`, which vLLM's start raised, with the cause from vLLM's log added.
 
-        If the log has none, `error` itself is returned.
+        Returns `error` itself if nothing is to add, or if it is no RuntimeError.
         """
         words = self._errors.read()
         text = with_signal(f"{error}: {words}" if words else str(error))
@@ -390,7 +390,7 @@ class SteppedEngine:
         arguments = dict(engine_kwargs)
         no_stats = arguments.pop("disable_log_stats", None)
         with START_LOCK, self._errors.capture():
-            register()  # in this process too, where vLLM may have been told to load no plugins
+            register()  # in this process too, even if vLLM may load no plugins
             before = {process.pid for process in multiprocessing.active_children()}
             engine = self._engine = internals.start(
                 {**arguments, "disable_log_stats": bool(no_stats)}
@@ -402,7 +402,7 @@ class SteppedEngine:
             ]
         self._window = WINDOW * internals.most_sequences(engine)
         if not no_stats:
-            front = no_stats is not None  # vLLM's own figures in this process were asked for
+            front = no_stats is not None  # disable_log_stats: false
             internals.keep_scheduler_stats(engine, self._keep_stats, front)
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()
@@ -490,7 +490,7 @@ class SteppedEngine:
         If it was the last missing answer of the call, append the call to `finished`.
         """
         entry = self._in_flight.pop(output.request_id, None)
-        if entry is None:  # it belongs to a call that was given up
+        if entry is None:  # its call was given up
             return
         call, position, params = entry
         self._features.pop(output.request_id, None)
@@ -599,11 +599,11 @@ class SteppedEngine:
         if not self._processes:
             end_process(cause)
         with self._wake:
-            self._died = cause  # before what vLLM says when its core is gone
+            self._died = cause  # first, so that vLLM's error at the end of its core does not count
         kill_all([process.pid for process in self._processes if process.pid is not None])
         self._shutdown()
         self._thread.join(5)
-        # the processes that ended were workers, and the core is in this process
+        # the killed processes were workers; the core is in this process
         if self._thread.is_alive():
             end_process(cause)
         self._fail(cause)
@@ -623,7 +623,7 @@ class SteppedEngine:
                 call.done.set()
 
     def _shutdown(self) -> None:
-        """End the engine core and its processes."""
+        """End the engine core and its processes, and free memory if the core is in this process."""
         with self._wake:
             engine, self._engine = self._engine, None
         if engine is not None:
@@ -636,7 +636,7 @@ class SteppedEngine:
         self._errors.forget()
         if not self._processes and not self._cleaned:
             self._cleaned = True
-            engine = None  # otherwise its memory is still held
+            engine = None  # this reference would keep its memory
             internals.free_process()
 
 
@@ -653,14 +653,14 @@ def _given_up(params: Params, reason: str) -> str:
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:
-    """Return a list of plain ints; vLLM's wire format takes no arrays."""
+    """Return the token ids as a list of ints, because vLLM's wire format takes no arrays."""
     if type(token_ids) is list:
         return token_ids
     return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
 
 
 def _guarded_params(params: SamplingFields) -> Params | Exception:
-    """Return vLLM's params for a dict, or the exception that building them raised."""
+    """Return vLLM's object for these params, or the exception that building it raised."""
     try:
         if "task" in params:
             return internals.pooling_params(params)
@@ -672,9 +672,9 @@ def _guarded_params(params: SamplingFields) -> Params | Exception:
 def plain_fields(params: SamplingFields) -> dict[str, Any]:
     """Return the arguments for vLLM's `SamplingParams` as plain values.
 
-    Nulls are left out; `choice`, our short form, becomes `structured_outputs`; tokens of
-    `logit_bias` become numbers (JSON has them as text); `detokenize` is off unless given or needed
-    by `stop`. Raises ValueError if both `choice` and `structured_outputs` are given.
+    Drops nulls, turns `choice` (our short form) into `structured_outputs` that any backend takes,
+    and makes token ids in `logit_bias` ints (JSON has them as text). `detokenize` is off unless set
+    or needed by `stop`. Raises ValueError if both `choice` and `structured_outputs` are set.
     """
     fields = {name: value for name, value in params.items() if value is not None}
     if isinstance(bias := fields.get("logit_bias"), dict):
