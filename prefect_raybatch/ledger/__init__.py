@@ -1,1 +1,1 @@
-"""The records of a run, which alone decide what is done, and how they are read and written."""
+"""Reads and writes the records of a run, which alone decide which of its shards are done."""

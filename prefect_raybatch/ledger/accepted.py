@@ -44,25 +44,25 @@ _RECORDS = TypeAdapter(tuple[Accepted, ...])
 
 
 def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
-    """Return {"accepted": differences} to merge into a record; {} if there are no differences.
+    """Return {"accepted": differences}; {} if there are no differences.
 
-    The record is that of an attempt or of a Ray job.
+    The caller merges it into the record of an attempt or of a Ray job.
     """
     differences = [asdict(one) for one in accepted]
     return {"accepted": differences} if differences else {}
 
 
 def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
-    """Return the differences that `accepted_note` put into a record; () if there are none.
+    """Return the differences between job and plan that were accepted, from a record; () if none.
 
-    `note` is the record, and `what` its name for the message of `CorruptRun`, which is raised if
-    the differences are malformed.
+    `note` is a record that `accepted_note` was merged into, and `what` its name in messages. Raises
+    `CorruptRun` if the differences are malformed.
     """
     return read_json(_RECORDS, dump(note.get("accepted") or []), f"accepted in {what}")
 
 
 def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
-    """Return the accepted differences of all attempts at a run, each once, oldest first.
+    """Return the differences between job and plan that any attempt accepted, each once, by time.
 
     A missing or damaged record of an attempt is logged and left out.
     """

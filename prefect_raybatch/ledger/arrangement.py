@@ -16,7 +16,7 @@ from prefect_raybatch.words import counted
 
 @dataclass(frozen=True, order=True)
 class Arrangement(StrictRecord):
-    """How many engines share a GPU, and the `max_num_seqs` of each."""
+    """The number of engines that share a GPU, and the `max_num_seqs` of each."""
 
     engines_per_gpu: Count
     max_num_seqs: Count
@@ -27,13 +27,13 @@ class Arrangement(StrictRecord):
 
 @dataclass(frozen=True)
 class WorkKey(StrictRecord):
-    """What a run's speed depends on, besides the arrangement of its engines.
+    """The conditions that decide a run's speed, besides the arrangement of its engines.
 
-    `model` identifies the model's files, `card` is the GPU's name. `gpus` are the GPUs of an
-    engine, `cpus` the fewest CPUs per GPU. `grammar` is the backend of the answers' grammar, ""
-    without one. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are
-    lengths in tokens: the shared prefix, the expected answer, and the nine deciles of the rest of
-    the prompt.
+    Runs with equal conditions can be compared. `model` is a digest of the model's files, `card` the
+    GPU's name and memory. `gpus` is the number of GPUs of an engine, `cpus` that of CPUs per GPU
+    (the fewest on any node). `grammar` is the backend of the answers' grammar, "" without one.
+    `settings` is a digest of the vLLM arguments that the job sets. `tokens` are lengths in tokens:
+    the shared prefix, the expected answer, and the nine deciles of the rest of the prompt.
     """
 
     model: str
@@ -48,13 +48,13 @@ class WorkKey(StrictRecord):
 
 @dataclass(frozen=True)
 class ArrangementNote(StrictRecord):
-    """The decision of a run: engines are arranged as `incumbent`, and as `challenger` in a trial.
+    """The decision of a run on how its engines are arranged, and on a trial of another arrangement.
 
-    `model` is the choice of the cost model. Shards whose number has the remainder TRIAL_FIRST when
-    divided by TRIAL_EVERY are the trial's; without a trial, `challenger` is None. `predicted` is
-    the challenger's rate divided by the incumbent's, as expected. `why` is the reason for the
-    decision, `read` are the keys of the runs that it follows from, newest first. `by` is the
-    attempt that decided, and alone tries the challenger.
+    Engines are arranged as `incumbent`. In a trial, a fifth of the shards is inferred by engines
+    that are arranged as `challenger`; without a trial it is None. `model` is the choice of the cost
+    model. `predicted` is the rate expected of the challenger, divided by the incumbent's. `why` is
+    the reason for the decision. `read` are the keys of the earlier runs that it is based on, newest
+    first. `by` is the attempt that decided; no other attempt tries the challenger.
     """
 
     work: WorkKey
@@ -69,11 +69,11 @@ class ArrangementNote(StrictRecord):
 
 @dataclass(frozen=True)
 class TrialOutcome(StrictRecord):
-    """What the trial of a challenger showed.
+    """The outcome of trying an arrangement of engines, the challenger, on some shards of a run.
 
-    `gain` is by which share the challenger was faster than the incumbent, `bound` the gain's lower
-    limit with 95 % confidence. Both follow from `pairs` shards; they are None if these were too
-    few. `error` says why the trial did not work, or "".
+    `gain` says how much faster the challenger was than the run's own arrangement (0.1: 10 %),
+    `bound` is its lower limit with 95 % confidence. `pairs` counts the compared shards; both are
+    None if these were too few. `error` says why the trial failed, or is "".
     """
 
     pairs: Count
@@ -84,13 +84,13 @@ class TrialOutcome(StrictRecord):
 
 @dataclass(frozen=True)
 class ArrangementOutcome(StrictRecord):
-    """A run's decision, and what the run measured with it; a part of the report.
+    """A run's decision on how its engines are arranged, and what it measured; a part of the report.
 
-    `score` is the GPU-seconds per 1,000 tokens of the incumbent, start, head and tail excluded.
-    `busy` is the share of that time in which its GPUs did not wait for the host. Both are None if
-    unknown. `gpus` are the run's GPUs, `start` the seconds until the first commit. `uncounted` says
-    why later runs must not learn from these figures, "" if they may. `has_deaths`: an engine of the
-    incumbent died.
+    `score` is the GPU-seconds per 1,000 tokens outside of a trial, without the times when engines
+    start, fill up and run empty. `busy` is the share of that time in which GPUs did not wait for
+    the host. Both are None if unknown. `gpus` is the number of the run's GPUs, `start` the seconds
+    until the first commit. `uncounted` says why later runs must not learn from these figures, "" if
+    they may. `has_deaths`: an engine that was not in a trial died.
     """
 
     decided: ArrangementNote

@@ -31,13 +31,13 @@ from prefect_raybatch.storage import FileInfo, Store, read_ahead
 
 log = logging.getLogger(__name__)
 
-MOST_COMMIT_BYTES = limit_of(f"{COMMITS}/")  # of a commit
-FOLD = 1000  # commits a file: at 400 reads a second what is not folded yet costs 2.5 s
-FOLD_BYTES = 16 << 20  # ... or so much of them: readers hold a few such files
-LEAST_COMMITS = 200  # fewer than these are not worth a file at the end of an attempt
-MAX_BYTES = 512 << 20  # of a file, unpacked; ours have 80 MB where a record has 64
+MOST_COMMIT_BYTES = limit_of(f"{COMMITS}/")  # largest size of a commit record
+FOLD = 1000  # commits per file; a resume reads the commits in no file, at 400 a second in 2.5 s
+FOLD_BYTES = 16 << 20  # bytes of commits per file, because readers hold a few files in memory
+LEAST_COMMITS = 200  # fewer are not worth a file at the end of an attempt
+MAX_BYTES = 512 << 20  # limit of an unpacked file; written ones have at most 24 MiB
 CHECKPOINT_READERS = 4
-HELD_BYTES = 8 << 20  # of folded records in memory; 10^9 rows in 250,000 shards have 250 MB
+HELD_BYTES = 8 << 20  # copies held in memory; 10^9 rows in 250,000 shards have 250 MB of them
 MOST_STRAYS = 20
 _MD5 = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -72,7 +72,7 @@ class Listing:
             self.strays.append(path)
 
     def proves(self, shard: int, body: bytes) -> bool:
-        """Return whether the store's checksum shows that `body` is the stored record."""
+        """Return whether the store's MD5 proves that `body` is the shard's stored record."""
         return self.md5[shard] == hashlib.md5(body, usedforsecurity=False).digest()
 
     def fits(self, shard: int, body: bytes) -> bool:
@@ -87,7 +87,7 @@ class Listing:
 
 
 class CheckpointWriter:
-    """Collects commits and writes a checkpoint file whenever they reach FOLD or FOLD_BYTES."""
+    """Collects commits, and writes them to a checkpoint file whenever it has 1,000 or 16 MiB."""
 
     def __init__(self, store: Store, plan_hash: str):
         self.store, self.plan_hash = store, plan_hash
@@ -103,7 +103,7 @@ class CheckpointWriter:
     def flush(self, least: int = LEAST_COMMITS) -> None:
         """Write the collected commits to one checkpoint file, if there are at least `least`.
 
-        Otherwise they stay collected. A failure is only logged, and these commits are in no
+        Otherwise they stay collected. A failure is only logged; these commits then get into no
         checkpoint.
         """
         if len(self._lines) < least:
@@ -193,9 +193,9 @@ class Copies:
 
 
 def folded(store: Store, plan_hash: str, listing: Listing, exact: bool) -> Copies:
-    """Return the copies in checkpoint files that `listing` shows to be equal to the stored records.
+    """Read the checkpoint files; return the copies of commit records that match `listing`.
 
-    `exact` requires proof by checksum; otherwise a matching size is enough where the store has no
+    `exact` requires a matching checksum; otherwise a matching size is enough where the store has no
     checksum. Close the result after use.
     """
     confirmed = listing.proves if exact else listing.fits

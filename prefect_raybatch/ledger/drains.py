@@ -58,7 +58,7 @@ def read_drain(store: Store) -> Drain | None:
 
 
 class Draining:
-    """A function without arguments that returns whether a drain request tells the attempt to stop.
+    """A callable without arguments that returns whether a drain request tells an attempt to stop.
 
     It reads the run directory at most every DRAIN_LOOK seconds; a copy in another process reads for
     itself. An unreachable store counts as no request.

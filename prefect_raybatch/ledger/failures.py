@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _LOSS = re.compile(r"([A-Za-z_]\w*): (.*)\Z", re.DOTALL)
 
 COUNTED_CHARACTERS = 120  # characters of a message by which failed rows are counted
-SURE = 100  # of these characters, those kept even if numbers in the message grow longer
+SURE = 100  # of these, the first characters, which stay even if numbers in the message grow longer
 ENGINE_DIED = "EngineDied"
 ENGINES_DIED = "EnginesDied"  # no single unit is to blame: engines died until the pass was given up
 STARTED_AND_DIED = "EngineStartDied"  # likewise: an engine died as it started, again and again
@@ -117,7 +117,7 @@ def alike(failures: Failures) -> Counter[FailureKey]:
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:
         pattern = _NUMBER.sub("N", key.message)
-        if len(key.message) >= COUNTED_CHARACTERS:  # cut off, by a number's length sooner or later
+        if len(key.message) >= COUNTED_CHARACTERS:  # cut off; where depends on numbers' lengths
             pattern = pattern[:SURE]
         groups.setdefault((key.stage, key.error, pattern), []).append(key)
     total: Counter[FailureKey] = Counter()

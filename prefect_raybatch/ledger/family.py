@@ -58,6 +58,7 @@ class Family:
     strays: list[str] = field(default_factory=list)
 
     def children(self, key: str) -> list[Member]:
+        """Return the runs that retry failed rows of run `key`."""
         return [member for member in self.members.values() if member.plan.parent == key]
 
     def is_fully_retried(self, member: Member) -> bool:

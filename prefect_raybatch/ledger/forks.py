@@ -16,11 +16,11 @@ from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan, dump, load
 
 _FORK = re.compile(r"(?P<base>.+)\.m(?P<number>[1-9]\d{0,3})\Z")
-MOST_FORKS = 100  # that are followed one after the other
+MOST_FORKS = 100  # forks followed one after the other
 
 
 def fork_key(key: str) -> str:
-    """Return the key for a fork of run `key`: X.m1 for a run X, X.m2 for its fork X.m1, ..."""
+    """Return the key for a repaired run: X.m1 if `key` is X, X.m2 if it is X.m1, and so on."""
     match = _FORK.match(key)
     return f"{match['base']}.m{int(match['number']) + 1}" if match else f"{key}.m1"
 
@@ -32,25 +32,25 @@ def forks_of(key: str) -> int:
 
 
 def original_key(plan: Plan) -> str:
-    """Return the key of the run with which repairs began; without repairs, the plan's run key."""
+    """Return the key of the run that was repaired first; for a run that is no repair, its own."""
     match = _FORK.match(plan.run_key) if plan.forked_from is not None else None
     return match["base"] if match else plan.run_key
 
 
 def forked(plan: Plan) -> dict[str, str]:
-    """Return what `Plan.forked_from` is in a fork of this plan's run: its key and plan hash."""
+    """Return the `Plan.forked_from` of runs that repair this plan's run: its key and plan hash."""
     return {"run_key": plan.run_key, "plan": plan.hash}
 
 
 def supersede(ledger: Ledger, key: str) -> None:
-    """Record in the run of `ledger` that its fork `key` continues it."""
+    """Record in a damaged run that the repaired run `key` continues it."""
     put_record(ledger.store, SUPERSEDED_BY, dump({"by": key}))
 
 
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
-    """Follow a run's fork, that fork's fork and so on; return ledger and plan of the last run.
+    """Go from a run to the repaired run that continues it, and so on; return (ledger, plan) there.
 
-    Stops at a fork that is missing, unreadable or of another run, and after MOST_FORKS.
+    Stops before a repaired run that is missing, unreadable or of another run, and after 100 runs.
     """
     for _ in range(MOST_FORKS):
         fork = _next(ledger, plan)
@@ -68,7 +68,7 @@ def _next(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan] | None:
             return None
         theirs = Ledger(root.sub(check_run_key(key)))
         fork_plan = theirs.load_plan()
-    except (FileNotFoundError, CorruptRun, ConfigError):  # only advice, so none is no fault
+    except (FileNotFoundError, CorruptRun, ConfigError):  # the fork's name is only a hint
         return None
     if fork_plan is None or fork_plan.forked_from != forked(plan):
         return None

@@ -27,8 +27,8 @@ from prefect_raybatch.ledger.records import JsonObject, Plan, digest, dump, load
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 
-# Where a row's answer is: nowhere, since the row makes no request; among the reused ones; among the
-# requests phase's, requested for this row; or there, requested for another row's equal request.
+# The source of a row's answer: none, since the row makes no request; the reused answers; the
+# requests phase, by this row's request; the requests phase, by the equal request of another row.
 NO_REQUEST, REUSED, ASKED, MERGED_ROW = range(4)
 PLACES_ROWS = 1 << 22  # rows of one table in `Increment.places`
 OF_ROWS, OF_ASKS = "rows", "asks"  # the two ledgers of a run that reuses
@@ -208,6 +208,7 @@ class Answers(StrictRecord):
 
     @property
     def expired(self) -> bool:
+        """Return whether the retention of the answers has ended."""
         return self.until is not None and time.time() >= self.until
 
     def usable(self, part: AnswerPart) -> np.ndarray:
@@ -269,7 +270,7 @@ def is_first_phase(plan: Plan) -> bool:
 def ledgers_of(ledger: Ledger, plan: Plan) -> tuple[Ledger, ...]:
     """Return the ledger of a run, followed by that of its requests phase or first model, if any.
 
-    The latter may not have begun yet.
+    The second may not have begun yet.
     """
     increment = increment_of(plan)
     if increment is None or increment.asks is None:
@@ -322,7 +323,7 @@ def requests_ledger(store: Store) -> Ledger:
 
 
 def has_begun(ledger: Ledger, plan: Plan, committed: bool) -> bool:
-    """Return whether a shard of the run, or of its requests phase or first model, is committed.
+    """Return whether any shard of a run, of its requests phase or of its first model is committed.
 
     `committed` says whether one of the run's own shards is.
     """

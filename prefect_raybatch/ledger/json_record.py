@@ -1,4 +1,4 @@
-"""Records of a run directory that have a JSON file of their own, with a checksum."""
+"""Reads and writes records that have a JSON file of their own, with a checksum."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ class JsonRecord(Generic[_R]):
 
 
 def record_bytes(record: StrictRecord) -> bytes:
-    """Return the content of a record's file."""
+    """Return the content of a record's file: JSON with a checksum."""
     return with_checksum(dump(asdict(record)))

@@ -31,10 +31,10 @@ ATTEMPT_KILLED = "killed"  # never recorded: its process died without a record o
 MEASURING, JUDGING, PUBLISHING = "measuring", "judging", "publishing"
 MESSAGE_KEPT, COMMAND_KEPT = 1000, 4000  # characters
 RUN_AGAIN = "run the same command or script again"  # advice if the command is unknown
-RECORD_SECONDS = 5.0  # for which a remote store is retried to read or write the record
+RECORD_SECONDS = 5.0  # a remote store is retried so long to read or write the record
 
 
-# What is said of a step of a complete run that was not done, and that a process does now.
+# Texts about a step of a complete run: one that was not done, and one that is in progress.
 _UNDONE = {
     MEASURING: "accuracy not measured",
     JUDGING: "not judged",
@@ -96,7 +96,7 @@ class LastAttempt:
 
     @property
     def under_way(self) -> str:
-        """Return since when which process does a step of a complete run; "" if none does."""
+        """Return which step of a complete run is in progress, since when and where; "" if none."""
         what = _UNDER_WAY.get(self.phase)
         if what is None or self.outcome or self.ended is not None:
             return ""
@@ -125,9 +125,9 @@ class LastAttempt:
 
 
 def advice(step: str, command: str = "") -> str:
-    """Return how to continue a run: the words before `command`, or all if that is unknown.
+    """Return a text on how to continue a run.
 
-    `step` is what to do first, as `first_step` returns it.
+    If `command` is known, it must be appended to the text. `step` is what to do first, or "".
     """
     if not command:
         return f"{step}, then {RUN_AGAIN}" if step else RUN_AGAIN

@@ -11,19 +11,19 @@ from __future__ import annotations
 import re
 
 SUCCESS = "_SUCCESS"
-KINDS = ("data", "quarantine")  # of pieces, and of the files of the result
+KINDS = ("data", "quarantine")  # kinds of pieces, and of files of the result
 DATA_FOLDER = "data"
-# Readers of a whole run directory leave names with _ out, so that failed rows are not among theirs.
+# Readers of a whole run directory skip names that begin with _, so they do not read failed rows.
 QUARANTINE_FOLDER = "_quarantine"
 RESULT_FOLDERS = {"data": DATA_FOLDER, "quarantine": QUARANTINE_FOLDER}  # by kind
-# Each in a folder _UUID of its own: with that _ readers of a whole run directory leave them out.
+# Each is in a folder _UUID of its own, which readers of a whole run directory skip.
 PARTIAL_FOLDER = "partial"
 PARTIAL_NAME = re.compile(r"_[0-9a-f]{32}\Z")
 
 RECORDS = "_raybatch"
 PLAN = f"{RECORDS}/plan.json"
 TABLES = RECORDS  # shards-HASH.parquet and others that the plan names
-INPUT = f"{RECORDS}/input"  # the snapshot, in a folder for each try to make one
+INPUT = f"{RECORDS}/input"  # snapshots, one folder for each time that one was made
 COPIED = f"{INPUT}/copied"  # which parts of the input are copied, until there is a plan
 COMMITS = f"{RECORDS}/commits"
 PIECES = f"{RECORDS}/pieces"
@@ -33,7 +33,7 @@ ATTEMPTS = f"{RECORDS}/attempts"
 HEARTBEATS = f"{RECORDS}/heartbeats"
 LAST_ATTEMPT = f"{RECORDS}/last_attempt.json"  # how the last attempt went; for people
 PLANNED_BY = f"{RECORDS}/planned_by.json"  # whose code made the plan; for people
-JOBS = f"{RECORDS}/jobs"  # records of the Ray jobs that ran it
+JOBS = f"{RECORDS}/jobs"  # records of the Ray jobs that drove the run
 LAYOUT = f"{RECORDS}/layout.json"  # which shards are in which file of the result
 PART_NOTES = f"{RECORDS}/parts"  # a record for each result file that is written
 ROW_SUMS = f"{RECORDS}/row_sums"
@@ -51,12 +51,12 @@ ARRANGEMENT = f"{RECORDS}/arrangement.json"  # engines per GPU and sequences, by
 QUALITY = f"{RECORDS}/quality.json"  # accuracy on golden rows
 AGREEMENT_RECORD = f"{RECORDS}/agreement.json"  # in how many checked rows a cascade's models agree
 JUDGE = f"{RECORDS}/judge"  # runs that judge a sample of the answers, a folder for each judge
-JUDGEMENT = f"{RECORDS}/judgement.json"  # what the judge said
+JUDGEMENT = f"{RECORDS}/judgement.json"  # accuracy of a sample, as found by the judge
 SENT_EVENTS = f"{RECORDS}/events-sent.json"  # ids of the events of the completed run
 JOURNAL = f"{RECORDS}/journal"  # answers of a hosted model until their shards are committed
 BATCHES = f"{RECORDS}/batches"  # files and batches at a hosted model's batch API
 PRUNED = f"{RECORDS}/pruned.json"  # this run directory is being removed
-DRAIN = f"{RECORDS}/drain.json"  # attempts that are to end
+DRAIN = f"{RECORDS}/drain.json"  # ids of the attempts that are to stop
 REPORT = f"{RECORDS}/report.json"
 REPORT_PAGE = f"{RECORDS}/report.md"
 REPORT_HTML = f"{RECORDS}/report.html"
@@ -73,29 +73,32 @@ JOB_NAME = re.compile(rf"{JOBS}/(\d{{4,9}})\.json\Z")
 
 
 def commit_path(shard: int) -> str:
+    """Return the path of a shard's commit record in the run directory."""
     return f"{COMMITS}/{shard:08d}.json"
 
 
 def piece_path(name: str) -> str:
-    """Return the path of a piece, given the name that receipts and commits use for it."""
+    """Return the path of a piece in the run directory; receipts and commits have only its name."""
     return f"{PIECES}/{name}"
 
 
 def table_path(name: str) -> str:
-    """Return the path of a table, given the name that the plan uses for it."""
+    """Return the path of a table in the run directory; the plan has only its name."""
     return f"{TABLES}/{name}"
 
 
 def attempt_path(attempt: str) -> str:
+    """Return the path of the record of the attempt with this id."""
     return f"{ATTEMPTS}/{attempt}.json"
 
 
 def heartbeat_path(attempt: str) -> str:
+    """Return the path of the heartbeat file of the attempt with this id."""
     return f"{HEARTBEATS}/{attempt}.json"
 
 
 def job_path(number: int) -> str:
-    """Return the path of the record about the run's Ray job with this number."""
+    """Return the path of the record of the run's Ray job with this number."""
     return f"{JOBS}/{number:04d}.json"
 
 
@@ -115,9 +118,9 @@ def partial_path(name: str, file: str = "") -> str:
 
 
 def row_sums_path(part: str) -> str:
-    """Return the path of the row checksums of result file `part`.
+    """Return the path of the file with the row checksums of result file `part` (also a path).
 
-    The checksums of a partial result's files lie in the folder of the partial result.
+    For a file of a partial result, it is in the folder of the partial result.
     """
     folder, _, rest = part.partition("/")
     if folder == PARTIAL_FOLDER:

@@ -1,7 +1,6 @@
 """Plan and commit records in the run directory, and the proof that shards are covered.
 
-Knows neither Ray nor Prefect. docs/exactly-once.md has the rules for exactly-once shards; a comment
-marks each line that follows from one of the rules, with the reason.
+Knows neither Ray nor Prefect. docs/exactly-once.md explains why each shard counts exactly once.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from prefect_raybatch.ledger.success import Success, put_success, read_success
 from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import Store, read_ahead
 
-FAILURES = 1000  # messages that a commit keeps apart
+FAILURES = 1000  # messages of failed rows that a commit counts separately
 READERS = 16  # parallel GETs; one connection alone reads a few hundred records a second
 
 
@@ -95,6 +94,7 @@ class Ledger:
         return winner
 
     def shards(self, plan: Plan) -> Shards:
+        """Return the plan's shards; raise `CorruptRun` if their table does not match the plan."""
         shards = read_shards(self.table(plan.shards_table))
         if len(shards) != plan.shards or int(shards.starts[-1]) != plan.rows:
             raise CorruptRun(
@@ -104,6 +104,7 @@ class Ledger:
         return shards
 
     def files(self, plan: Plan) -> tuple[InputFile, ...]:
+        """Return the input files that the plan names."""
         return read_files(self.table(plan.files_table))
 
     def uris(self, plan: Plan) -> list[str]:
@@ -114,13 +115,13 @@ class Ledger:
         return [uris] if isinstance(uris, str) else list(uris)
 
     def numbers(self, plan: Plan) -> RowNumbers:
-        """Return the numbers of the run's rows: their positions in the input of its root run."""
+        """Return the row numbers: positions in the input of the run or, for a retry, its root."""
         if plan.numbers_table is None:
             return RowNumbers(plan.rows)
         return read_numbers(self.table(plan.numbers_table), plan.rows)
 
     def classifier(self, plan: Plan) -> bytes | None:
-        """Return the classifier's file, which the plan keeps, as bytes; None without classifier."""
+        """Return the bytes of the classifier file that the plan's job uses; None if it has none."""
         name = plan.classifier_table
         return None if name is None else read_classifier(self.table(name))
 
@@ -155,6 +156,7 @@ class Ledger:
         return self.listing(plan).done
 
     def is_committed(self, shard: int) -> bool:
+        """Return whether the shard has a commit record, by asking the store."""
         return self.store.holds(commit_path(shard))
 
     def commits(
@@ -196,9 +198,9 @@ class Ledger:
                 yield commit
 
     def every_commit(self, plan: Plan) -> Iterator[Commit]:
-        """Yield the commits of all shards of a complete run, including any that a listing lacks.
+        """Yield all commits of a complete run; those that the store's listing lacks come last.
 
-        Those come last. Raises `CorruptRun` if a commit is missing or malformed.
+        Raises `CorruptRun` if a commit is missing or malformed.
         """
         listing = self.listing(plan)
         yield from self.commits(plan, listing)

@@ -1,4 +1,4 @@
-"""The pieces that are the result of a run with `output.compact: false`, in input order."""
+"""The manifest: a table of the pieces that are the result of a run with `output.compact: false`."""
 
 from __future__ import annotations
 

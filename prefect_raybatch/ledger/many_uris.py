@@ -1,7 +1,7 @@
-"""Inputs of which a job names very many URIs one by one: a table beside the plan holds them.
+"""Stores a long list of input URIs in a table beside plan.json.
 
-The fingerprint covers all URIs. plan.json shows only the first few of them in its job; its parts of
-the fingerprint have the number of all URIs and one hash of them in place of the list.
+The fingerprint covers all URIs. The job in plan.json shows only the first few of them. The
+fingerprint's parts in plan.json have the number of URIs and one hash in place of the list.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
 
-MOST_URIS = 1_000  # URIs of an input that plan.json holds; more are in a table
-FIRST_URIS = 10  # URIs that plan.json then still shows
+MOST_URIS = 1_000  # most URIs that plan.json holds; a longer list is in a table
+FIRST_URIS = 10  # URIs of a longer list that plan.json shows
 URI_PART = "source.uri"  # name of the URIs among the parts of a fingerprint
 
 
@@ -30,12 +30,13 @@ def uris_table(uris: Sequence[str]) -> bytes:
 
 
 def read_uris(data: bytes) -> list[str]:
+    """Return the URIs in a table that `uris_table` encoded."""
     found: list[str] = from_parquet(data, "table of URIs", ["uri"])["uri"].to_pylist()
     return found
 
 
 def bounded_parts(parts: JsonObject) -> dict[str, Any]:
-    """Return the parts of a fingerprint, with very many URIs replaced by their number and hash."""
+    """Return a fingerprint's parts; if they have over 1,000 URIs, with number and hash of these."""
     uris = parts.get(URI_PART, ())
     if not too_many(uris):
         return dict(parts)
@@ -43,7 +44,7 @@ def bounded_parts(parts: JsonObject) -> dict[str, Any]:
 
 
 def bounded_job(job: JsonObject) -> dict[str, Any]:
-    """Return a job's fields, with very many URIs cut to the first FIRST_URIS."""
+    """Return a job's fields; a list of more than 1,000 URIs is cut to the first 10."""
     source = job.get("source", {})
     if not too_many(source.get("uri")):
         return dict(job)

@@ -1,4 +1,4 @@
-"""Which shards' rows go into which file of the result, decided once by the first finalizer.
+"""The layout of a result: which shards' rows go into which file. The first finalizer decides it.
 
 The choice follows from plan and commits, but a later version may choose differently. So it is
 recorded before the first file is written, and every finalizer follows the record.
@@ -55,7 +55,7 @@ class PartSpan:
 
 @dataclass(frozen=True)
 class PartLayout(StrictRecord):
-    """Which shards' rows go into which result file, decided once: `_raybatch/layout.json`.
+    """`_raybatch/layout.json`: the layout of a result, i.e. which shards' rows are in which file.
 
     `plan` is the plan's hash. `rule` says in words how the shards were divided into files,
     `file_bytes` is the size that it used. `row_number` is the name of the column with row numbers.
@@ -74,7 +74,7 @@ class PartLayout(StrictRecord):
 
 @dataclass(frozen=True)
 class ShardSums:
-    """Rows and bytes of the pieces of each shard: {kind: int64[shards]}."""
+    """Numbers of rows and bytes in the pieces of each shard: {kind of piece: int64[shards]}."""
 
     rows: Mapping[str, np.ndarray]
     bytes: Mapping[str, np.ndarray]
@@ -126,7 +126,7 @@ def put_layout(ledger: Ledger, made: PartLayout, spans: Sequence[PartSpan]) -> N
 
 
 def layout_table(spans: Sequence[PartSpan]) -> str:
-    """Return the name for the table of these spans; it contains the table's hash."""
+    """Return the name of the table that `spans_table` encodes; it contains the table's hash."""
     return f"layout-{digest(spans_table(spans))[:16]}.parquet"
 
 

@@ -132,6 +132,7 @@ _RECORD = TypeAdapter(PartialResult)
 
 
 def new_partial_name() -> str:
+    """Return a new name for the folder of a partial result: _UUID."""
     return f"_{uuid.uuid4().hex}"
 
 

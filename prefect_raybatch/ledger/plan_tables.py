@@ -67,6 +67,7 @@ def shards_table(starts: np.ndarray, work: np.ndarray | None = None) -> bytes:
 
 
 def read_shards(data: bytes) -> Shards:
+    """Decode the table that `shards_table` encoded; raise `CorruptRun` if it is malformed."""
     table = from_parquet(data, "shard table", ["shard", "start", "rows"], ["work"])
     start = table["start"].to_numpy()
     rows = table["rows"].to_numpy()
@@ -103,6 +104,7 @@ def files_table(files: Sequence[InputFile]) -> bytes:
 
 
 def read_files(data: bytes) -> tuple[InputFile, ...]:
+    """Decode the table that `files_table` encoded; raise `CorruptRun` if it is malformed."""
     table = from_parquet(data, "file table", FILE_FIELDS)
     return tuple(
         InputFile(**row | {"values": _path_values(row["values"])}) for row in table.to_pylist()
@@ -117,6 +119,7 @@ def classifier_table(data: bytes) -> bytes:
 
 
 def read_classifier(data: bytes) -> bytes:
+    """Return the classifier's file from a table that `classifier_table` encoded."""
     content = from_parquet(data, "classifier table", ["content"])["content"].to_pylist()
     if len(content) != 1 or not isinstance(content[0], bytes):
         raise CorruptRun("the classifier table must hold one row of bytes")
@@ -141,6 +144,7 @@ def encode_schema(schema: pa.Schema) -> str:
 
 
 def decode_schema(text: str) -> pa.Schema:
+    """Return the Arrow schema that `encode_schema` encoded; raise `CorruptRun` if malformed."""
     import pyarrow as pa
 
     try:
@@ -174,7 +178,7 @@ def from_parquet(
         there = pq.read_schema(pa.BufferReader(data)).names if optional else ()
         wanted = [*names, *(name for name in optional if name in there)]
         table = parquet_table(data, wanted)
-        table.validate(full=True)  # text that is no UTF-8 would be found only when it is used
+        table.validate(full=True)  # else text that is not UTF-8 raises only when it is used
         return table
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # names may be no UTF-8
         raise CorruptRun(f"the {what} cannot be read: {error}") from None

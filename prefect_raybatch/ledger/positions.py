@@ -19,8 +19,8 @@ Ranges = tuple[Range, ...]  # sorted, disjoint, half-open
 PositionsText = Ranges | str
 """Positions as records hold them: ranges, or base64 of zlib of a bitmap."""
 
-FEW_RANGES = 4  # in a record; from about here on the bitmap is the shorter one
-MOST_POSITIONS = 1 << 24  # of a shard, so that no record makes a reader hold more than 2 MB a set
+FEW_RANGES = 4  # most ranges in a record; a bitmap is usually shorter than more of them
+MOST_POSITIONS = 1 << 24  # rows of a shard, so that a set in a record unpacks to at most 2 MB
 
 
 @dataclass(frozen=True)

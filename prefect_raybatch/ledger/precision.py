@@ -17,8 +17,8 @@ from prefect_raybatch.ledger.strict import Count, Number, StrictRecord
 class Disagreement(StrictRecord):
     """A sampled row whose answer changed with the engine arguments that were tried.
 
-    `row` is its number in the input. `stored` is the answer of the model as stored, `tried` that
-    with these arguments; both may be cut.
+    `row` is its number in the input. `stored` is the answer without these arguments, `tried` the
+    answer with them; both may be cut.
     """
 
     row: Count
@@ -32,8 +32,8 @@ class PrecisionTry(StrictRecord):
 
     `rows` rows were inferred with and without these arguments. `agreed` of them got the same answer
     both times, which shows with `confidence` that at least the share `bound` of all rows agrees.
-    `disagreeing` are some rows with two answers. `error` says why nothing could be compared, or "".
-    `seconds` includes the engine's start.
+    `disagreeing` are some of the other rows. `error` says why nothing could be compared, or is "".
+    `seconds` is the duration, with the engine's start.
     """
 
     tried: Mapping[str, str]
@@ -53,12 +53,12 @@ class PrecisionTry(StrictRecord):
 
 @dataclass(frozen=True)
 class PrecisionNote(StrictRecord):
-    """The engine arguments that a run `decided` on; {} for the model as stored.
+    """The engine arguments that a run `decided` on for its precision; {} for the model as stored.
 
-    `tries` were measured against `min_agreement`. `itself` is the share of sampled rows for which
-    the stored model gave the same answer in a second inference, in another row order; None if it
-    was not measured. `seconds` is the time of the whole trial. `by` is the attempt that decided, or
-    the run whose decision was reused.
+    `tries` are the trials, which had to reach the share `min_agreement` of equal answers. `itself`
+    is the share of sampled rows for which the stored model gave the same answer in a second
+    inference, in another row order; None if it was not measured. `seconds` is the time of the whole
+    trial. `by` is the attempt that decided, or the run whose decision was reused.
     """
 
     decided: Mapping[str, str]

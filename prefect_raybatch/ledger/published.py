@@ -22,11 +22,11 @@ from prefect_raybatch.storage import Store
 
 @dataclass(frozen=True)
 class Published(StrictRecord):
-    """The record that a target has the rows of the run whose plan has the hash `plan`.
+    """The record that a run was published to a target; `plan` is the hash of the run's plan.
 
-    `target` is the target's name, `place` its address and `mode` how rows were added. `version` is
-    the table's version with these rows, as its format writes it; "" if it has none. `at` is in
-    seconds since 1970.
+    `target` is the target's name, `place` its address and `mode` how rows were added. `rows` counts
+    the rows. `version` is the version of the table that has them, in the notation of its format; ""
+    if it has no versions. `at` is the time in seconds since 1970.
     """
 
     target: str
@@ -81,6 +81,6 @@ def record_published(store: Store, record: Published) -> Published:
 
 
 def replace_published(store: Store, record: Published) -> Published:
-    """Replace the record after publishing again to a target that had lost the rows; return it."""
+    """Replace the record of a target, which was published to again, and return the new one."""
     put_record(store, published_path(record.target), record.to_bytes())
     return record

@@ -111,7 +111,7 @@ def put_record_proved(store: Store, path: str, data: bytes) -> None:
 
 
 def put_table(store: Store, name: str, data: bytes) -> None:
-    """Write a table whose name holds its hash unless an intact one exists; check what is stored."""
+    """Write a table whose name has its hash, unless it is stored intact; check what is stored."""
     path = layout.table_path(name)
     _check(store, path, data)
     put_same_proved(store, path, data)

@@ -1,4 +1,4 @@
-"""Pieces, receipts and commits in JSON, and how positions are written there.
+"""JSON forms of pieces, receipts and commits, in which positions are still encoded.
 
 A commit holds the failed and the skipped positions, as ranges or a bitmap; all others are good. A
 piece that is the only one of its kind holds no positions, since the commit has them.
@@ -50,7 +50,7 @@ SomePositions = Annotated[PositionsText, _RangesOrBitmap()]
 
 @dataclass(frozen=True)
 class PieceText(StrictRecord):
-    """A piece in JSON.
+    """The JSON form of a `Piece`, with encoded positions.
 
     With `positions` None, the piece has all good positions of its receipt or commit (kind data), or
     all failed ones (kind quarantine).
@@ -69,6 +69,8 @@ PieceTexts = Annotated[tuple[PieceText, ...], FailFast()]
 
 @dataclass(frozen=True)
 class ReceiptText(StrictRecord):
+    """The JSON form of a `Receipt`; `lost`, `fatal` and `counted` are the parts of its `Loss`."""
+
     shard: Count
     attempt: str
     good: SomePositions
@@ -86,6 +88,8 @@ class ReceiptText(StrictRecord):
 
 @dataclass(frozen=True)
 class CommitText(StrictRecord):
+    """The JSON form of a `Commit`; positions that are neither failed nor skipped are good."""
+
     shard: Count
     attempt: str
     token: str

@@ -29,7 +29,7 @@ from prefect_raybatch.ledger.stats import ShardStats
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 
 JsonObject = Mapping[str, Any]
-"""A JSON object in a record whose fields another room defines."""
+"""A JSON object in a record; another module defines its fields."""
 
 FORMAT = 3  # version of the run directory
 
@@ -102,7 +102,7 @@ def load(data: bytes, what: str) -> dict[str, Any]:
 
 
 def digest(data: bytes) -> str:
-    """Return the SHA-256 in hex."""
+    """Return the SHA-256 of `data` as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -274,7 +274,7 @@ class Plan(StrictRecord):
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
         found = load(data, "plan.json").get("format")
-        if found != FORMAT:  # said first: of another format the fields may be others, too
+        if found != FORMAT:  # checked first, because another format may have other fields
             raise CorruptRun(
                 f"plan.json has format {found!r}; this version reads {FORMAT}. "
                 "Finish the run with the version that planned it, or choose a new run key."
@@ -325,11 +325,12 @@ class Receipt:
 
     @classmethod
     def of_lost(cls, unit: Unit, attempt: str, why: Loss) -> Receipt:
+        """Return the receipt of a unit whose rows were lost in a stage."""
         return cls(unit.shard, attempt, lost=why, part=(unit.offset, unit.rows))
 
     @property
     def unit(self) -> Unit:
-        """The unit of the lost rows; without any, from the first to the last position held."""
+        """Return the unit of the lost rows; if none are lost, the span of the positions held."""
         if self.lost is not None:
             return Unit(self.shard, *(self.part or (0, MOST_POSITIONS)))
         held = self.good | self.failed | self.skipped

@@ -12,7 +12,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.plan_tables import from_parquet, to_parquet
 
-ROWS_NAMED = 5  # rows named one by one where they are not neighbours
+ROWS_NAMED = 5  # most rows that a text names one by one, if they are not adjacent
 
 
 class RowNumbers:
@@ -34,7 +34,7 @@ class RowNumbers:
         return np.arange(self.rows, dtype=np.int64) if self.table is None else self.table
 
     def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (positions of those `numbers` that are in the run, numbers that are not in it)."""
+        """Return (positions of `numbers` in the run, `numbers` that the table lacks, if any)."""
         if self.table is None:
             return numbers, numbers[:0]
         known = among(self.table, numbers)

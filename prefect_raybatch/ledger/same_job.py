@@ -38,9 +38,9 @@ def check_same(
     left_out: Collection[str] = (),
     accepts: bool = False,
 ) -> None:
-    """Raise `PlanMismatch`, listing the differences, unless `plan` is of the job `identity`.
+    """Raise `PlanMismatch`, listing the differences, unless `identity` is the job of `plan`.
 
-    They must have the same fingerprint. `where` names the run in the message. Differences in the
+    It is if the fingerprints are equal. `where` names the run in the message. Differences in the
     fields `left_out` are ignored, because a person accepted them. `accepts`: the command has
     --accept, so the message may suggest it.
     """
@@ -55,7 +55,7 @@ def check_same(
     hidden = any(masked(identity.parts.get("engine", {}), "engine"))
     if differences and not lines and not hidden:
         return
-    if not lines:  # then it is what both hide
+    if not lines:  # only hidden values can differ
         fields = ", ".join(masked(identity.parts.get("engine", {}), "engine")) or "a field"
         lines = [f"{fields}: changed (value hidden)"]
     raise PlanMismatch(

@@ -12,21 +12,21 @@ from pydantic_core import CoreSchema, core_schema
 
 from prefect_raybatch.ledger.strict import Number
 
-# Prefixes of the names of figures that count answers: by label, by the number of bits of the length
-# in tokens, and by the reason why they ended. The figures are in `others`, which are summed.
+# Prefixes of figures that count answers: by label, by the number of bits of their length in tokens,
+# and by the reason why they ended. The figures are in `others`, which are summed.
 ANSWER_LABELS, ANSWER_LENGTHS, ANSWER_ENDS = "answers.label.", "answers.bits.", "answers.end."
 # Prefixes of figures that count input rows: those with a null in a column, those with a value, and
 # those with a certain value (prefix, column, separator AND_VALUE, digest of the value).
 INPUT_NULLS, INPUT_FILLED, INPUT_VALUES = "inputs.null.", "inputs.filled.", "inputs.value."
 AND_VALUE = "\x1f"
-# Figures that count rows whose first answer a cascade compared with the larger model's, those of
-# them with equal answers, and further ones that the larger model should check and did not answer.
+# Figures that count rows whose first answer a cascade compared with the larger model's; those of
+# them with equal answers; rows that the larger model was to check, but did not answer.
 CHECKED, AGREED, UNANSWERED = "cascade.checked", "cascade.agreed", "cascade.unanswered"
 # Figures that count rows that the larger model of a cascade decided: answered, and failed.
 LARGER_ANSWERED, LARGER_FAILED = "cascade.answered", "cascade.failed"
 _Value = TypeVar("_Value", str, bytes)
-MOST_COUNTED = 64  # of a column that are counted separately
-MOST_NAMES = 8192  # figures in memory, at which rare values of columns are no longer counted
+MOST_COUNTED = 64  # values of a column beyond which rare ones are dropped
+MOST_NAMES = 8192  # figures in memory beyond which rare values of columns are dropped
 
 SUM, FIRST, LAST = "sum", "first", "last"
 MEAN, PEAK = "mean", "peak"  # a mean is weighted by the `samples` behind it
@@ -44,8 +44,8 @@ class ShardStats:
     and `ended` are seconds since 1970: the first and last moment in the shard's engine and finish
     stages. `read_s` to `finish_s` are the seconds in each stage. `reused` to `asked` count rows of
     a run that reuses answers, by the source of the answer. `flops` to `idle_s` are the engine's
-    work since it finished the shard before, and what its GPUs could have done meanwhile
-    (stages/meter.py); several shards are in an engine at once, so only the sums mean something. The
+    work since it finished the previous shard, and the work its GPUs could have done in that time
+    (stages/meter.py); several shards are in an engine at once, so only the sums are meaningful. The
     fields from `samples` on describe the engine and its node while the shard was in it
     (stages/load.py). `others` are figures with other names, which are summed: answers and input
     rows counted by value, and measurements of a newer version.
@@ -91,7 +91,7 @@ class ShardStats:
 
     @classmethod
     def of(cls, values: Mapping[str, float]) -> ShardStats:
-        """Build from {name: value} as `to_dict` returns it; unknown names go into `others`."""
+        """Build from the {name: value} of `to_dict`; unknown names go into `others`."""
         if values.keys() <= _RULES.keys():
             known, others = values, {}
         else:
@@ -177,10 +177,10 @@ class StatsFold:
 
 
 def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, float]:
-    """Return {value: rows} of a column's values, without rare ones if it has over MOST_COUNTED.
+    """Return `counts` without rare values, or all of them if there are at most 64 (MOST_COUNTED).
 
-    `rows` is the number of rows with a value. A value is rare if fewer than rows / MOST_COUNTED
-    rows have it.
+    `counts` is {value of a column: rows with it}, `rows` the number of rows with any value. A value
+    is rare if fewer than rows / 64 rows have it.
     """
     if len(counts) <= MOST_COUNTED:
         return dict(counts)

@@ -16,7 +16,7 @@ from prefect_raybatch.errors import CorruptRun
 Checked = TypeVar("Checked")
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-LARGEST_FIGURE = 10**300  # beyond it a figure is damage, and some sums of such are infinite
+LARGEST_FIGURE = 10**300  # a larger figure is taken as damage: sums of such could be infinite
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 # An int stays an int and a float a float, so that a record that is read has the bytes it had.
@@ -30,7 +30,7 @@ Number = (
     ]
 )
 AS_RANGES, AS_BITMAP = "ranges", "bitmap"  # the two ways in which positions are written
-_BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # of Number, in a location
+_BRANCHES = {"int", "float", "constrained-int", "constrained-float"}  # Number in pydantic's errors
 MOST_KEYS = 20_000  # unknown keys in a record; pydantic holds an error in memory for each
 _KEY = re.compile(rb'"([^"]*)"\s*:')
 

@@ -1,4 +1,4 @@
-"""`_SUCCESS`: the record that the result of a plan is complete, and of which files it consists.
+"""`_SUCCESS`: the record that a run's result is complete, with a list of its files.
 
 Every reader goes through this module, which rejects a record of another plan: once `_SUCCESS`
 exists, pieces are deleted that cannot be made again.
@@ -45,7 +45,7 @@ def _of_result(part: Part) -> Part:
 
 
 Parts = tuple[Annotated[Part, AfterValidator(_of_result)], ...]
-INLINE_PARTS = 1000  # files that stand in the record itself
+INLINE_PARTS = 1000  # most files that the record itself lists
 
 
 @dataclass(frozen=True)
