@@ -32,8 +32,8 @@ class Diff:
     and `high` are the ends of the exact 95 % interval for the share of all rows that change.
     `columns` is {column: number of rows that changed in it}. `newly_failed` rows failed now and
     were answered in the run, `newly_answered` rows the reverse. `reused` rows were not sent to a
-    model, because the job makes the same requests of them as the run; they keep the run's answers.
-    `notes` are remarks for the user.
+    model, because their requests are those of the run; they keep the run's answers. `notes` are
+    remarks for the user.
     """
 
     run: str

@@ -20,7 +20,7 @@ class PredictedTime:
     """
 
     seconds: float | None
-    by: str  # the run key of the run whose rate was taken
+    by: str
     why: str = ""
 
     def line(self) -> str:
@@ -55,7 +55,7 @@ def predicted_time(
     ]
     if differing:
         return PredictedTime(None, key, f"{key} has another {' and '.join(differing)}")
-    if before.reuse.get("asked", before.rows) < before.rows:  # its seconds are not of asking alone
+    if before.reuse.get("asked", before.rows) < before.rows:  # its rate includes reused answers
         return PredictedTime(None, key, f"{key} reused answers")
     if not before.rows or not before.seconds:
         return PredictedTime(None, key, f"{key} has no measured rate")

@@ -89,8 +89,8 @@ class ArrangementOutcome(StrictRecord):
     `score` is the GPU-seconds per 1,000 tokens outside of a trial, without the times when engines
     start, fill up and run empty. `busy` is the share of that time in which GPUs did not wait for
     the host. Both are None if unknown. `gpus` is the number of the run's GPUs, `start` the seconds
-    until the first commit. `uncounted` says why later runs must not learn from these figures, "" if
-    they may. `has_deaths`: an engine that was not in a trial died.
+    from the joined cluster to the first commit. `uncounted` says why later runs must not learn from
+    these figures, "" if they may. `has_deaths`: an engine that was not in a trial died.
     """
 
     decided: ArrangementNote

@@ -20,12 +20,12 @@ from prefect_raybatch.ledger.success import Success
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 
-MOST_CHILDREN = 9999  # children of a root; a longer number in a folder's name is not one of ours
+MOST_CHILDREN = 9999  # retry runs of a root run; their numbers have at most four digits
 
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a family. `summary` is its `_SUCCESS`, None while it is unfinished."""
+    """A run of a family (a root run and its retries). `summary` is its `_SUCCESS`, None without."""
 
     key: str
     ledger: Ledger
@@ -94,7 +94,7 @@ def without_link(run_dir: str) -> str:
 
 
 def load_family(root: Store, key: str) -> Family:
-    """Return the family of run `key` below `root`, as it is now.
+    """Read the family of run `key` below the folder `root`: the root run and all its retry runs.
 
     Raises `NoSuchRun` if the run does not exist, and `CorruptRun` if it or a run that it descends
     from cannot be read. Problems of other runs are listed in `strays`.
@@ -135,7 +135,7 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
     if member is None:
         return None
     parent = member.plan.parent
-    if parent in family.members:  # a parent's number is lower: it was finished before
+    if parent in family.members:  # read before: its number is lower, since it had to finish first
         family.members[key] = member
     elif parent is not None:
         family.strays.append(f"{key} retries rows of {parent}, which does not exist")

@@ -17,13 +17,13 @@ from prefect_raybatch.publish.types import converted_schema, fitted, to_schema
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.library_errors import failure_in
 
-PUBLISH_TRIES = 20  # commits tried in a publication; each may lose to another writer
+PUBLISH_TRIES = 20  # commits tried in a publication; each may lose the race to another writer
 PROPERTY = "raybatch."  # prefix of the properties that we write to a table
-ERROR_SHOWN = 400  # characters of a library's error
+ERROR_SHOWN = 400  # characters of a library's error that a message shows
 KEYS_REFUSED = "access denied, so set a user and keys that may read and write there"
 NO_BUCKET = "no such bucket, so create it or correct its name"
 
-# Called with the name of each step as it is reached; what it raises ends the publishing there.
+# Called with the name of each step when it is reached; if it raises, the publication ends there.
 Observe = Callable[[str], None]
 
 
@@ -43,7 +43,6 @@ class AnsweredRows:
     count: int
     schema: pa.Schema
     read: Callable[[], Iterator[pa.RecordBatch]]
-    # Errors raised while rows were read or cast, because libraries wrap them in their own.
     faults: list[RayBatchError] = field(default_factory=list, compare=False)
 
     def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:
@@ -84,6 +83,7 @@ class Sink(ABC):
 
     @property
     def what(self) -> str:
+        """Return the target's name as error messages begin with it."""
         return f"output.publish: {self.target.label}"
 
     def need_library(self) -> None:
@@ -95,12 +95,12 @@ class Sink(ABC):
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Check that columns `schema` can be published; return whether the target exists.
+        """Check that columns `schema` can be published; return a text on whether the target exists.
 
-        The returned text is to follow the target's name, such as "is created by publishing".
-        `whole`: `schema` has all columns of the result. Sets `never_null`, and leaves nothing in
-        the target. Raises `ConfigError`, which names column and remedy; `PublishFailed` if the
-        target does not answer.
+        The text is to follow the target's name, such as "is created by publishing". `whole`:
+        `schema` has all columns of the result. Sets `never_null`, and leaves nothing in the target.
+        Raises `ConfigError`, which names column and remedy; `PublishFailed` if the target does not
+        answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -131,7 +131,7 @@ class Sink(ABC):
         self.refuse_alike(names, lambda name: name)
 
     def refuse_alike(self, names: Sequence[str], folded: Callable[[str], str]) -> None:
-        """Raise `ConfigError` if two different column names are equal to the target.
+        """Raise `ConfigError` if the target takes two different column names for the same.
 
         `folded` returns a name as the target compares it, e.g. in lower case.
         """
@@ -185,7 +185,7 @@ class Sink(ABC):
 
     @abstractmethod
     def place(self) -> tuple[str, ...]:
-        """Return a tuple that identifies the table or folder, whatever the address's spelling.
+        """Return a tuple that identifies the table or folder, however its address is spelled.
 
         A target in a folder returns ("folder", its absolute path or URI).
         """
@@ -254,6 +254,7 @@ class Sink(ABC):
         return None
 
     def lost_rows_error(self) -> PublishFailed:
+        """Return the error that each of PUBLISH_TRIES commits lost the race to another writer."""
         return PublishFailed(
             f"{self.what}: {PUBLISH_TRIES} commits in a row lost the race to other writers of the "
             "table. When it is less busy, run raybatch publish RUN_DIR --job JOB"

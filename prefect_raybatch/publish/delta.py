@@ -87,7 +87,7 @@ class DeltaSink(FolderSink):
         from deltalake.exceptions import DeltaProtocolError, SchemaMismatchError
 
         if store_scheme(self.uri) == "az" and "Invalid table version" in str(error):
-            # It returned the whole log: nothing is committed, so no row is there twice.
+            # The server returned the whole log. Nothing is committed, so no row is duplicated.
             return (
                 "the server ignores startFrom in listings. Use Azure Blob Storage, or Azurite 3.37 "
                 "or newer"
@@ -204,7 +204,7 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
     if version < 0:
         return None
     if recorded.isdigit() and int(recorded) > version:
-        return None  # a RESTORE went back behind it
+        return None  # a RESTORE went back to a version before it
     return recorded or str(version)
 
 

@@ -29,7 +29,7 @@ from prefect_raybatch.schemes import with_account
 from prefect_raybatch.storage import Store, Sums, is_remote, join, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
-MARK_BYTES = 64 << 20  # at most, of the marker, which lists each file
+MARK_BYTES = 64 << 20  # largest size of the marker file, which lists all files
 FILE_BYTES = 256 << 20  # of Arrow data in one file
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 PARTITION_TYPES = (
@@ -42,6 +42,8 @@ PARTITION_TYPES = (
 
 
 class FilesSink(Sink):
+    """A folder of Parquet or JSON Lines files as a target; each run adds files of its own."""
+
     def existing(self) -> None:
         return None  # files of other runs may have other columns
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table
     from pyiceberg.table.snapshots import Snapshot
 
-MOST_GROUPS = 1000  # of a key of several columns: the library tests each group for every row
+MOST_GROUPS = 1000  # groups of a key of several columns; the library tests each for every row
 
 
 class IcebergSink(Sink):
@@ -116,7 +116,7 @@ class IcebergSink(Sink):
 
     def _commit(self, table: Table, rows: AnsweredRows) -> None:
         retries = {"commit.retry.num-retries": "0"}
-        # On this handle alone: the table's own properties are not touched.
+        # Only on this handle: the properties of the stored table stay as they are.
         table.metadata = table.metadata.model_copy(
             update={"properties": {**table.metadata.properties, **retries}}
         )
@@ -168,7 +168,7 @@ class IcebergSink(Sink):
         """
         from pyiceberg import expressions
 
-        of: Any = expressions  # its types know of less than its classes take
+        of: Any = expressions  # its annotations allow fewer types than its classes
         names = self.target.key
         schema = pa.schema([existing.field(name) for name in names])
         keys = rows.as_schema(schema).read_all()
@@ -258,10 +258,10 @@ def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
     """Return the id of the snapshot in the table's present history that added the rows of `plan`.
 
     None if the history shows that the table lacks these rows. If the history is cut off, because
-    old snapshots expired, the table's property for the plan decides, or else `recorded` (from the
-    run directory): it names a snapshot. Then returns "an expired snapshot"; None if there is no
-    such record, or if that snapshot still exists (so it is not in the history) or is younger than
-    the oldest snapshot of the history.
+    old snapshots expired, the snapshot that the table's property for the plan names decides, or
+    else the snapshot `recorded` (from the run directory). Then returns "an expired snapshot"; None
+    if neither names one, if that snapshot still exists (so it is not in the history), or if it is
+    younger than the oldest snapshot of the history.
     """
     from pyiceberg.table.snapshots import Operation, ancestors_of
 
@@ -278,7 +278,7 @@ def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
             continue
         if summary.additional_properties.get(f"{PROPERTY}plan") == plan:
             return str(oldest.snapshot_id)
-    # That a snapshot has no parent does not tell: pyiceberg says so once the parent has expired.
+    # A snapshot without a parent is no proof: pyiceberg also shows none if the parent has expired.
     if oldest is None or oldest.sequence_number == 1:
         return None  # the whole history, and the rows are not in it
     named = table.properties.get(_property(plan)) or recorded

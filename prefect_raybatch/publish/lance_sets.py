@@ -26,11 +26,13 @@ _REFUSED = re.compile(r"LanceError\(Schema\)|schema error|invalid user input|not
 
 
 class LanceSink(FolderSink):
+    """A Lance dataset as a target: each run creates one, or merges its rows by key into one."""
+
     module, extra = "lance", "lance"
 
     def existing(self) -> pa.Schema | None:
         found = self._open()
-        if found is None or self.target.mode == "append":  # its data set is one of the run's own
+        if found is None or self.target.mode == "append":  # then each run creates its own dataset
             return None
         return found.schema
 
@@ -138,7 +140,7 @@ class LanceSink(FolderSink):
 
 
 def _is_empty(dataset: LanceDataset) -> bool:
-    """Return whether a dataset has no rows, so was emptied: runs without rows create none."""
+    """Return whether a dataset was emptied: it has no rows, and a run without rows creates none."""
     return bool(dataset.count_rows() == 0)
 
 

@@ -21,7 +21,7 @@ from prefect_raybatch.storage import Store
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
-READ_ROWS = 100_000  # of the input, held at a time
+READ_ROWS = 100_000  # input rows of one read
 
 
 def check_targets_of(

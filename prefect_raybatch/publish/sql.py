@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
 MARK_TABLE = "_raybatch_published"
-TURN = "merge"  # in place of a plan: the row whose lock a merge holds until it is committed
+TURN = "merge"  # stands for a plan in the mark whose row lock a merge holds until it is committed
 INSERT_ROWS = 1000  # rows of one INSERT
 Convert = Callable[[Any], object]  # a value of a result to one of the database
 # The approximate Arrow type of a column, by the Python type of its values.
@@ -164,7 +164,7 @@ class SqlSink(Sink):
         try:
             table, marks = self._defined(engine, schema)
             with engine.connect() as connection:
-                if dialect == "sqlite":  # whose driver begins none for CREATE TABLE
+                if dialect == "sqlite":  # its driver begins no transaction for CREATE TABLE
                     connection.exec_driver_sql("BEGIN IMMEDIATE")
                 try:
                     for one in (table, marks):
@@ -234,7 +234,7 @@ class SqlSink(Sink):
         """
         wanted = converted_schema(rows.schema, self.target)
         table, marks = self._tables(engine, wanted)
-        self.fit(wanted, _columns(table))  # else SQLAlchemy leaves out what is not there
+        self.fit(wanted, _columns(table))  # else SQLAlchemy leaves out columns that the table lacks
         observe("opened")
         valid, stale = self._published(engine, table, marks)
         if rows.plan in valid:
@@ -275,7 +275,7 @@ class SqlSink(Sink):
                     connection.execute(marks.delete().where(one))
             observe("in transaction")
             keys = self.target.key
-            if keys:  # else two runs with one key might both find it absent, and both add it
+            if keys:  # without the lock, two runs might both find a key absent, and both add it
                 turn = and_(*self._mark(marks, TURN))
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
             where = and_(true(), *(table.c[name] == bindparam(f"k_{name}") for name in keys))
@@ -401,7 +401,7 @@ class SqlSink(Sink):
                 with engine.begin() as connection:
                     connection.execute(marks.insert(), [{"plan": TURN, "target": self._mark_name}])
             except IntegrityError:
-                pass  # another publisher has made it
+                pass  # another publisher has inserted it
         return table, marks
 
     def _has(self, engine: Engine, name: str) -> bool:
@@ -468,7 +468,7 @@ class SqlSink(Sink):
 
         url = self._url()
         try:
-            # A connection for each look: one that was kept may have been cut off meanwhile.
+            # A new connection each time: a pooled one may have been closed meanwhile.
             engine = create_engine(url, hide_parameters=True, poolclass=NullPool)
         except (ImportError, NoSuchModuleError) as error:
             raise ConfigError(f"{self.what}: {missing_driver(url, error)}") from None
@@ -499,7 +499,7 @@ class SqlSink(Sink):
         return str(url.database)
 
     def _database_is_there(self) -> bool:
-        """Return whether the database exists, so that connecting would not create its file.
+        """Return whether the database's file exists, which connecting would create otherwise.
 
         True for a database without a file on this machine, such as one on a server.
         """
@@ -528,7 +528,7 @@ def _folded(name: str, dialect: str) -> str:
         return name
     if dialect in UPPER_CASE:
         return name.upper() if name == name.lower() else name
-    if dialect == "sqlite":  # which knows the case of ASCII letters alone
+    if dialect == "sqlite":  # it ignores the case of ASCII letters only
         return "".join(c.lower() if c.isascii() else c for c in name)
     return name.lower()
 
@@ -603,7 +603,7 @@ def _create(engine: Engine, table: Table) -> None:
 def _sql_type(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
     import sqlalchemy as sql
 
-    if kinds.is_decimal(kind):  # SQLite has none, and would make a float of it
+    if kinds.is_decimal(kind):  # SQLite has no decimals, and would convert them to floats
         if dialect == "sqlite":
             return sql.Text()
         return sql.Numeric(kind.precision, kind.scale)

@@ -36,8 +36,8 @@ ALARM = 100.0  # e-value at which the alarm is raised: at most one false alarm i
 MOST_LATER = 400  # newest runs after the baseline with which betting may begin
 BETS = np.geomspace(0.01, 1.0, 12)  # shares of the stake; at most 1, so that wealth stays positive
 GRID = 600  # accuracies at which the product is computed
-RULED_OUT = 30.0  # log of the baseline's evidence, beyond which an accuracy need not be looked at
-LARGEST = 1e9  # e-value that is written
+RULED_OUT = 30.0  # log of the baseline's evidence beyond which an accuracy is ruled out
+LARGEST = 1e9  # largest e-value that is written
 NEWEST_NAMED = 60  # newest runs that a series names
 ACCURACY, AGREEMENT = "accuracy", "agreement"  # names of shares
 Floats = NDArray[np.float64]
@@ -52,9 +52,9 @@ class ShareSeries(StrictRecord):
     `later` runs followed; `after` has (right, rows) of the newest of these, oldest first. `runs`
     has the run keys of the newest measured runs, oldest first; a repaired run has the key of the
     original. `e_value` is the evidence that the share fell, and `measure` names the share (ACCURACY
-    or AGREEMENT). `replaces` is the key of the last run of the series before, which had another
-    `key`, and `replaced_alarm` that of the run whose alarm rang when it ended. `taken_from` are the
-    keys by which the newest run was measured before: those series have lost it.
+    or AGREEMENT). If a series with another `key` came before, `replaces` is its last run's key, and
+    `replaced_alarm` the key of the run that still raised its alarm, if any. If the newest run was
+    measured before under other keys, `taken_from` has these: it is no longer in their series.
     """
 
     key: str
@@ -72,7 +72,7 @@ class ShareSeries(StrictRecord):
 
     @property
     def lost_alarm(self) -> bool:
-        """Return whether an alarm rang when this series began, and no run is compared yet.
+        """Return whether the alarm of the series before was on, and no run is compared here yet.
 
         The low share of these runs becomes the baseline, so the alarm cannot ring for it again.
         """
@@ -179,7 +179,7 @@ def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...
     is right. The minimum over accuracies is taken on a grid; between two of its points, each factor
     is taken at the end where it is smaller, so the result is never too large.
     """
-    if not right or not after:  # nothing is lower than no right answer
+    if not right or not after:  # no share is below 0
         return 1.0
     share = right / rows
     low = _far_below(right, rows)
@@ -231,10 +231,10 @@ def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) 
 
 
 def _log_wealth(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
-    """Return the log of weighted wealth: an array (accuracies in `grid`, BETS, runs in `after`).
+    """Return the log of the weighted wealth of gamblers who bet against right answers.
 
-    The last dimension is the run with which betting begins. `later` and `after` are as in
-    `e_value`.
+    It is an array (accuracies in `grid`, bets in BETS, runs in `after` with which betting begins).
+    `later` and `after` are as in `e_value`.
     """
     counts = np.array(after, np.float64)
     since = counts[::-1].cumsum(axis=0)[::-1]  # right and rows from each run on

@@ -113,7 +113,10 @@ def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Flo
 
 @dataclass(frozen=True)
 class Labelled:
-    """Numbers of golden rows in a sample, by the right verdict and the judge's verdict."""
+    """Numbers of golden rows in a sample, by whether they are right and whether the judge said so.
+
+    For example, the judge called `wrong_called_right` wrong answers right.
+    """
 
     right_called_right: int
     right_called_wrong: int
@@ -145,7 +148,7 @@ class Labelled:
         return share, low, high
 
 
-LEAST_LABELLED = 30  # below which the interval covers less than 94 % of simulated nights
+LEAST_LABELLED = 30  # with fewer, the interval covers less than 94 % of simulated runs
 ADDED = 0.5  # added to each cell of the table, as Jeffreys' prior does: no variance is then 0
 
 

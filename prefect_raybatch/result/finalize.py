@@ -109,7 +109,7 @@ def finalize_committed(
     read_back: bool = False,
     writers: PartWriters = write_sequentially,
 ) -> list[Part]:
-    """Write the shards in `survey` of an incomplete run to the folder `below` in its directory.
+    """Write the shards in `survey` of an incomplete run to files in folder `below`; return these.
 
     Other parameters are those of `finalize`. Only files are written, no records, so the run is
     unchanged. The caller must check that the files still exist once a record names them.
@@ -125,9 +125,8 @@ def finalize_committed(
 class _Work:
     """Writes the files of a layout: the second half of finalize.
 
-    `spans` are the files of the layout, `found` what the survey of the commits found. `below` is
-    the folder to write to, as "FOLDER" in the run directory with a final "/"; "" for the run
-    directory.
+    `spans` are the files of the layout, `found` is the survey of the commits. `below` is the folder
+    to write to, as a path in the run directory with a final "/"; "" for the run directory itself.
     """
 
     ledger: Ledger
@@ -141,7 +140,7 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """Return the name of the layout's table, which part notes refer to.
+        """Return the name of the layout's table, to which the notes about written files refer.
 
         None for a partial result, for which no notes are written.
         """
@@ -151,7 +150,7 @@ class _Work:
         return f"{self.below}{span.path}"
 
     def done(self, writers: PartWriters) -> list[Part]:
-        """Write the files that have no valid part note; return all files in the layout's order.
+        """Write the files that no earlier finalizer wrote; return all files in the layout's order.
 
         Raises `CorruptRun` if a file was not written, or with another number of rows.
         """

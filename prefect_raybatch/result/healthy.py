@@ -42,7 +42,7 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class IntactShard:
-    """An intact shard: its commit, and its rows (one entry for each piece or kind)."""
+    """A shard of which nothing is missing or changed: its commit, and its rows by piece or kind."""
 
     commit: Commit
     encoded_rows: tuple[EncodedRows, ...]
@@ -57,7 +57,7 @@ def intact_shards(member: Member, fault: FaultHandler) -> Iterator[IntactShard]:
     ledger, plan = member.ledger, member.plan
     shards = ledger.shards(plan)
     listing = ledger.listing(plan)
-    # The records themselves, not their copies: finalize reads some of the records.
+    # Without checkpoints: a copy there may be intact although the record itself is damaged.
     commits = ledger.commits(plan, listing, on_fault=lambda e: fault(str(e)), copies=False)
     checked = _checked(commits, shards, fault)
     if member.summary is not None and member.summary.compact:

@@ -35,7 +35,7 @@ class GroupField:
 
 
 class ChunkField:
-    """Field numbers of ColumnChunk in parquet.thrift; `PAGE_INDEX` are those of the page index."""
+    """Field numbers of ColumnChunk in parquet.thrift; PAGE_INDEX fields locate the page index."""
 
     OFFSET, META = 2, 3
     PAGE_INDEX = (4, 5, 6, 7)

@@ -1,4 +1,4 @@
-"""Notes about files of the result, so that a finalizer that resumes after a crash can skip them.
+"""Notes about written files of the result, which a finalizer that resumes after a crash can skip.
 
 Notes are only a cache: losing them costs only time. A note is valid if it belongs to the present
 layout, and if the store lists the file as it was when it was verified.
@@ -73,10 +73,9 @@ class PartNote(StrictRecord):
 
 
 def unchanged_parts(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
-    """Return {path: part} of the files in `spans` that are unchanged since their notes.
+    """Return {path: part} of the files that were written, noted, and not changed since.
 
-    Notes of other layouts (`layout` is the name of the layout's table) and unreadable ones are
-    ignored.
+    Only files in `spans` count, and readable notes of the layout whose table has the name `layout`.
     """
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:

@@ -47,12 +47,12 @@ UNREADABLE = (
     RecursionError,
     *(CorruptRun, SourceError),
 )  # errors of reading a file that is not valid Parquet
-LOOKS = 6  # checks of one file, each of which but the last may write it
+LOOKS = 6  # checks of one stored file; each may write it, for the next one to check
 SHARDS_AHEAD = 4  # shards whose pieces are read while one is being written
-# Shards of fewer rows share a row group: each costs a reader 0.3 to 1 KB a column, whatever it
-# holds, and a thousandth of the rows in quarantine are 4 of a shard.
+# Shards of fewer rows share a row group: each group costs a reader 0.3 to 1 KB per column, and if
+# one row in a thousand fails, a shard has only 4 rows in quarantine.
 LEAST_GROUP_ROWS = 1_000
-GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which such a group is closed
+GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which a shared group is closed
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class PartTask:
     layout: str | None = None
 
     def numbers_of(self, positions: np.ndarray) -> np.ndarray:
+        """Return the row numbers (int64) of the rows at `positions` in the run's input."""
         return positions if self.numbers is None else self.numbers[positions - self.starts[0]]
 
 
@@ -127,7 +128,7 @@ class _PartFile(PartFiles):
         self._sums: list[Future[np.ndarray]] = []
         self._gathered: list[tuple[pa.Table, np.ndarray, bytes | None]] = []
         self._held = np.zeros(2, np.int64)  # rows and bytes of these
-        self.pool = ThreadPoolExecutor(1)  # sums are made while Parquet is written
+        self.pool = ThreadPoolExecutor(1)  # computes checksums while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
         """Add the rows of a shard: `table`, with positions in its first column, and row `numbers`.
@@ -283,7 +284,7 @@ def _look(
     """Return (SHA-256, info) of the stored file if it has the expected rows, else None.
 
     Before returning None, it writes the file if it is missing, and replaces it if it has other
-    rows; the caller then calls again to check what was stored. Parameters: as of
+    rows; the caller then calls again to check what was stored. Parameters are those of
     `_put_unless_there`.
     """
     try:

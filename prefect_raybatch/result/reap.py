@@ -64,8 +64,8 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 class Reaped:
     """The numbers of files and bytes that were removed, by kind (`REAPED_KINDS`).
 
-    With `dry_run`, they are only those that would be. The bytes of incomplete multipart uploads are
-    unknown and count as 0. `kept` counts the pieces of uncommitted shards, which stay.
+    With `dry_run`, nothing was removed: they count what would be. The bytes of incomplete multipart
+    uploads are unknown and count as 0. `kept` counts the pieces of uncommitted shards, which stay.
     """
 
     run: str
@@ -123,10 +123,10 @@ def orphans(
     plan: Plan,
     on_kept: Callable[[FileInfo], None] = lambda info: None,
 ) -> Iterator[FileInfo]:
-    """Yield pieces that can be deleted; call `on_kept` for those of uncommitted shards instead.
+    """Yield pieces that can be deleted; call `on_kept` for pieces of uncommitted shards.
 
-    If the run is finished and its result has all rows, first raises `CorruptRun` if a file of that
-    result is missing.
+    If a finished run has a result in data/, all pieces can be deleted. Before yielding the first,
+    raises `CorruptRun` if a file of that result is missing or changed.
     """
     pieces: Iterable[FileInfo]
     pieces = (info for info in ledger.store.list(PIECES) if PIECE_NAME.match(info.path))
@@ -161,7 +161,7 @@ def orphans(
 
 
 def obsolete_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield the part notes of a finished run; nothing reads them any more."""
+    """Yield a finished run's notes about written result files, which nothing reads any more."""
     if ledger.finished(plan) is not None:
         yield from (i for i in ledger.store.list(PART_NOTES) if PART_NOTE_NAME.match(i.path))
 
@@ -183,7 +183,7 @@ def obsolete_answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def _cut_off_partials(store: Store) -> Iterator[FileInfo]:
-    """Yield the files of interrupted partial results; complete ones, which have a record, stay."""
+    """Yield the files of partial results that were never completed: these have no record."""
     found = list(store.list(PARTIAL_FOLDER))
     whole = set(
         partial_names(store)

@@ -30,9 +30,9 @@ Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; nu
 def rows_of_member(member: Member) -> Iterator[Rows]:
     """Yield (kind, file, row numbers) of all rows of a run, in several arrays.
 
-    The kind is "data", "quarantine" or "left out". Only the row numbers of each file are read, and
-    no checksums are compared. Rows left out by postprocess, and all rows of a run without
-    compaction, are known from the commits. Raises `CorruptRun`, which names the file, for a missing
+    The kind is "data", "quarantine" or "left out". Only the column of row numbers is read from each
+    file, and no checksums are compared. Rows left out by postprocess, and all rows of a run without
+    compaction, are taken from the commits. Raises `CorruptRun`, which names the file, for a missing
     or unreadable file.
     """
     ledger, plan = member.ledger, member.plan

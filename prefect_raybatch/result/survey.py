@@ -53,7 +53,7 @@ def survey(ledger: Ledger, plan: Plan, shards: Shards, pieces: bool) -> Survey:
 
     Raises `IncompleteRun` if some are missing, and `CorruptRun` if they do not hold each planned
     row once. With `pieces`, the survey has a `PieceRow` for each piece. Memory: four numbers per
-    shard, and these.
+    shard, and the pieces.
     """
     listing = ledger.listing(plan)
     if not listing.done.all():
@@ -91,7 +91,7 @@ def survey_committed(
 def layout_of(
     ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Return the recorded layout of the result and its files; if none is recorded, record one.
+    """Return the recorded layout of the result, and its files; if there is none, record one.
 
     Parameters are those of `finalize`. Raises `CorruptRun` if the recorded layout does not fit the
     commits or `row_number`, and if there is none although the run is finished.
@@ -109,7 +109,7 @@ def layout_of(
 def chosen_layout(
     ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Compute the layout of the result and its files from the commits; record nothing."""
+    """Compute the layout of the result from the commits; return (layout, its files) unrecorded."""
     spans = choose_spans(survey.sums, file_bytes)
     kinds = sorted(_kinds(spans))  # the order of a set differs between processes
     schemas = {kind: encode_schema(_schema(ledger, plan, survey, kind)) for kind in kinds}

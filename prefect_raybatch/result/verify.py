@@ -37,7 +37,7 @@ from prefect_raybatch.words import counted, some_are
 
 MOST_NAMED = 20  # faults listed one by one
 NOT_FINISHED = "not finished"  # first words of the finding about a run without _SUCCESS
-COMMIT_RECORDS = "the commits"  # the place of rows that were left out
+COMMIT_RECORDS = "the commits"  # named in findings as the place of rows that were left out
 
 
 @dataclass
@@ -81,7 +81,6 @@ def verify(store: Store) -> Verdict:
     """
     ledger = Ledger(store)
     plan = need_plan(ledger)
-    # Not `finished`, which stops at the first wrong part.
     success = read_success(store, plan)
     found = Verdict(store.uri, success is not None, plan.rows, shards=plan.shards)
     check_tables(ledger, plan, success, partial(_fault, found))
@@ -239,6 +238,7 @@ class LeftOutRows:
         return self.rest() if self._rows >= BLOCK_ROWS else None
 
     def rest(self) -> np.ndarray:
+        """Return all collected rows (int64 positions in the run's input) and forget them."""
         rows: np.ndarray = np.concatenate([np.zeros(0, np.int64), *self._parts])
         self._parts, self._rows = [], 0
         return rows

@@ -90,7 +90,7 @@ def verify_chain(root: Store, key: str) -> ChainVerdict:
     """Verify the whole chain of retry runs that run `key` in folder `root` belongs to.
 
     Memory: four bytes per row of the input, and eight per row that failed or was retried. Raises
-    `CorruptRun` if the run or one of its ancestors has no readable plan.
+    `NoSuchRun` if there is no such run, `CorruptRun` if a run that it descends from is unreadable.
     """
     family = load_family(root, key)
     first = family.members[family.base]
@@ -154,10 +154,10 @@ def _member(
     where: _Where,
     chain: ChainVerdict,
 ) -> int:
-    """Note in `where` the file of each row of a run, except of rows that a retry run retries.
+    """Note in `where` the file of each row of a run, except of failed rows that are retried.
 
-    Return the number of its failed rows that are retried. `taken` is {key of a retry run: row
-    numbers that it retries}. Faults are added to `chain`.
+    Return the number of failed rows that are retried. `taken` is {key of a retry run: row numbers
+    that it retries}. Faults are added to `chain`.
     """
     children = [child.key for child in family.children(member.key)]
     for first, second in combinations(children, 2):

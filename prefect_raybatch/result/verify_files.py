@@ -86,8 +86,8 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
 def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[int, bool]:
     """Pass a file's row numbers to `take` in batches, as long as they are ascending and not null.
 
-    Returns (number of row numbers passed, whether these are all in the file). The first batch with
-    a fault, and all after it, are not passed.
+    Returns (number of row numbers passed, whether the file has no others). The first batch with a
+    fault, and all after it, are not passed.
     """
     taken, last = 0, None
     with pq.ParquetFile(stream, pre_buffer=False) as file:

@@ -83,9 +83,9 @@ def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fa
 
 
 def decides_precision(plan: Plan) -> bool:
-    """Return whether a run itself decides on its precision: it must not look up answers.
+    """Return whether a run decides on its model's precision, since it infers rows itself.
 
-    Answers that are looked up have the precision of the run that inferred them.
+    A run that only looks up stored answers does not: they have the precision they were inferred in.
     """
     return not looks_up(plan)
 
