@@ -31,8 +31,8 @@ class Loss:
     """The reason why rows were lost in a stage, with neither an answer nor an error of their own.
 
     `kind` is the name of an error class, or "" if unknown. `fatal`: it would happen again, so the
-    run stops. `counted`: the engine death that caused it was already counted, with another lost
-    block or when an actor's process ended.
+    run stops. `counted`: the engine death that caused it was counted elsewhere (with another lost
+    block, or when an actor's process ended), so it must not be counted again.
     """
 
     kind: str

@@ -48,7 +48,7 @@ def supersede(ledger: Ledger, key: str) -> None:
 
 
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
-    """Go from a run to the repaired run that continues it, and so on; return (ledger, plan) there.
+    """Follow a run to the repaired run that continues it, and so on; return the last ledger, plan.
 
     Stops before a repaired run that is missing, unreadable or of another run, and after 100 runs.
     """

@@ -84,7 +84,7 @@ class LastAttempt:
 
     @property
     def undone(self) -> str:
-        """Return which step of a complete run this attempt did not do, and why.
+        """Return which step of a complete run, such as publishing, was not done, and why.
 
         Returns "" if it did its step, or if the run was not complete.
         """

@@ -36,7 +36,7 @@ def read_uris(data: bytes) -> list[str]:
 
 
 def bounded_parts(parts: JsonObject) -> dict[str, Any]:
-    """Return a fingerprint's parts; if they have over 1,000 URIs, with number and hash of these."""
+    """Return a fingerprint's parts; more than 1,000 URIs are replaced by their number and hash."""
     uris = parts.get(URI_PART, ())
     if not too_many(uris):
         return dict(parts)

@@ -119,7 +119,7 @@ class FilesSink(Sink):
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _whole(self, store: Store, plan: str) -> bool:
-        """Return whether the marker of `plan` exists, and all files that it lists, by size."""
+        """Return whether the marker of `plan` exists, and all files (path, size) that it lists."""
         try:
             note = json.loads(store.read(self._mark(plan), MARK_BYTES))
             named, whole = note["files"].items(), note[f"{PROPERTY}plan"] == plan

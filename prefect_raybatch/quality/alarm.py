@@ -97,7 +97,7 @@ class ShareSeries(StrictRecord):
         """Return in one line whether the share fell, with the e-value and the baseline's share.
 
         If it fell, the text names the run with which it probably did, and says what to do. While
-        there is no run after the baseline, it is the number of this run in the baseline.
+        there is no run after the baseline, it says instead which run of the baseline this is.
         """
         if not self.later:
             begun = f"run {self.baseline} of the {BASELINE_RUNS} that later ones are compared with"

@@ -113,10 +113,7 @@ def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Flo
 
 @dataclass(frozen=True)
 class Labelled:
-    """Numbers of golden rows in a sample, by whether they are right and whether the judge said so.
-
-    For example, the judge called `wrong_called_right` wrong answers right.
-    """
+    """Numbers of right and wrong golden rows in a sample, by what the judge called them."""
 
     right_called_right: int
     right_called_wrong: int

@@ -125,13 +125,13 @@ class Judgement(StrictRecord):
 
     @property
     def headline(self) -> str:
-        """Return the share alone, such as `93.0%`; "unknown" if there is none."""
+        """Return the accuracy without its interval, such as `93.0%`; "unknown" if there is none."""
         return "unknown" if self.share is None else f"{self.share:.1%}"
 
     def short(self) -> str:
-        """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`.
+        """Return the accuracy with its interval, such as `93.0% (88.5% to 96.1%)`.
 
-        Without a share, returns "unknown", or "no judged answer".
+        If it is not known, returns "unknown" or "no judged answer".
         """
         if not self.rows:
             return "no judged answer"

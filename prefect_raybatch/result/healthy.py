@@ -33,7 +33,7 @@ FaultHandler = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows of one kind, encoded as a piece (a Parquet file, `data`), and their positions."""
+    """Rows of a shard of one kind (data or quarantine) as a Parquet file, and their positions."""
 
     kind: PieceKind
     positions: Positions
@@ -100,7 +100,7 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> IntactShard:
 def _intact_shards(
     member: Member, shards: Shards, commits: Iterator[Commit], fault: FaultHandler
 ) -> Iterator[IntactShard]:
-    """Yield the shards whose rows are all in intact result files; each of `commits` has a shard.
+    """Yield those of the shards in `commits` whose rows are all in intact result files.
 
     `fault` is called with a message for each damaged file and each shard that is left out.
     """
