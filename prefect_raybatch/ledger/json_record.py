@@ -25,7 +25,7 @@ class JsonRecord(Generic[_R]):
     def read(self, store: Store) -> _R | None:
         """Return the record of the run directory `store`; None if it has none.
 
-        Raises `CorruptRun` if the record is malformed or too large.
+        Raises `CorruptRun` if the record is malformed, too large or does not match its checksum.
         """
         try:
             data = read_record(store, self.path)

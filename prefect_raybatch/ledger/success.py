@@ -1,7 +1,7 @@
 """`_SUCCESS`: the record that a run's result is complete, with a list of its files.
 
-Every reader goes through this module, which rejects a record of another plan: once `_SUCCESS`
-exists, pieces are deleted that cannot be made again.
+Every reader goes through this module, which rejects a record of another plan: once a run has
+`_SUCCESS`, its pieces are deleted, and no other file can replace them.
 """
 
 from __future__ import annotations

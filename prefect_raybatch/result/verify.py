@@ -76,8 +76,8 @@ class Verdict:
 def verify(store: Store) -> Verdict:
     """Check each row of a run, and everything that a later run depends on; return the findings.
 
-    Raises `NoSuchRun` without a plan, and `CorruptRun` only for an unreadable plan or for a
-    `_SUCCESS` of another plan.
+    Raises `NoSuchRun` without a plan, and `CorruptRun` only if the plan or `_SUCCESS` is malformed,
+    `_SUCCESS` is of another plan, or a commit is of a shard that the plan does not have.
     """
     ledger = Ledger(store)
     plan = need_plan(ledger)
