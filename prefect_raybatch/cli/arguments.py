@@ -51,7 +51,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only")
 
 
 def kept_seconds(text: str | None) -> float:
-    """Return the seconds that engines wait for the next command, from e.g. `10m`; 0 by default.
+    """Return the seconds that engines wait for the next command, from e.g. `10m`; 0 for None.
 
     The default is 0 because a waiting engine holds its GPU, which other commands may need.
     """

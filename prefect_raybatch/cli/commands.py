@@ -269,8 +269,8 @@ def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
 def _show_next(step: NextStep, as_json: bool) -> None:
     """Print what `raybatch run` would do; end the command if nothing of the job is left to check.
 
-    That is so if it would infer no row, and the run does not wait for a driver at work. The exit
-    status is then 2 if it would refuse the job, else 0.
+    Nothing is left if `raybatch run` would infer no row, and would not wait for an active driver.
+    The exit status is then 2 if it would refuse the job, else 0.
     """
     checks = step.infers or step.action == "wait"
     if not as_json:
@@ -779,7 +779,7 @@ def _with_line(error: RayBatchError, arguments: list[str]) -> str:
 
 
 def exit_status(error: RayBatchError) -> int:
-    """Return the exit status (see the module) of a command that ends with this error."""
+    """Return the exit status of a command that ends with this error: 1, 2, 4 or 75."""
     if isinstance(error, (ConfigError, NoSuchRun, PlanMismatch, SourceError)):
         return 2
     if isinstance(error, RunDrained):

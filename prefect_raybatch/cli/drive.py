@@ -1,4 +1,4 @@
-"""Drive a job from the command line, with or without Prefect, and show its progress."""
+"""Runs jobs and retries for the command line, with or without Prefect, and shows their progress."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def run_job(
 ) -> tuple[RunReport, bool]:
     """Run a job, or resume its run; return (report, whether this call did any of the work).
 
-    `key` None means: the key of the newest unfinished run of this job, or a new one. `prefect` says
-    whether it runs as a Prefect flow; None: if a Prefect API is configured. For a complete run,
-    starts neither Prefect nor an engine for rows. `accept` names fields in which the job may differ
-    from the run's plan. Without Prefect, the engines of a local cluster wait `keep_seconds` for the
-    next command. `quiet`: show no progress.
+    If `key` is None, it is the key of the newest unfinished run of this job, or a new one.
+    `prefect`: run it as a Prefect flow; None: only if a Prefect API is configured. For a complete
+    run, no row is inferred; at most its quality is measured and its result published. `accept`
+    names fields in which the job may differ from the run's plan. Without Prefect, the engines of a
+    local cluster wait `keep_seconds` for the next command. `quiet`: show no progress.
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
@@ -124,9 +124,9 @@ def _run_here(
 ) -> RunReport:
     """Plan and drive a run without Prefect, publish its result, and return its report.
 
-    `loaded` is `job` with the credentials of its blocks. `plan` makes the run's plan, or adopts the
-    existing one. `written` is output.uri before {run_date} was filled in. Engines of a local
-    cluster wait `keep_seconds` for the next command.
+    `loaded` is `job` with the credentials of its blocks. `plan` plans the run, or loads the plan
+    that exists. `written` is output.uri before {run_date} was filled in. Engines of a local cluster
+    wait `keep_seconds` for the next command.
     """
     from prefect_raybatch.api.submission import infer_in_place
 
@@ -167,9 +167,9 @@ def _as_flow(prefect: bool | None) -> bool:
 
 @contextmanager
 def quality_shown(uri: str, options: StoreOptions | None, quiet: bool) -> Iterator[None]:
-    """Print how many answers are right, and alarms, if the block withholds the run at `uri`.
+    """Print the measured quality of the run at `uri` if the block raises `QualityTooLow`.
 
-    Prints nothing if `quiet`.
+    Prints nothing if `quiet`. The error is raised again.
     """
     try:
         yield
@@ -181,7 +181,7 @@ def quality_shown(uri: str, options: StoreOptions | None, quiet: bool) -> Iterat
 
 
 def unusual_of(job: BatchJob, report: RunReport) -> list[str]:
-    """Return what is unusual about the complete run of `report` beside earlier runs of the job.
+    """Return lines on what is unusual about a complete run, compared with the job's earlier runs.
 
     Returns [] on an error, because the run itself is complete, and if output.uri is not local:
     reading the records of many runs there would take long.
@@ -205,8 +205,8 @@ def _published(
 ) -> RunReport:
     """Publish the run to the targets of its job, if it has any; return its report.
 
-    `loaded` is `job` with the credentials of its blocks; `written` is that of `finalize_run`.
-    `show` receives the progress of a judge that is asked again.
+    `loaded` is `job` with the credentials of its blocks; `written` is output.uri before {run_date}
+    was filled in. If a judge is asked again, `show` receives its progress.
     """
     show.close()
     if not loaded.output.publish:
@@ -225,7 +225,7 @@ def retry_rows(
     quiet: bool,
     keep_seconds: float = 0.0,
 ) -> RunReport | NothingToRetry:
-    """Retry failed rows in a child run, as a flow or here; return the report of the child run.
+    """Retry failed rows in a child run, as a Prefect flow or in this process; return its report.
 
     `request` is the checked request; `arguments` are those of the flow `retry_failed` for the same
     request. Returns `NothingToRetry` if other retries have taken all rows. For `prefect`, `quiet`
@@ -270,7 +270,7 @@ def with_keys(job: BatchJob) -> BatchJob:
 def run_flow(
     name: str, arguments: tuple[Any, ...], show: TerminalProgress, job: BatchJob, **more: Any
 ) -> Any:
-    """Call the flow `name` with `arguments`, and by name with `more`; return its result.
+    """Call the flow `name` with positional `arguments` and keywords `more`; return its result.
 
     Prefect logs only critical errors to the terminal; `show` prints progress. The local Ray cluster
     of `job` starts in parallel with the flow.
@@ -296,7 +296,7 @@ def run_flow(
 
 
 def page_hint() -> str:
-    """Return a sentence: at which URL Prefect shows the flow run, and what to start to see it."""
+    """Return a sentence with the URL of Prefect's page, or how to start a server that shows it."""
     from prefect_raybatch.doctor.services import prefect_api
 
     if url := prefect_api():

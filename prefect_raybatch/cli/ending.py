@@ -57,7 +57,7 @@ def show_ending(
 
 
 def show_quality(report: RunReport) -> None:
-    """Print how many answers of a complete run are right, and each alarm."""
+    """Print a complete run's accuracy on golden rows and by the judge, and alarms, if measured."""
     _print_lines(_quality(report))
 
 

@@ -191,7 +191,7 @@ def _write_first_job(
 
 
 def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
-    """Print warnings of the demo model, and of a query without an order."""
+    """Print a warning if the model is the demo model, and one if the query has no ORDER BY."""
     from prefect_raybatch.api import first_job
 
     if model == DEMO:

@@ -132,6 +132,7 @@ def warm(job: JobFile, set_: FieldChanges = None, as_json: Json = False) -> None
 
 
 def mib(size: int) -> str:
+    """Return a number of bytes as text in MiB."""
     return f"{size / (1 << 20):,.1f} MiB"
 
 
@@ -228,7 +229,7 @@ def history(
 def _with_scheduled(
     pages: list[HistoryPage], output: str, job: str | None, most: int
 ) -> list[HistoryPage]:
-    """Return history pages with scheduled runs added that have no run directory, from Prefect.
+    """Return history pages plus the scheduled runs that have no run directory, read from Prefect.
 
     A page is about one job; pages are added for jobs that have only such runs. Each page has at
     most `most` runs. Without a Prefect API, `pages` are returned unchanged.

@@ -117,7 +117,7 @@ class TerminalProgress(Listener):
     def _say_if_new(self, line: str) -> None:
         """Print a progress line unless it equals the last one.
 
-        Heartbeats come more often than the state that they describe is looked up.
+        Many heartbeats in a row describe the same state.
         """
         if line != self.line:
             self.printed, self.line = time.time(), line
@@ -279,7 +279,7 @@ def _input_place(plan: DryRun) -> str:
 
 
 def _cluster(have: Mapping[str, Any]) -> str:
-    """Return the size of the cluster, and its address or that it is assumed, from `have`."""
+    """Return a cluster's CPUs, GPUs, nodes and address as text, or that these are assumed."""
     kinds = " and ".join(have["accelerators"]) or "of unknown kind"
     gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
     cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
@@ -357,7 +357,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_sample(report: RunReport, columns: list[str]) -> None:
-    """Print these columns of the first rows of a result."""
+    """Print `columns` of the first 10 rows of a run's result."""
     from prefect_raybatch.result.finalize import first_rows
     from prefect_raybatch.storage import open_store
 

@@ -1,7 +1,7 @@
 """Prints to the terminal.
 
-Everything that the command line prints passes here, so that no control character of a row, a file
-name or an error reaches the terminal.
+All text for people is printed through `out` and `err`, so that no control character of a row, a
+file name or an error reaches the terminal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ARGUMENT_ERROR = cast(
 
 
 class Terminal(Console):
-    """A console that escapes hidden characters, such as control characters, in what it prints.
+    """A console that escapes hidden characters, such as control characters, in its output.
 
     It prints no hyperlinks.
     """

@@ -25,7 +25,7 @@ CLASSIFIER_FORMAT = 2
 LARGEST_FILE = 64 << 20  # bytes: 1,000 labels of 4,096 numbers each take about 50 MB
 STRENGTHS = (1.0, 10.0, 100.0)  # tried for C; embeddings of length 1 need large ones
 EVERY = 5  # every fifth training row serves to choose among the strengths
-DECIMALS = 6  # of the stored weights; what is measured is rounded like what is stored
+DECIMALS = 6  # of the weights in the file; tests use the rounded weights too
 MOST_STEPS = 1000
 GRADIENT = 1e-4  # largest component at which the minimizer ends, as in scikit-learn
 

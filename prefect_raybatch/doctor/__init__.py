@@ -74,7 +74,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "engines left behind": (check_engines, 10, "look for processes named VLLM:: (ps -ef)"),
 }
 
-# Checks of `raybatch doctor FOLDER|URI`, for a job of which only the output matters.
+# Checks of `raybatch doctor FOLDER|URI`: only the output of the job is used.
 STORE_CHECKS: Mapping[str, tuple[Check, float, str]] = {
     "store": (check_store, 75, "correct the URI, or give options with --set output.options.NAME="),
     "disk": (check_disk, 30, "correct the folder"),

@@ -1,4 +1,4 @@
-"""The result of a check, and what the checks are given: the job and its credentials."""
+"""The result of a check, and the argument of all checks: a job with its credentials."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ class CheckResult:
 
 
 def passed(check: str, found: str) -> CheckResult:
+    """Return a finding that needs no remedy."""
     return CheckResult(check, "pass", found)
 
 
 def warned(check: str, found: str, remedy: str) -> CheckResult:
+    """Return a finding that does not make `raybatch doctor` fail."""
     return CheckResult(check, "warn", found, remedy)
 
 
 def failed(check: str, found: str, remedy: str) -> CheckResult:
+    """Return a finding that makes `raybatch doctor` fail."""
     return CheckResult(check, "fail", found, remedy)
 
 

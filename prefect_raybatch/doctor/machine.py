@@ -45,8 +45,8 @@ print(json.dumps({**versions(sys.argv[1:]), **python}))
 IMPORT = 25.0  # seconds for importing packages that may be incompatible
 SHM = Path("/dev/shm")
 SHM_LEAST = 1 << 30  # bytes; Docker's default is 64 MiB
-# How Ray sizes its object store (resolve_object_store_memory): this share of the
-# memory, at most this share of /dev/shm, but no less than STORE_CAP.
+# How Ray sizes its object store (resolve_object_store_memory): STORE_SHARE of the memory, at most
+# SHM_SHARE of /dev/shm, or at most STORE_CAP bytes if that is more.
 STORE_SHARE, SHM_SHARE, STORE_CAP = 0.3, 0.95, 10**10
 MEMORY_LIMITS = (  # files with the memory limit of this container
     Path("/sys/fs/cgroup/memory.max"),
@@ -396,6 +396,7 @@ def check_engines(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def driver_is_first() -> bool:
+    """Return whether process 1 is a Python program, such as a driver in a container."""
     try:
         return "python" in psutil.Process(1).name()
     except psutil.Error:

@@ -155,8 +155,8 @@ def check_model(context: CheckContext) -> Iterator[CheckResult]:
 def _model_finding(engine: Engine, named: Callable[[str], str]) -> CheckResult:
     """Check that an engine's model exists, or that its hosted model answers.
 
-    `named` returns an error text with the names that the engine's fields have in the job. Raises
-    `ConfigError` for a missing model.
+    `named` replaces the names of engine fields in an error text by their full names in the job.
+    Raises `ConfigError` for a missing model.
     """
     try:
         request = model_request(engine)

@@ -40,7 +40,7 @@ API = 4.0  # seconds for Prefect's API, including the client's retries
 CLUSTER_SECONDS = 60.0  # to start a process and join; a busy machine takes half a minute to start
 START_PREFECT = "run prefect server start, or correct PREFECT_API_URL (see prefect config view)"
 SKEW_WARN, SKEW_FAIL = 30.0, 300.0  # seconds; S3 refuses signatures from 900 s on
-# Sources of Prefect's settings: variables, and files here with a text that marks such settings.
+# Sources of Prefect's settings: variables, and files in this folder that contain the given text.
 API_VARIABLES = {"PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"}
 API_FILES = ((".env", b"prefect"), ("prefect.toml", b""), ("pyproject.toml", b"tool.prefect"))
 MOST_SETTINGS_BYTES = 1 << 20
@@ -132,8 +132,8 @@ def prefect_api() -> str | None:
 def _may_name_api() -> bool:
     """Return whether a variable or file that Prefect reads may set the URL of its API.
 
-    If False, `prefect.settings` need not be imported, which takes a second. A file that only names
-    another profile or file counts as well.
+    If False, `prefect.settings` need not be imported, which takes a second. May return True without
+    a URL being set, e.g. for a variable that names a profile.
     """
     if any(name.upper() in API_VARIABLES for name in os.environ):
         return True
@@ -241,6 +241,7 @@ def _join(spec: ClusterSpec, address: str) -> dict[str, Any]:
 
 
 def job_server(access: ClusterAccess) -> CheckResult:
+    """Check that Ray's job server answers, and that it runs the Ray version installed here."""
     url = str(access.job_server)
     remedy = "start the head with its dashboard, open port 8265, or correct cluster.job_server"
     token = token_sent(access)

@@ -1,4 +1,4 @@
-"""Checks a store by trying each operation that a run needs; finds a URL for its clock."""
+"""Checks a store by trying each operation that a run needs; returns a URL to read its clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNREPLACED = "none for runs: only a damaged file of a finished result cannot be 
 
 
 def check_output(context: CheckContext) -> Iterator[CheckResult]:
-    """Check the output of a job: one finding if all is well, else one for each step that is not."""
+    """Check the output of a job: a finding for each failure and warning, and one if none failed."""
     if (store := _output(context)) is None:
         return
     wrong = [one for one in check_steps(store) if one.mark != "pass"]

@@ -37,7 +37,7 @@ def asset_key(output: str, job: str) -> str:
 
 
 def source_keys(source: Source) -> list[str]:
-    """Return the asset keys of a job's sources, of the first UPSTREAM (20) at most.
+    """Return the asset keys of a job's sources, at most UPSTREAM (20).
 
     A source that is the result of a run gets the asset key of the job that wrote it.
     """
@@ -49,7 +49,7 @@ def source_keys(source: Source) -> list[str]:
 
 
 def _named(uri: str) -> str:
-    """Return a URI for display: without user, password, query, and what varies (see `_fixed`)."""
+    """Return `_fixed(uri)` without user, password and query, which may hold secrets."""
     scheme, mark, rest = _fixed(uri).partition("://")
     if not mark:
         return _fixed(uri)

@@ -36,6 +36,7 @@ class ApiWatch:
 
     @contextmanager
     def within(self) -> Iterator[None]:
+        """Watch one call to the API, made in the block; an exception is raised again."""
         if self._since is None:
             self._since = self.clock()
         try:
@@ -93,7 +94,7 @@ class ApiWatch:
         return None if since is None else ApiWatch(self.clock, since)
 
 
-_UNANSWERED: dict[str, ApiWatch] = {}  # by flow run: the watch that a task left to the next
+_UNANSWERED: dict[str, ApiWatch] = {}  # by flow run id: watch of an outage that outlasted its task
 
 
 @contextmanager

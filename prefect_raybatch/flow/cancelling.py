@@ -33,7 +33,7 @@ NOTICED: set[UUID] = set()  # flow runs that this process ends
 
 
 class CancelWatch:
-    """Watches the outermost flow run of this process; call `look` every `CANCEL_LOOK` seconds."""
+    """Detects that this process's flow run was cancelled; call `look` every CANCEL_LOOK seconds."""
 
     def __init__(self, grace: float = CANCEL_GRACE, clock: Callable[[], float] = time.monotonic):
         self.run, self.grace, self.clock = root_run(), grace, clock

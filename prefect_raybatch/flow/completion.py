@@ -1,4 +1,4 @@
-"""Sends each event of a completed run at least once, also if the process dies in between."""
+"""Sends each event of a completed run at least once, even if the process dies in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIRM_SECONDS = 15.0  # for Prefect to confirm an event
 
 
 class CompletionEvents:
-    """The events of one completed run.
+    """Sends the events of one completed run.
 
     An event is recorded in the run directory once Prefect has confirmed it, so that repeating the
     command sends only the events that are missing. The id of an event depends only on the plan, the
@@ -47,6 +47,7 @@ class CompletionEvents:
             self._sent = {}
 
     def is_sent(self, name: str, version: str = "") -> bool:
+        """Return whether a confirmed send of this event with this `version` is recorded."""
         return self._sent.get(name) == str(self._id(name, version))
 
     def send(self, name: str, version: str = "", **payload: object) -> None:

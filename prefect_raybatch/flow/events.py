@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 COMMIT_EVERY = 5.0  # minimum seconds between two commit events
 COMMIT_EVENTS = 400  # approximate maximum per run
 STEADY = 5  # commits of this attempt after which its rate is used to estimate its end
-COST_NEAR = 0.8  # of limits.max_cost, at which the cost is near it
+COST_NEAR = 0.8  # share of limits.max_cost from which `cost.high` is emitted
 EVENT_TEXT = 500  # characters of an error's message in an event
 
 
@@ -41,6 +41,7 @@ class RunEvents:
         }
 
     def emit(self, name: str, **payload: object) -> None:
+        """Queue the event raybatch.NAME of this run with these fields as its payload."""
         self.queue(**self.event(name, payload))
 
     def event(self, name: str, payload: Mapping[str, object]) -> dict[str, Any]:

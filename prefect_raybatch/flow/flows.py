@@ -89,6 +89,7 @@ def key_of(
     scheduled_for: datetime | None,
     run_date: date | None = None,
 ) -> str:
+    """Return `run_key`, or else the key derived from the date or the scheduled start."""
     if run_key:
         return run_key
     if run_date is not None and scheduled_for is None:
@@ -187,9 +188,9 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
 def _recorded_unplanned(
     job: BatchJob, run_key: str | None, scheduled_for: datetime | None, run_date: date | None
 ) -> Iterator[None]:
-    """Record, for the run history, that the block failed, and raise the error again.
+    """Record an error of the block in the run history, then raise it again.
 
-    The block determines the run directory, so a failed flow run would have no record otherwise.
+    The block determines the run directory, so an error in it has no other record.
     """
     try:
         yield
@@ -297,7 +298,7 @@ def retry_failed(
 
 
 def _ended_drained(drained: RunDrained) -> Any:
-    """Return the state of a drained flow run: neither failed nor completed."""
+    """Return the final state of a drained flow run: of type Cancelled, with the name Drained."""
     return Cancelled(name=DRAINED_STATE, message=drained.plain or str(drained))
 
 
@@ -312,7 +313,7 @@ def _ended_cancelled(signal: TerminationSignal, key: str) -> Any:
 
 
 def call_flow(flow: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the flow and return its result; raise `RunDrained` if it ended drained."""
+    """Call the flow and return its result; raise `RunDrained` if its run was drained."""
     end_by_sigterm()
     try:
         return flow(*arguments, **options)

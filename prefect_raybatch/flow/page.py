@@ -64,7 +64,7 @@ from prefect_raybatch.words import counted, money
 log = logging.getLogger(__name__)
 
 MARK_SECONDS = 5.0  # to send the log and mark flow runs; Ray ends the process after about 10 s
-PAGE_LOOK = 1.0  # seconds between looks of the page's thread
+PAGE_LOOK = 1.0  # seconds between two calls of `Page.tick`
 ROW_UNIT = ("row", "rows")
 PROGRESS_EVERY = 5.0  # minimum seconds between updates; for other parts of the page see below
 TABLE_EVERY = 10.0
@@ -152,11 +152,11 @@ class Page(Listener):
         self._beat, self._heard = beat, self.clock()
 
     def on_process_end(self, cause: str) -> None:
-        """Mark the flow runs Crashed and end this process at once, as Ray would some seconds later.
+        """Mark this process's flow runs Crashed for the reason `cause`, then end the process.
 
-        A retry may begin as soon as they are marked. Prefect's worker tracks one process per flow
-        run and removes its folder when it ends. So this process must end before that of the retry
-        starts.
+        Called when Ray is about to end the process without an exception, within seconds. A retry
+        may begin as soon as a flow run is Crashed, and the worker removes the flow run's folder
+        when this process ends. So it must end before the process of the retry starts.
         """
         self.observers.on_process_end(cause)
         if self._flow_runs:
@@ -259,6 +259,7 @@ class Page(Listener):
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
     def image(self, beat: Heartbeat) -> str | None:
+        """Return the plots of the run so far as a data URI; None before the first progress."""
         if self.progress is None:
             return None
         engines = 0 if beat.phase == ENDED else alive(beat.engines)
@@ -343,10 +344,10 @@ def live_rows(
 
 
 def starting(beat: Heartbeat) -> str:
-    """Return the phase with details, e.g. `starting engines: cluster 3 s, imports 9 s`.
+    """Return the driver's phase and its details, e.g. `starting engines: cluster 3 s`.
 
-    While a cluster is created for the run, the details say what that waits for; while a hosted
-    model's limit holds requests back, they name it. Otherwise returns "".
+    Details exist while engines start, while a cluster is created (what it waits for) and while a
+    hosted model's limit holds requests back (which limit). Without details, returns "".
     """
     told = beat.phase in (STARTING, MAKING, INFERRING) and beat.about
     return f"{beat.phase}: {beat.about}" if told else ""
@@ -385,7 +386,7 @@ def _failed(beat: Heartbeat) -> str:
 
 
 def active_flow_runs() -> list[UUID]:
-    """Return the id of the outermost flow run and, if that is another one, of the current flow run.
+    """Return the ids of the outermost flow run and of the current one, each once.
 
     Returns [] outside of a flow run.
     """
@@ -396,8 +397,8 @@ def active_flow_runs() -> list[UUID]:
 def mark_crashed(flow_runs: list[UUID], cause: str) -> None:
     """Send queued log lines to Prefect, then mark flow runs as Crashed, for the reason `cause`.
 
-    `flow_runs` holds ids, the outermost first. Without this the worker would mark them, with only
-    the exit status as the reason; Prefect keeps the first mark. An error is only logged.
+    `flow_runs` holds ids, the outermost first. Otherwise the worker would mark them, with only the
+    exit status as the reason; Prefect keeps the first mark. An error is only logged.
     """
     text = f"{cause}. Continue with: prefect flow-run retry {flow_runs[0]}"
 

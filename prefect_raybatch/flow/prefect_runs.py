@@ -114,11 +114,11 @@ def _or_nothing(read: Any) -> list[PrefectRun]:
 def with_prefect_runs(
     page: HistoryPage, prefect_runs: Iterable[PrefectRun], output: str, most: int
 ) -> HistoryPage:
-    """Add to a history the incomplete runs of which only Prefect has records.
+    """Return a history plus the incomplete runs that only Prefect has records of.
 
-    Keeps the newest `most` runs. Runs already on the page get Prefect's time and, if they recorded
-    neither result nor failure, its state and reason. `output` is the output URI as written in the
-    job; flow runs of other jobs and outputs are ignored.
+    Keeps the newest `most` runs. A run already on the page gets Prefect's duration if it is longer,
+    and Prefect's state and reason if it recorded neither result nor failure. `output` is the output
+    URI as written in the job; flow runs of other jobs and outputs are ignored.
     """
     lines = {line.run_key: line for line in page.runs}
     for prefect_run in prefect_runs:

@@ -101,7 +101,7 @@ def owner(retries: int = 0) -> Owner:
 
 @dataclass(frozen=True)
 class Action:
-    """What `reconcile_jobs` or `restart_crashed` did, or would do in a dry run, and why.
+    """An action of `reconcile_jobs` or `restart_crashed` (in a dry run: a proposed one), and why.
 
     `what` is stopped, crashed, restarted, deleted or kept. `job` is the id of a Ray job, the run
     key of a crashed flow run, or the name of a RayCluster. `flow_run` is the id of the flow run
@@ -119,10 +119,10 @@ def reconcile_jobs(
 ) -> list[Action]:
     """Reconcile the Ray jobs at `job_server` with the flow runs of this Prefect API.
 
-    Stops jobs whose flow run has ended and which no other flow run follows. Marks flow runs Crashed
-    that are still Running although, for `grace` seconds, their job has been over without success or
-    unknown to the server; they are checked again after `settle` seconds. `job_server` is a URL, or
-    the name of a saved RayCluster block (ray-cluster/NAME), whose credentials are then used.
+    Stops jobs whose flow run has ended and which no other flow run follows. Marks Crashed each flow
+    run that is still Running and has followed its job for over `grace` seconds, if the server does
+    not know the job, or it ended without success that long ago; before that, waits `settle` seconds
+    and checks again. `job_server` is a URL, or a saved RayCluster block (ray-cluster/NAME).
 
     If it is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs have created
     there are checked instead: those whose lease has expired, because no live flow renews it, are
@@ -186,7 +186,7 @@ def restart_crashed(
     """Reschedule flow runs of deployments that crashed within the last `hours`.
 
     Each keeps its parameters and its run key, so it continues from the committed shards. A flow run
-    is left alone if it has crashed more than `most` times, or if another flow run with its run key
+    is left alone if it has started more than `most` times, or if another flow run with its run key
     is active or completed. With `dry_run`, nothing is changed.
     """
     since = time.time() - hours * 3600
@@ -213,7 +213,7 @@ def restart_crashed(
 
 
 def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the crashed flow runs of our flows with a deployment; the latest for each run key."""
+    """Return the crashed flow runs of deployments of OUR_FLOWS; the latest one for each run key."""
     flow_runs = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
         flow_run_filter=FlowRunFilter(
@@ -267,7 +267,7 @@ def _stop_orphans(
 
 
 def _has_ended(client: SyncPrefectClient, ray_job: RayJob) -> tuple[bool, str]:
-    """Return whether the flow run that submitted the job has ended for good, and a text on why.
+    """Return (whether the flow run that submitted the job has ended for good, reason as text).
 
     False if that is unknown, or if a retry of a crashed flow run is to follow the job.
     """

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FlowNotes:
-    """What a flow and its tasks tell each other about a run, besides their parameters.
+    """Data on a run that a flow and its tasks share outside of their parameters.
 
     `output` is the job's output URI before {run_date} is filled in. Once the run is completed,
     `remarks` say what is unusual about it, and `seconds` is its whole duration, including Prefect's
@@ -74,17 +74,17 @@ def written_uri(uri: str) -> str:
 def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPage:
     """Return the history of the job `name` from the records in its output folder.
 
-    `uri` is the output URI as written in the job, which may contain {run_date}; `options` have its
-    credentials.
+    `uri` is the output URI as written in the job, which may contain {run_date}; `options` are its
+    store options, with credentials.
     """
     (page,) = history_of(uri, options, name)
     return page
 
 
 def with_deployment_runs(page: HistoryPage, uri: str) -> HistoryPage:
-    """Return the history with the runs added of which only Prefect has records.
+    """Return the history plus runs that only Prefect has records of, e.g. because none started.
 
-    These are runs of the deployment of the current flow run. `uri` is the output URI as written in
+    Only runs of the current flow run's deployment are added. `uri` is the output URI as written in
     the job.
     """
     return with_prefect_runs(page, runs_of_deployment(), uri, RUNS_SHOWN)
@@ -133,9 +133,9 @@ def send_history_events(
 ) -> None:
     """Show the history of the job `name`; send events if its completed run is unusual.
 
-    Also adds the remarks to the `FlowNotes`. `uri` is as in `show_history`. With `limited`, only
-    part of the input was read, so rows and duration are not compared with earlier runs. An error of
-    the history is only logged.
+    Also sets the remarks and duration in the `FlowNotes`. `uri` is the output URI as written in the
+    job, None if that is `output.uri`. With `limited`, only part of the input was read, so rows and
+    duration are not compared with earlier runs. An error of the history is only logged.
     """
     shown = show_history(name, output, events.run.run_key, uri)
     if shown is None:
@@ -191,7 +191,7 @@ def _send_few_rows(events: CompletionEvents, line: HistoryLine, text: str) -> No
 
 
 def _send_drift(events: CompletionEvents, line: HistoryLine, changed: Callable[[], str]) -> None:
-    """Send one event with all shifts of the answers beyond the usual differences between runs.
+    """Send one event that lists all shifts of the answers that are larger than usual between runs.
 
     `changed` returns the names of the job's fields that changed since the run before, "" if none.
     """

@@ -15,8 +15,8 @@ from prefect.runtime import flow_run
 def scheduled_start() -> datetime | None:
     """Return the scheduled start of the outermost flow run; None outside a flow run.
 
-    Not that of the current flow run: a retry of the outermost one creates new subflow runs, which
-    must find the same run directory.
+    The start of the current flow run is not used: a retry of the outermost one creates new subflow
+    runs, which must find the same run directory.
     """
     root = flow_run.get_root_flow_run_id()
     if root is None:

@@ -91,7 +91,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
-    """Return whether Prefect retries a task: only after errors that a retry can help."""
+    """Return whether Prefect retries the task: always, unless its error is not transient."""
     error = None
     with suppress(Exception):  # a state without a result: retry
         error = state.result(raise_on_failure=False)
@@ -306,7 +306,7 @@ def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[Batch
     """Yield (the job with its placeholders filled in, the same job with its blocks loaded).
 
     First checks that the policy allows the run's directory and the job. Explains an error of the
-    block, with examples of failed rows, and shows the run history. The run has a plan.
+    block, with examples of failed rows, and shows the run history.
     """
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job.name, run.run_key, RETRY["retries"]):
@@ -387,7 +387,7 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
 
 
 def _sender(job: BatchJob) -> Sender:
-    """Return how the judge's job is sent to a cluster, on behalf of this flow run, and observed."""
+    """Return a `Sender` that runs the judge's job on the cluster on behalf of this flow run."""
     return Sender(job, flow_runs.owner(RETRY["retries"]), Listeners(_observers.get()))
 
 
@@ -491,7 +491,7 @@ logs_in_page = _PageLogs()
 def with_blocks(job: BatchJob) -> BatchJob:
     """Return the job with the credentials and addresses of the Prefect blocks that it names.
 
-    They may be of its source, output, hosted models and cluster. Raises `ConfigError` if a block
+    Its source, output, hosted models and cluster may name blocks. Raises `ConfigError` if a block
     cannot be loaded.
     """
     check_blocks(job)

@@ -169,10 +169,11 @@ class _Lines:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # close what is open: Ray kills 3 s later
+    raise SystemExit(128 + number)  # runs `finally` clauses; Ray kills the process 3 s later
 
 
 def main() -> int:
+    """Work on the run that the command's arguments name; return the exit status."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(MarkedLines("%(message)s"))
     ours = logging.getLogger("prefect_raybatch")

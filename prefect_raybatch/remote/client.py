@@ -272,9 +272,9 @@ def _job(details: Any) -> RayJob:
 
 
 def _brief(error: BaseException) -> str:
-    """Return an error's message in one line, or that of the network error that caused it.
+    """Return an error's message in one line; if a network error caused it, the latter's message.
 
-    Of a long message, the last 300 characters are returned.
+    A long message is cut to its last 300 characters.
     """
     first: BaseException | None = error
     while first is not None:

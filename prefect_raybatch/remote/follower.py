@@ -78,9 +78,9 @@ class Owner:
     """The flow run on whose behalf a job is followed. The defaults apply outside Prefect.
 
     `id` is the flow run's. `attached(submission id, server)` is called when a job is found or
-    submitted. `cancelled()` is called after a signal: whether a user has cancelled the flow run.
-    `retried()` is called after a transient error: whether Prefect will retry. `api` is the URL of
-    Prefect's API, empty if there is none.
+    submitted. `cancelled()`, called after a signal, returns whether a user cancelled the flow run.
+    `retried()`, called after a transient error, returns whether Prefect will retry. `api` is the
+    URL of Prefect's API, empty if there is none.
     """
 
     id: str | None = None
@@ -92,12 +92,12 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job as it is sent to a cluster, and the access that stays in this process.
+    """A job as it is sent to a cluster, and the credentials that stay in this process.
 
     The cluster receives `job`, the batch job, and `env`, the environment variables of the Ray job;
-    both are without secrets. `options` are those of the run directory's store. `stop_on_crash`: an
-    interruption of this process stops the Ray job. `has_successor`: another run, the judge's, will
-    use the same cluster.
+    both are without secrets. `access` says how to reach the cluster, and `options` are those of the
+    run directory's store. `stop_on_crash`: an interruption of this process stops the Ray job.
+    `has_successor`: the judge's run will use the same cluster afterwards.
     """
 
     name: str
@@ -251,6 +251,7 @@ class Follower:
         return True
 
     def submit_recorded(self, record: Record, server: JobServer) -> None:
+        """Submit the job of `record` to the server, unless the server already has it."""
         metadata = {
             "raybatch_run_key": self.run.run_key,
             "raybatch_run": self.run.uri,
@@ -335,9 +336,9 @@ class Follower:
 class Watch:
     """Progress of a run, counted from its commits, whichever driver writes them.
 
-    `asks` counts the commits of the requests phase, None for a run that has none; `own` counts
-    those of the rows phase, which follows. `observe` is called with the progress of the present
-    phase.
+    `asks` counts the commits of the requests phase or, in a cascade, of the first model's part; it
+    is None for a run without either. `own` counts those of the rows phase, which follows. `observe`
+    is called with the progress of the present phase.
     """
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):

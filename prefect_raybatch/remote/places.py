@@ -49,7 +49,7 @@ def infer_remotely(
     access = replace(submission.access, job_server=cluster.url, kubernetes=None)
     follower = Follower(replace(submission, access=access), run, observe, owner)
     if commits.whole:
-        if not submission.has_successor:  # which may be at work on it, for another flow
+        if not submission.has_successor:  # else the judge's run of another flow may use it
             cluster.end_left_over()
         return follower.run_to_end()
     observe(commits.progress)

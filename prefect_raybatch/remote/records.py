@@ -90,10 +90,12 @@ class JobRecords:
         return max(numbers, default=0)
 
     def newest(self) -> Record | None:
+        """Return the newest job record; None if there is none."""
         number = self.newest_number()
         return self.read(number) if number else None
 
     def read(self, number: int) -> Record:
+        """Return job record `number`; raise `CorruptRun` if it is missing, or not of this plan."""
         path = job_path(number)
         try:
             value = load(read_record(self.store, path), path)
@@ -174,8 +176,8 @@ def job_digest(
 ) -> str:
     """Return the SHA-256 of what a Ray job does: plan, batch job and accepted differences.
 
-    Of a difference, field, old and new value count, but not who accepted it and when. `model`
-    counts only if there are accepted differences.
+    The digest covers the field, old and new value of each difference, but not who accepted it and
+    when. It covers `model` only if there are accepted differences.
     """
     differences = sorted([one.field, one.old, one.new] for one in accepted)
     model = dict(model) if model and differences else None

@@ -119,7 +119,7 @@ def shifts(
     """Return the kinds of answers whose distributions differ beyond chance between two runs.
 
     `now` is the `answer_counts` of the run, `before` that of an earlier run with run key
-    `before_key`. Compared are only kinds of which both runs count enough answers.
+    `before_key`. Kinds of which either run counts too few answers are not compared.
     """
     each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KINDS_OF_COUNTS)
     return tuple(shift for shift in each if shift is not None)

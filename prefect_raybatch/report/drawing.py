@@ -96,6 +96,7 @@ class Panel:
         return x / width, 1 - (self.top + y) / height
 
     def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
+        """Add axes to the figure; the edges are in pixels from the panel's upper left corner."""
         (x, y), (x2, y2) = self.place(left, bottom), self.place(right, top)
         return self.figure.add_axes((x, y, x2 - x, y2 - y))
 

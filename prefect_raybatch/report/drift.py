@@ -29,8 +29,8 @@ RUN_CHANCE = 0.01 / TESTS
 # Rare names come in bursts, so their shares have longer tails than a t-test assumes: the distance
 # of a run from the mean must also exceed this many times the largest of the runs before.
 BEYOND = 2.5
-LEAST_LONGER = 0.05  # of the mean length of a prompt
-LEAST_SHARE = 0.005  # of the answers in any run; rarer names are pooled
+LEAST_LONGER = 0.05  # smallest reported change, as a share of the usual mean prompt length
+LEAST_SHARE = 0.005  # share of the answers in any of the runs; rarer names are not tested
 
 Distribution = Mapping[str, float]
 
@@ -38,12 +38,12 @@ Distribution = Mapping[str, float]
 def chance_after(
     value: float, earlier: Sequence[float], noise: float = 0.0, beyond: float = BEYOND
 ) -> float:
-    """Return the probability that a further run is by chance as far from the mean as `value` is.
+    """Return the probability that a new run is by chance as far from the mean as `value` is.
 
-    `earlier` are the values of earlier runs, with the mean from which `value` is measured. The test
-    is a t-test of one new observation; `noise` is the least variance to assume, that of counting
-    alone. Returns 1 with fewer than two earlier runs, and if the distance is at most `beyond` times
-    the largest distance of an earlier run.
+    The mean is that of `earlier`, the values of earlier runs. The test is a t-test of one new
+    observation; `noise` is the least variance to assume, that of counting alone. Returns 1 with
+    fewer than two earlier runs, and if the distance of `value` from the mean is at most `beyond`
+    times the largest distance of an earlier run.
     """
     number = len(earlier)
     if number < 2:
@@ -91,7 +91,7 @@ def drifts(
 def enough(
     kind: str, now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]]
 ) -> bool:
-    """Return whether a run and enough `earlier` runs each have enough answers to compare a kind."""
+    """Return whether a run and enough `earlier` runs count enough answers of `kind` to compare."""
     runs = [run for run in earlier if _total(run.get(kind, {})) >= LEAST_ANSWERS]
     return _total(now.get(kind, {})) >= LEAST_ANSWERS and len(runs) >= LEAST_RUNS
 
@@ -145,6 +145,7 @@ def share_chance(
 
 
 def share_of(counts: Distribution, name: str) -> float:
+    """Return the share of `name` in all counts, from 0 to 1."""
     return min(1.0, max(0.0, counts.get(name, 0.0) / _total(counts)))
 
 

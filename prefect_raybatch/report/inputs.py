@@ -30,8 +30,8 @@ from prefect_raybatch.report.drift import (
 # Half of the values that are counted, so that a column of many values does not pass as one of few.
 FEW_VALUES = MOST_COUNTED // 2
 # Rare nulls and values come in bursts, so their thresholds are higher than those of answers.
-LEAST_NULLS, LEAST_NEW = 0.05, 0.075  # of the rows
-BEYOND_NULLS = 4.0  # as `BEYOND`
+LEAST_NULLS, LEAST_NEW = 0.05, 0.075  # smallest reported changes of a share of the rows
+BEYOND_NULLS = 4.0  # for nulls, in place of `drift.BEYOND`
 _NULL, _FILLED, _NEW = "null", "filled", "new"
 
 

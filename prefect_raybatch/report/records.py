@@ -71,7 +71,7 @@ class WorkerStats(StrictRecord):
 class NodeStats(StrictRecord):
     """A node with engines, and what they processed.
 
-    `figures` are the known ones of the means and peaks measured there (MEANS, PEAKS).
+    `figures` are the means and peaks measured there: those of MEANS and PEAKS that are known.
     """
 
     name: str
@@ -155,8 +155,8 @@ class ModelShare(StrictRecord):
 class ClassifierNote(StrictRecord):
     """The classifier of a run: its file, encoder and labels, and how it did in training.
 
-    It was `trained` (seconds since 1970) on the run with key `run`. Of `tested` texts left out of
-    training, `same` got the label that was that run's answer. `run` is "" if this is unknown.
+    It was `trained` (seconds since 1970) on the run with key `run`. It was tested on `tested` other
+    texts; for `same` of them, its label was that run's answer. `run` is "" if this is unknown.
     """
 
     file: str
@@ -259,7 +259,7 @@ class RunReport(FinishedRows, StrictRecord):
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return {what was compared with: comparison with earlier runs}; see `series_of`."""
+        """Return the measured shares over time of "golden rows", "judge" and "larger model"."""
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     @property

@@ -563,6 +563,7 @@ def _cell(value: object) -> str:
 
 
 def cached_share(tokens: Mapping[str, float]) -> str:
+    """Return e.g. `41% of prompt tokens`: the share from the prefix cache; a dash if unknown."""
     total = tokens.get("prompt_tokens", 0)
     return f"{tokens.get('cached_tokens', 0) / total:.0%} of prompt tokens" if total else DASH
 

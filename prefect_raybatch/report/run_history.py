@@ -31,7 +31,7 @@ from prefect_raybatch.report.verdict import (
 from prefect_raybatch.words import counted, money, sentence
 
 STATE_VERBS = {"crashed": "crashed", "failed": "failed", "cancelled": "was cancelled"}
-# Columns of some jobs.
+# Columns that only some jobs have.
 MEASURED = ("cost", "accuracy", "judged", "e-value", "agreement", "agreement e-value")
 MORE_OF = {"labels": "label", "lengths": "length", "ends": "finish reason"}
 NOT_COMPARED = "not compared"
@@ -98,7 +98,7 @@ class HistoryLine:
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return {what was compared with: comparison with earlier runs}; see `series_of`."""
+        """Return the measured shares over time of "golden rows", "judge" and "larger model"."""
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     def has_fallen(self, share: str) -> bool:
@@ -273,7 +273,7 @@ def headlines(page: HistoryPage) -> list[str]:
         return []
     if run.failure:
         return [_failure_line(run), *_last_complete(page)]
-    # Which no run before this one has told of.
+    # A run that never started could not report this itself.
     unstarted = [_failure_line(line) for line in page.runs[1:] if not line.run]
     if run.rows is None or run.good is None:
         return [f"{run.run_key} is {run.state}", *_last_complete(page), *unstarted]
@@ -287,7 +287,7 @@ def _last_complete(page: HistoryPage) -> list[str]:
 
 
 def _outcome(page: HistoryPage, run: HistoryLine, title: str) -> list[str]:
-    """Return lines about a complete run: its outcome, which `title` begins, and its shifts."""
+    """Return lines about a complete run: `title` with its outcome, then one for each shift."""
     # The shifts have lines of their own.
     about, shifted = remarks(page, run), [f"{run.run_key}: {shift.line()}" for shift in run.shifts]
     about += [LATE_REMARK] if run.is_late else []

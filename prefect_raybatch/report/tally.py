@@ -109,7 +109,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.good = self.failed = self.skipped = self.shards = 0
-        self.longest: dict[str, float] = {}  # seconds of a stage
+        self.longest: dict[str, float] = {}  # seconds of the longest task, by stage
         self.failures: Counter[FailureKey] = Counter()
         self.series = Series()
         self.fold = StatsFold()
@@ -226,8 +226,8 @@ class Tally:
         shares of peak FLOPs and memory bandwidth that the computed tokens used
         (`sizing/roofline.py`). "idle_rows", "idle_tail" and "idle_host" are the shares of time in
         which a GPU was idle because its engine had no rows yet, had no rows left, or was busy in
-        Python; "idle_host" is known only if GPU utilization is. Of engines that share a GPU, each
-        has a part of its capacity.
+        Python; "idle_host" is known only if GPU utilization is. The capacity of a GPU is divided
+        among the engines that share it.
         """
         whole = self.stats
         up, peak_flops, peak_bytes = whole.up_s, whole.peak_flops, whole.peak_bytes

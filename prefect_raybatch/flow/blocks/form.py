@@ -1,4 +1,4 @@
-"""How Prefect's form shows the fields of our blocks."""
+"""Changes how Prefect's form shows optional fields of our blocks."""
 
 from __future__ import annotations
 
