@@ -243,7 +243,7 @@ def plan(
 
 @contextmanager
 def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
-    """Explain a `SourceError` of the block, if the command would resume the run of `step`.
+    """Explain a `SourceError` of the `with` block, if the command would resume the run of `step`.
 
     Ends the command with exit status 0 if that run reads its own copy of the input. Otherwise
     raises `SourceError`, with the advice to restore the input.

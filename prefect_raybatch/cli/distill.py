@@ -88,7 +88,7 @@ def _check_place(file: Path) -> None:
 def _check_existing(file: Path, prepared: Embedding) -> None:
     """Raise `ConfigError` if `file` exists and was not written by an earlier, equal command.
 
-    An equal command trained for the same run, job fields and encoder, and tested as many rows, as
+    An equal command has the run, the job fields, the encoder and the number of tested rows of
     `prepared`.
     """
     from prefect_raybatch.distill.classifier import Classifier

@@ -167,7 +167,7 @@ def _as_flow(prefect: bool | None) -> bool:
 
 @contextmanager
 def quality_shown(uri: str, options: StoreOptions | None, quiet: bool) -> Iterator[None]:
-    """Print the measured quality of the run at `uri` if the block raises `QualityTooLow`.
+    """Print the measured quality of the run at `uri` if the `with` block raises `QualityTooLow`.
 
     Prints nothing if `quiet`. The error is raised again.
     """
@@ -246,12 +246,12 @@ def retry_rows(
 
 
 def job_of_file(path: str, overrides: list[str] | None = None) -> BatchJob:
-    """Return the job of a file, with the changes of `--set`."""
+    """Return the job of a file, changed by `overrides`, the FIELD=VALUE texts of `--set`."""
     return edited(BatchJob.from_yaml(path), field_changes(overrides), f"{path} with --set")
 
 
 def with_keys(job: BatchJob) -> BatchJob:
-    """Return the job with the credentials of its blocks, including the cluster's block.
+    """Return the job with the credentials of its Prefect blocks, including the cluster's block.
 
     Do not pass the returned job to a flow: Prefect stores flow parameters unencrypted. A flow gets
     the job without credentials and loads them itself.

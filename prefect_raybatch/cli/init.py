@@ -208,7 +208,7 @@ def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """Add to an error of the block the options of `init` that set the source fields it names."""
+    """Add to an error of the `with` block the options of `init` for the source fields it names."""
     try:
         yield
     except RayBatchError as error:

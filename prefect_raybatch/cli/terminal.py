@@ -181,7 +181,7 @@ def _print_argument_error(error: Any) -> None:
 
 @contextmanager
 def visible_logs() -> Iterator[None]:
-    """Escape hidden characters in all log records that this process creates within the block."""
+    """Escape hidden characters in all log records that this process creates in the `with` block."""
     default_factory = logging.getLogRecordFactory()
 
     def record_factory(*args: Any, **options: Any) -> logging.LogRecord:

@@ -40,7 +40,7 @@ VECTOR_FIELDS = (
 
 @dataclass(frozen=True)
 class Training(StrictRecord):
-    """The record of what a classifier was trained on, with which a job that uses it must agree.
+    """The record of what a classifier was trained on; a job that uses it must have the same values.
 
     `encoder` is the embedding model's name in the job that embedded the rows, and `identity` its
     commit or the hash of its files. `choice` are the labels in `sampling.choice`. `fields` is {job

@@ -23,7 +23,7 @@ Mark = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One finding of the doctor: a line of its table.
+    """One finding of `raybatch doctor`: a line of its table.
 
     `check` is the title, `mark` the outcome, `found` what was found, and `remedy` what the user can
     do, "" if nothing is needed.

@@ -49,7 +49,7 @@ def source_keys(source: Source) -> list[str]:
 
 
 def _named(uri: str) -> str:
-    """Return `_fixed(uri)` without user, password and query, which may hold secrets."""
+    """Return a URI up to its first wildcard or placeholder, without user, password and query."""
     scheme, mark, rest = _fixed(uri).partition("://")
     if not mark:
         return _fixed(uri)

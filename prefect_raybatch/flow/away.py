@@ -36,7 +36,7 @@ class ApiWatch:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Watch one call to the API, made in the block; an exception is raised again."""
+        """Watch one call to the API, made in the `with` block; an exception is raised again."""
         if self._since is None:
             self._since = self.clock()
         try:
@@ -123,7 +123,7 @@ class _OneLine(logging.Filter):
 
 @contextmanager
 def outages_logged_once() -> Iterator[None]:
-    """Suppress the long messages of Prefect's clients about an outage in the block.
+    """Suppress the long messages of Prefect's clients about an outage during the `with` block.
 
     `ApiWatch` reports each outage in one line instead.
     """

@@ -32,7 +32,7 @@ BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_fai
 
 @dataclass(frozen=True)
 class FlowStart:
-    """How the outermost flow run (id `run`) was started.
+    """The start of the outermost flow run, whose id is `run`.
 
     `deployment` is FLOW/DEPLOYMENT, None without one. `flow_parameters` are the parameters that
     differ from the deployment's; without a deployment, all of them. `takes` holds the names of all

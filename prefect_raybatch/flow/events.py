@@ -58,10 +58,10 @@ class RunEvents:
 
     @contextmanager
     def failures(self, retries: int) -> Iterator[None]:
-        """Emit an event if the block crosses the error budget or cost limit, is drained, or fails.
+        """Emit an event if the `with` block exceeds a limit, is drained, or fails.
 
-        A transient error counts as a failure only on the last of the task's `retries`. The
-        exception is raised again.
+        The limits are the error budget and the cost limit. A transient error counts as a failure
+        only on the last of the task's `retries`. The exception is raised again.
         """
         try:
             yield

@@ -132,7 +132,7 @@ def explained(
     stop: Callable[[], Stop | None] = lambda: None,
     limits: Limits | None = None,
 ) -> Iterator[None]:
-    """Explain an exception of the block in Prefect, then raise it again.
+    """Explain an exception of the `with` block in Prefect, then raise it again.
 
     The explanation is logged, shown as an artifact and appended to the message. Two exceptions are
     raised without it: `RunDrained`, and one after which Prefect retries the task (`retries` times).

@@ -188,7 +188,7 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
 def _recorded_unplanned(
     job: BatchJob, run_key: str | None, scheduled_for: datetime | None, run_date: date | None
 ) -> Iterator[None]:
-    """Record an error of the block in the run history, then raise it again.
+    """Record an error of the `with` block in the run history, then raise it again.
 
     The block determines the run directory, so an error in it has no other record.
     """

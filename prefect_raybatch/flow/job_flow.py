@@ -31,7 +31,8 @@ WhenInvalid = Callable[[Mapping[str, Any], Exception], None]
 class JobFlow(Flow[P, R]):
     """A flow that hides the `$ref` of JSON Schemas in its parameters from Prefect.
 
-    `when_invalid(parameters, error)` is called with parameters that fail validation, if set.
+    Prefect would read a `$ref` as a reference to a block. If set, `when_invalid(parameters, error)`
+    is called with parameters that fail validation.
     """
 
     when_invalid: WhenInvalid | None = None

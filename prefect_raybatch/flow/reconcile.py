@@ -66,7 +66,7 @@ OPEN = [
 
 
 def owner(retries: int = 0) -> Owner:
-    """Return the current flow run as the owner of a Ray job; outside of Prefect, one without an id.
+    """Return the current flow run as `Owner` of a Ray job; outside of Prefect, it has no id.
 
     `retries` is how often Prefect retries the task that follows the job.
     """

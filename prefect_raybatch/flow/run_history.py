@@ -53,7 +53,7 @@ _notes: ContextVar[FlowNotes | None] = ContextVar("flow_notes", default=None)
 
 @contextmanager
 def flow_notes(output: str) -> Iterator[FlowNotes]:
-    """Yield new `FlowNotes`; tasks called in the block find them through a context variable."""
+    """Yield new `FlowNotes`; tasks called in the `with` block find them in a context variable."""
     notes = FlowNotes(output)
     token = _notes.set(notes)
     try:
@@ -82,7 +82,7 @@ def read_history(name: str, uri: str, options: StoreOptions | None) -> HistoryPa
 
 
 def with_deployment_runs(page: HistoryPage, uri: str) -> HistoryPage:
-    """Return the history plus runs that only Prefect has records of, e.g. because none started.
+    """Return the history plus runs that only Prefect has records of, e.g. ones that never started.
 
     Only runs of the current flow run's deployment are added. `uri` is the output URI as written in
     the job.
@@ -165,7 +165,7 @@ def _send_fallen(events: CompletionEvents, line: HistoryLine, share: str) -> Non
     """Send one event if accuracy or agreement (`share`) fell below that of the job's first runs.
 
     The event names each measurement that fell: golden rows, the judge, the larger model. It is sent
-    again if their e-values (`quality/alarm.py`) have changed, e.g. after another judgement.
+    again if their e-values (the evidence of a fall, see `quality/alarm.py`) have changed.
     """
     found = [(way, series) for way, series in line.series.items() if series.measure == share]
     fallen = {way: series for way, series in found if series.rings}

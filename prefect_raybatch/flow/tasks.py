@@ -79,7 +79,7 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Pass the progress of flow runs started in the block to `observer`, besides their own display.
+    """Pass the progress of flow runs that are started in the `with` block also to `observer`.
 
     An observer cannot be a parameter of a flow, because Prefect stores the parameters.
     """
@@ -306,7 +306,7 @@ def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[Batch
     """Yield (the job with its placeholders filled in, the same job with its blocks loaded).
 
     First checks that the policy allows the run's directory and the job. Explains an error of the
-    block, with examples of failed rows, and shows the run history.
+    `with` block, with examples of failed rows, and then shows the run history.
     """
     # First, because explaining an error reads the run directory and the job's output.
     with explained(task_name, job.name, run.run_key, RETRY["retries"]):
@@ -336,7 +336,7 @@ def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[Batch
 
 @contextmanager
 def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
-    """Show the run history if the block fails with an explained error, and raise the error again.
+    """Show the run history if the `with` block raises an explained error; raise the error again.
 
     Also records in the run directory the command that continues the run. Does nothing for errors of
     the store, and for jobs that the policy does not allow.
@@ -373,7 +373,7 @@ def _is_allowed(job: BatchJob) -> bool:
 def _loaded(job: BatchJob, run_key: str) -> BatchJob:
     """Return the job with its placeholders filled in and its blocks loaded.
 
-    After an error, returns what was done until then. {run_date} is today if the key has no date.
+    A step that fails is skipped, and so is the next. {run_date} is today if the key has no date.
     """
     with suppress(RayBatchError):
         job = render_placeholders(job, run_key, date_of_key(run_key) or today())
@@ -392,7 +392,7 @@ def _sender(job: BatchJob) -> Sender:
 
 
 def _ended_if_cancelled(job: BatchJob) -> AbstractContextManager[object]:
-    """End this process if its flow run is cancelled during the block and no worker ends it.
+    """End this process if its flow run is cancelled in the `with` block and no worker ends it.
 
     Does so only for a job with a judge, because judging may take as long as inference.
     """
@@ -443,10 +443,10 @@ def _report_page(report: RunReport) -> MarkdownArtifact:
 
 
 class _PageLogs:
-    """Sends this package's log lines to the Prefect page while one of its blocks is active.
+    """Sends this package's log lines to the Prefect page during its `with` blocks.
 
-    Each task runs in such a block. They are counted, so that no line is shown twice, and none is
-    lost when one of several tasks ends.
+    Each task runs in such a block. Active blocks are counted, so that no line is shown twice, and
+    none is lost when one of several tasks ends.
     """
 
     def __init__(self) -> None:

@@ -272,7 +272,7 @@ def _job(details: Any) -> RayJob:
 
 
 def _brief(error: BaseException) -> str:
-    """Return an error's message in one line; if a network error caused it, the latter's message.
+    """Return, in one line, the message of an error or of the network error that caused it.
 
     A long message is cut to its last 300 characters.
     """

@@ -34,7 +34,7 @@ def chart_plots(
 ) -> dict[str, str]:
     """Return {name: SVG} of the plots of a run.
 
-    `working` is about the number of shards that engines are working on now.
+    `working` is the approximate number of shards that engines are working on now.
     """
     return {n: picture_of([n], [plot]) for n, plot in _plots(charts, workers, working).items()}
 
@@ -42,7 +42,7 @@ def chart_plots(
 def live(charts: Charts, working: int = 0) -> str | None:
     """Return throughput plot and shard map as one image (data URI); None before the first commit.
 
-    `working` is about the number of shards that engines are working on now.
+    `working` is the approximate number of shards that engines are working on now.
     """
     if not charts.throughput:
         return None

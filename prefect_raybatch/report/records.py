@@ -71,7 +71,7 @@ class WorkerStats(StrictRecord):
 class NodeStats(StrictRecord):
     """A node with engines, and what they processed.
 
-    `figures` are the means and peaks measured there: those of MEANS and PEAKS that are known.
+    `figures` are the means and peaks measured there, if known (MEANS, PEAKS in `ledger/stats.py`).
     """
 
     name: str

@@ -174,7 +174,7 @@ def result_rows(report: RunReport) -> list[tuple[str, str]]:
 
 
 def arrangement_text(report: RunReport) -> str:
-    """Return how a run's engines were arranged, why, and what a trial showed; "" if not learned."""
+    """Return how engines were arranged, why, and what a trial showed; "" without learned sizes."""
     found = report.arrangement
     if found is None:
         return ""

@@ -102,7 +102,7 @@ class HistoryLine:
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     def has_fallen(self, share: str) -> bool:
-        """Return whether the e-value of `share` (ACCURACY or AGREEMENT) says that it fell."""
+        """Return whether an alarm says that `share` (ACCURACY or AGREEMENT) fell."""
         return any(one.rings for one in self.series.values() if one.measure == share)
 
     @property
