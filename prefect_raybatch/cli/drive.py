@@ -290,7 +290,7 @@ def run_flow(
             from prefect_raybatch.flow import tasks
 
         show.say(page_hint())
-        # Ray starts after these imports: its own would run no faster beside them.
+        # Ray starts after these imports: starting it beside them would not be faster.
         with tasks.observed_by(show), cluster.cluster_starting(cluster_spec(job)):
             return flow.call_flow(getattr(flow, name), *arguments, **more)
 

@@ -54,7 +54,7 @@ MEMORY_LIMITS = (  # files with the memory limit of this container
 )
 FILES_LEAST, FILES_GOOD = 1024, 65536  # Ray's own advice is 65536
 CPUINFO = Path("/proc/cpuinfo")
-NOT_KEPT = {"overlay", "fuse-overlayfs", "aufs", "tmpfs", "ramfs"}  # filesystems of a container
+NOT_KEPT = {"overlay", "fuse-overlayfs", "aufs", "tmpfs", "ramfs"}  # lost with their container
 
 
 # --- versions -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ ARTIFACT_KINDS = (  # artifacts of a run
     "progress", "live", "plots", "stages", "failures", "report", "failure", "history",
     "history-plots",
 )  # fmt: skip
-MOST_FOUND = 50  # artifacts with one key to read for a flow run, one for each of its runs
+MOST_FOUND = 50  # maximum number of a flow run's artifacts with one key that are read
 
 
 def artifact_key(job: str) -> str:

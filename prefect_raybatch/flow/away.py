@@ -32,7 +32,7 @@ class ApiWatch:
         self.clock = clock
         self._since = since  # start of the first unanswered call
         self._said = False
-        self._outages: list[float] = []  # seconds of each that has ended since `pop_outage`
+        self._outages: list[float] = []  # seconds of each ended outage not popped yet
 
     @contextmanager
     def within(self) -> Iterator[None]:

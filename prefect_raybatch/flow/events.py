@@ -215,7 +215,7 @@ class LiveEvents:
         self.events.emit("deadline.risk", run=self.run, about=about, **_figures(beat))
 
     def _commits(self, beat: Heartbeat, now: float) -> None:
-        # A minimum share of the shards per event bounds the number over all attempts.
+        # Each event covers a minimum share of the shards, which bounds the events of all attempts.
         fresh = beat.committed - self._committed
         enough = fresh * COMMIT_EVENTS >= beat.shards and now - self._at >= COMMIT_EVERY
         if fresh > 0 and (enough or beat.committed == beat.shards):

@@ -7,8 +7,8 @@ import numpy as np
 from prefect_raybatch.report.records import Charts
 from prefect_raybatch.report.tally import Tally
 
-POINTS = 120  # of throughput over time
-CELLS = 2000  # of the shard map
+POINTS = 120  # maximum points of the throughput plot
+CELLS = 2000  # maximum cells of the shard map
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.report.drawing import Plot
     from prefect_raybatch.report.run_history import HistoryLine
 
-NAMES_DRAWN = 7  # kinds of answers with their own colour
+NAMES_DRAWN = 7  # most common answers, which have their own colour
 NAMES = {
     "throughput": "Throughput over time",
     "durations": "Task times",
