@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.runs.preview import Preview
     from prefect_raybatch.runs.warm_caches import WarmedCaches
 
-JUDGE_SUFFIX = "-judge"  # of the key of the run in which a judge is asked
+JUDGE_SUFFIX = "-judge"  # added to a run's key for the run of its judge
 SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 
@@ -240,7 +240,7 @@ def plan_run(
     ledger = Ledger(run_store(job.output, run_key))
     plan = ledger.load_plan()
     with recorded_attempt(ledger.store, job, run_key, attempts.PLANNING, begin=plan is None):
-        golden_of(job.quality, job.output)  # a file that cannot be read stops the run here
+        golden_of(job.quality, job.output)  # raises here if the file cannot be read
         check_judge(job.quality)
         if plan is not None:
             return adopt_plan(plan, resolved, ledger, accept)
@@ -409,7 +409,7 @@ def finalize_whole(
         # A run directory does not decide which file is read as golden rows.
         if job is not None:
             return finalize_run(job, run, sender=sender)
-        # Nor are all places of earlier runs known: output.uri may have contained {run_date}.
+        # Some earlier runs may not be found, because output.uri may have contained {run_date}.
         own = planned_job(plan)
         return with_agreement(_finalized(own, run), None, own.output.uri, needs_earlier=True)
     except IncompleteRun as error:

@@ -142,7 +142,7 @@ def _sample_job(resolved: Resolved, place: str, member: Member) -> Resolved:
         "limits.min_rows": None,
         "limits.deadline": None,
         "limits.max_failed_rows": None,
-        "limits.max_failed_fraction": 1.0,  # failed rows are a finding
+        "limits.max_failed_fraction": 1.0,  # failed rows are shown, too
         "quality": {},
         "reuse": store.uri if keeps else None,
     }

@@ -40,7 +40,7 @@ from prefect_raybatch.words import counted
 DISTILL_FOLDER = "_distill"  # beside the run; no run key begins with an underscore
 SETTABLE = ("engine.", "cluster.", "limits.", "prompt.template")
 NOT_OF_LARGER = ("order", "max_model_len_percentile")  # they change no answer, or go with auto
-ROWS_TO_CHECK = 200  # of each run, in the job that is shown
+ROWS_TO_CHECK = 200  # output.escalate.check in the job that is shown
 NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
 

@@ -32,7 +32,7 @@ ROWS_READ = 100  # at most, to tell which column has the text
 DEMO_WARNING = "The bundled model `demo` only knows the industries of companies."
 _CONVERSATION = re.compile(r"(large_)?list<\w+: struct<(role: .*content: |content: .*role: )")
 _TEXT = ("string", "large_string", "string_view")
-_MARKUP = re.compile(r"[{}\[\].:!]")  # what a template takes for more than a name
+_MARKUP = re.compile(r"[{}\[\].:!]")  # characters that a template reads as syntax
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -182,7 +182,7 @@ def job_text(
     """
     shown = dict(source)
     shown.pop("csv", None)
-    # Dollar signs of a path that was read as it is are no variables.
+    # Escape dollar signs: the path was read literally, without variables.
     shown["uri"] = str(shown["uri"]).replace("$", "$$")
     fields: dict[str, Any] = {
         "name": name,

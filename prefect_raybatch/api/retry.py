@@ -97,7 +97,7 @@ def plan_retry(
 def begin(request: RetryRequest) -> Retry | NothingToRetry:
     """Create the child run of a request, or resume it; return it with its job.
 
-    Before a new one, the server of a cascade's larger model is asked for that model. Returns
+    Before it is created, the server of a cascade's larger model is asked for that model. Returns
     `NothingToRetry` if other retries have taken and answered all rows meanwhile. Raises
     `PlanMismatch` if another retry began at the same moment.
     """

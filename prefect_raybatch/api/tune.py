@@ -85,7 +85,7 @@ def tune(
         plan, shards = load_run(Ledger(store), run)
         user = Tenant(f"tuning of {job.name}")
         spec = compile_job(resolved.job)
-        # The whole cluster: beside another run a trial would measure that one as well.
+        # Take the whole cluster: another run beside a trial would distort its measurement.
         with cluster.connected(spec.cluster, user) as capacity:
             with cluster.admitted(spec.sizes, capacity, None, user):
                 bench = Bench(
@@ -119,7 +119,7 @@ def _sampled(job: BatchJob) -> BatchJob:
     rows = job.source.rows_per_shard or job.engine.batch_size
     changes: dict[str, Any] = {
         "source.rows_per_shard": min(rows, job.engine.batch_size),
-        # Rows are asked in input order: nothing is reused, kept or reordered.
+        # Rows are inferred in input order: nothing is reused, kept or reordered.
         "engine.order": "input" if job.engine.order == "input" else "auto",
         "output.uri": join(job.output.uri, FOLDER),
         "output.keep_answers": None,

@@ -32,10 +32,12 @@ DECILES = tuple(range(10, 100, 10))
 
 
 def arrangement_of(size: Sizing) -> Arrangement:
+    """Return how the engines of these sizes are arranged."""
     return Arrangement(size.pool.engines_per_gpu, size.max_num_seqs)
 
 
 def with_arrangement(spec: SizeSpec, arrangement: Arrangement) -> SizeSpec:
+    """Return the size spec with the engines per GPU and `max_num_seqs` of `arrangement`."""
     return replace(
         spec,
         engines_per_gpu=arrangement.engines_per_gpu,
@@ -45,10 +47,10 @@ def with_arrangement(spec: SizeSpec, arrangement: Arrangement) -> SizeSpec:
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """The rows of a run and its model, as its plan has them.
+    """The rows of a run and its model, as its plan records them.
 
-    `model` is the pinned model. `deciles` are nine numbers: the bytes per row of shards at the
-    deciles of rows, divided by the mean.
+    `model` is the pinned model. `deciles` are the nine deciles of the shards' bytes per row,
+    divided by the mean bytes per row.
     """
 
     rows: int
@@ -71,11 +73,11 @@ class PlannedRows:
 def coming_run_of(
     spec: SizeSpec, plan: PlannedRows, capacity: Capacity, model: Model, vllm: str
 ) -> ComingRun | None:
-    """Describe a run with a `plan` on a cluster; None if there is nothing to learn for it.
+    """Describe a run with a `plan` on a cluster; None if no arrangement of engines can be learned.
 
-    There is not if the job sets both sizes, if the engines run on CPUs, if their number is elastic,
-    or if the cost model does not know the GPU or the model, or chooses what rules out others.
-    `vllm` is the version of vLLM.
+    This is so if the job sets both engines per GPU and `max_num_seqs`, if the engines run on CPUs,
+    if their number is elastic, or if the cost model does not know the GPU or the model, or chooses
+    an arrangement that `_Sizes.fits` rejects. `vllm` is the version of vLLM.
     """
     sizes = _Sizes(spec, plan, capacity, model)
     size, card = sizes.by_model, gpu_of(spec.accelerator, capacity).card
@@ -98,7 +100,7 @@ def coming_run_of(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a run for each arrangement of its engines."""
+    """Computes the sizes of a run for any arrangement of its engines."""
 
     spec: SizeSpec
     plan: PlannedRows
@@ -110,9 +112,9 @@ class _Sizes:
         return self._of(self.spec)
 
     def fits(self, arrangement: Arrangement) -> bool:
-        """Return whether memory, CPUs and what the job sets allow an arrangement.
+        """Return whether memory, CPUs and the job's own settings allow an arrangement.
 
-        The limits are those of the sizes that the cost model chooses.
+        The cost model keeps to the same limits.
         """
         if not self._may_share(arrangement) or not self._may_hold(arrangement):
             return False
@@ -123,7 +125,7 @@ class _Sizes:
         return size.rate > 0 and arrangement_of(size) == arrangement
 
     def in_flight(self, arrangement: Arrangement) -> int:
-        """Return how many shards are in all engines at once."""
+        """Return how many shards are in the engines at once, in all engines together."""
         size = self._of(with_arrangement(self.spec, arrangement))
         return size.pool.engines * size.concurrent
 

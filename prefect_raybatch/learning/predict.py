@@ -1,4 +1,4 @@
-"""Expects how much faster another arrangement of engines is, from a measured one. No I/O.
+"""Predicts how much faster another arrangement of engines is, from a measured one. No I/O.
 
 The cost model has two unknowns for a row: the seconds in which an engine works without its GPU, and
 those on the GPU. A measured rate and the share of time in which the GPU did not wait for the host
@@ -16,8 +16,8 @@ from prefect_raybatch.sizing import cost
 from prefect_raybatch.sizing.cards import Card
 from prefect_raybatch.sizing.cost import Tokens
 
-MOST_BUSY = 0.995  # a queue is never quite busy
-MOST_RATIO = 1e4  # of an engine's time without its GPU to that on it
+MOST_BUSY = 0.995  # the queue of the cost model never reaches 1
+MOST_RATIO = 1e4  # upper bound for an engine's time without its GPU / time on it
 BISECTIONS = 60
 
 

@@ -30,14 +30,14 @@ from prefect_raybatch.ledger.arrangement import (
 from prefect_raybatch.words import counted
 
 TRIAL_EVERY, TRIAL_FIRST = 5, 2  # shards of a trial: a fifth, spread evenly over the input
-LEAST_GAIN = 0.05  # expected of a challenger
-GIVEN_UP_AT = 0.1  # of a run, at which an adopted arrangement is given up
+LEAST_GAIN = 0.05  # least expected gain of a challenger
+GIVEN_UP_AT = 0.1  # slowdown of a run at which an adopted arrangement is given up
 MEDIAN_RUNS = 5
 BARRED_RUNS = 7
 STARTS_WORTH = 20  # a run with a trial must last this many times as long as a start
-LEAST_SECONDS = 300.0  # of a run from which others learn
+LEAST_SECONDS = 300.0  # shortest run from which others learn
 SAME_LENGTH = 1.25  # factor within which lengths in tokens are the same
-SAME_TOKENS = 16  # tokens, up to which lengths that differ by a larger factor are the same
+SAME_TOKENS = 16  # lengths up to this many tokens always count as the same
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class EarlierRun:
 
     @property
     def winner(self) -> Arrangement | None:
-        """Return the challenger if it won its trial."""
+        """Return the challenger if it won its trial, else None."""
         trial = self.trial
         has_won = trial is not None and not trial.error and (trial.bound or 0.0) > 0
         return self.decided.challenger if has_won else None
 
     @property
     def loser(self) -> Arrangement | None:
-        """Return the challenger if it lost its trial, or if it did not work or may have failed."""
+        """Return the challenger if it lost its trial or did not work, or if the run failed."""
         if self.outcome is None:
             return self.decided.challenger if self.has_failed else None
         trial = self.trial
@@ -106,11 +106,11 @@ class EarlierRun:
 class ComingRun:
     """What is known of a run that is about to start.
 
-    `model` is the choice of the cost model. `fits` returns whether an arrangement fits on the GPUs.
-    `expect` returns the expected rate of an arrangement divided by that of a measured one whose
-    GPUs were busy for a share of the time. `in_flight` returns the shards in all engines at once.
-    `rows` are the run's rows, `gpus` its GPUs. `trial_shards` counts the shards that a trial would
-    have.
+    `model` is the arrangement that the cost model chooses. `fits(arrangement)` returns whether it
+    fits the cluster and the job. `expect(measured, busy, other)` returns the expected rate of
+    `other` divided by the rate of `measured`, whose GPUs were busy for the share `busy` of time.
+    `in_flight(arrangement)` returns how many shards are in engines at once. The others are the
+    numbers of `rows`, of `gpus`, and of shards that a trial would infer (`trial_shards`).
     """
 
     work: WorkKey
@@ -125,7 +125,7 @@ class ComingRun:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The arrangement that a run uses, and the reason; `given_up` was used before, or is None."""
+    """The arrangement that a run uses, and why; `given_up` is the one that it replaces, or None."""
 
     arrangement: Arrangement
     why: str
@@ -133,7 +133,7 @@ class Incumbent:
 
 
 def in_trial(shard: int) -> bool:
-    """Return whether a trial infers this shard."""
+    """Return whether the shard of this number is one of those that a trial infers."""
     return shard % TRIAL_EVERY == TRIAL_FIRST
 
 
@@ -173,7 +173,7 @@ def _half_and_double(number: int) -> tuple[int, ...]:
 
 
 def decide(coming: ComingRun, earlier: Sequence[EarlierRun], by: str) -> ArrangementNote:
-    """Return the decision of attempt `by` for a run; `earlier` are the job's runs, newest first."""
+    """Decide in attempt `by` how a run's engines are arranged; `earlier` runs are newest first."""
     runs = [run for run in earlier if is_same_work(run.decided.work, coming.work)]
     incumbent = incumbent_of(coming, runs)
     challenger, ratio = challenger_of(coming, runs, incumbent)
@@ -197,7 +197,7 @@ def decide(coming: ComingRun, earlier: Sequence[EarlierRun], by: str) -> Arrange
 
 
 def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
-    """Return what a run uses; `runs` did the same work, newest first."""
+    """Return the arrangement that a run uses; `runs` did the same work before, newest first."""
     if not runs:
         return Incumbent(coming.model, "by the cost model, as no earlier run did the same work")
     last, winner = runs[0], runs[0].winner
@@ -218,7 +218,7 @@ def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
 
 
 def usual_score(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
-    """Return the median score of an arrangement in its last five runs; None without any."""
+    """Return the median GPU-seconds per 1,000 tokens in the last five runs so arranged, or None."""
     scores = [run.score for run in runs if run.used == arrangement and run.score is not None]
     return median(scores[:MEDIAN_RUNS]) if scores else None
 
@@ -237,9 +237,9 @@ def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
 def challenger_of(
     coming: ComingRun, runs: Sequence[EarlierRun], incumbent: Incumbent
 ) -> tuple[Arrangement | None, float]:
-    """Return (challenger, its expected rate / the incumbent's); (None, 1.0) if nothing is to try.
+    """Return (arrangement to try, its expected rate / the incumbent's); (None, 1.0) if none.
 
-    A measured score of the challenger counts more than what is expected of it.
+    If earlier runs measured an arrangement, that is used in place of a prediction.
     """
     own = incumbent.arrangement
     usual, busy = usual_score(runs, own), _busy(runs, own)
@@ -256,7 +256,7 @@ def challenger_of(
 
 
 def _busy(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
-    """Return the share of time in which GPUs were busy in the newest run that tells it, or None."""
+    """Return the share of time with busy GPUs in the newest run that measured it, or None."""
     found = (run.outcome.busy for run in runs if run.used == arrangement and run.outcome)
     return next((busy for busy in found if busy is not None and 0 < busy <= 1), None)
 
@@ -264,7 +264,7 @@ def _busy(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
 def _why_no_trial(
     coming: ComingRun, runs: Sequence[EarlierRun], incumbent: Arrangement, challenger: Arrangement
 ) -> str:
-    """Return "too little time" or "too few shards" if a trial would cost or show too little."""
+    """Return "too little time" or "too few shards" if a trial would not be worth it, else ""."""
     last = next(run for run in runs if run.used == incumbent and run.score is not None)
     start = last.outcome.start if last.outcome else 0.0
     seconds = coming.rows / max(last.rows_per_gpu_s * coming.gpus, 1e-9)

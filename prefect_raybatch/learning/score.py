@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_SHARDS = 6  # of a part in steady time, and pairs of a trial
+LEAST_SHARDS = 6  # fewest shards of a part in steady time, and fewest pairs of a trial
 MOST_BATCHES = 10
 MOST_EDGE = 0.5  # share of a shard's duration that may lie in head or tail
 COMPARED_SHARDS = 2  # shards on each side that a shard of the trial is compared with
@@ -36,15 +36,16 @@ class PartShards:
     tokens: np.ndarray
 
     def where(self, mask: np.ndarray) -> PartShards:
+        """Return the shards for which `mask` (bool) is true."""
         return PartShards(*(a[mask] for a in (self.numbers, self.started, self.ended, self.tokens)))
 
 
 @dataclass(frozen=True)
 class SteadyShards:
-    """The shards of a part that were in engines in steady time.
+    """Shards that were in engines in steady time: after the first ended, before the last started.
 
-    `seconds` is each shard's share of the steady time, for one GPU; `tokens` are those of that
-    time. `ended` orders them.
+    `seconds` is each shard's share of that time, for one GPU, `tokens` its tokens in that time,
+    `ended` when it ended, in seconds since 1970.
     """
 
     numbers: np.ndarray
@@ -62,7 +63,7 @@ class SteadyShards:
 def steady_shards(part: PartShards) -> SteadyShards:
     """Return the shards that were in engines in steady time, with their shares of it.
 
-    Leaves out shards without tokens or times, and shards that were mostly in head or tail.
+    Leaves out shards without tokens or times, and shards that were mostly outside steady time.
     """
     known = (part.ended > part.started) & (part.started > 0) & (part.tokens > 0)
     part = part.where(known)
@@ -92,9 +93,10 @@ def _none() -> SteadyShards:
 
 @dataclass(frozen=True)
 class Gain:
-    """By which share a trial's engines were faster, its lower 95 % limit, and the shards behind it.
+    """By which share (`gain`) a trial's engines were faster than the run's other engines.
 
-    Both are None if these were too few.
+    `bound` is its lower limit with 95 % confidence. Both follow from `pairs` compared shards, and
+    are None if these were too few.
     """
 
     pairs: int
@@ -103,7 +105,7 @@ class Gain:
 
 
 def paired_gain(trial: SteadyShards, others: SteadyShards) -> Gain:
-    """Compare each of a trial's shards with its neighbours in the input, which others inferred.
+    """Compare each of a trial's shards with its neighbours in the input, from the other engines.
 
     With d the logarithm of (neighbours' seconds per token / the shard's), the gain is
     exp(mean d) - 1. Shards that follow each other in an engine are not independent. So consecutive

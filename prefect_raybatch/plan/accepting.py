@@ -33,7 +33,7 @@ NEVER_ACCEPTED = {
     "engine.max_model_len_percentile": _KEPT,
 }
 OF_MODELS = ("engine.model", "engine.revision", "model.identity", "engine.adapters")
-# The model decides the size of a vector and the labels of a classifier, and these its settings.
+# The model and these settings decide the size of a vector and the labels of a classifier.
 OF_VECTORS = (*OF_MODELS, "engine.hf_overrides", "engine.pooler_config", "engine.convert")
 VECTOR_TASKS = ("embed", "classify")
 

@@ -1,4 +1,4 @@
-"""Estimates from a few rows how many tokens of a hosted model's rate limits a run uses up."""
+"""Estimates from a few rows the tokens that a hosted model counts, for rate limits and cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefect_raybatch.words import counted
 
 if TYPE_CHECKING:
     from prefect_raybatch.plan.prompt_lengths import Block
-HOSTED_SAMPLE = 100  # rows
+HOSTED_SAMPLE = 100  # rows sampled
 HOSTED_BLOCKS = 4
 
 
@@ -101,7 +101,7 @@ def look_at(
     from prefect_raybatch.stages.endpoint.body import body_of, image_tokens, reserved_tokens
     from prefect_raybatch.stages.texts import prepare_of
 
-    # Apart: a function that ends its process would end the driver.
+    # In a child process: a function that ends its process would otherwise end the driver.
     apart = prompt.function not in (None, *REQUEST_FUNCTIONS)
     calls = Calls(limits.function_seconds or None, in_child=apart, deaths=limits.engine_deaths)
     images, prompt = prompt.images, replace(prompt, images=None)

@@ -81,7 +81,7 @@ def _sizes(
     units = [(Unit(i, 0, min(ROWS_A_LOOK, reader.rows)), start) for i, start in enumerate(starts)]
     for task in reader.tasks(units, len(units), units_per_task=1):
         for table in reader.read(task):
-            if is_lost(table):  # told with its reason when the run is read
+            if is_lost(table):  # the run itself reports why
                 return
             for row in rows_of(table, names):
                 values = [] if isinstance(row, Failure) else list(row.values())
@@ -124,7 +124,7 @@ def made_pixels(pixels: float, processor: ModelConfig) -> float:
     """
     size = processor.get("size")
     size = size if isinstance(size, Mapping) else {}
-    if "merge_size" in processor:  # Qwen2-VL and its kin: nearly as they are
+    if "merge_size" in processor:  # Qwen2-VL and similar: nearly the image's own size
         least = processor.get("min_pixels") or size.get("shortest_edge") or 0
         most = processor.get("max_pixels") or size.get("longest_edge") or pixels
         return float(FRAMES * min(max(pixels, least), most))
@@ -165,7 +165,7 @@ def _read(model: models.PinnedModel, name: str) -> bytes:
 
     try:
         return Path(hf_hub_download(source, name, revision=model.get("revision"))).read_bytes()
-    except Exception as error:  # of many kinds, where there is no network or no such file
+    except Exception as error:  # without a network or the file, of many classes
         raise OSError(str(error)) from error
 
 

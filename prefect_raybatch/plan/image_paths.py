@@ -15,7 +15,7 @@ from prefect_raybatch.spec.request import PromptSpec
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
-PATH_ROWS = 8  # rows, of which the first with a path is tried
+PATH_ROWS = 8  # rows that are searched for a path
 
 
 def unreadable_image(prompt: PromptSpec, read: ReadSpec, inventory: Inventory, copied: bool) -> str:

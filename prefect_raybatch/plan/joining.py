@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.plan.prefix_order import PrefixOrder
 
-BUCKET_ROWS = 1 << 20  # keys of both sides that a bucket is to hold
+BUCKET_ROWS = 1 << 20  # keys of rows and answers in a bucket, about
 MOST_BUCKETS = 256
 STEP = 1 << 20  # rows of a memory-mapped array that are processed together
 # A record: the key as two numbers, the number of its row or answer, and whether all rows with the
@@ -85,6 +85,7 @@ class KeyBuckets:
             self._stack.close()
 
     def bucket(self, number: int) -> np.ndarray:
+        """Return the entries (dtype RECORD) of a bucket."""
         return np.fromfile(self._paths[number], RECORD)
 
 
@@ -170,7 +171,7 @@ class Join:
     def run(self) -> None:
         """Join the keys, once all are added. Sets `needed`, `counts` and `asked`.
 
-        `counts` has the number of rows of each kind (see the module), `asked` the number of asks.
+        `counts` has the number of rows by source of the answer, `asked` the number of new requests.
         """
         self.ours.close()
         self.theirs.close()
@@ -192,10 +193,7 @@ class Join:
         self.asked = self.counts.asked
 
     def _number_requests(self) -> None:
-        """Replace the row or answer number in `at` of each row by the number of its ask or answer.
-
-        Asks are counted from 0, and so are the earlier answers that are reused.
-        """
+        """Set `at` of each row to the number of its new request or reused answer, each from 0."""
         asks = _numbers(self._kind, ASKED, self._mapped("ask", np.int64, self.rows))
         self._asks = asks
         if self.prompts is not None:
@@ -242,10 +240,10 @@ class Join:
 def match_keys(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Join RECORDs of rows (`ours`) and of answers (`theirs`); return (row number, kind, at).
 
-    The three arrays have an entry for each row, in no order. `kind` is as in the module; `at` is
-    the number of the answer in `theirs` that the row reuses, or else the row whose new request
-    answers it. Equal keys share one answer if they are exact; otherwise the k-th row takes the k-th
-    answer.
+    The three arrays have an entry for each row, in no order. `kind` is REUSED, ASKED or MERGED_ROW;
+    `at` is the number of the answer in `theirs` that the row reuses, or else the row whose new
+    request answers it. Equal keys share one answer if they are exact; otherwise the k-th row takes
+    the k-th answer.
     """
     every = np.concatenate([theirs, ours])
     is_ours = np.arange(len(every)) >= len(theirs)
@@ -254,7 +252,7 @@ def match_keys(ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.nda
     new = np.ones(len(every), bool)
     new[1:] = (every["high"][1:] != every["high"][:-1]) | (every["low"][1:] != every["low"][:-1])
     group = np.cumsum(new) - 1
-    first = np.flatnonzero(new)  # of each group; its earlier answers stand in front
+    first = np.flatnonzero(new)  # of each group, whose earlier answers come first
     answers = np.bincount(group[~is_ours], minlength=len(first)).astype(np.int64)
     mine = np.flatnonzero(is_ours)
     groups, rows = group[mine], every["number"][mine]

@@ -1,6 +1,6 @@
 """Estimates how much longer the prefixes that prompts share would be in another order. Pure.
 
-The other order is one of the template's fields, or one of the rows over the whole run. The estimate
+Either the template's fields or the rows of the whole run are put in another order. The estimate
 uses sampled rows: a field with few distinct values, put first, is computed once for many rows. The
 number of distinct prefixes in all rows is extrapolated from how many occur once and twice in the
 sample (R. K. Colwell et al., "Models and estimators linking individual-based and sample-based
@@ -22,11 +22,11 @@ from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.block import Row
 from prefect_raybatch.words import counted
 
-MOST_FIELDS = 8  # of a template: each set of them is counted
-LEAST_SAMPLED = 100  # sampled
-WORTH = 0.1  # of a prompt's tokens: less is not worth a change
-USUAL_SHARD = 4000  # rows of a large run's shard where the job gives none
-TWICE = 5  # beginnings seen twice that an extrapolation takes; with fewer, all else counts as new
+MOST_FIELDS = 8  # of a template; distinct values of each subset are counted
+LEAST_SAMPLED = 100  # rows
+WORTH = 0.1  # share of a prompt's tokens below which no change is advised
+USUAL_SHARD = 4000  # rows of a large run's shard if the job sets none
+TWICE = 5  # values seen twice; with fewer, new values are assumed to go on at the same rate
 
 
 @dataclass(frozen=True)

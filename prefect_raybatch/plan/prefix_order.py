@@ -29,11 +29,11 @@ MOST_ORDERED = 50_000_000  # rows; sorting more takes minutes, and local disk fo
 COMPARED = 512
 RUN_ROWS = 1 << 18  # rows that are sorted in memory, and about as many when runs are merged
 RUN_BYTES = 96 << 20  # ... or fewer, where their texts are long
-MERGED_ROWS = 512  # of each sorted run, in memory while all are merged
+MERGED_ROWS = 512  # rows of each sorted file that are in memory while all are merged
 CUT_ROWS = 1024  # one of so many rows of a sorted run is a candidate for a cut between merges
-BUCKET_BYTES = 128 << 20  # of rows that are sorted together after they were dealt out
-DEALT_BYTES = 64 << 20  # of rows that are dealt out together: few make many small writes
-MOST_DEALT = 256  # files that are open at once
+BUCKET_BYTES = 128 << 20  # of rows in a bucket, which is sorted in memory
+DEALT_BYTES = 64 << 20  # of rows put into buckets at once; fewer make many small writes
+MOST_DEALT = 256  # buckets, each an open file
 RANK = "__rb_rank"
 
 

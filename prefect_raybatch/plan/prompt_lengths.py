@@ -35,11 +35,11 @@ SAMPLE_ROWS = 2000  # rows
 SAMPLE_SECONDS = 20.0  # seconds after the first block at which sampling stops
 NEIGHBOURS = 50  # rows read at one place: a few in a row cost little more than one
 CONTEXT_STEP = 64  # a context length is rounded up to a multiple of this
-MARGIN = 1.1  # over the longest prompt seen, where all are to fit
+MARGIN = 1.1  # times the longest sampled prompt with answer, if all rows are to fit
 FAR = 4  # multiple of P99 beyond which a note mentions the longest prompt
 HISTOGRAM_BARS = 10
 EXAMPLES = 3  # prompts that are kept as texts
-HEADS = 16  # files looked into where a sample cannot be spread within them
+HEADS = 16  # files whose first blocks are sampled if the input is not copied yet
 
 
 class NoPromptMade(ConfigError):
@@ -91,7 +91,7 @@ class PromptLengths:
     over: float
     notes: tuple[str, ...] = ()
     examples: tuple[PromptExample, ...] = ()
-    hints: tuple[str, ...] = ()  # what would let prompts share more
+    hints: tuple[str, ...] = ()  # changes that would let prompts share longer prefixes
 
     def context(self) -> JsonObject:
         """Return the figures that a plan records (`Plan.context`)."""
@@ -159,7 +159,7 @@ def spread_blocks(
     reader = ShardReader(inventory.files, schema, store, dict(read.options))
     starts = np.cumsum([0, *(file.rows for file in inventory.files)])
     units = [(Unit(i, 0, n), at) for i, (at, n) in enumerate(places(reader.rows, sample))]
-    # In no order, so that a sample that is cut short is spread over the input as well.
+    # In random order, so that a sample that is cut short is spread over the input as well.
     tasks = reader.tasks(units, len(units), units_per_task=1, shuffle_seed="sample")
     at = {unit.shard: start for unit, start in units}
     for task in tasks:
@@ -251,7 +251,7 @@ def measure(
 
     pinned = models.with_tokenizer(model, spec.engine.model)
     limits = spec.limits
-    # Apart: a function that ends its process would end the driver, here and at each new try.
+    # In a child process: a function that ends its process would otherwise end every driver.
     calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
     prepare = prepare_of(
         Pooling.of(spec, pinned),
@@ -405,7 +405,7 @@ def _shared(keys: list[bytes]) -> float:
     from prefect_raybatch.stages.order import common_tokens
 
     ordered = sorted(keys)
-    # In sorted order the longest beginning that a prompt shares with any other is its neighbour's.
+    # In sorted order, a prompt shares its longest prefix with one of its neighbours.
     held = common_tokens(ordered) // CACHE_BLOCK * CACHE_BLOCK
     return float(held.sum()) / (sum(map(len, keys)) / 4)
 

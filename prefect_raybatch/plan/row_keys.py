@@ -51,11 +51,11 @@ ROWS_A_TASK_IMAGES = 1 << 12  # ... where it fetches their images
 FIRST_ROWS = 64  # rows among which the reference for sorting prompts is searched
 KEYED_AT_ONCE = 8192  # rows that are in memory together, fewer where they are wide
 BYTES_AT_ONCE = 64 << 20
-KEY_TASKS_A_CPU = 2  # the next one is there when one is done
+KEY_TASKS_A_CPU = 2  # so that no CPU waits for its next task
 # Effort of a key, and of fetching its images, in equivalent bytes of result: decides on a cluster.
 KEYED_ROW, FETCHED_IMAGE = 512, 16 << 10
 NO_KEY = bytes(KEY_BYTES)
-KEY_VERSION = 1  # raise it when a key is made of something else
+KEY_VERSION = 1  # raise it if keys are computed from other values
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class RowKeys:
     chunk: int
     rows_a_task: int
     pools: bool
-    reference: bytes | None = None  # that prompts are compared with where they are put in order
+    reference: bytes | None = None  # prompt that all are compared with
 
     @classmethod
     def of(
@@ -119,7 +119,7 @@ class RowKeys:
             wanted = {*prompt.columns, *prompt.image_columns} or {schema.names[0]}
             schema = pa.schema([field for field in schema if field.name in wanted])
         limits = spec.limits
-        # Apart: a function that ends its process would end the driver, here and at each new try.
+        # In a child process: a function that ends its process would otherwise end every driver.
         calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
         told = models.with_tokenizer(model, spec.engine.model)
         keys = dict(spec.read.options)
@@ -200,8 +200,8 @@ class RowKeys:
     def rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
         """Yield (description, table) of the rows that make a new request, with request keys.
 
-        Rows that take another row's answer are left out. The order is that of the ask numbers (see
-        `Join`).
+        Rows that take another row's answer are left out. The rows are in the order of their ask
+        numbers (see `Join`).
         """
         tables = self._rows_to_ask(join)
         if join.prompts is None:
@@ -272,7 +272,7 @@ def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, JsonObject]:
         model.get("adapters") or {},
         spec.prompt.adapter_column,
         sampling=parts["sampling"],
-        # A logits processor of the user's may keep a state, or count.
+        # A user's logits processor may keep state, so equal requests may get different answers.
         merge=spec.engine.merge and not spec.engine.model.vllm_arguments.get("logits_processors"),
     )
     return keying, {**parts, "engine": hide_argument(parts["engine"], "engine")}
@@ -281,9 +281,9 @@ def keying_of(spec: RunSpec, model: PinnedModel) -> tuple[Keying, JsonObject]:
 def _context(spec: RunSpec, model: PinnedModel) -> JsonObject:
     prompt, finish, request = spec.prompt, spec.finish, spec.engine.model
     sampling = dict(spec.sampling.fields)
-    if request.pools:  # nothing is drawn
+    if request.pools:  # no token is sampled
         sampling = {**spec.sampling.pooling, "task": request.task}
-    # As the job has them: what a trial decides is noted beside the answers.
+    # As in the job: the precision that a trial chooses is recorded with the answers.
     undecided = {name: TRY_FP8 for tried in spec.engine.tries for name in tried}
     engine = {**request.vllm_arguments, **undecided}
     parts: dict[str, object] = {
@@ -298,19 +298,19 @@ def _context(spec: RunSpec, model: PinnedModel) -> JsonObject:
     for name in chat:
         if getattr(prompt, name):
             parts[f"prompt.{name}"] = getattr(prompt, name)
-    if prompt.special_tokens_in_rows != "allow":  # the way of runs before there was the field
+    if prompt.special_tokens_in_rows != "allow":  # keys from before this field existed stay valid
         parts["prompt.special_tokens_in_rows"] = prompt.special_tokens_in_rows
-    if prompt.images is not None:  # limits on bytes and pixels are looked at when keys are made
+    if prompt.images is not None:  # limits are checked when keys are computed
         parts["prompt.images.resize"] = prompt.images.resize
     if request.endpoint is not None and request.endpoint.path != "chat/completions":
         parts["engine.endpoint.api"] = request.endpoint.path
-    if finish.probabilities:  # asked for with the answer
+    if finish.probabilities:  # requested together with the answer
         parts["output.probabilities"] = True
     if finish.parsing is not None and finish.parsing.reasoning:
-        # Tells where a form begins, and whether a prompt left it open.
+        # It says where structured output begins, and whether a prompt leaves the reasoning open.
         parts["output.reasoning_parser"] = finish.parsing.reasoning
     if finish.parsing is not None and (sampling.get("stop") or prompt.function):
-        parts["special_tokens"] = True  # vLLM made the texts, with the marks that parsers look for
+        parts["special_tokens"] = True  # vLLM detokenized, and kept the tokens that parsers need
     if adapters.named(request):
-        parts["adapters"] = True  # an engine with adapters computes otherwise also without one
+        parts["adapters"] = True  # such an engine also computes differently without one
     return parts

@@ -33,15 +33,15 @@ def with_agreement(
     written: str,
     needs_earlier: bool = False,
 ) -> RunReport:
-    """Return the report of a finished cascade with its agreement and that of earlier runs.
+    """Add to a finished cascade's report how often its two models agree; return the report.
 
     The agreement is the share of checked rows on which both models give the same answer. It is
-    recorded in the run directory, and the report's pages are written again. Earlier runs are looked
-    for under `written`, the job's output.uri before placeholders are filled in.
+    compared with earlier runs and recorded, and the report's pages are written again. Earlier runs
+    are looked for under `written`, the job's output.uri before placeholders are filled in.
 
     Returns `report` unchanged if the run checked no row, is a retry of failed rows (they are no
-    random sample of the input), or has an agreement on record. With `needs_earlier`, also if no
-    earlier run has an agreement; a later run can still compute this run's from its report.
+    random sample of the input), or has an agreement on record. With `needs_earlier`, also does so
+    if no earlier run has an agreement; a later run can still compute it from this run's report.
     """
     if not report.cascade or not report.cascade[0].checked:
         return report
@@ -63,10 +63,10 @@ def with_agreement(
 
 
 def agreement_in(store: Store) -> MeasuredRun | None:
-    """Return the agreement of a cascade's models in a finished run.
+    """Return how often a cascade's two models agreed in a finished run.
 
-    It comes from the run's record of agreement or, without such a record, from its report. Returns
-    None if there is no record and the run checked no row or is a retry of failed rows.
+    Reads the run's record of agreement or, without such a record, its report. Returns None if there
+    is no record and the run checked no row or is a retry of failed rows.
     """
     record = read_agreement(store)
     if record is not None:

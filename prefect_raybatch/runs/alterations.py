@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Changes = Mapping[str, Any]  # of a job: {field: value}
-Changed = Callable[[Changes], RunSpec]  # what the run does with fields of its job changed
-LEAST_ANSWER = 16  # tokens out: guessing ahead in shorter answers saves no steps worth a start
+Changes = Mapping[str, Any]  # changes of a job: {field: value}
+Changed = Callable[[Changes], RunSpec]  # returns the spec of the changed job
+LEAST_ANSWER = 16  # output tokens; speculation in shorter answers saves too little to be tried
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 4,
@@ -38,7 +38,7 @@ NGRAM = {
     "prompt_lookup_min": 2,
 }
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 8}
-SUFFIX_PACKAGE = "arctic_inference"  # that vLLM takes its suffix trees from
+SUFFIX_PACKAGE = "arctic_inference"  # vLLM's `suffix` method imports it
 
 
 def alterations(spec: RunSpec, capacity: Capacity, experts: int) -> list[Changes]:

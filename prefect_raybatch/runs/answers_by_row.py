@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ROW_STEP = 4096  # answers or rows that are read together
-FEW_READS = 8  # times that an answer may be read where none are dealt out
-# Bytes of files that are left as they are: a worker reads them once, keeps them in memory, and a
+FEW_READS = 8  # mean reads of an answer up to which answers are not sorted
+# Files of fewer bytes are not sorted: a worker reads them once, keeps them in memory, and a
 # shard finds its answers in few of their row groups.
 UNSORTED_BYTES = 4 << 20
-DISK_TIMES = 8  # bytes on the local disk for one of a file: plain ones, and not compressed
-LOOKUP_ROWS = 1 << 16  # rows whose answers are found together
+DISK_TIMES = 8  # bytes of local disk for each byte of the files, which are compressed
+LOOKUP_ROWS = 1 << 16  # rows whose answers are looked up together
 ROWS_TOGETHER = 8192
 FILE_ROWS = 1 << 20
 

@@ -1,6 +1,6 @@
-"""Decides, records and measures how a run's engines are arranged, by earlier runs of the job.
+"""Decides from earlier runs how many engines share a GPU, and the `max_num_seqs` of each engine.
 
-The rules are in `learning/`.
+Also records this decision and what the run measured with it. The rules are in `learning/`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 
-RUNS_READ = 20  # newest runs of the job of which the records are read
-TRIAL_INTERRUPTED = "the attempt ended in it"  # of a trial
+RUNS_READ = 20  # newest runs of the job whose records are read
+TRIAL_INTERRUPTED = "the attempt ended in it"  # error of a trial without an outcome
 # Errors for which engines may be to blame, by the classes' names.
 OF_ENGINES = ("EngineFailure", "EngineStartError", "InsufficientResources")
-FOLDERS_READ = 60  # last run directories by name, among which these are looked for
+FOLDERS_READ = 60  # last run directories by name, among which the newest runs are searched
 
 
 # --- before a run -------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ FOLDERS_READ = 60  # last run directories by name, among which these are looked 
 
 @dataclass(frozen=True)
 class LearningSpec:
-    """The parts of a run's spec from which it learns: sizes, engine, and where its job's runs are.
+    """The parts of a run's spec that are needed to learn from earlier runs of the job.
 
-    `job` is the job's name.
+    `output` says where these are; `job` is the job's name.
     """
 
     sizes: SizeSpec
@@ -82,12 +82,12 @@ def decided_arrangement(
     capacity: Capacity,
     attempt: str,
 ) -> ArrangementNote | None:
-    """Return the decision on a run's engines; decide and record it if no attempt has.
+    """Return how the run's engines are to be arranged; decide and record it if no attempt has.
 
-    `attempt` is the id of this attempt. None if the run does not learn, since the job says so, it
-    has two phases, it retries failed rows or there is nothing to learn (see `coming_run_of`). Also
-    None if shards are committed without a decision, or if the decision cannot be read or does not
-    fit this cluster.
+    `attempt` is the id of this attempt. Returns None if the run does not learn from earlier ones:
+    the job forbids it, the run has two phases or retries failed rows, or nothing is to be decided
+    (see `coming_run_of`). Also None if shards are committed without a decision, or if the decision
+    cannot be read or does not fit this cluster.
     """
     is_one_phase = plan.increment is None and plan.parent is None
     coming = _coming_run(spec, PlannedRows.of(plan, shards), capacity) if is_one_phase else None
@@ -95,7 +95,7 @@ def decided_arrangement(
         return None
     try:
         note = read_arrangement(ledger.store)
-    except CorruptRun as error:  # which costs speed alone
+    except CorruptRun as error:  # costs only speed
         log.warning("engines are arranged by the cost model: %s", error)
         return None
     if note is None and not ledger.committed(plan).any():
@@ -110,9 +110,9 @@ def decided_arrangement(
 def expected_arrangement(
     spec: LearningSpec, rows: PlannedRows, capacity: Capacity, run_key: str
 ) -> ArrangementNote | None:
-    """Return the decision that a run of one phase would probably make; None if it would not learn.
+    """Return how a run of one phase would probably arrange its engines; None if it cannot learn.
 
-    The lengths of its rows are taken to be spread as in the newest run. Writes nothing.
+    The lengths of its rows are assumed to be spread as in the newest run. Writes nothing.
     """
     coming = _coming_run(spec, rows, capacity)
     if coming is None:
@@ -238,7 +238,7 @@ def _trial(note: JsonObject) -> tuple[str, int]:
 def measured_arrangement(
     ledger: Ledger, plan: Plan, tally: Tally, report: RunReport
 ) -> ArrangementOutcome | None:
-    """Return a run's decision with what the run measured; None if it did not learn.
+    """Return how a run's engines were arranged, and what it measured; None if it did not learn.
 
     `tally` has the counts of all commits, `report` the other figures of the run.
     """
@@ -290,7 +290,7 @@ def _tally_without_trial(ledger: Ledger, plan: Plan) -> Tally:
 
 
 def _busy(tally: Tally) -> float | None:
-    """Return the share of time with rows in which GPUs did not wait for the host, or None."""
+    """Return the share of time with rows to infer in which no GPU waited for the host, or None."""
     shares = tally.roofline()
     if "idle_host" not in shares:
         return None

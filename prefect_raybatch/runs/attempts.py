@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLANNING, INFERENCE, FINALIZING = "planning", "inference", "finalizing"
-CLOCK_SECONDS = 10.0  # by which the start of a process and that of its attempt may seem reversed
-UNNAMED = "job"  # a job whose file does not say its name
+CLOCK_SECONDS = 10.0  # by which a process may seem to start after its attempt
+UNNAMED = "job"  # name of a job whose file has no valid name
 
 
 @contextmanager
@@ -147,12 +147,12 @@ def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastA
 def recorded_step(
     store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str]
 ) -> Iterator[None]:
-    """Record begin and end of the block, which does a step of a complete run.
+    """Record the begin and the end of the block, which does a step of a complete run.
 
     `name` is the job's name, `phase` MEASURING, JUDGING or PUBLISHING. Texts in `secrets` are
-    masked. What is recorded of another step that is open stays until this one fails. A
-    `ConfigError` of publishing is not recorded: the command was wrong, not the run. Adds a note to
-    an error: the result is complete, and how to continue.
+    masked. The record of another unfinished step is replaced only if this one fails. A
+    `ConfigError` of publishing is not recorded: the command was wrong, not the run. A note is added
+    to most errors, which says that the result is complete and how to continue.
     """
     attempt, before = _begun(run_key, name, phase, secrets), open_step_of(store)
     is_shown = before is None or before.phase == phase
@@ -166,7 +166,7 @@ def recorded_step(
             ended.put(store)
         elif is_shown:
             (before or replace(attempt, ended=ended.ended)).put(store)
-        if not isinstance(error, (QualityTooLow, PublishFailed)):  # which say what to do
+        if not isinstance(error, (QualityTooLow, PublishFailed)):  # these say what to do
             again = f"{sentence(advice(ended.first_step, ended.command))}{ended.command}"
             error.add_note(f"The result of {store.uri} is complete. {again}")
         raise
@@ -176,10 +176,10 @@ def recorded_step(
 
 
 def open_step_of(store: Store) -> LastAttempt | None:
-    """Return the last attempt if it does a step of a complete run, or ended before that was done.
+    """Return the last attempt if its step of a complete run is in progress or was not done.
 
-    None if the step is done, or if it did something else. Its outcome is ATTEMPT_KILLED if its
-    process died.
+    The steps are measuring, judging and publishing. Returns None if the step is done, or if the
+    attempt did something else. The outcome is ATTEMPT_KILLED if the attempt's process died.
     """
     attempt = last_attempt_of(store)
     if attempt is not None and attempt.under_way and process_died(_process_of(attempt)):
@@ -310,7 +310,7 @@ def note_planner(store: Store) -> None:
     try:
         record = dump({"code": code_version(), "who": user_at_host(), "at": at})
         put_record_if_absent(store, PLANNED_BY, record)
-    except RayBatchError as error:  # the plan is there, and that is what counts
+    except RayBatchError as error:  # the run needs only the plan
         log.warning("the version that made the plan could not be recorded: %s", error)
 
 
@@ -348,7 +348,7 @@ def process_died(attempt: Mapping[str, object]) -> bool:
         if process.status() == psutil.STATUS_ZOMBIE:
             return True
         began = datetime.fromisoformat(str(started)).timestamp()
-        return float(process.create_time()) > began + CLOCK_SECONDS  # its number was given anew
+        return float(process.create_time()) > began + CLOCK_SECONDS  # the pid is reused
     except psutil.NoSuchProcess:
         return True
     except (psutil.Error, ValueError):

@@ -31,7 +31,7 @@ NOT_STARTED, DATE_FAILED, STOPPED = "not started", "failed", "stopped"
 class DatedRun:
     """The run for one date of a backfill; `run` is its directory's URI.
 
-    `state` is that of the run directory, or "failed" or "stopped" if the run ended so in this
+    `state` is the state of the run directory, or "failed" or "stopped" if the run ended so in this
     backfill. `done`: the run was complete before this backfill, and the job has no publish targets,
     so it is skipped. `rows`, `quarantined` and `seconds` (duration) are known for a complete run;
     for one that failed in this backfill, `seconds` is known too. `trouble` says why the run is not
@@ -121,11 +121,11 @@ def run_dates(
     ends.
     """
     latest = {run.date: run for run in runs}
-    context = copy_context()  # of before the cluster is held: runs within a run are refused
+    context = copy_context()  # copied outside the held cluster: runs within a run are refused
     failed = threading.Event()
 
     def run_one(run: DatedRun) -> DatedRun | None:
-        # Checked and set in this thread: the main thread gets a result only after the next began.
+        # Checked and set in this thread: the main thread may get a result after the next began.
         if failed.is_set():
             return None
         ended = _ended(run_date, run)

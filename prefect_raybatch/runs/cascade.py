@@ -100,7 +100,7 @@ def passed_on(plan: Plan) -> frozenset[str]:
 def _agreement(first: ModelShare, larger: ModelShare) -> tuple[str, ...]:
     """Return (note,): on how many checked rows both models agree, and how many the larger failed.
 
-    Returns () if there are no checked rows of either kind.
+    Returns () if no row was checked.
     """
     failed = unanswered_text(first.unanswered, "checked row", "the larger model")
     if not first.checked:

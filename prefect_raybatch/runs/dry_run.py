@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRIED_ROWS = 3  # given to a prompt function
+TRIED_ROWS = 3  # rows on which a prompt function is tried
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class DryRun:
     the run adds, as far as known in advance. `rows_guessed`: `rows` is estimated from a part of the
     input. `needs` are the resources that the run takes, `have` those of its cluster, `figures` its
     sizes with their reasons; `problems` say why it cannot start or work well. `tokens` are the
-    prompt lengths, if measured; `hosted` are those for a hosted model. `table` names the table and
-    version to read. `publish` has a line for each target. `golden` describes the golden rows,
-    `judged` the judge's rows and cost. `classifier` is the file of a classifier that answers the
-    rows, or "".
+    prompt lengths, if measured, `hosted` the token sizes for a hosted model. `table` names the
+    table and version to read. `publish` has a line for each target. `golden` describes the golden
+    rows, `judged` the judge's rows and cost. `classifier` is the file of a classifier that answers
+    the rows, or "".
 
     For a cascade, `first` is the dry run of its first model, and the other fields are about the
     larger model. This is asked about at most the share `at_most` of the rows, and about `check`
@@ -107,7 +107,7 @@ class DryRun:
     first: DryRun | None = None  # of the first model of a cascade; the others are the larger one's
     golden: str = ""  # number and columns of the golden rows
     judged: str = ""  # how many rows a judge would be asked about, and what a hosted one costs
-    at_most: float | None = None  # of the rows, that the larger model of a cascade is asked about
+    at_most: float | None = None  # share of rows that the larger model is asked about
     check: int = 0  # rows that the larger model is asked about only to compare
     classifier: str = ""  # file of the classifier that answers from the vectors
 
@@ -117,8 +117,8 @@ class ReusePlan:
     """The answers of earlier runs that a job would reuse.
 
     `counts` has the number of rows by origin of the answer. `earlier` are the URIs of the runs
-    whose answers are considered. `differs` are the job fields that make the model, sampling, ...
-    differ from those of the run named in `reuse`; if there are any, nothing is reused.
+    whose answers are considered. `differs` are the job fields (model, sampling, ...) that differ
+    from the run named in `reuse`; if there are any, nothing is reused.
     """
 
     counts: RowCounts
@@ -413,9 +413,9 @@ def _prompt_lengths(checked: _Checked, run_key: str | None, sample: int) -> Prom
 class _Fitted:
     """The sizes of a run on a cluster with `capacity`.
 
-    `needs` are the resources that the run takes of it. `model` is the model's size in memory, None
-    if unknown. `problems` say why the run cannot start or keep its engines busy. `arrangement` is
-    what the run would learn from earlier ones, None if nothing.
+    `needs` are the resources that the run takes from it. `model` is the model's size in memory,
+    None if unknown. `problems` say why the run cannot start or keep its engines busy. `arrangement`
+    is how its engines would be arranged by earlier runs, None if it would not learn from these.
     """
 
     sizing: Sizing

@@ -1,4 +1,4 @@
-"""Estimates the cost of a run from an earlier run of the job or, if hosted, from sampled rows."""
+"""Estimates a run's cost from an earlier run or, for a hosted model, from sampled rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.words import counted, money
 
-RUNS_TRIED = 5  # finished runs that are looked at for one that says what a row took
+RUNS_TRIED = 5  # newest finished runs in which the GPU time of a row is looked for
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class CostEstimate:
     assumes: str = ""
 
     def line(self) -> str:
+        """Return the estimate as a line of text."""
         if self.cost is None:
             return f"not known: {self.why}"
         if self.gpu_hours is None:
@@ -120,7 +121,7 @@ def with_judge(
     if estimate is None or most is None or (estimate.cost is not None and estimate.cost > most):
         return estimate
     if (estimate.cost or 0.0) + judge <= most:
-        # A limit that has no effect on the engines holds for the judge.
+        # A limit that has no effect on the engines applies to the judge.
         return estimate if estimate.cost is not None else replace(estimate, warning=None)
     text = (
         f"limits.max_cost {money(most, currency)} may stop the judge before it is done. Judge: "

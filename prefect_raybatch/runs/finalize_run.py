@@ -145,7 +145,7 @@ def completed_report(
     made = replace(made, advice=advise(made, spec))
     increment = increment_of(plan)
     if increment is not None and increment.looks_up:
-        # Answers that were only asked apart to put rows in order are of no use to later runs.
+        # If a requests phase only put rows in order, later runs cannot use its answers.
         days = spec.reuse.keep_days if spec.reuse.keeps else 0.0
         made = _with_reuse(made, ledger, plan, increment, tally, days)
     asks = _requests_report(store, increment)
@@ -303,6 +303,7 @@ def _notes(spec: SizeSpec, plan: Plan, tally: Tally) -> list[str]:
 
 
 def retry_notes(plan: Plan) -> list[str]:
+    """Return a note that names the run whose failed rows are retried; [] for any other run."""
     if plan.parent is None:
         return []
     return [f"a retry of failed rows of run {plan.parent}, with the row numbers of that run"]
@@ -320,8 +321,8 @@ def _finished_report(
 def _tidy(ledger: Ledger, plan: Plan, endpoint: EndpointSpec | None) -> None:
     """Remove files that a finished run no longer needs.
 
-    First the journal and the batches of a hosted model; then pieces, copies of answers in row
-    order, and notes on result files. Raises an error before the latter are removed if the result is
+    These are the journal and the batches of a hosted model, then pieces, copies of answers in row
+    order, and notes on result files. Raises an error before it removes the notes if the result is
     missing.
     """
     from prefect_raybatch.result.reap import obsolete_answers, obsolete_notes, orphans
@@ -376,7 +377,7 @@ def last_dashboard(store: Store) -> str:
 
     try:
         beat = newest(store)
-    except RayBatchError as error:  # a link that cannot be made does not fail the run
+    except RayBatchError as error:  # the run does not need this link
         log.info("heartbeats cannot be read: %s", error)
         return ""
     return beat.dashboard if beat else ""

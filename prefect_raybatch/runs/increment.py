@@ -78,8 +78,8 @@ def increment_for(
 ) -> JsonObject:
     """Return the `increment` of a new run's plan, after writing the tables and files that it names.
 
-    `context` records how `max_model_len: auto` was resolved. With `earlier=False`, no answers of
-    earlier runs are reused; runs with damaged answers are skipped. Raises the errors of
+    `context` records how `max_model_len: auto` was resolved. Runs with damaged answers are skipped.
+    With `earlier=False`, no answers of earlier runs are reused. Raises the errors of
     `join_answers`.
     """
     skipped: set[str] = set()
@@ -370,7 +370,7 @@ def _plan_requests_phase(
     )
     for table, data in {**named, name: weights}.items():
         put_table(ledger.store, table, data)
-    return replace(plan, parent=None)  # of a retry, the run itself has it
+    return replace(plan, parent=None)  # only the run's own plan names it
 
 
 def plan_first_model(
@@ -401,7 +401,7 @@ def plan_first_model(
     ledger = requests_ledger(run_input.store)
     for table, data in named.items():
         put_table(ledger.store, table, data)
-    plan = replace(plan, parent=None)  # of a retry, the run itself has it
+    plan = replace(plan, parent=None)  # only the run's own plan names it
     asks = load(plan.to_bytes(), "the plan of the first model")
     return Increment(ledger=OF_LARGER, context="", asks=asks, share=share).to_dict()
 
@@ -421,7 +421,7 @@ def requests_spec(spec: RunSpec) -> RunSpec:
 
 
 def _requests_job(job: Mapping[str, Any]) -> JsonObject:
-    """Return the job, which is without secrets, without fields that only the rows phase uses."""
+    """Return a job, already free of secrets, without the fields that only the rows phase uses."""
     by_default = ("postprocess", "schema", "keep_answers", "extras", "publish", "row_number")
     output = {n: value for n, value in job["output"].items() if n not in (*by_default, "compact")}
     made = {name: value for name, value in job.items() if name != "reuse"}

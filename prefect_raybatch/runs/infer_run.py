@@ -220,7 +220,7 @@ class Phase:
 def begin_phases(
     run: Run, ledger: Ledger, plan: Plan, shards: Shards
 ) -> tuple[Phase | None, Phase]:
-    """Return (requests phase, rows phase) of a run; see the module.
+    """Return (requests phase, rows phase) of a run; in a cascade, the first is the small model's.
 
     The requests phase is None if the plan has none, or if the run is finished. Writes the plan of
     the requests phase unless it exists.
@@ -381,15 +381,15 @@ class Attempt:
             self._use(note.incumbent)
 
     def _use(self, arrangement: Arrangement) -> None:
-        """Arrange this attempt's next engines like this."""
+        """Use `arrangement` for the engines that this attempt starts from now on."""
         sizes = with_arrangement(self.spec.sizes, arrangement)
         self.spec = self.spec.decide(sizes=sizes)
 
     def try_challenger(self, joined: JoinedCluster) -> None:
-        """Infer a fifth of the shards with engines arranged as earlier runs suggest, if they do.
+        """Infer a fifth of the shards with another arrangement, if earlier runs suggest one.
 
-        Shards that these engines do not commit stay pending. Only the attempt that made the
-        decision tries them, since a later one would learn nothing from them.
+        Shards that these engines do not commit stay pending. Only the attempt that decided on the
+        trial makes it, since a later attempt would learn nothing from it.
         """
         note, spec = self.arrangement, self.spec
         if note is None or note.challenger is None or note.by != self.name:
@@ -478,8 +478,8 @@ class Attempt:
             phase.ledger.store,
             self.name,
             size,
-            # Another attempt may be alive. Ours is noted before we look, so that of two that start
-            # at the same moment one at least sees the other.
+            # Another attempt may be alive. Ours is recorded before this check, so if two start at
+            # the same moment, at least one sees the other.
             shuffle=self.name if len(phase.ledger.attempts()) > 1 else None,
             engine=engine,
             on_pass=self.monitor.pass_began,
@@ -521,7 +521,7 @@ class Attempt:
     def _cancel_batches(self, error: BaseException) -> None:
         """Cancel this attempt's batches at a hosted model, unless a retry may fetch them.
 
-        It may after a transient `error` or a drain.
+        A retry may fetch them after a transient `error` or a drain.
         """
         from prefect_raybatch.stages.hosted_batches.stage import cancel_batches
 
@@ -535,8 +535,8 @@ class Attempt:
     def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
         """Return the sizes of this attempt, and the kind of running engines that it can reuse.
 
-        The kind is None for a phase without engines. If the sizes of running engines are close to
-        the best ones, these are returned. Logs the sizes' warnings.
+        The kind is None for a phase without engines. If running engines have nearly the best sizes,
+        their sizes are returned. Logs the sizes' warnings.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.engine_reuse import closest_running

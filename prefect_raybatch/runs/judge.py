@@ -69,7 +69,7 @@ AskJudge = Callable[[str, str, float | None], RunReport]
 
 @dataclass(frozen=True)
 class ToJudge:
-    """A judgement to make: its id `key`, the golden rows, and the run's judgement `before`."""
+    """A judgement to make: its id `key`, the golden rows, and the judgement `before` on record."""
 
     key: str
     golden: Golden | None
@@ -82,8 +82,8 @@ def judgement_to_make(
     """Return the judgement that a finished run (`member`) lacks.
 
     Returns None if the job has no judge, or if the run is a retry of failed rows, which are no
-    random sample of the input. Does so too if the run has a judgement, unless `measure_again` is
-    set and the judge or the golden rows have changed since.
+    random sample of the input. Also returns None if the run has a judgement, unless `measure_again`
+    is set and the judge or the golden rows have changed since.
     """
     plan, judge = member.plan, quality.judge
     if not judge.asked or plan.parent is not None:
@@ -154,7 +154,7 @@ def _ask(ask: AskJudge, store: Store, left: float | None) -> RunReport:
     """
     try:
         return ask(join(store.uri, JUDGED_FILE), join(store.uri, JUDGE_RUNS), left)
-    except RunDrained:  # its message is that of any drained run, and names no field
+    except RunDrained:  # its message names no field
         raise
     except RayBatchError as error:  # it names fields of the judge's own job
         text = judge_fields(str(error))
@@ -172,7 +172,7 @@ def _with_series(
 ) -> Judgement:
     """Return the judgement with the series of earlier ones; unchanged if no row was judged.
 
-    `before` is the judgement of the run that it replaces.
+    `before` is the run's own judgement that this one replaces, None if there is none.
     """
     if not judgement.rows:
         return judgement

@@ -102,7 +102,7 @@ def judge_cost_text(cost: float, currency: str) -> str:
 def _longest_answer(answers: SamplingSpec) -> str:
     """Return a stand-in for the longest answer that the sampling `answers` allows.
 
-    It is the longest choice, or a text with max_tokens (estimated) for each of a row's answers.
+    It is the longest choice, or a text of about max_tokens tokens for each of a row's answers.
     """
     if answers.choices:
         return max(answers.choices, key=len)

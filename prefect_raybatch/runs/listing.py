@@ -35,11 +35,11 @@ class RunLine:
 
     `run` is its directory's URI; `state` is e.g. "completed", "failed" or "not readable". `rows`
     and `shards` are planned; `committed` counts shards. `good` (answered) and `quarantined` rows
-    are None until the run is complete. `created` and `finished` are seconds since 1970 of plan and
-    completion, for an attempt of its start and end. `parent` is the key of the run whose failed
-    rows this one retries. `trouble` says why the directory is unreadable, or "". `failure` says why
-    the last attempt at an incomplete run failed; `command` runs it again, once `first_step` is
-    done. Each may be "".
+    are None until the run is complete. `created` and `finished` are when it was planned and
+    completed, or an attempt's start and end, in seconds since 1970. `parent` is the key of the run
+    whose failed rows this one retries. `trouble` says why the directory is unreadable, or "".
+    `failure` says why the last attempt at an incomplete run failed; `command` runs it again, once
+    `first_step` is done. Each may be "".
     """
 
     run_key: str
@@ -95,6 +95,7 @@ def list_runs(
 
 
 def lines_of(root: Store, job: str | None = None) -> list[RunLine]:
+    """Return the runs below `root`, as `list_runs` does."""
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(lambda key: line_of(root, key), run_keys(root)))
     lines = [line for line in found if line is not None and (job is None or line.job == job)]

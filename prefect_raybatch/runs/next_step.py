@@ -35,9 +35,9 @@ class NextStep:
 
     `action` is "begin", "resume", "finish" (all shards are committed), "nothing" (the run is
     complete), "refuse" (the job differs from the run's plan, or the run reached its cost limit) or
-    "wait" (a driver is at work). `lines` are sentences about it. `rows_left` is the number of
-    uncommitted rows, None if the action is none of "resume" and "finish". `reads_copy`: the run
-    reads a copy of the input in its directory.
+    "wait" (a driver is at work). `lines` are sentences about it. For "resume", "finish" and "wait",
+    `rows_left` is the number of uncommitted rows, and `reads_copy` says whether the run reads a
+    copy of the input in its directory.
     """
 
     action: NextAction
@@ -148,7 +148,7 @@ def _place(beat: JsonObject) -> str:
 
 
 def _of_last(state: Status) -> Iterator[str]:
-    """Yield sentences on how the last attempt ended; none if it left no record of an end."""
+    """Yield sentences on how the last attempt ended; none if that is unknown."""
     for one in _states(state):
         for beat in one.beats[:1]:
             if driver_state(beat) == "died" and beat["attempt"] == one.attempts[-1]["attempt"]:

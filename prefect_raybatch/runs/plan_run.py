@@ -84,11 +84,11 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
 
 
 def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """Check what can be checked of a job within a second; return the job, marked as checked.
+    """Check everything about a job that takes at most a second, so that a wrong job fails early.
 
-    So a wrong job fails before anything starts. If the run directory `store` has a plan, the job is
-    compared with it, except for what `accept` names; else it is checked against the beginning of
-    the input. Planning skips the check of the model's files for a job that is marked.
+    If the run directory `store` has a plan, the job is compared with it, except for the fields in
+    `accept`; else it is checked against the beginning of the input. Returns the job. If its model's
+    files were checked, it is marked (`checked`), and planning does not check them again.
     """
     from prefect_raybatch import source
 
@@ -176,7 +176,7 @@ def check_same_job(
 ) -> tuple[Accepted, ...]:
     """Return the differences between a job and a plan, all of which `accept` names.
 
-    Raises `PlanMismatch` for any other difference; `where` is the run in its text. For a plan that
+    Raises `PlanMismatch` for any other difference; `where` names the run in it. For a plan that
     retries failed rows, the job's input is not compared.
     """
     own = resolved.retrying(plan.parts.get("retry"))
@@ -236,8 +236,7 @@ def length_of_spec(
 ) -> counting.PromptLengths:
     """Return `measured` with the `max_model_len` that `auto` resolves to.
 
-    That is the one measured or, for a run that reuses answers, that of the earlier run if it is
-    long enough.
+    This is the measured length or, in a run that reuses answers, the earlier run's if it is larger.
     """
     if not spec.reuse.keeps:
         return measured
@@ -256,7 +255,7 @@ def begin_run(
     """
     job = resolved.job
     check_made_cluster(job.cluster.access, job.engine, job.output.escalate.engine)
-    # a _SUCCESS without a plan is another run's, and would be found only at the end
+    # raises for a _SUCCESS without a plan, which would otherwise be found only at the end
     ledger.finished()
     ledger.store.probe()
     check_schema_names(job.output.output_schema)
@@ -310,13 +309,13 @@ def _write_plan(
 
 
 def answer_spec(spec: RunSpec) -> AnswerSpec:
-    """Return the parts of a run's spec that decide about its answers."""
+    """Return the parts of a run's spec that decide what its answers and result columns are."""
     has_function = spec.prompt.function is not None
     return AnswerSpec(spec.finish, spec.sampling, spec.engine.model.task, has_function)
 
 
 def too_few_rows(spec: RunSpec, rows: int, guessed: bool = False) -> str:
-    """Return the error of an input with fewer than limits.min_rows rows, else "".
+    """Return an error text if the input has fewer rows than limits.min_rows, else "".
 
     `rows` is the number of rows to read; `guessed`: it is an estimate. Returns "" if the rows reach
     source.limit or source.sample, because the input then may have more.

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARDS_SAMPLED = 64  # that the sampled rows are drawn from: each is read whole
-KEPT_ROWS, KEPT_TEXT = 20, 500  # rows that disagree which are kept, and characters of an answer
+SHARDS_SAMPLED = 64  # shards from which sampled rows are drawn; each is read whole
+KEPT_ROWS, KEPT_TEXT = 20, 500  # disagreeing rows recorded; characters of each answer
 
 
 def decided_precision(
@@ -112,7 +112,7 @@ def decision_text(note: PrecisionNote) -> str:
 
 
 def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
-    """Return the decision of the run whose failed rows this one retries.
+    """Return the decision on the precision of the run whose failed rows this one retries.
 
     Returns None if it is no retry, or if that run has no decision.
     """
@@ -124,7 +124,7 @@ def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
 
 
 def _of_plan(plan: Plan) -> PrecisionNote | None:
-    """Return the decision that this run's plan took over from another run; None if it has none."""
+    """Return the precision decision that a plan took over from another run; None if it has none."""
     increment = increment_of(plan)
     if increment is None or increment.precision is None:
         return None
@@ -133,7 +133,7 @@ def _of_plan(plan: Plan) -> PrecisionNote | None:
 
 
 def precision_of(store: Store) -> PrecisionNote | None:
-    """Return the decision of a run or its requests phase, made or taken over; None if undecided."""
+    """Return which precision a run or its requests phase decided on or took over; None if none."""
     plan = Ledger(store).load_plan()
     asks = read_precision(requests_ledger(store).store)
     return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
@@ -142,7 +142,7 @@ def precision_of(store: Store) -> PrecisionNote | None:
 def taken_precision(
     tries: Sequence[Mapping[str, str]], earlier: Sequence[Store], parent: Store | None
 ) -> TakenPrecision | None:
-    """Return the decision that a new run's plan takes over from another run; None to decide anew.
+    """Return the precision that a new run takes over from another run; None to decide anew.
 
     `tries` are the engine arguments of the precisions to try; without any (no `try-fp8`), returns
     None. `parent` is the run whose failed rows are retried: if it is set, only its decision counts.
@@ -319,7 +319,7 @@ class SampleBench:
             prepare=prepare,
             launch=replace(launch, done=None),
             finish=finish,
-            # Thinking goes many ways to one answer.
+            # Different reasoning may lead to the same answer.
             ignored=() if parsing is None else (parsing.reasoning_column,),
             pooled=(model.task, answer.column) if model.pools else None,
         )

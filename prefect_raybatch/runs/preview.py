@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prefect_raybatch.stages.engine import EngineLaunch
 
 PREVIEW_KEY = "preview"
-START_PHASE, ANSWERS_PHASE = "engine's start", "answers"  # in the seconds of a preview
+START_PHASE, ANSWERS_PHASE = "engine's start", "answers"  # keys of `Preview.seconds`
 
 
 @dataclass(frozen=True)
@@ -227,16 +227,14 @@ def _shown(content: object) -> str:
 
 
 class PhaseClock:
-    """A stopwatch for consecutive steps.
-
-    `took(name)` ends a step and sets its duration in `seconds`.
-    """
+    """A stopwatch for consecutive steps; `seconds` has the duration of each, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._at = time.monotonic()
 
     def took(self, what: str) -> None:
+        """End the current step, record its duration under the name `what`, and begin the next."""
         now = time.monotonic()
         self.seconds[what] = round(now - self._at, 1)
         self._at = now

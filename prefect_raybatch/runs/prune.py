@@ -27,7 +27,7 @@ from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 
-_LAST = (PLAN, SUCCESS, PRUNED)  # in that order
+_LAST = (PLAN, SUCCESS, PRUNED)  # removed last, in this order
 _AT_ONCE = 1000  # files of one delete
 _RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 
@@ -65,9 +65,9 @@ def prune_runs(
     With `job`, only runs of the job of this name are removed; with `dry_run`, nothing is. A run and
     the runs that retried its failed rows are removed together, once all are complete and the last
     finished over `older_than` seconds ago. An attempt that failed before there was a plan is
-    removed if its record is the only file, and if it ended over `older_than` seconds ago and before
-    each kept run. Incomplete runs, unreadable directories and the targets of links are never
-    removed. Raises `ConfigError` for `keep` under 1, and the store's errors.
+    removed if its record is the only file, if it ended over `older_than` seconds ago, and if each
+    kept run finished later. Incomplete runs, unreadable directories and the targets of links are
+    never removed. Raises `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -113,9 +113,9 @@ def _remove_all(root: Store, pruned: Pruned) -> None:
 
 
 def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | None) -> None:
-    """Add a family of runs (see the module) to `pruned`, as kept for `reason` or as removed.
+    """Add a run and its retries (`members`) to `pruned`, as kept for `reason` or as removed.
 
-    Without a reason, it is nevertheless kept if its files cannot be listed.
+    Without a reason, they are nevertheless kept if their files cannot be listed.
     """
     sizes: dict[str, int] = {}
     if reason is None:
@@ -134,7 +134,7 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 
 
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """Return (first run, all runs) of each family (see the module), in the order of `lines`.
+    """Return (run, the run with all its retries) for each run that is no retry, in their order.
 
     An unreadable directory counts as a retry if its key ends in .rNUMBER. Attempts without a plan
     and half removed runs are left out.
@@ -160,9 +160,9 @@ def _parent(line: RunLine) -> str:
 
 
 def _reason_to_keep(members: list[RunLine], before: float) -> str | None:
-    """Return why a family must be kept, however old it is; None if it may be removed.
+    """Return why a run and its retries (`members`) must be kept; None if they may be removed.
 
-    It must be kept if one of its runs is not complete or finished after `before` (seconds since
+    They must be kept if one of them is not complete or finished after `before` (seconds since
     1970).
     """
     for line in members:

@@ -41,7 +41,7 @@ from prefect_raybatch.words import counted
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """The parts of a run's spec that decide about its answers.
+    """The parts of a run's spec that decide what its answers and result columns are.
 
     `has_function`: prompt.function makes the requests, and may set sampling fields of a row.
     """

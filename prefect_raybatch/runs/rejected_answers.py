@@ -1,7 +1,7 @@
 """Finds stored answers that must not be reused, because each row with such an answer failed later.
 
-An answer is stored before it is checked and postprocessed. If all rows fail there, the next run is
-to send the request again.
+An answer is stored before it is checked and postprocessed. If all rows with it fail there, the next
+run is to send the request again.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
         faults = [*answers.faults, *told][:MAX_FAULTS_LISTED]
         return Repaired(old.store.uri, None, plan.shards, 0, (), tuple(faults), restored=restored)
     asks = _asks(old, increment_of(plan), fault)
-    if asks is not None and member.summary is None:  # rows are still going to look answers up
+    if asks is not None and member.summary is None:  # rows will still look up answers
         _lost(asks, fault)
     for text in answers.faults:
         fault(text)
@@ -204,9 +204,9 @@ def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:
 
 
 def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
-    """Copy the old run's snapshot, tables, reused answers and schema to the fork; write its plan.
+    """Copy the old run's snapshot, tables, reused answers and schema to a fork; write its plan.
 
-    `key` is the fork's run key. Raises `CorruptRun` if something to copy is lost.
+    Returns this plan. `key` is the fork's key. Raises `CorruptRun` if something to copy is lost.
     """
     fork_ledger.store.probe()
     if plan.snapshot:
@@ -244,7 +244,7 @@ def _fork_requests_phase(requests_run: Member, fork_ledger: Ledger, increment: I
         named = increment_of(requests_run.plan)
         for name in {*requests_run.plan.tables, *(named.tables if named is not None else ())}:
             put_table(ledger.store, name, _table(requests_run.ledger, name))
-        own_input = increment.looks_up  # the models of a cascade share one
+        own_input = increment.looks_up  # both models of a cascade read the run's input
         for file in requests_run.ledger.files(requests_run.plan) if own_input else ():
             _copy(requests_run.ledger, ledger, file.uri)
         if (decided := _decision(requests_run.ledger.store)) is not None:

@@ -74,7 +74,7 @@ def restore_reports(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
     """Rewrite a damaged precision.json from the decision in the report of a finished run.
 
-    Returns (text), or () if nothing was rewritten: the record is intact, or the report has no
+    Returns (text,), or () if nothing was rewritten: the record is intact, or the report has no
     decision.
     """
     if not decides_precision(plan):
@@ -102,7 +102,7 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
         pass
     try:
         put_report(store, report_again(ledger, plan, success.parts))
-        put_pages(store, load_report(store))  # with the records beside it
+        put_pages(store, load_report(store))  # includes other records, such as the accuracy
     except CorruptRun as error:
         return (f"nothing of {store.uri}/{REPORT}, as {error}",)
     return (f"{store.uri}/{REPORT} and its pages, from the commits, without the engine deaths",)
@@ -111,8 +111,8 @@ def _restore_report(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 def _restore_sums(store: Store, part: Part, row_number: str) -> tuple[str, ...]:
     """Compute the row checksums of a result file again, and write them, if they are damaged.
 
-    Returns (text), which says so, or that they were not written because their hash is not the
-    recorded one. Returns () if the checksums are intact, or if the result file itself was
+    Returns (text,). The text says that they were written or, if their hash is not the recorded one,
+    that they were not. Returns () if the checksums are intact, or if the result file itself was
     changed.
     """
     path = row_sums_path(part.path)

@@ -36,8 +36,8 @@ from prefect_raybatch.runs.plan_run import RunInput, new_plan
 from prefect_raybatch.runs.retry_share import share_of_retry
 from prefect_raybatch.storage import Store
 
-# What a job says of where keys and rows are sent: a run directory, which others may write to, does
-# not decide it.
+# Job fields that say where keys and rows are sent. They come from the caller, not from a plan,
+# because others may write to the run directory.
 FROM_OPERATOR = ("output.publish", "cluster.address", "cluster.job_server", "cluster.kubernetes")
 
 
@@ -50,7 +50,7 @@ class NothingToRetry:
 
 
 def retried_run(root: Store, key: str) -> tuple[Family, Member]:
-    """Return the finished run `key` below `root`, with its family (it and its retries).
+    """Return (family, run) of the finished run `key` below `root`; its retries are in the family.
 
     Raises `ConfigError` if the run is not finished or is a requests phase, `CorruptRun` if a run of
     the family is unreadable.
@@ -159,7 +159,7 @@ def new_child(
     resolved = _with_parents_model(resolved, parent.plan)
     spec = compile_job(resolved.job, found.schema.names)
     context = None
-    if spec.engine.model.context_auto:  # these are other rows, often the long ones
+    if spec.engine.model.context_auto:  # failed rows are often the long ones
         lengths = tokens.of_files(spec, resolved.model, found, ledger.store)
         before = (parent.plan.context or {}).get("max_model_len", 0)
         if spec.reuse.keeps and before > lengths.max_model_len:  # so that its answers are reused
@@ -233,6 +233,7 @@ class FailedRows:
                 yield where, conform(rows, self.schema)
 
     def numbers(self) -> np.ndarray:
+        """Return the ascending row numbers (int64) of the rows that `tables` yielded."""
         return np.concatenate([np.zeros(0, np.int64), *self.free])
 
     def takers(self) -> list[Member]:

@@ -55,7 +55,7 @@ def share_of_retry(
 
 
 def _reserved(member: Member, increment: Increment) -> int:
-    """Return how many rows an unfinished run may still send that no other run has sent."""
+    """Return how many rows an unfinished run may send to the larger model for the first time."""
     share = increment.share
     if share is None:
         return member.plan.rows

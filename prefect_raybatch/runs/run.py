@@ -96,7 +96,7 @@ PARTIAL_STATE = "partial"  # state of a partial result; `state_name` gives the s
 def user_at_host() -> str:
     """Return user@host of this process."""
     user = "unknown"
-    with suppress(OSError, KeyError):  # containers run under numbers without a name
+    with suppress(OSError, KeyError):  # in a container, the user id may have no name
         user = getpass.getuser()
     return f"{user}@{socket.gethostname()}"
 
@@ -128,6 +128,7 @@ def run_of(store: Store, plan: Plan, ledger: Ledger, probed: bool = False) -> Ru
 
 
 def load_run(ledger: Ledger, run: Run) -> tuple[Plan, Shards]:
+    """Return a run's plan and its shards; raise `CorruptRun` if the plan is missing or changed."""
     plan = ledger.load_plan()
     if plan is None:
         raise CorruptRun(

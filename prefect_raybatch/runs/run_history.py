@@ -37,7 +37,7 @@ from prefect_raybatch.storage import join, open_store
 RUNS_SHOWN = 14
 COMPARED_PARTS = ("prompt", "sampling", "engine", "model")  # of a plan's fingerprint
 UNREADABLE_SHOWN = 5
-DATES_LOOKED_AT = 400  # dated folders, where each run has one of its own
+DATES_LOOKED_AT = 400  # most folders that match an output.uri with placeholders
 
 
 def history_of(

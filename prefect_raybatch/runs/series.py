@@ -26,8 +26,8 @@ from prefect_raybatch.storage import Store, open_store
 
 log = logging.getLogger(__name__)
 
-RUNS_LOOKED_AT = 14  # runs before the newest series in which one that it lacks is looked for
-OTHERS_LOOKED_AT = 60  # newest runs, measured in another way, before which the series is looked for
+RUNS_LOOKED_AT = 14  # runs before the newest series, searched for runs that it lacks
+OTHERS_LOOKED_AT = 60  # newest runs of another key that the search for the series skips
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def series_before(
 ) -> ShareSeries | None:
     """Return the series of a job's runs measured by `key` before the run with this `plan`, or None.
 
-    This is the newest series of `key` that an earlier run recorded, continued with measured runs
-    that it lacks. It is a series of no run, which names the last run that was measured in another
-    way, if the newest OTHERS_LOOKED_AT were so, or if one of them was taken out of the series of
-    `key`: without that run, later ones must not be compared with it.
+    It is the newest series of `key` that an earlier run recorded, continued with measured runs that
+    it lacks. If the newest OTHERS_LOOKED_AT runs or all have other keys, or one of these runs was
+    removed from the series of `key`, it is a new series instead, which has no run yet and names the
+    last run of another key: without the removed run, later ones must not be compared with it.
 
     `read` returns what was measured in a run, None if nothing was. Runs are looked for below
     `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an unreachable
@@ -140,8 +140,8 @@ def _measured_before(
 ) -> Iterator[tuple[str, MeasuredRun]]:
     """Yield (run key, measurement) of the job's measured runs before `plan`, newest first.
 
-    A run and its repaired runs have one key, that of the original, and yield the measurement of the
-    last of them that has one.
+    A run and its repaired runs count as one, with the key of the original and the measurement of
+    the last of them that has one.
     """
     began, seen = _planned_at(plan), {original_key(plan)}
     lines = [

@@ -18,7 +18,7 @@ from prefect_raybatch.report.tally import covered
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 
 log = logging.getLogger(__name__)
-STARTS_SHOWN = 10  # attempts of a report, the latest
+STARTS_SHOWN = 10  # latest attempts that a report shows
 _STARTS = TypeAdapter(StartTimes)
 
 
@@ -87,7 +87,7 @@ def _notes(ledger: Ledger) -> list[JsonObject]:
     try:
         for name in ledger.attempts():
             notes.append({**ledger.read_attempt(name), "attempt": name})
-    except (RayBatchError, FileNotFoundError) as error:  # for people alone: no run fails of it
+    except (RayBatchError, FileNotFoundError) as error:  # they only inform people, so no run fails
         log.info("the records of attempts cannot be read: %s", error)
     return notes
 

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "_tune"  # under output.uri; no run key begins with an underscore
-BETTER = 1.03  # times the best rate so far: less is noise
-COPIED_ROWS = 100_000  # rows of an input that must be copied
+BETTER = 1.03  # factor over the best rate so far: smaller gains are noise
+COPIED_ROWS = 100_000  # most rows of an input that must be copied
 MOST_SHARDS = 4096  # of batch_size rows: more than a trial gets through
-REMOVALS = 10  # rounds until nothing more turns up
+REMOVALS = 10  # most attempts to delete files that are still being written
 ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
     "engine.engines_per_gpu",
     "engine.replicas",
@@ -52,7 +52,7 @@ ENGINES, REPLICAS, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = (
     "engine.max_num_batched_tokens",
 )
 
-Moves = Callable[[int], list[int]]  # the next values of a field to try from a value
+Moves = Callable[[int], list[int]]  # from a field's value to the next values to try
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Trial:
     replicas: int = 1
     engines: int = 1
     error: str = ""
-    may_alter: bool = False  # answers; `agreement` is what was compared where it was faster
+    may_alter: bool = False  # the job's answers
     agreement: PrecisionTry | None = None
 
 
@@ -220,7 +220,7 @@ def search(
     ones to try. The search ends `seconds` after the first trial's first row, earlier by the time
     that `kept` more trials will need (at most half of `seconds`).
     """
-    took = 0.0  # the latest trial
+    took = 0.0  # seconds of the latest trial
 
     def attempt(changes: Changes) -> Trial:
         nonlocal took
@@ -428,6 +428,7 @@ def _key(changes: Changes) -> str:
 
 
 def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
+    """Return the outcome of tuning for an input of `rows` rows; `deadline` is in seconds."""
     work = rows / best.rows_per_s
     seconds = round(best.start_s + work, 1)
     if deadline is None or seconds <= deadline:
@@ -458,7 +459,7 @@ def remove_trials(output: Store, top: str) -> None:
             "%s: a process still writes files there. Delete the folder when it has ended",
             trials.uri,
         )
-    except RayBatchError as error:  # the result counts more than the error of removing what is left
+    except RayBatchError as error:  # must not replace the result
         log.warning("%s could not be removed: %s. Delete it by hand", trials.uri, error)
 
 
