@@ -267,7 +267,7 @@ def dry_run(
 ) -> DryRun:
     """Return what a run would do, without writing and without Ray.
 
-    Capacity is that of the job's cluster, or `what_if`. The result's `problems` are empty if the
+    `what_if` is a cluster to assume instead of the job's. The result's `problems` are empty if the
     run can start and keep its engines busy. `sample` is the number of rows whose prompts are made
     and measured (0: none, or as many as needed if max_model_len is auto). The cost is estimated for
     `rows_left` rows, by default all; for a job that reuses answers, for the rows that it infers.

@@ -82,9 +82,9 @@ def prepare_distill(
     """Choose rows of a run and resolve the job that embeds them; write nothing, start nothing.
 
     `encoder` is the model that embeds, `changes` are fields of that job as {field: value}. Only
-    prompt and labels are taken from the run, because a run directory does not decide where rows are
-    sent. Raises `ConfigError` for a run without labels, for one that several models answered, for
-    too few rows and for fields that cannot be set, and `IncompleteRun` for an unfinished run.
+    prompt and labels are taken from the run: others may write to a run directory, so it must not
+    decide where rows are sent. Raises `ConfigError` for a run without labels or of several models,
+    for too few rows and for fields that cannot be set, `IncompleteRun` for an unfinished run.
     """
     check_agreement(agreement)
     for name in changes or ():
@@ -134,7 +134,7 @@ def prepare_distill(
 def _embedding_fields(prompt: Prompt, encoder: str, at: str) -> dict[str, Any]:
     """Return the job fields for embedding a sample, stored in folder `at`, with model `encoder`.
 
-    `prompt` is that of the sampled run: its template makes the texts to embed.
+    `prompt` is the sampled run's prompt, whose template makes the texts to embed.
     """
     return {
         "name": "distill",
@@ -160,8 +160,8 @@ def begin_distill(prepared: Embedding) -> Run:
 def finish_distill(prepared: Embedding, run: Run) -> Distilled:
     """Finalize `run`, which embedded the sample; train a classifier on half of it, test the rest.
 
-    Return the classifier and the outcome of the test: which share of the other texts it can answer
-    itself if the share `prepared.agreement` of the answers of the distilled run must not change.
+    Return the classifier and the outcome of the test: the share of texts that it can answer itself
+    while at least the share `prepared.agreement` of the sampled run's answers stays the same.
     """
     job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
     table = finalize_run(job, run).to_arrow()
@@ -252,7 +252,7 @@ def _answers(sample: DrawnRows, column: str) -> list[str | None]:
 
 
 def _texts(sample: DrawnRows, asked: Resolved) -> list[Hashable]:
-    """Return for each sampled row a tuple of its values, as text, that the prompt contains."""
+    """Return a tuple for each sampled row: its values, as text, in the columns of the prompt."""
     columns = list(asked.job.prompt.columns)
     return [tuple(map(str, row.values())) for row in sample.inputs.select(columns).to_pylist()]
 

@@ -125,9 +125,9 @@ def retry_request(
     job: BatchJob | None = None,
     keys: Keys = lambda job: job,
 ) -> RetryRequest | NothingToRetry:
-    """Check a retry from the run's records alone; return the request for `begin`.
+    """Check whether failed rows of a run can be retried; return the request for `begin`.
 
-    Writes nothing and reads no row. The arguments are those of `plan_retry`. Returns
+    Reads only records of the run, and writes nothing. For the arguments see `plan_retry`. Returns
     `NothingToRetry` if no row failed, or if other retries took and answered all of them. Raises
     `ConfigError` for an unfinished run, an invalid job, a class in `errors` that no failed row has,
     and rows that another retry has taken and not yet answered or published; `CorruptRun` if runs

@@ -115,8 +115,8 @@ def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) 
     """Add an engine's environment variables to the fields `value` that are sent to the cluster.
 
     Raises `ConfigError` if a value in `engine.env` or an engine argument may be a secret. The
-    message names the field below `group` (`engine`, `output.escalate.to`) and says to set it
-    `nodes`, such as "in the environment of the cluster's nodes".
+    message names the field below `group` (`engine`, `output.escalate.to`) and says where to set it
+    instead: `nodes`, such as "in the environment of the cluster's nodes".
     """
     _refuse(f"{group}.env", hide_env(engine.env), f"Set it {nodes}")
     if engine.env:

@@ -24,7 +24,7 @@ BISECTIONS = 60
 def expected_ratio(
     model: Model, card: Card, row: Tokens, measured: Arrangement, busy: float, other: Arrangement
 ) -> float:
-    """Return the expected rate of `other` divided by that of the `measured` arrangement.
+    """Return the expected rate of arrangement `other` / the rate of the `measured` arrangement.
 
     `busy` is the measured share of time (above 0, at most 1) in which the GPU did not wait for the
     host.
@@ -47,7 +47,7 @@ def _seconds(
 
 
 def _away(engines: int, busy: float) -> float:
-    """Return the ratio of time without the GPU to time on it that keeps the GPU so `busy`."""
+    """Return an engine's time without the GPU / time on it if the GPU's busy share is `busy`."""
     low, high = 0.0, MOST_RATIO
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

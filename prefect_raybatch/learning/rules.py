@@ -61,7 +61,7 @@ class EarlierRun:
 
     @property
     def score(self) -> float | None:
-        """Return the GPU-seconds per 1,000 tokens; None if the run does not count."""
+        """Return the GPU-seconds per 1,000 tokens; None if unknown or not to be learned from."""
         outcome = self.outcome
         if outcome is None or outcome.uncounted or outcome.score is None:
             return None
@@ -138,7 +138,7 @@ def in_trial(shard: int) -> bool:
 
 
 def is_same_work(one: WorkKey, other: WorkKey) -> bool:
-    """Return whether arrangements for one kind of work hold for another.
+    """Return whether two runs do the same work, so that one can learn from the other.
 
     Lengths in tokens may differ by a quarter, and everything else must be equal.
     """
@@ -155,9 +155,9 @@ def _is_same_length(one: float, other: float) -> bool:
 
 
 def candidates(*centres: Arrangement) -> list[Arrangement]:
-    """Return the `centres`, and arrangements with half, as many, or twice the engines or sequences.
+    """Return the `centres`, then arrangements with half or twice their engines, sequences or both.
 
-    Without repetition, in this order.
+    None is returned twice.
     """
     near = [
         Arrangement(engines, sequences)

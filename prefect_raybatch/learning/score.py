@@ -27,7 +27,7 @@ class PartShards:
     """The shards of a part of a run, all by the same engines, as arrays of equal length.
 
     `numbers` are the shards' numbers, `started` and `ended` the seconds since 1970 between which
-    each was in engines, `tokens` those of its prompts and answers.
+    each was in engines, `tokens` the tokens of its prompts and answers.
     """
 
     numbers: np.ndarray
@@ -110,8 +110,8 @@ def paired_gain(trial: SteadyShards, others: SteadyShards) -> Gain:
     With d the logarithm of (neighbours' seconds per token / the shard's), the gain is
     exp(mean d) - 1. Shards that follow each other in an engine are not independent. So consecutive
     shards, in the order in which they ended, make up to 10 batches of at least two (or single ones,
-    if there are fewer than 12), and the limit is that of the batch means: with m their mean, s
-    their standard deviation and b their number, exp(m - t(0.95, b - 1) * s / sqrt(b)) - 1
+    if there are fewer than 12), and the limit is computed from the batch means: with m their mean,
+    s their standard deviation and b their number, exp(m - t(0.95, b - 1) * s / sqrt(b)) - 1
     (Schmeiser, Batch Size Effects in the Analysis of Simulation Output, Operations Research 30,
     1982). Batches of nearly equal size count equally.
     """

@@ -79,7 +79,7 @@ def compared_text(text: bytes, reference: bytes) -> bytes:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return how many leading bytes are equal, by bisection: slices of bytes compare in C."""
+    """Return how many leading bytes are equal, by bisection: comparing slices is fast."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -196,7 +196,7 @@ def sorted_by_rank(
 ) -> Iterator[tuple[str, pa.Table]]:
     """Yield the rows of all `tables`, sorted by their column RANK (integers), in other tables.
 
-    Items are (description, table), all with the description of the first table. `rows` is about the
+    Yields (description, table) pairs, all with the first table's description. `rows` is about the
     number of rows. Ranks are from 0 to below `ranks`; None: each of 0 to `rows` - 1 once. RANK is
     dropped unless `keep`. Uses about BUCKET_BYTES of memory if ranks are spread evenly, and local
     disk for all rows, in `folder`.

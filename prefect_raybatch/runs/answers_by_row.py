@@ -125,7 +125,7 @@ def _created_folder(folder: Path) -> Path:
 def _near(
     store: Store, increment: Increment, taken: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (row numbers, answer numbers), arrays of up to ROW_STEP rows each, in row order.
+    """Yield (row numbers, numbers of their answers), up to ROW_STEP rows each, in row order.
 
     Rows without a request are left out. Answers of earlier runs are numbered from 0; this run's own
     are numbered from `taken`, the number of answers of earlier runs.
@@ -152,7 +152,7 @@ def _with_answers(
     """Yield (name, table of raw answers with their row numbers) for each (name, table) in `pairs`.
 
     A table of `pairs` has a row number and, in column RANK, an answer number in each row, and is
-    sorted by the latter. Answer numbers below `taken` index `known.reused`; from `taken` on, they
+    sorted by RANK. Answer numbers below `taken` index `known.reused`; from `taken` on, they
     index `known.new_answers`. Column RANK of a yielded table has the row numbers. Rows whose
     request failed have no answer and are left out.
     """

@@ -199,7 +199,7 @@ def used_fields(size: Sizing) -> dict[str, object]:
 
 
 def trial_fields(error: str, deaths: int) -> dict[str, object]:
-    """Return the fields of an attempt's record about its trial.
+    """Return the fields of an attempt's record about its trial of another arrangement.
 
     `error` says why the trial did not work, or ""; `deaths` counts deaths of its engines.
     """
@@ -219,7 +219,7 @@ def _attempt_note(ledger: Ledger, name: str) -> JsonObject:
 
 
 def _trial_error(notes: Sequence[JsonObject]) -> str:
-    """Return why a run's trial did not work, by its attempts' records; "" if it did."""
+    """Return from attempt records why the trial of another arrangement failed; "" if it worked."""
     if not any("trial" in note for note in notes):
         return TRIAL_INTERRUPTED
     return next((error for note in notes if (error := _trial(note)[0])), "")
@@ -290,7 +290,7 @@ def _tally_without_trial(ledger: Ledger, plan: Plan) -> Tally:
 
 
 def _busy(tally: Tally) -> float | None:
-    """Return the share of time with rows to infer in which no GPU waited for the host, or None."""
+    """Return in what share of time with rows to infer GPUs did not wait for the host, or None."""
     shares = tally.roofline()
     if "idle_host" not in shares:
         return None

@@ -59,7 +59,7 @@ def unended_beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObje
 
 
 def driver_state(beat: JsonObject) -> DriverState:
-    """Return the state of the driver of a heartbeat from `unended_beats`.
+    """Return the state of the driver that sent a heartbeat, which `unended_beats` returned.
 
     "died" if its process is known to have ended, else "at work" or, if the heartbeat is old,
     "silent".

@@ -229,7 +229,7 @@ def dry_run_resolved(
     """Return what a run would do; starts no Ray and writes nothing to the run directory.
 
     `what_if` is a cluster to assume instead of the job's. `sample` prompts are measured (0: none,
-    or as many as max_model_len: auto needs). The cost is that of `rows_left` rows, by default all.
+    or as many as max_model_len: auto needs). The cost is for `rows_left` rows, by default all.
     """
     job = resolved.job
     checked, tokens = _with_lengths(_checked(resolved, run_key, what_if), run_key, sample)

@@ -25,7 +25,7 @@ class CostEstimate:
 
     For a model on the cluster, it is computed from the GPU time per row of an earlier run, whose
     key is `by`. For a hosted model, it is computed from sampled rows: `gpu_hours` is None and
-    `cost` is that of answers of full length, as the text `assumes` says. If the cost is unknown,
+    `cost` is for answers of full length, as the text `assumes` says. If the cost is unknown,
     `cost` and `gpu_hours` are None and `why` says why. `warning` says that the cost exceeds
     limits.max_cost or that this limit has no effect.
     """

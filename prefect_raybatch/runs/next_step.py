@@ -125,7 +125,7 @@ def _of_finished(resolved: Resolved, store: Store, success: Success) -> Iterator
 
 
 def _of_driver(beat: JsonObject, state: Status, plan: Plan, remote: bool) -> Iterator[str]:
-    """Yield sentences about a second driver beside the one that sent the heartbeat `beat`.
+    """Yield sentences on what the command would do beside the driver that sent heartbeat `beat`.
 
     `remote`: runs are submitted as Ray jobs, so `raybatch run` would only follow the driver.
     """
@@ -163,7 +163,7 @@ def _of_last(state: Status) -> Iterator[str]:
 
 
 def _states(state: Status) -> tuple[Status, ...]:
-    """Return the run's state, and that of its first phase if that has begun but is not complete."""
+    """Return the state of the run, and of its first phase if this has begun but is not complete."""
     asks = state.first_phase
     return (state,) if asks is None or asks.state == "completed" else (state, asks)
 

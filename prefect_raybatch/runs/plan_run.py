@@ -410,7 +410,7 @@ def new_plan(
 ) -> tuple[Plan, dict[str, bytes]]:
     """Return the plan of a new run, and the tables that it names, as {name: bytes}.
 
-    Writes neither of them, but copies of reused answers and the input of a requests phase.
+    Writes neither of them. Writes copies of reused answers, and the input of a requests phase.
     `context` records how `max_model_len: auto` was resolved. `numbers` is a Parquet table of row
     numbers, for a retry of failed rows. With `earlier=False`, no answers of earlier runs are
     reused. `share` limits the rows that a retry of a cascade sends to the larger model.

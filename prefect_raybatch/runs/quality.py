@@ -71,10 +71,10 @@ def check_quality_columns(
     """Check that the result will have the columns and answers that golden rows and judge need.
 
     Returns the golden rows, None without any. Raises `ConfigError` if the result will lack a column
-    that is needed, if no answer can be that of a golden row, or if the judge's prompt names no
-    column with the answer. `names` are the input columns. With output.postprocess but no
-    output.schema, the result's columns are not known in advance; then only the golden rows are
-    read.
+    that is needed, if the right answer of a golden row is not a possible answer, or if the judge's
+    prompt names no column with the answer. `names` are the input columns. With output.postprocess
+    but no output.schema, the result's columns are not known in advance; then only the golden rows
+    are read.
     """
     finish, sampling, task = spec.finish, spec.sampling, spec.task
     golden = golden_of(quality, output)
@@ -233,8 +233,8 @@ def _measured(
 def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
     """Raise `QualityTooLow` if the run's accuracy is too low, or not known, to publish it.
 
-    The lower end of the accuracy's interval must reach quality.at_least. The accuracy is that on
-    golden rows or, in a job without them, that by the judge. Does nothing without quality.at_least,
+    The lower end of the accuracy's interval must reach quality.at_least. The accuracy is measured
+    on golden rows or, in a job without them, by the judge. Does nothing without quality.at_least,
     and for a retry of failed rows: the run that it retries was checked.
     """
     least = quality.at_least

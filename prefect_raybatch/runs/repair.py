@@ -57,7 +57,7 @@ MAX_FAULTS_LISTED = 20  # most faults in the outcome
 
 @dataclass(frozen=True)
 class Repaired:
-    """The outcome of a repair.
+    """The outcome of a repair, which may create a fork: a new run with the intact shards.
 
     `run` is the URI of the damaged run. `run_key` is the key of the fork, None if no fork was
     needed. Of the run's `shards`, `taken` were intact and are in the fork; `lost` are the numbers
@@ -132,7 +132,7 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
 
 
 def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str, int]:
-    """Create or complete the fork of a run; return (its key, its number of committed shards)."""
+    """Create or complete the fork of a damaged run; return (its key, number of its commits)."""
     old, plan = member.ledger, member.plan
     key = fork_key(member.key)
     ours = Ledger(root.sub(key))

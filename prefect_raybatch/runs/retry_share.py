@@ -25,15 +25,15 @@ POSITIONS_AT_ONCE = 1 << 20  # rows whose first answers are looked at together
 def share_of_retry(
     family: Family, cascade: CascadeSpec | None, numbers: np.ndarray
 ) -> tuple[RetryShare, bytes] | None:
-    """Return which rows a new retry of a cascade may send to the larger model, and a table's bytes.
+    """Return (limit on rows that a cascade's retry sends to the larger model, its table's bytes).
 
     The table has the positions, in the retry, of rows that a finished run of the family (a run and
     its retries) sent to the larger model: these may go again. Of the others, as many may go as
     `at_most` leaves after the rows sent so far and those that unfinished retries may still send.
     `numbers` are the ascending row numbers of the retry's rows in the first run.
 
-    Returns None for a job without a cascade or with `at_most` 1. Raises `CorruptRun` if it cannot
-    be read which rows were sent.
+    Returns None for a job without a cascade or with `at_most` 1. Raises `CorruptRun` if the record
+    of rows that were sent is unreadable.
     """
     if cascade is None or cascade.at_most == 1:
         return None

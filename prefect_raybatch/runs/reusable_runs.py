@@ -342,8 +342,7 @@ def intended_time(plan: Plan) -> datetime:
     """Return the date and time for which a run was made.
 
     This is the scheduled start in a default run key, so that a late run counts for its schedule.
-    For another run key, it is the time of planning, for a repaired run that of the damaged
-    original.
+    For another run key, it is the time of planning; a repaired run has the time of the original.
     """
     start = start_of_key(plan.run_key)
     if start is not None:

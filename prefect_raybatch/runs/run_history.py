@@ -210,7 +210,7 @@ def _shifts(
 def unusual_lines(
     output: str, options: StoreOptions | None, job: str, run_key: str, limited: bool = False
 ) -> list[str]:
-    """Return what is unusual about the completed run `run_key` beside earlier runs of the job.
+    """Return what is unusual about the completed run `run_key`, compared with earlier runs.
 
     Drift has a line for each kind. `output` is as in `history_of`. With `limited`, only part of the
     input was read, so rows and duration are not compared. Returns [] for a retry of failed rows.
@@ -232,7 +232,7 @@ def _prompt_tokens(report: RunReport) -> float | None:
 
 
 def _is_left(line: RunLine, options: StoreOptions | None) -> bool:
-    """Return whether an incomplete run was left: it has a plan, but no driver is at work.
+    """Return whether an incomplete run is abandoned: it has a plan, but no driver is at work.
 
     False if its directory is unreadable or being removed.
     """

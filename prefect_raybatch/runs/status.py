@@ -76,7 +76,7 @@ class Status:
     `beats` are the heartbeats of attempts without an end, newest first. `strays` are unexpected
     files among the commits. `stopped` says how the latest attempt crossed its error budget,
     `drained` which drain request stopped it. `partials` are the partial results, newest first.
-    `cost` is that of all attempts so far, `cost_end` the expected total; None if unknown.
+    `cost` is the cost of all attempts, `cost_end` the expected total; None if unknown.
     `superseded_by` is the URI of the repaired run that replaces this one. `undone` says which step
     of a complete run was not done, and why, `under_way` which process does one now. `retried_by`
     are the keys of retries that took all failed rows, `failed_again` the number of rows that failed
@@ -183,7 +183,7 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
 
 
 def _with_last_attempt(state: Status, store: Store, finished: bool) -> Status:
-    """Return the state with how the latest attempt failed, and what continues the run."""
+    """Add to a state how the latest attempt failed and what continues the run; return it."""
     attempt = open_step_of(store) if finished else last_attempt_of(store)
     if attempt is None:
         return state
@@ -218,7 +218,7 @@ def _superseded_by(ledger: Ledger, plan: Plan) -> str | None:
 
 
 def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> Status:
-    """Return the state of a finished run with failed rows, with the retries of these rows."""
+    """Add to the state of a finished run how its failed rows were retried; return it."""
     from prefect_raybatch.runs.retry import options_of_retry
 
     if is_first_phase(plan):
@@ -267,7 +267,7 @@ def _without_passed_on(state: Status, kinds: frozenset[str]) -> Status:
 
 
 def state_of(uri: str, options: StoreOptions | None = None) -> str:
-    """Return "planned", "unfinished" or "completed", without reading a commit.
+    """Return a run's state: "planned", "unfinished" or "completed"; reads no commit.
 
     Returns "partial" for the folder of a partial result. Raises `NoSuchRun` if there is no run.
     """

@@ -120,7 +120,7 @@ def outcome(
     rows: int,
     deadline: float | None,
 ) -> Tuned:
-    """Choose the fastest of the `trials` that keep the answers; return it and the time it takes.
+    """Choose the fastest of the `trials` that keep the answers; return it, and the time it needs.
 
     `options` are the changes that may alter answers; a trial of one is chosen only if at least the
     share `min_agreement` of answers stays equal. The input has `rows` rows; `deadline` is in
@@ -291,10 +291,10 @@ class Bench:
         self.spec = changed({})
 
     def compared(self, trials: Sequence[Trial], user: Tenant) -> list[Trial]:
-        """Return the trials, with the agreement of answers measured where it matters.
+        """Return the trials, with the agreement of answers measured for fast ones that need it.
 
-        It does for trials that may change answers and are faster than all that cannot: their
-        answers to a sample are compared with those of the unchanged job.
+        These may change answers, and are faster than all trials that cannot. Their answers to a
+        sample are compared with the answers of the unchanged job.
         """
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
@@ -392,8 +392,8 @@ def spread(number: int) -> list[int]:
 def steady(receipts: list[Receipt]) -> tuple[float, int]:
     """Return (rows per second, rows) of the finished shards of a trial.
 
-    With three or more shards, the rate is that between the ends of the first and the last; else it
-    is that over the whole time in the engine.
+    With three or more shards, the rate is measured from the end of the first shard to the end of
+    the last; else over the whole time in the engine.
     """
     figures = [receipt.stats for receipt in receipts]
     ends = sorted((one.ended or 0.0, int(one.rows or 0)) for one in figures)
