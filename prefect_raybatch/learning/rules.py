@@ -125,7 +125,7 @@ class ComingRun:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The arrangement that a run uses, and why; `given_up` is the one that it replaces, or None."""
+    """The arrangement that a run uses, and why; `given_up` is one that did worse, or None."""
 
     arrangement: Arrangement
     why: str
@@ -157,7 +157,7 @@ def _is_same_length(one: float, other: float) -> bool:
 def candidates(*centres: Arrangement) -> list[Arrangement]:
     """Return the `centres`, then arrangements with half or twice their engines, sequences or both.
 
-    None is returned twice.
+    No arrangement is in the list twice.
     """
     near = [
         Arrangement(engines, sequences)

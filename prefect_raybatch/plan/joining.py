@@ -34,7 +34,7 @@ from prefect_raybatch.ledger.increments import (
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.plan.prefix_order import PrefixOrder
 
-BUCKET_ROWS = 1 << 20  # keys of rows and answers in a bucket, about
+BUCKET_ROWS = 1 << 20  # keys (of rows and answers) that a bucket is to hold
 MOST_BUCKETS = 256
 STEP = 1 << 20  # rows of a memory-mapped array that are processed together
 # A record: the key as two numbers, the number of its row or answer, and whether all rows with the

@@ -26,7 +26,7 @@ MOST_FIELDS = 8  # of a template; distinct values of each subset are counted
 LEAST_SAMPLED = 100  # rows
 WORTH = 0.1  # share of a prompt's tokens below which no change is advised
 USUAL_SHARD = 4000  # rows of a large run's shard if the job sets none
-TWICE = 5  # values seen twice; with fewer, new values are assumed to go on at the same rate
+TWICE = 5  # values seen twice that are needed; with fewer, new ones go on at the same rate
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ def measure(
 
     pinned = models.with_tokenizer(model, spec.engine.model)
     limits = spec.limits
-    # In a child process: a function that ends its process would otherwise end every driver.
+    # In a child process: a function that ends its process would end the driver at each attempt.
     calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
     prepare = prepare_of(
         Pooling.of(spec, pinned),

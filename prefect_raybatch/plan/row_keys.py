@@ -119,7 +119,7 @@ class RowKeys:
             wanted = {*prompt.columns, *prompt.image_columns} or {schema.names[0]}
             schema = pa.schema([field for field in schema if field.name in wanted])
         limits = spec.limits
-        # In a child process: a function that ends its process would otherwise end every driver.
+        # In a child process: a function that ends its process would end the driver at each attempt.
         calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
         told = models.with_tokenizer(model, spec.engine.model)
         keys = dict(spec.read.options)

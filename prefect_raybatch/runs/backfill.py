@@ -121,7 +121,7 @@ def run_dates(
     ends.
     """
     latest = {run.date: run for run in runs}
-    context = copy_context()  # copied outside the held cluster: runs within a run are refused
+    context = copy_context()  # before the cluster is held: runs within a run are refused
     failed = threading.Event()
 
     def run_one(run: DatedRun) -> DatedRun | None:
