@@ -290,7 +290,7 @@ def _tally_without_trial(ledger: Ledger, plan: Plan) -> Tally:
 
 
 def _busy(tally: Tally) -> float | None:
-    """Return the share of time with rows in which GPUs did not wait for the host; None if unknown."""
+    """Return the share of time with rows in which GPUs did not wait for the host, or None."""
     shares = tally.roofline()
     if "idle_host" not in shares:
         return None
