@@ -187,9 +187,9 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """Raise ValueError with the reason if llguidance rejects a schema; nothing if not installed.
+    """Raise ValueError with the reason if llguidance rejects a schema, as vLLM then would.
 
-    vLLM would reject every request with such a schema.
+    Does nothing if llguidance is not installed.
     """
     if said := guidance_error("json", json.dumps(closed(schema)), blanks=False):
         raise ValueError(
@@ -226,11 +226,11 @@ def schema_sampling_fields(sampling: Mapping[str, object], schema: str | None) -
 
 
 def schema_engine_fields(given: Mapping[str, object], schema: str | None) -> dict[str, Any]:
-    """Return vLLM's engine arguments `given`, with those added that answers matching `schema` need.
+    """Return vLLM's engine arguments `given`, plus those that make answers match `schema`.
 
-    If `schema` is None, nothing is added. What the job sets itself is kept. The added arguments
-    choose the grammar's backend and forbid blanks between the parts of the JSON, because models can
-    continue with blanks until max_tokens. vLLM accepts this setting only for a whole engine.
+    Adds nothing if `schema` is None. Keeps what the job sets itself. The added arguments choose the
+    grammar's backend and forbid blanks between the parts of the JSON, because models can continue
+    with blanks until max_tokens. vLLM accepts this setting only for a whole engine.
     """
     if schema is None:
         return dict(given)

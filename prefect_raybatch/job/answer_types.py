@@ -1,8 +1,8 @@
 """A JSON Schema as typed columns: the Arrow type of each property of an answer.
 
 Text, integers, numbers, booleans, lists, objects with known properties and objects whose values
-have one type get types of their own. Everything else (unions, recursion, open objects) is kept as
-JSON text, and the plan says so.
+have one type get types of their own. Everything else (unions, recursion, objects with further
+properties) is kept as JSON text, and the plan says so.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Schema:
 
 
 def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
-    """Return the shape of `part` of a schema; `path` holds the $ref targets that led to it."""
+    """Return the type of `part` of a schema; `path` holds the $ref targets that led to it."""
     schema.count_shape()
     if not isinstance(part, dict):
         return AnswerShape(
@@ -144,7 +144,7 @@ def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
 
 
 def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
-    """Return the only member of a union besides null, and whether the union allows null.
+    """Return the only non-null member of a union, and whether the union allows null.
 
     A union is an anyOf, oneOf or allOf, or a list of types. Returns None if it has several members,
     and if `part` is no union.

@@ -425,7 +425,7 @@ def check_reasoning_parser(job: BatchJob) -> None:
 def check_logprobs(job: BatchJob) -> None:
     """Raise ValueError if sampling.logprobs is not a number from 0 to the maximum.
 
-    The same if it is combined with output.probabilities.
+    Raises it as well for sampling.logprobs beside output.probabilities.
     """
     logprobs = job.sampling.extra.get("logprobs")
     if logprobs is None:
@@ -457,7 +457,7 @@ def check_logprobs(job: BatchJob) -> None:
 def check_probabilities(job: BatchJob) -> None:
     """Raise ValueError if output.probabilities is set without labels, or with too many of them.
 
-    The same if it is combined with sampling.n.
+    Raises it as well for output.probabilities beside sampling.n.
     """
     if not job.output.probabilities or pools(job.engine.task):
         return
@@ -572,7 +572,7 @@ def check_endpoint(job: BatchJob) -> None:
 
 
 def check_batch(job: BatchJob) -> None:
-    """Raise ValueError for fields that conflict with an OpenAI batch file as input, or need one."""
+    """Raise ValueError for fields that an OpenAI batch file as input forbids, or that need one."""
     check_batch_file(job.source, job.prompt.function, job.sampling, job.engine.task, job.output)
 
 

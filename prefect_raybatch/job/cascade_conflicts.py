@@ -22,7 +22,7 @@ WHEN = "output.escalate.when"
 
 
 def cascade_conflict(engine: Engine, prompt: Prompt, sampling: Sampling, output: Output) -> str:
-    """Return the first conflict of a cascade or classifier, with its remedy; "" if it has none."""
+    """Return a message on the first conflict of a cascade or classifier, with a remedy, or ""."""
     if engine.classifier is not None:
         return next(_of_classifier(engine, prompt, sampling, output), "")
     if output.escalate.engine is not None:
@@ -33,7 +33,7 @@ def cascade_conflict(engine: Engine, prompt: Prompt, sampling: Sampling, output:
 def _of_classifier(
     engine: Engine, prompt: Prompt, sampling: Sampling, output: Output
 ) -> Iterator[str]:
-    """Yield the conflicts of a job with engine.classifier."""
+    """Yield a message for each conflict of engine.classifier with other fields of the job."""
     cascade, when = output.escalate.engine is not None, output.escalate.when
     of_text = _fields_of_text(prompt, sampling)
     labels = "" if sampling.choice else ", and sampling.choice to the classifier's labels"
@@ -74,7 +74,7 @@ def _of_classifier(
 
 
 def _of_first_model(engine: Engine, sampling: Sampling, output: Output) -> Iterator[str]:
-    """Yield the conflicts of a cascade whose first model generates text."""
+    """Yield a message for each conflict of a cascade whose first model generates text."""
     when = output.escalate.when
     if engine.task != "generate":
         yield (
@@ -105,7 +105,7 @@ def _of_first_model(engine: Engine, sampling: Sampling, output: Output) -> Itera
 
 
 def _of_probabilities(sampling: Sampling, output: Output) -> Iterator[str]:
-    """Yield the conflicts of output.escalate.when.probability_below with other fields."""
+    """Yield a message for each conflict of output.escalate.when.probability_below."""
     if sampling.extra.get("logprobs") is not None:
         yield (
             f"{WHEN}.probability_below cannot be combined with sampling.logprobs; remove "
@@ -119,7 +119,7 @@ def _of_probabilities(sampling: Sampling, output: Output) -> Iterator[str]:
 
 
 def _fields_of_text(prompt: Prompt, sampling: Sampling) -> list[str]:
-    """Return the names of set fields that only a model that generates text uses."""
+    """Return the dotted names of the fields that are set and apply only to generating text."""
     changed = sampling.model_dump(exclude_defaults=True)
     fields = [f"sampling.{name}" for name, value in changed.items() if value is not None]
     names = ("system", *OF_A_CHAT)

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_raybatch.job.checks import nearest
 
-# What the stages give to a chat template themselves, or to what renders it.
+# Arguments that the stages themselves pass to a chat template, or to its renderer.
 RESERVED_ARGUMENTS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template"),

@@ -34,7 +34,7 @@ FILE_FUNCTION = re.compile(r"[^\n\0]+\.py:[A-Za-z_]\w*\Z")
 SERVER = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?\Z")
 SCHEMES = ("", "file", *STORES)
 WEB_SCHEMES = ("http", "https")  # of single files that are read
-RESERVED = "__rb_"  # columns of ours that travel with a row
+RESERVED = "__rb_"  # prefix of this package's own columns in a block
 BRACES = "write {{ and }} for literal braces"
 
 
@@ -267,6 +267,7 @@ def _again(line: ErrorDetails) -> InitErrorDetails:
 
 
 def nearest(name: str, known: set[str] | frozenset[str]) -> str:
+    """Return "; did you mean 'X'?" for the most similar known name; "; remove it" if none is."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else "; remove it"
 

@@ -62,7 +62,7 @@ class Stage(Group):
     )
 
 
-LOCAL = "local"  # an address, as Ray has it: a cluster that is started here
+LOCAL = "local"  # an address, as in Ray: start a cluster on this machine
 
 
 class Cluster(Group):
@@ -166,7 +166,7 @@ class Cluster(Group):
 
     @property
     def priced(self) -> bool:
-        """Return whether any price is given."""
+        """Return whether any price of a GPU-hour is set."""
         return self.price_per_gpu_hour is not None or bool(self.price_by_card)
 
     @field_validator("currency")

@@ -68,7 +68,7 @@ def may_continue_answer(fields: Mapping[str, Any]) -> bool:
 
 
 def label_cap(labels: Sequence[str]) -> int:
-    """Return after how many tokens, of any tokenizer, an answer can only be one of the labels."""
+    """Return the number of tokens, in any tokenizer, after which only one label is possible."""
     texts = sorted({label.encode() for label in labels})
     return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
 

@@ -25,7 +25,7 @@ from prefect_raybatch.job.placeholders import day_of_run, placeholders_in, rende
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
     """Return the job with the fields in `changes` replaced, e.g. {"source.limit": 5}; validated.
 
-    `where` names the job in messages. Settings of the cluster that were loaded from a block are
+    `where` names the job in messages. Cluster settings that were loaded from a Prefect block are
     kept unless the changed job names another block. Raises `ConfigError` for an unknown field, and
     if the changed job is invalid.
     """
@@ -39,27 +39,27 @@ def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob
 
 
 def job_of_fields(fields: Mapping[str, Any], changes: Mapping[str, object], where: str) -> BatchJob:
-    """Return the validated job with the plain values `fields`, changed as by `edited`."""
+    """Build a job from plain `fields`, then apply `changes` with `edited`; return the valid job."""
     return edited(BatchJob.from_dict(fields, where), changes, where)
 
 
 def first_of(job: BatchJob) -> BatchJob:
-    """Return the job with which a cascade's first model answers all rows."""
+    """Return the job of a cascade's first model, which answers all rows."""
     return edited(job, first_changes(job.to_dict()), "the first model of the cascade")
 
 
 def larger_of(job: BatchJob) -> BatchJob:
-    """Return the job with which a cascade's larger model answers rows; without a cascade, `job`."""
+    """Return the job of a cascade's larger model; `job` itself if it has no cascade."""
     if job.output.escalate.engine is None:
         return job
     return edited(job, larger_changes(job.to_dict()["output"]), "output.escalate.to")
 
 
 def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = None) -> BatchJob:
-    """Return the job that judges the rows of the file `rows`; its runs are written below `runs`.
+    """Return the job in which the judge of `job` judges the answers in the file `rows`.
 
-    It may cost at most `max_cost` (None: no limit). It runs on the cluster of `job`; but if that
-    accepts only Ray jobs, a hosted judge is called from this machine.
+    Its runs are written to the folder `runs`; `max_cost` None is no limit. It uses the cluster of
+    `job`, but if that takes only Ray jobs, this machine calls a hosted judge.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
     access = job.cluster.access_if_loaded
@@ -70,7 +70,7 @@ def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = No
 
 
 def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two plain jobs are equal once validated; False if one is not valid."""
+    """Return whether two jobs (plain values) are equal once validated; False if one is invalid."""
     with suppress(ConfigError):
         return BatchJob.from_dict(value).to_dict() == BatchJob.from_dict(other).to_dict()
     return False
@@ -142,7 +142,7 @@ def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
 def _endpoint_of_block(
     where: str, endpoint: ModelEndpoint, fields: Mapping[str, object]
 ) -> ModelEndpoint:
-    """Return `endpoint` with the `fields` of its Prefect block added; its own take precedence.
+    """Return `endpoint` with missing fields filled in from `fields`, those of its Prefect block.
 
     Raises `ConfigError` if it has another URL than the block, because the block's key must not be
     sent there. `where` is the job field that the message names.
@@ -171,7 +171,7 @@ def with_answer_schema(job: BatchJob, text: str | None = None) -> BatchJob:
 
 
 def with_template_text(job: BatchJob, text: str) -> BatchJob:
-    """Return the job with `text` as its chat template, which may have been the name of a file."""
+    """Return the job with its chat template, which may be a file name, replaced by `text`."""
     return job.model_copy(update={"prompt": job.prompt.model_copy(update={"chat_template": text})})
 
 
@@ -211,7 +211,7 @@ def _location_placeholders(job: BatchJob) -> set[str]:
 
 
 def targets_are_dated(output: Output) -> bool:
-    """Return whether {run_date} is in a target that a job publishes to."""
+    """Return whether {run_date} is used in the `uri` or `table` of a publish target."""
     texts = (text for target in output.publish for text in (target.uri, target.table))
     return "run_date" in placeholders_in(*texts)
 
@@ -224,8 +224,8 @@ def render_for_today(job: BatchJob) -> BatchJob:
 def render_placeholders(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """Return the job with {run_date} and {run_key} filled in; unchanged without placeholders.
 
-    A {run_key} in publish targets is left. Without `run_date`, the date in the run key is used;
-    raises `ConfigError` if there is none.
+    A {run_key} in publish targets is filled in later, when publishing. Without `run_date`, the date
+    in the run key is used; raises `ConfigError` if there is none.
     """
     return render_targets(render_locations(job, run_key, run_date), run_key, run_date)
 
@@ -244,7 +244,7 @@ def render_locations(job: BatchJob, run_key: str, run_date: date | None = None) 
 
 
 def render_targets(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
-    """Return the job with {run_date} filled in only in output.publish.
+    """Return the job with {run_date} filled in, but only in output.publish.
 
     Arguments and errors are those of `render_placeholders`.
     """

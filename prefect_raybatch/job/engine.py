@@ -192,7 +192,7 @@ class Engine(Group):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Return whether `name` is `env` or a vLLM argument that is no field of this class."""
+        """Return whether field `name` may hold credentials: `env` and vLLM's further arguments."""
         return name == "env" or name not in cls.model_fields
 
     _model = field_check("model", "adapter", by=without_user)
@@ -266,7 +266,7 @@ class Engine(Group):
     def context(self) -> int | None:
         """`max_model_len` as a number of tokens; None if it is not set or `auto`.
 
-        For `auto`, the compiled spec's `decide` chooses the number later.
+        For `auto`, planning the run determines the number and sets it with `RunSpec.decide`.
         """
         return None if self.max_model_len == "auto" else self.max_model_len
 
@@ -305,9 +305,9 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """Return the settings to try in this order until one passes, each {engine argument: "fp8"}.
+    """Return the fp8 settings to try, in order, until one passes; each is {engine argument: "fp8"}.
 
-    First all fields that are `try-fp8` together, then each alone; [] if there are none.
+    The first sets all fields that are `try-fp8`, the others one each. [] without such fields.
     """
     names = [name for name in PRECISION_FIELDS if engine.vllm_arguments.get(name) == TRY_FP8]
     if not names:

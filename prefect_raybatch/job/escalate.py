@@ -178,7 +178,7 @@ def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
         changes["sampling.logprobs"] = 0
     if classifies:
         changes |= {"engine.task": "embed", **OF_LARGER_ALONE}
-    if when.get("fails_schema") or classifies:  # such rows are not lost yet
+    if when.get("fails_schema") or classifies:  # the larger model may still answer these rows
         changes["limits.max_failed_fraction"], changes["limits.max_failed_rows"] = 1.0, None
     return changes
 

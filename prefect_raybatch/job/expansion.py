@@ -43,10 +43,10 @@ Faults = dict[FieldPlace, str]
 
 
 def expanded(value: Mapping[str, Any]) -> tuple[dict[str, Any], Faults]:
-    """Return a copy of the values of a job file with paths expanded, and {path of a field: error}.
+    """Return (job file's values with paths expanded, {path of field: error} for unset variables).
 
-    An error is a variable that is not set. Nothing is expanded in a job that comes through
-    Prefect's API or a job server.
+    The values are a copy. Nothing is expanded in a job that comes through Prefect's API or a job
+    server.
     """
     made, faults = copy.deepcopy(dict(value)), Faults()
     if policy_in_force().limited:

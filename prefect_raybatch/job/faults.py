@@ -77,7 +77,7 @@ def explain(
         if item["type"] == "missing" and place in misspelt:
             continue  # the line about the misspelt field says it
         deeper = any(len(p) > len(place) and p[: len(place)] == place for _, p, _, _ in items)
-        if branch and deeper:  # what it should be instead has the shape, and a fault inside
+        if branch and deeper:  # another type fits better, and has an error inside
             continue
         told.setdefault(place, []).append(_message(item, place, kind, text))
     lines: list[tuple[int, str]] = []
@@ -104,7 +104,7 @@ def _line_of(message: str, place: FieldPlace, text: YamlText) -> int | None:
 
 
 def _joined(messages: list[str]) -> Iterator[str]:
-    """Yield the lines of the messages about one field, with those about types joined into one line.
+    """Yield the lines of the messages about one field, joined with "or", the value quoted once.
 
     For example "must be a number or a list (value: ...)" for a union.
     """
@@ -144,14 +144,14 @@ def _message(item: ErrorDetails, place: FieldPlace, kind: object, text: YamlText
 
 
 def _is_percentage(item: ErrorDetails, given: object) -> bool:
-    """Return whether a value `given` that exceeds its limit 1 may be a share in percent."""
+    """Return whether `given`, a value over its limit 1, may be a percentage."""
     limits = item.get("ctx", {})
     is_share = 1 in (limits.get("lt"), limits.get("le"))
     return is_share and isinstance(given, (int, float)) and 2 <= given <= 100
 
 
 def _fault(item: ErrorDetails) -> str:
-    """Return what is wrong with a value, by MUST_BE or else by the message of our own check."""
+    """Return what is wrong with a value: the text in MUST_BE, or else the message of the check."""
     needed = MUST_BE.get(item["type"])
     if needed is None:
         text: str = item["msg"].removeprefix("Value error, ")
@@ -166,7 +166,7 @@ def _fault(item: ErrorDetails) -> str:
 
 
 def _nearest_name(place: FieldPlace, kind: object) -> str | None:
-    """Return the field of the group `kind` most similar to the end of `place`; None if none is."""
+    """Return the field of the group `kind` whose name is most like the end of `place`, or None."""
     close = get_close_matches(str(place[-1]), sorted(_names(kind)), n=1)
     return close[0] if close else None
 

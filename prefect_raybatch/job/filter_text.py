@@ -53,11 +53,15 @@ class Like:
 
 @dataclass(frozen=True)
 class AllOf:
+    """`part AND part ...`."""
+
     parts: tuple[Condition, ...]
 
 
 @dataclass(frozen=True)
 class AnyOf:
+    """`part OR part ...`."""
+
     parts: tuple[Condition, ...]
 
 
@@ -81,10 +85,7 @@ _OPPOSITE = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def parse_filter(text: str) -> Condition:
-    """Parse the text of a filter and return its condition.
-
-    Raises ValueError with the position and what is expected there.
-    """
+    """Parse the text of a filter; raise ValueError with the position of the first error."""
     if not text.strip():
         raise ValueError("is empty; write a condition such as amount > 10, or remove it")
     if len(text) > LONGEST:
@@ -227,7 +228,7 @@ class _Reader:
     def _literal(self) -> Literal:
         if found := self._take("TRUE", "FALSE"):
             return found.keyword == "TRUE"
-        if self._seen.keyword in ("DATE", "TIMESTAMP"):  # the column tells what it is
+        if self._seen.keyword in ("DATE", "TIMESTAMP"):  # the column's type decides which
             self._next += 1
             return self._text()
         if self._seen.keyword == "NULL":

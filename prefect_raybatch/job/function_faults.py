@@ -49,7 +49,7 @@ def check_call(function: Callable[..., Any], name: str, field: str) -> None:
 
     `name` is how the job names it, in the job field `field`.
     """
-    called = (function, type(function).__call__)  # the latter counts if it is an object
+    called = (function, type(function).__call__)  # the latter for an object with __call__
     if any(inspect.iscoroutinefunction(one) for one in called):
         raise ConfigError(f"{field}: {name} is async{defined_at(function)}; write it with `def`")
     if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called):

@@ -21,7 +21,7 @@ from prefect_raybatch.job.own_code.loading import check_owner, function_digest, 
 from prefect_raybatch.job.own_code.shipping import OwnFunction, pickle_by_value
 from prefect_raybatch.policy.in_force import POLICY_FILE, policy_in_force
 
-# Parts of Python that `sys.stdlib_module_names` leaves out, and what a process was started with.
+# Modules of Python that `sys.stdlib_module_names` lacks, and a child process's main module.
 UNLISTED = ("__mp_main__", "_distutils_hack", "builtins", "test")
 
 
@@ -57,7 +57,7 @@ def check_place(name: str, field: str) -> None:
 
 
 def load_function(name: str, field: str) -> Callable[..., Any]:
-    """Return the callable `package.module:function`, `file.py:function` or `__main__:function`.
+    """Return the callable `name`: package.module:function, file.py:function or __main__:function.
 
     Raises `ConfigError` that names the job field `field` if it cannot be loaded, or cannot be
     called with a row.
@@ -96,16 +96,16 @@ def _module_function(name: str, field: str) -> Callable[..., Any]:
 
 
 def _is_inside(module: str, error: ImportError) -> bool:
-    """Return whether the module itself was found, so that `error` is of an import inside it."""
+    """Return whether `module` itself was found, so that `error` comes from an import inside it."""
     missing = error.name or ""
     return not (module == missing or module.startswith(f"{missing}."))
 
 
 def source_digest(name: str, field: str) -> str:
-    """Return the SHA-256 of the source file that defines a function, so that helpers there count.
+    """Return the SHA-256 (hex) of the source file that defines a function, including its helpers.
 
-    Without a source file, it is that of the function's own source, else of its name (for a
-    builtin). A function that is sent to the workers by value is pickled on trial. Raises
+    Without a source file, hashes the function's own source, or its name if it is a builtin. Hashes
+    a function from a file or notebook with `function_digest`, after a trial to pickle it. Raises
     `ConfigError` if the function cannot be loaded or pickled.
     """
     function = load_function(name, field)

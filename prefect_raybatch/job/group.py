@@ -76,8 +76,8 @@ def show_plainly(field: dict[str, Any]) -> None:
         show_plainly(field)
     named = any("const" in kind for kind in kinds)
     if len(kinds) > 1 and not named and field.get("default", ...) is None:
-        del field["default"]  # with it, the tab of nothing is the open one
-    if isinstance(field.get("default"), dict):  # of a group: the same holds for its fields
+        del field["default"]  # with it, the form opens the tab for null
+    if isinstance(field.get("default"), dict):  # of a group: omit its nulls, too
         field["default"] = {k: v for k, v in field["default"].items() if v is not None}
     for kind in field.get("anyOf", ()):
         kind["title"] = kind.get("const") or TABS[kind["type"]]
@@ -101,7 +101,7 @@ class Group(BaseModel):
                     f"{name} contains a key that was masked in Prefect's flow parameters; use a "
                     "credentials_block, or set the key in the environment where the flow runs"
                 )
-            # Fields with a type of their own say it better; a run's records could not hold these.
+            # Groups and number fields check this themselves. The records of a run cannot hold NaN.
             free = name not in cls.model_fields or not _is_group(cls.model_fields[name].annotation)
             if free and isinstance(value[name], (float, Mapping, list, tuple)):
                 place = path_of_non_finite(value[name])
@@ -118,7 +118,7 @@ class Group(BaseModel):
         Prefect's form sorts fields by `position`, else by name.
         """
         schema = handler(core_schema)
-        # As what is written out, a group is any object: which keys are hidden is told only then.
+        # A schema for output has no properties, because `_hidden` may return any mapping.
         fields = handler.resolve_ref_schema(schema).get("properties", {})
         for position, shown in enumerate(fields.values(), 1):
             shown["position"] = position
@@ -131,8 +131,8 @@ class Group(BaseModel):
     ) -> dict[str, Any]:
         """Serialize the group; in JSON mode, mask credentials.
 
-        Credentials are not masked in Python mode, or if the context is {"clear": True}, which a
-        job's `to_dict` uses.
+        Credentials are not masked in Python mode, nor with the context {"clear": True}, which
+        `BatchJob.to_dict` uses.
         """
         value: dict[str, Any] = handler(self)
         if info.mode != "json" or (info.context or {}).get("clear"):

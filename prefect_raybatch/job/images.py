@@ -7,9 +7,9 @@ from pydantic import field_validator
 from prefect_raybatch.job.group import Group, field
 
 MOST_PIXELS = 178_956_970  # Pillow refuses larger images, whatever its settings
-ASPECT = 200  # ratio of the sides of an image from which on models refuse it
+ASPECT = 200  # models refuse images with at least this ratio of their sides
 UNKNOWN = (512, 512)  # (width, height) assumed for images if no size is set
-DIGESTS_COLUMN = "image_digests"  # of output.extras
+DIGESTS_COLUMN = "image_digests"  # a name in output.extras
 
 
 class Images(Group):

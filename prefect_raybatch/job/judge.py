@@ -98,7 +98,7 @@ class Judge(Group):
 
     @property
     def name(self) -> str:
-        """Return the name of the judge's model; of its Prefect block if that is not loaded yet."""
+        """Return the name of the judge's model, or of its Prefect block until that is loaded."""
         return str(self.model or self.endpoint.get("model") or self.endpoint.get("block"))
 
     @property
@@ -146,7 +146,7 @@ def judge_job(
 
 
 def _cluster(cluster: Mapping[str, Any], judge: Judge) -> dict[str, Any]:
-    """Return the fields of the judge's cluster: usually those of the job's.
+    """Return the fields of the judge's cluster, which are usually those of the job.
 
     If the job's runs are submitted as Ray jobs, a hosted judge is called from this machine; then
     only the prices and the currency are kept.

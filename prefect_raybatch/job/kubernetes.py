@@ -27,7 +27,7 @@ SCALES: dict[str | None, Decimal] = {
     **{f"{letter}i": Decimal(1024**power) for power, letter in enumerate("KMGTP", 1)},
 }
 GPU = "nvidia.com/gpu"
-# Values of fields that are left out. They are no pydantic defaults, because Prefect's form would
+# Values for fields that are not set. They are no pydantic defaults, because Prefect's form would
 # send those and so request a cluster: only an empty group means no cluster.
 WORKERS, GPUS, WORKER_CPU, WORKER_MEMORY = 1, 1, "8", "32Gi"
 HEAD_CPU, HEAD_MEMORY = "2", "8Gi"
@@ -383,7 +383,7 @@ def _check_group(group: Mapping[str, object], where: str) -> None:
 
 
 def containers(pod: Mapping[str, object], where: str = "spec") -> Iterator[Mapping[str, Any]]:
-    """Return the containers of a pod's spec; raise `ValueError` if there are none."""
+    """Yield the containers in a pod's spec; raise `ValueError` if there are none."""
     found = pod.get("containers")
     if not isinstance(found, list) or not found:
         raise ValueError(

@@ -157,7 +157,7 @@ class Limits(Group):
         return f"{' and '.join(fields)} ({words}) allow{'s' if len(fields) == 1 else ''}"
 
     def reported(self, rows: int) -> int:
-        """Return the number of failed rows, of `rows`, above which warning and event are sent."""
+        """Return how many of `rows` rows may fail before a warning and an event are sent."""
         return (
             self.allowed(rows) // 2 if self.warn_failed is None else _share(self.warn_failed, rows)
         )

@@ -20,16 +20,16 @@ EMBEDDING_REQUEST = "prefect_raybatch.batches.requests:embedding_request"
 COMPLETION_REQUEST = "prefect_raybatch.batches.requests:completion_request"
 TEXT_REQUEST = "prefect_raybatch.batches.requests:text_request"  # a chat or a completion
 REQUEST_FUNCTIONS = (CHAT_REQUEST, EMBEDDING_REQUEST, COMPLETION_REQUEST, TEXT_REQUEST)
-# The version of what these functions make of a line. Raise it if they make another request of the
-# same line. It counts in place of their source, so that a new release continues a run.
+# Version of the requests that these functions make; raise it if they change. It counts in the
+# fingerprint in place of their source, so that a new release continues a run.
 REQUEST_FORM = "1"
-HOSTED_TOKENS = 1024  # of an answer to a request without max_tokens, which a limiter must reserve
-KEPT_COLUMNS = ("custom_id", "body")  # that output.jsonl is made of
+HOSTED_TOKENS = 1024  # max_tokens of requests that set none: a rate limiter must reserve some
+KEPT_COLUMNS = ("custom_id", "body")  # input columns from which output.jsonl is written
 ANSWER_EXTRAS = ("finish_reason", "prompt_tokens", "output_tokens")
 
 
 def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a job, with those added that an OpenAI batch file as its input implies.
+    """Return a job's fields, plus the fields that an OpenAI batch file as its input implies.
 
     Fields that the job sets are kept, but output.extras is extended, and for a hosted model
     sampling.max_tokens: null becomes a number. Unchanged for another input, and if a group is not a
@@ -111,12 +111,12 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
 
 
 def _unset(group: Mapping[str, Any], *names: str) -> bool:
-    """Return whether all of these fields are missing in the group, or None."""
+    """Return whether each of these fields is missing in the group, or None."""
     return all(group.get(name) is None for name in names)
 
 
 def _fields(group: object) -> dict[str, Any] | None:
-    """Return the fields that are set in a group; None if it is neither model nor mapping."""
+    """Return the fields that are set in a group, a model or a mapping; None for any other value."""
     if isinstance(group, BaseModel):
         return {name: value for name, value in group if name in group.model_fields_set}
     return dict(group) if isinstance(group, Mapping) else None
@@ -125,7 +125,7 @@ def _fields(group: object) -> dict[str, Any] | None:
 def check_batch_file(
     source: Source, function: str | None, sampling: Sampling, task: str, output: Output
 ) -> None:
-    """Raise ValueError for fields that conflict with an OpenAI batch file as input, or need one."""
+    """Raise ValueError for fields that an OpenAI batch file as input forbids, or that need one."""
     if source.format != BATCH_FORMAT:
         if source.served_as is not None:
             raise ValueError(

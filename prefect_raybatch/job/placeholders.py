@@ -18,7 +18,7 @@ _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
 _STAMP = re.compile(r"-(\d{8}T\d{6})Z(?:\.[rm]\d+)*$")
 _DIRECTIVE = re.compile(r"%-?[A-Za-z]")
 _DIGITS = {"%Y": r"\d{4}", "%m": r"\d\d", "%d": r"\d\d", "%y": r"\d\d", "%j": r"\d{3}"}
-_ANY = "\0"  # any part of a folder's name, until the folders are told apart
+_ANY = "\0"  # any part of a folder's name, until the URI is split at each /
 PLACEHOLDER_NAMES = frozenset(("run_date", "run_key"))
 
 
@@ -68,6 +68,7 @@ def date_of(text: str) -> date:
 
 
 def today() -> date:
+    """Return today's date in UTC."""
     return datetime.now(UTC).date()
 
 

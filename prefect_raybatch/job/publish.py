@@ -119,8 +119,8 @@ class PublishTarget(Group):
     def place(self, run_key: str) -> str:
         """Return the location as text for display and records, with {run_key} filled in.
 
-        It is the URI, or without one the catalog's name or URI, and then #TABLE if a table is set.
-        ${NAME} stays, so that no secret shows.
+        The text is the URI, or else the catalog's name or URI, followed by #TABLE if a table is
+        set. ${NAME} is not filled in, so that no secret shows.
         """
         where = self.uri or str(self.catalog.get("name") or self.catalog.get("uri") or "catalog")
         whole = f"{where}#{self.table}" if self.table else where
@@ -146,7 +146,7 @@ class PublishTarget(Group):
 
         Omits `options` and masked catalog properties.
         """
-        value = self.model_dump(mode="json", exclude_defaults=True)  # hidden, as for others
+        value = self.model_dump(mode="json", exclude_defaults=True)  # JSON mode masks credentials
         value.pop("options", None)
         if "catalog" in value:
             kept = {k: v for k, v in value["catalog"].items() if not is_masked(v)}

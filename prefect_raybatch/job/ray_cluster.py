@@ -21,7 +21,7 @@ from prefect_raybatch.words import counted
 
 
 class PodGroup(NamedTuple):
-    """Identical pods: `pods` is their number, `gpus` and `cpus` are what Ray has on each."""
+    """A group of `pods` identical pods. Ray has `gpus` GPUs and `cpus` CPUs on each."""
 
     name: str
     pods: int
@@ -47,8 +47,8 @@ def check_made_cluster(access: ClusterAccess, engine: Engine, larger: Engine | N
 def check_shape(kubernetes: Kubernetes, engine: Engine) -> None:
     """Raise `ConfigError` if the workers have too few GPUs for the fewest replicas of the engine.
 
-    Raises it for an unusable manifest too. Engines on CPUs always pass, and so does engine.device:
-    auto if no worker has a GPU. Contacts no server.
+    Also raises it for an unusable manifest. Accepts any workers for engines on CPUs, and workers
+    without GPUs if `engine.device` is auto. Contacts no server.
     """
     groups = worker_groups(kubernetes)
     if engine.device == "cpu":
@@ -98,7 +98,7 @@ def worker_groups(kubernetes: Kubernetes) -> list[PodGroup]:
 
 
 def pod_groups(kubernetes: Kubernetes) -> list[PodGroup]:
-    """Return the head pod, then `worker_groups`; raise `ConfigError` for an unusable manifest."""
+    """Return the groups of all pods, head first; raise `ConfigError` for an unusable manifest."""
     body = given_manifest(kubernetes)
     if body is not None:
         head = _pods("head", 1, body["spec"]["headGroupSpec"])
@@ -129,8 +129,8 @@ def _pods(name: str, pods: int, group: Mapping[str, Any]) -> PodGroup:
 def _of_pod(group: Mapping[str, Any], resource: str) -> float:
     """Return how much of `resource` a pod of the group has; 0 if the pod does not name it.
 
-    KubeRay reads the first container, which is Ray's: its limits, or its requests if a CPU has no
-    limit.
+    Like KubeRay, reads the limits of the first container, which runs Ray. For CPUs without a limit,
+    reads the requests.
     """
     resources = group["template"]["spec"]["containers"][0].get("resources") or {}
     named = resources.get("limits") or {}
@@ -140,12 +140,12 @@ def _of_pod(group: Mapping[str, Any], resource: str) -> float:
 
 
 def _whole(amount: object) -> float:
-    """Return a Kubernetes quantity such as 500m as a number, rounded up as KubeRay gets it."""
+    """Return a Kubernetes quantity such as 500m as a whole number, rounded up as in KubeRay."""
     return float(math.ceil(quantity(amount)))
 
 
 def given_manifest(kubernetes: Kubernetes) -> dict[str, Any] | None:
-    """Return the RayCluster of `manifest` or `manifest_file`; None if neither is set.
+    """Return the RayCluster manifest that the job sets, inline or as a file; None if it sets none.
 
     Raises `ConfigError` if the file cannot be read, or does not contain exactly one valid
     RayCluster.

@@ -15,11 +15,11 @@ from prefect_raybatch.job.vllm.structured_outputs import check_label_texts, with
 # Fields of vLLM that affect only output that a result does not hold; rejected.
 NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
 
-# The same, but runs have begun with them: refused where a run begins, not where one is continued.
+# More such fields. Planning rejects them, but not the job itself: earlier runs with them continue.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
 
-WHOLE_CONTEXT = 1 << 22  # tokens: more than any context, whose end then ends the answer
+WHOLE_CONTEXT = 1 << 22  # tokens, more than any context: the answer may fill it
 ASSUMED_TOKENS = 1024  # length of an answer with WHOLE_CONTEXT that sizes assume
 
 
@@ -56,7 +56,7 @@ class Sampling(Group):
     def for_vllm(self) -> dict[str, Any]:
         """Return the sampling fields that are not None, as plain values for vLLM.
 
-        Without `max_tokens`, a number larger than any context stands for it.
+        If `max_tokens` is None, it becomes a number that is larger than any context.
         """
         fields = self.model_dump(mode="json")
         if self.max_tokens is None:

@@ -15,7 +15,7 @@ MOST_DEPTH = 100  # nested objects and lists; the grammar libraries stop at abou
 MOST_PARTS = 2_000  # objects in the schema: checking 3,000 takes jsonschema 5 s
 MOST_ITEMS = 10_000  # a grammar of 100,000 list items takes seconds, one of 100 million never ends
 MOST_CHARACTERS = 1_000_000
-EXACT = 1 << 53  # beyond it float64, in which grammars are computed, has no longer every integer
+EXACT = 1 << 53  # beyond it, float64, which grammars use, lacks some integers
 
 VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -179,7 +179,7 @@ def _check_references(schema: object) -> None:
 def _about_same_value(schema: object, part: Mapping[str, object]) -> Iterator[object]:
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        with suppress(ValueError):  # whoever resolves it says that it leads nowhere
+        with suppress(ValueError):  # a $ref without a target is reported where it is resolved
             yield target_of(schema, reference)
     for name in SAME_VALUE:
         inner = part.get(name)

@@ -19,7 +19,7 @@ from prefect_raybatch.job.variables import VARIABLE
 
 MASK = "**********"
 CLEAR = {"clear": True}  # pydantic context that leaves credentials unmasked
-SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # names, or beginnings with a *, that the operator knows
+SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # variable: names that hold no secret, by commas
 # Store options that hold no secret.
 OPTIONS = frozenset(
     (
@@ -35,9 +35,9 @@ OPTIONS = frozenset(
         *("username_env", "password_env", "token_env"),  # names of variables
     )
 )
-# Properties of a catalog that hold no secret, beside those.
+# Properties of a catalog that hold no secret, besides OPTIONS.
 CATALOG = frozenset(("type", "name", "uri", "warehouse", "prefix", "s3.endpoint", "s3.region"))
-# Variables of what an engine is made of; those of them with a word of SECRET_WORD are keys.
+# Variables of the libraries in an engine. A name with a word of SECRET_WORD is a key even so.
 VARIABLES = re.compile(
     r"(VLLM|NCCL|CUDA|RAY|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|MKL|KMP|OPENBLAS|GLOO|UCX|FI|HSA"
     r"|HIP|ROCR|ROCM|NVIDIA|FLASHINFER|RAYBATCH|TRANSFORMERS)_[A-Z0-9_]+"
@@ -49,7 +49,7 @@ SECRET_WORD = re.compile(
     r"|AUTHORIZATION|COOKIES?|SIGNATURE|DSN)(_|$)",
     re.IGNORECASE,
 )
-# Engine arguments are many and mostly plain: there the name must say that it is a key.
+# Most engine arguments hold no secret, so only those with such a name count as keys.
 ARGUMENT = re.compile(
     r"(^|[_.])(key|token|pass|passwd|credentials?|cookie)(_id)?$|secret|password|authorization",
     re.IGNORECASE,
@@ -71,14 +71,14 @@ PASSWORD = re.compile(
     r"|sig(nature)?|sas",
     re.IGNORECASE,
 )
-# Engine arguments that are free mappings, whose names nobody can know: each text in them is secret.
+# Engine arguments that are mappings with arbitrary names: each text in them counts as secret.
 FREE_ARGUMENTS = frozenset(
     (
         *("additional_config", "ec_transfer_config", "kv_transfer_config", "media_io_kwargs"),
         *("model_loader_extra_config", "weight_transfer_config"),
     )
 )
-# Beginnings of tokens that are well known, and what other tokens in a path look like.
+# Well-known prefixes of tokens, and patterns of other tokens in a path.
 _TOKEN_BEGINS = re.compile(r"(gh[opsur]|github_pat|glpat|hf|sk|xox[a-z]|dapi)[-_]\w{8,}|eyJ\w{8,}")
 _MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w~+=-]{16,}")
 _LOWER = re.compile(r"(?=(?:\D*\d+\D+){3})(?:[a-z\d]{20,}|[A-Z\d]{20,})")
@@ -93,8 +93,7 @@ def hide_options(value: object, name: str = "") -> Any:
     """Return store options with each value masked unless it is empty, boolean, or harmless by name.
 
     `value` is a mapping of options or, if `name` is given, the value of the option `name`.
-    `safe_option` decides which names are harmless. In values that are not masked, URLs are shown as
-    by `hide_path`.
+    `safe_option` decides which names are harmless. In other values, URLs are masked by `hide_path`.
     """
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
@@ -106,9 +105,9 @@ def hide_options(value: object, name: str = "") -> Any:
 def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return an Iceberg catalog's properties with values masked unless their names are harmless.
 
-    Harmless are the names in CATALOG and those of `safe_option`. A value with ${NAME} is shown,
-    because the variable's value is not in the job. URLs in values that are shown lose their
-    credentials.
+    Names in CATALOG and names for which `safe_option` is true are harmless. A value with ${NAME} is
+    shown, because the variable's value is not in the job. In values that are shown, credentials in
+    URLs are masked.
     """
     return {name: _shown_property(str(name), inner) for name, inner in value.items()}
 
@@ -116,7 +115,7 @@ def hide_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
 def catalog_secrets(properties: Mapping[str, Any]) -> Iterator[str]:
     """Yield the secret texts in a catalog's properties, in which ${NAME} is already filled in.
 
-    For a value such as ID:SECRET, yields both the whole and the parts after each colon.
+    For a value such as ID:SECRET, yields both the whole and each part after a colon.
     """
     for name, inner in properties.items():
         if isinstance(inner, Mapping):
@@ -140,7 +139,7 @@ CATALOG_PLACE = ("type", "name", "uri", "warehouse", "prefix")
 def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties that identify a catalog, without credentials, for the job in a plan.
 
-    In place of each credential is `...`, not the usual mask, with which the job would be invalid.
+    Each credential is replaced by `...`, because the usual mask would make the job invalid.
     """
     return {
         name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
@@ -162,8 +161,7 @@ def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return environment variables with each value masked unless the name is harmless.
 
-    `safe_variable` decides which names are harmless. Of http(s) URLs in the other values, only the
-    host is shown.
+    `safe_variable` decides which names are harmless. Their http(s) URLs are masked after the host.
     """
     return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 
@@ -172,7 +170,7 @@ def hide_argument(value: object, name: str) -> Any:
     """Return an engine argument with credentials masked, recognized by names such as api_key.
 
     `name` is the argument's name. All texts in a mapping with such a name, or in an argument of
-    FREE_ARGUMENTS, are masked. Other texts are shown as by `hide_path`.
+    FREE_ARGUMENTS, are masked. In other texts, URLs are masked by `hide_path`.
     """
     if isinstance(value, Mapping):
         above = name if ARGUMENT.search(name) or name in FREE_ARGUMENTS else None
@@ -185,10 +183,10 @@ def hide_argument(value: object, name: str) -> Any:
 
 
 def hide_path(value: object) -> Any:
-    """Return a text in which all that follows the host of an http(s) URL is masked.
+    """Return a text in which everything after the host of an http(s) URL is masked.
 
-    Many services put a credential into the path. In other URLs, masks what `hide_users` masks. A
-    value that is no text is unchanged.
+    Many services put a credential into the path. In other URLs, masks the same as `hide_users`. A
+    value that is no text is returned unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -213,7 +211,7 @@ def _without_users(value: object) -> Any:
 
 
 def hide_tokens(text: str, mask: str = MASK) -> str:
-    """Return `text` with `mask` for path segments of http(s) URLs that look like tokens."""
+    """Return `text` with `mask` in place of path segments of http(s) URLs that look like tokens."""
 
     def shown(match: re.Match[str]) -> str:
         before, segments = "", []
@@ -244,9 +242,9 @@ def _is_token(segment: str, before: str) -> bool:
 
 
 def recorded(url: str) -> str:
-    """Return a URL for records and messages: `unsigned`, with `...` for tokens in its path.
+    """Return a URL without signing parameters, and with `...` in place of tokens in its path.
 
-    It is still a valid URL, so that the job in a plan is still valid.
+    For records and messages. It is still a valid URL, so that the job in a plan is still valid.
     """
     return hide_tokens(unsigned(url), "...")
 
@@ -280,10 +278,12 @@ def holds_password(url: str) -> bool:
 
 
 def safe_option(name: str) -> bool:
+    """Return whether a store option of this name holds no secret."""
     return name in OPTIONS or _named(name)
 
 
 def safe_variable(name: str) -> bool:
+    """Return whether an environment variable of this name holds no secret."""
     known = VARIABLES.fullmatch(name) is not None and not SECRET_WORD.search(name)
     return known or _named(name)
 
@@ -317,7 +317,7 @@ def _is_open(value: object) -> bool:
 def _named(name: str) -> bool:
     """Return whether the variable RAYBATCH_SAFE_NAMES lists a name as not secret.
 
-    A * in it does not match names that contain a word such as "token" (`SECRET_WORD`).
+    A `*` in the list does not match names that contain a word such as "token" (`SECRET_WORD`).
     """
     given = [one.strip() for one in os.environ.get(SAFE_NAMES, "").split(",")]
     wild = not SECRET_WORD.search(name) and any(fnmatchcase(name, one) for one in given)

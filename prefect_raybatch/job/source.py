@@ -1,4 +1,4 @@
-"""Which rows a job is about: `source` of a job file."""
+"""The input of a job, and which of its rows are read: `source` of a job file."""
 
 from __future__ import annotations
 

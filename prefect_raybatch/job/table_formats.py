@@ -21,10 +21,9 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:,\s*(?:tz=)?([\w/+:-]+))?\]"
 class TableFormat:
     """A format of versioned tables that `source.format` may name.
 
-    `title`: its official spelling. `module`: the Python module that reads it. `extra`: the extra of
-    `pip install "prefect-raybatch[EXTRA]"` that installs it. `version`: the valid forms of
-    source.version, in words for an error; None if the format has no versions. `schemes`: the
-    schemes of its URIs; one that is not also an object store's identifies the format.
+    `title`: its official spelling. `module`: the Python module that reads it. `extra`: the pip
+    extra that installs it. `version`: the valid forms of source.version, in words for an error;
+    None if the format has no versions. `schemes`: its URI schemes.
     """
 
     title: str
@@ -40,6 +39,7 @@ class TableFormat:
 
     @property
     def own_schemes(self) -> tuple[str, ...]:
+        """Return the URI schemes that no object store has, so that they identify the format."""
         return tuple(scheme for scheme in self.schemes if scheme not in SCHEMES)
 
 
@@ -74,7 +74,7 @@ def scheme_of(uri: str) -> str:
 
 
 def format_of_scheme(scheme: str) -> str | None:
-    """Return the table format of a scheme; None for that of a path, object store or http(s)."""
+    """Return the table format that a URI scheme identifies ("sql" for mysql); None if none."""
     return next((name for name, one in TABLE_FORMATS.items() if scheme in one.own_schemes), None)
 
 
@@ -112,7 +112,7 @@ def check_catalog_code(properties: Mapping[str, object]) -> None:
 
 
 def check_catalog(properties: Mapping[str, object]) -> None:
-    """Raise ValueError for catalog properties that name Python code, or a user in a URL."""
+    """Raise ValueError for catalog properties that name Python code or contain a user in a URL."""
     check_catalog_code(properties)
     for name, value in properties.items():
         if isinstance(value, str) and USERINFO.search(value):

@@ -25,13 +25,14 @@ from prefect_raybatch.policy.allowed import (
 from prefect_raybatch.policy.in_force import POLICY_FILE
 from prefect_raybatch.policy.policy import JobPolicy, matches_any
 
-NAMES_CODE = frozenset(("custom_class",))  # words of vLLM's own lists that have a class imported
+NAMES_CODE = frozenset(("custom_class",))  # vLLM allows the word, and imports a class
 
 
 def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
-    """Raise `ConfigError` for the first variable or argument that the policy does not allow.
+    """Raise `ConfigError` for the first engine argument or environment variable not allowed.
 
-    A variable is also rejected for a value that may be a path or URL.
+    Also rejects a variable whose value may be a path or URL, unless the operator allows the
+    variable.
     """
     file = f"the file of {POLICY_FILE}" + (f", {policy.title}" if policy.limited else "")
     for name, value in engine.env.items():
@@ -59,7 +60,7 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
 
 
 def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of those parts of an engine argument that the policy does not allow.
+    """Yield the dotted names of the parts of an engine argument that the policy does not allow.
 
     `name` is the dotted name of `value`; `kind` is its type in vLLM, Any if unknown.
     """
@@ -86,10 +87,9 @@ def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> 
 
 
 def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of those arguments of ENGINE_CODE that are set and not allowed.
+    """Yield the dotted names of set arguments that run code (ENGINE_CODE) and are not allowed.
 
-    They make vLLM run code or programs. Looks into `value`, the value of argument `name`, at any
-    depth.
+    Looks into `value`, the value of argument `name`, at any depth.
     """
     last = name.rpartition(".")[2]
     if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
@@ -106,7 +106,7 @@ def _allows(policy: JobPolicy, name: str) -> bool:
 
 
 def _is_harmless(value: object) -> bool:
-    """Return whether a value cannot name anything: a number, a boolean, or empty."""
+    """Return whether a value cannot name code, a file or a host: a number, a boolean, or empty."""
     return value in (None, "") or isinstance(value, (bool, int, float)) or value in ([], {}, ())
 
 
@@ -121,7 +121,7 @@ def _is_known_text(name: str, value: str, kind: object, policy: JobPolicy) -> bo
 
 
 def _options(kind: object) -> Iterator[object]:
-    """Yield the types that a union consists of, without their bounds (`Annotated`)."""
+    """Yield the members of a union, or any other type itself, without bounds (`Annotated`)."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is not None and get_origin(kind) not in (list, set, dict, tuple, Literal):
@@ -143,9 +143,9 @@ def _is_word_list(kind: object) -> bool:
 
 
 def _kind_in(kind: object, key: str) -> object:
-    """Return the type of the value at `key` in a mapping of type `kind`, a dict or a class.
+    """Return the type of the value at `key`, where `kind` is the type of the mapping around it.
 
-    Returns Any for a key that the class does not have, None if the type is unknown.
+    `kind` is a dict or a class. Returns Any for a key that the class lacks, None if unknown.
     """
     for option in _options(kind):
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -41,7 +41,7 @@ AUTHORITY = re.compile(
     r"(?::(?P<port>\d{1,5}))?(?P<rest>[/?#].*)?",
     re.DOTALL,
 )
-# SQLAlchemy looks for an @ behind the first / as well, and drivers split at a semicolon.
+# SQLAlchemy also looks for an @ after the first /, and drivers split at a semicolon.
 ODD_IN_DATABASE = re.compile(r"[@#;\\\s\x00-\x1f\x7f]")
 
 
@@ -71,7 +71,7 @@ class Reach:
             self._refuse(field, f"name the host {shown}", _add("it to hosts"))
 
     def connect_url(self, field: str, url: str) -> None:
-        """Check the host and port of a URL; reject one in which libraries may see another host."""
+        """Check the host and port of a URL; reject a host that libraries may read differently."""
         match = AUTHORITY.fullmatch(url)
         if match is None or int(match["port"] or 0) > MOST_PORT:
             self._refuse(
@@ -101,7 +101,7 @@ class Reach:
                 self.secret(field, match[1])
 
     def model(self, field: str, name: str) -> None:
-        """Check reading a model or adapter from its path or URL, or else access to Hugging Face."""
+        """Check that a model or adapter may be read, from its path or URL or from Hugging Face."""
         local = name.startswith((".", "/", "~", "file:")) or os.path.exists(name)
         if local or (ANY_URL.match(name) and not name.startswith("hf://")):
             self.read(field, name)

@@ -34,7 +34,7 @@ POD_HOOKS = ("postStart", "preStop")
 
 
 def check_made_pods(cluster: Cluster, policy: JobPolicy) -> None:
-    """Raise `ConfigError` for a cluster that the policy does not allow.
+    """Raise `ConfigError` if the policy forbids the Kubernetes cluster that a job creates.
 
     Checks the cluster in the job, and the cluster of its RayCluster block if the block is loaded.
     """
@@ -60,7 +60,7 @@ def check_pods(kubernetes: Kubernetes, policy: JobPolicy) -> None:
     _check_names("secrets", kubernetes.secrets, limits.secrets, "secrets")
     _check_variables("env", kubernetes.env, policy)
     if kubernetes.url is not None and policy.limited:
-        # As its name and namespace may be: each is one label of a host's name.
+        # Any name and namespace do here: each is only one label of the host's name.
         reach.connect_url(f"{WHERE}.url", kubernetes.url.format(name="name", namespace="namespace"))
     if kubernetes.manifest_file is not None and policy.limited:
         reach.read(f"{WHERE}.manifest_file", kubernetes.manifest_file)

@@ -45,13 +45,13 @@ def visible_yaml(value: object, **options: Any) -> str:
     `options` are passed to `yaml.dump`.
     """
     text: str = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, **options)
-    # What is left of them stands in double quotes, where these escapes mean the same.
+    # The remaining ones are in double quotes, where YAML reads these escapes as the characters.
     return visible(text)
 
 
 @dataclass(frozen=True)
 class YamlText:
-    """A parsed YAML text: its `value`, and the root of its nodes, None for an empty text."""
+    """A parsed YAML text: its `value`, and the root of its syntax tree, None for an empty text."""
 
     value: Any
     root: yaml.Node | None = None
@@ -105,8 +105,8 @@ NO_TEXT = YamlText(None)
 def read_yaml(text: str) -> YamlText:
     """Parse a YAML text.
 
-    Raises ValueError, with the lines, for a syntax error and for a key that is repeated in a
-    mapping (YAML readers silently take the last), and for over 100,000 values.
+    Raises ValueError, with line numbers, for a syntax error and for a key that is repeated in a
+    mapping (YAML readers silently take the last). Raises it for over 100,000 values, too.
     """
     try:
         return _read(text)
@@ -192,7 +192,7 @@ def _is_scalar(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode)
 
 
-# What PyYAML says, what is likely wrong, and whether the error's own place is where it begins.
+# (text in PyYAML's message, likely cause, whether the cause is at the error's own position)
 _CAUSES = (
     (
         "found character '\\t' that cannot start",

@@ -52,7 +52,7 @@ def name_of_function(value: object) -> object:
 
 
 def shown_name(name: str) -> str:
-    """Return `file.py:NAME` without its folder, so that moving the job file does not change it.
+    """Return `file.py:NAME` without its folder; moving the file then keeps the run's fingerprint.
 
     Returns any other name unchanged.
     """
@@ -205,7 +205,7 @@ def _used_names(value: object) -> set[str]:
 def _source_text(value: Any) -> str:
     try:
         return inspect.getsource(value)
-    except (OSError, TypeError):  # typed at a prompt: what it was compiled to
+    except (OSError, TypeError):  # typed at a Python prompt: use the compiled code
         return repr([(c.co_code, c.co_names, _plain_constants(c)) for c in _codes(value)])
 
 

@@ -72,7 +72,7 @@ def pickle_by_value(name: str, field: str) -> bytes:
 
     function = load_user_function(name, field)
     module = sys.modules[function.__module__]
-    if module.__name__ != MAIN:  # which always is pickled by value
+    if module.__name__ != MAIN:  # cloudpickle always pickles __main__ by value
         cloudpickle.register_pickle_by_value(module)
     try:
         data: bytes = cloudpickle.dumps(function)
@@ -84,7 +84,7 @@ def pickle_by_value(name: str, field: str) -> bytes:
     return data
 
 
-@lru_cache(maxsize=16)  # one copy a process, so that what the function keeps lasts over blocks
+@lru_cache(maxsize=16)  # one copy per process, so that a function keeps its state
 def _unpacked(payload: bytes) -> Callable[..., Any]:
     function: Callable[..., Any] = pickle.loads(payload)
     return function

@@ -37,9 +37,9 @@ class _Unknown(Exception):
 
 
 def wrong_values(given: Mapping[str, Any]) -> str | None:
-    """Return vLLM's objections to `given` ({engine argument: value}), one per line, or None.
+    """Return errors about `given` ({engine argument: value}) that vLLM would raise, one per line.
 
-    Also None if vLLM is not installed. None (null in YAML) as a value is always valid.
+    Returns None for no errors, or without vLLM. None as a value (YAML's null) is always valid.
     """
     fields = {
         name: (kind | None, None) for name, kind in types_of_arguments(tuple(sorted(given))).items()
@@ -57,7 +57,7 @@ def wrong_values(given: Mapping[str, Any]) -> str | None:
 
 @cache
 def types_of_arguments(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return {name: type} of those engine arguments in `names` whose type can be derived."""
+    """Return {name: type} of the arguments in `names` whose type vLLM's source code shows."""
     found = {}
     for item in vllm_fields.annotated(vllm_fields.class_body(*ENGINE_ARGS)):
         name = item.target.id

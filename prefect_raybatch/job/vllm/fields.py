@@ -57,7 +57,7 @@ def text_models() -> frozenset[str] | None:
 
 @cache
 def media_limits(architecture: str) -> Mapping[str, int | None] | None:
-    """Return {medium: most items in a request} of an architecture.
+    """Return {medium: maximum number of items in a request} for a model architecture.
 
     The value None means no limit, as in {"image": None}. The result is None if vLLM is not
     installed or its source does not show the limits.
@@ -96,7 +96,7 @@ def tool_parsers() -> frozenset[str] | None:
 
 
 def _listed(file: str, *tables: str) -> frozenset[str] | None:
-    """Return the keys of those dicts at the top level of one of vLLM's files that `tables` names.
+    """Return the keys of the top-level dicts in one of vLLM's files whose names are in `tables`.
 
     Returns None if there are no keys, or vLLM is not installed.
     """
@@ -117,7 +117,7 @@ def _tables(file: str, *names: str) -> list[ast.Dict]:
 
 
 def _asked_about(file: str, name: str) -> str | None:
-    """Return the class that a decorator of model class `name` gets as `info=`; None without one."""
+    """Return the class in `info=` of a decorator of the model class `name`; None without one."""
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for call in node.decorator_list:

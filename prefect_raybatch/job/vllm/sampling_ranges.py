@@ -57,7 +57,7 @@ RANGES: dict[str, RangeCheck] = {
     "frequency_penalty": _PENALTY,
     "repetition_penalty": (lambda v: _number(v) and v > 0, "a number above 0"),
     "min_tokens": (lambda v: _whole(v) and v >= 0, "a whole number, at least 0"),
-    # vLLM keeps it in 64 bits and looks at no value; of n answers each has the next one.
+    # vLLM stores it in 64 bits without a check; n answers have consecutive seeds.
     "seed": (
         lambda v: _whole(v) and -(2**63) <= v < 2**63 - MOST_ANSWERS,
         "a signed 64-bit whole number (take a longer hash modulo 2**62)",

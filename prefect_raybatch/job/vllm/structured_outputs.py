@@ -19,7 +19,7 @@ from prefect_raybatch.job.schema_limits import check_schema_limits
 from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.job.vllm.sampling_ranges import QUOTED
 
-# One of them, beside any of the FORM_OPTIONS.
+# A form has exactly one of these fields, and any of the FORM_OPTIONS.
 FORM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FORM_OPTIONS = {
     "disable_any_whitespace": bool,
@@ -27,7 +27,7 @@ FORM_OPTIONS = {
     "whitespace_pattern": str,
 }
 FORM = "structured_outputs"
-GRAMMAR_SECONDS = 30.0  # a parser may take to make a grammar; those in use take a tenth of one
+GRAMMAR_SECONDS = 30.0  # limit for compiling a grammar; usual ones take 0.1 s
 
 
 def with_schema_text(sampling: Mapping[str, object]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _text(value: object) -> bool:
 def check_label_texts(labels: Sequence[str], where: str = "") -> None:
     """Raise ValueError for a label that is empty, is not valid Unicode, or appears twice.
 
-    `where` begins the message: a field with a colon and a blank.
+    `where` begins the message, such as "structured_outputs.choice: ".
     """
     for number, label in enumerate(labels, 1):
         if not label.strip():
