@@ -38,8 +38,8 @@ def put_answer_files(
 ) -> None:
     """Write output.jsonl and error.jsonl to the directory of a run over an OpenAI batch file.
 
-    Each file is written atomically. Does nothing for other inputs, and for the requests phase of a
-    run that has one, whose rows are not those of the file.
+    Each file is written atomically. Does nothing for other inputs, and for the plan of a requests
+    phase, because its rows are requests and not the rows of the file.
     """
     if read.format == BATCH_FORMAT and not is_first_phase(plan):
         lines = AnswerLines.of(store, plan, success, finish, model_request)
@@ -51,9 +51,9 @@ def put_answer_files(
 class AnswerLines:
     """Makes the lines of OpenAI output files from a run's result, which is in `store`.
 
-    `column` is the result column with the answers, `number` that with the row numbers. `model` is
-    the model name written for requests that have none. Ids derive from the plan's hash, so each
-    call makes the same ids.
+    `column` is the result column with the answers, `number` the column with the row numbers.
+    `model` is the model name written for requests that have none. Ids derive from the plan's hash,
+    so each call makes the same ids.
     """
 
     store: Store

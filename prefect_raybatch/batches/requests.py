@@ -33,7 +33,7 @@ SAMPLED = frozenset(
         "structured_outputs",
     ]
 )
-# Fields that change no answer, and values with which a field means nothing.
+# Fields that change no answer, and fields with values that change no answer.
 IGNORED = frozenset(["model", "user", "metadata", "store", "service_tier", "parallel_tool_calls"])
 EMPTY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -62,7 +62,7 @@ def chat_request(row: Mapping[str, Any]) -> dict[str, Any]:
 def text_request(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row's request for a local model: {messages, sampling} or {prompt, sampling}.
 
-    A row has `prompt` if its `url` is that of completions. Raises ValueError if the row is invalid.
+    It has `prompt` if the row's `url` is for completions. Raises ValueError if the row is invalid.
     """
     if row["fault"] is None and row["url"] == COMPLETION_URL:
         made = completion_request(row)
@@ -152,7 +152,7 @@ def _is_empty(name: str, value: object) -> bool:
 
 
 def _form(value: object, line: str) -> dict[str, Any]:
-    """Return the sampling fields for a body's `response_format`, here `value`.
+    """Return the sampling fields for `value`, the `response_format` of a body.
 
     Raises ValueError if it is not supported.
     """

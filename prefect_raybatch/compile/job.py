@@ -41,8 +41,8 @@ from prefect_raybatch.spec.result import FinishSpec, Layout, OutputSpec, Parsing
 from prefect_raybatch.spec.run import ReuseSpec, RunSpec
 from prefect_raybatch.spec.sizes import Grammar, RowSpec, SizeSpec
 
-# Fields of `output` whose default names get a suffix where the input has a column of that name:
-# the result of one job is the input of the next, and has both.
+# Fields of `output` whose default names get a suffix if the input has a column of that name, for
+# example because the input is the result of another job.
 AUTO_RENAMED_COLUMNS = ("row_number", "column")
 
 
@@ -81,14 +81,13 @@ class Planned:
 def compile_job(
     job: BatchJob, columns: Sequence[str] | None = None, planned: Planned | None = None
 ) -> RunSpec:
-    """Return the spec of a run of the job.
+    """Return the `RunSpec` of a job.
 
     `columns` are the input's column names; None if they are not known yet, and then the result
     keeps all columns that the job does not exclude by name. `planned` has the values that the run's
     plan fixed; without it, chat template and answer schema are read from the job's files and
-    classes.
-
-    Raises `CorruptRun` if the job leaves the context length to the plan and the plan has none.
+    classes. Raises `CorruptRun` if the job leaves the context length to the plan and the plan has
+    none.
     """
     if job.output.escalate.engine is not None:
         return _compile_cascade(job, columns, planned)
@@ -158,7 +157,7 @@ def _model_name(engine: Engine) -> str:
 
 
 def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
-    """Return the spec of a run with this plan, with credentials from the job.
+    """Return the spec of a run that has this plan, with credentials from the job.
 
     Texts of files and classes, and names of columns, are taken from the plan.
     """
@@ -230,6 +229,7 @@ def prompt_spec(job: BatchJob, planned: Planned | None = None) -> PromptSpec:
 
 
 def image_spec(job: BatchJob) -> ImageSpec | None:
+    """Return the spec of the images in prompts; None if the job has no images."""
     images = job.prompt.images
     if not images.used:
         return None
@@ -359,7 +359,7 @@ def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
     free: dict[str, str] = {}
     kept = _kept(job, columns)
     kept = columns if kept is None else kept
-    # A function gets the answer under output.column, whatever the input has under that name.
+    # A postprocess function gets the answer as output.column, even if the input has such a column.
     for field in (
         AUTO_RENAMED_COLUMNS if job.output.postprocess is None else AUTO_RENAMED_COLUMNS[:1]
     ):
@@ -373,8 +373,8 @@ def free_names(job: BatchJob, columns: Sequence[str]) -> dict[str, str]:
 def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
     """Return the input columns that the result keeps; None means all.
 
-    Image columns are left out unless output.columns names them, if `columns` (the input's) is
-    known.
+    `columns` are the input's columns; if they are known, image columns are left out unless
+    output.columns names them.
     """
     images = job.prompt.images.columns
     if job.output.columns is not None or columns is None or not images:
@@ -385,8 +385,7 @@ def _kept(job: BatchJob, columns: Sequence[str] | None) -> Sequence[str] | None:
 def _named(output: Output, field: str, names: Mapping[str, str]) -> str:
     """Return the name of the result column that `field` of `output` sets.
 
-    If the job has the default name, it is replaced by `names[field]`, if that exists (see
-    `free_names`).
+    A default name is replaced by `names[field]`, if that exists (see `free_names`).
     """
     name: str = getattr(output, field)
     return names.get(field, name) if name == Output.model_fields[field].default else name
@@ -400,6 +399,7 @@ def _schema(output: Output, planned: Planned | None) -> str | None:
 
 
 def parsing_spec(job: BatchJob) -> ParsingSpec | None:
+    """Return the spec of the reasoning and tool parsers; None if the job sets neither."""
     output, prompt = job.output, job.prompt
     if not output.reasoning_parser and not output.tool_parser:
         return None
@@ -489,9 +489,8 @@ def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
 def _pooling_fields(job: BatchJob) -> dict[str, Any]:
     """Return the fields of vLLM's `PoolingParams` that the job sets, except `task`.
 
-    The task depends on the model (see `model.tasks`): a job that scores pairs runs as `classify` if
-    the model reads both texts in one prompt, and as `embed` if the vectors of the texts are
-    compared.
+    The task depends on the model (see `model.tasks`): for pairs of texts it is `classify` if the
+    model reads both in one prompt, and `embed` if their vectors are compared.
     """
     if job.engine.task == "embed" and not job.output.normalize:
         return {"use_activation": False}
@@ -501,13 +500,13 @@ def _pooling_fields(job: BatchJob) -> dict[str, Any]:
 # Expected length of an answer under a grammar, which ends by itself, as a fraction of max_tokens:
 # 43 to 72 of 96 tokens were measured (record-15b.jsonl, record-8b.jsonl).
 MEAN_CUTOFF_SHARE = 0.6
-TWO_REQUEST_TOKENS = 2  # tokens of an answer whose first one is asked for: few leave several labels
+TWO_REQUEST_TOKENS = 2  # tokens of an answer for early_stop: first_token; few need more
 
 
 def size_spec(job: BatchJob) -> SizeSpec:
     """Return the values of a job from which the sizes of its run are computed.
 
-    A context length of `auto` is replaced by the model's own until it is measured.
+    For a context length of `auto`, `context` is None until the length is measured.
     """
     engine, replicas = job.engine, job.engine.replicas
     if isinstance(replicas, int):

@@ -47,12 +47,11 @@ class Resolved:
     """A job with its files read, its model pinned if possible, and its fingerprint (`identity`).
 
     `job` has the texts of its chat template and answer schema. `pinned_model` is the model as a
-    plan records it; None while only Hugging Face could tell the model's commit, which is not part
-    of the fingerprint. `checked`: `model.check` has checked the model's files. In a cascade,
-    `first` is the job of the first model, and `pinned_model` is the larger model. `classifier` has
-    the bytes of the job's classifier file, and `training` the record of what it was trained on.
-    `of` has checked that the job has the fields and the model in that record (only the model's name
-    while it is not pinned).
+    plan records it; None until `pinned` looks up the commit of a Hugging Face model. `checked`:
+    `model.check` has checked the model's files. In a cascade, `first` is the job of the first
+    model, and `pinned_model` is the larger model. `classifier` has the bytes of the job's
+    classifier file, and `training` the record of its training. `of` has checked that the job has
+    the fields and the model in that record (only the model's name while it is not pinned).
     """
 
     job: BatchJob
@@ -70,11 +69,11 @@ class Resolved:
         model: Mapping[str, object] | None,
         retry: Mapping[str, object] | None = None,
     ) -> Resolved:
-        """Return the job resolved with `model`; `retry` is that of `fingerprint`.
+        """Return the job resolved with `model`; `retry` names the failed rows of a retry run.
 
-        `model` is the model as a plan records it, None if it is not pinned yet. Reads the files of
-        the chat template and the classifier. Raises `ConfigError` for a classifier that was trained
-        for other fields or another model.
+        `model` is as a plan records it, None if it is not pinned yet. For `retry`, see
+        `fingerprint`. Reads the files of the chat template and the classifier. Raises `ConfigError`
+        for a classifier that was trained for other fields or another model.
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
@@ -116,7 +115,7 @@ class Resolved:
             self.training.check_encoder(name, model, identity)
 
     def with_adapters(self) -> dict[str, Any]:
-        """Return the pinned model with the job's adapters pinned as well, for a new plan."""
+        """Return the model as a new plan records it, with the job's adapters pinned as well."""
         found = adapters.pin_adapters(self.request)
         return {**self.model, "adapters": found} if found else self.model
 
@@ -136,9 +135,9 @@ class Resolved:
         return found
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
-        """Return the job with the failed rows that `retry` names as its input.
+        """Return the job with failed rows as its input in place of the source.
 
-        `retry` is that of `fingerprint`.
+        `retry` names the rows, in the form that `fingerprint` takes; None names none.
         """
         if retry == self.identity.retry:
             return self
@@ -147,11 +146,11 @@ class Resolved:
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
-    """Return the job resolved, with `retry` (see `fingerprint`) as its input if that is given.
+    """Return the job resolved; `retry` names the failed rows of a retry run (see `fingerprint`).
 
     A job that is resolved already is not resolved again. Uses the network only for files in remote
-    folders. Raises `ConfigError` for a job that is not trusted, a missing model, and functions that
-    cannot be imported.
+    folders. Raises `ConfigError` for anything that the policy forbids, a missing model, and
+    functions that cannot be imported.
     """
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
@@ -164,9 +163,9 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
 
 @contextmanager
 def _larger_named(job: BatchJob) -> Iterator[None]:
-    """In the block, name the larger model's fields as the job does in each `ConfigError`.
+    """In a cascade, rename engine.X to output.escalate.to.X in a `ConfigError` from the block.
 
-    For a cascade, `engine.X` becomes `output.escalate.to.X`.
+    The block works on the larger model, whose fields the job sets under that name.
     """
     try:
         yield
@@ -177,7 +176,7 @@ def _larger_named(job: BatchJob) -> Iterator[None]:
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
-    """Return the pinned model if it is bundled or in a folder; None for a name at Hugging Face."""
+    """Return the pinned model if bundled, hosted or in a folder; None for a Hugging Face name."""
     name = request.name
     is_here = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if is_here else None
@@ -226,7 +225,7 @@ def _engine_parts(job: BatchJob) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name.split(".")[0] == "engine"}
 
 
-# Fields of FINGERPRINTED whose value is not what counts, and what counts in its place.
+# Fields of FINGERPRINTED that count with something else than their value, and what that is.
 FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "source.uri": _uris,
     "source.catalog": _catalog,

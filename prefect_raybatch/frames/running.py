@@ -37,7 +37,7 @@ class _KeptEngines:
         self._stack: ExitStack | None = None
 
     def keep(self, seconds: float) -> None:
-        """Keep engines running until `seconds` have passed without a call, also those now idle.
+        """Keep engines, idle ones included, running until `seconds` have passed without a call.
 
         Does nothing in a block of `warm_engines`, which sets the time itself.
         """

@@ -88,8 +88,8 @@ ENGINE_TEXTS = {
     "worker_cls": r"auto",
 }
 
-# Switches that do more than their type tells, wherever they stand: they run a model's code, open a
-# port on all interfaces that tells the tokens of rows, and start a program beside the engine.
+# Switches that do more than their type says, also inside mappings: they run a model's code, open a
+# port on all interfaces that sends the tokens of rows, and start a program beside the engine.
 ENGINE_CODE = ("trust_remote_code", "enable_kv_cache_events", "ray_workers_use_nsight")
 
 # Engine arguments that name a file, a host or a free mapping, but no code. The owner of a job may
@@ -123,7 +123,7 @@ OWNER_ARGUMENTS = (
     "tokenizer_mode",
 )
 
-# Texts that the owner may set as well, where others of the same argument name a class.
+# Texts that the owner may set as well. Other texts for the same argument can name a class.
 OWNER_TEXTS = {
     "speculative_config.model": r"\[?ngram\]?|suffix|((s3|gs|az)://|[./~]).*/.*|[\w-][\w.-]*/[\w.-]+",
     "speculative_config.quantization": r"[a-z0-9][a-z0-9_-]*",
@@ -192,7 +192,7 @@ CONTAINER_FIELDS = frozenset(
         *("startupProbe", "volumeMounts", "workingDir"),
     )
 )
-# Metadata of a pod. Others act on labels and annotations, with rights of their own.
+# Metadata of a pod. Controllers act on labels and annotations, with rights of their own.
 METADATA_FIELDS = frozenset(("annotations", "creationTimestamp", "labels"))
 POD_ANNOTATIONS = (
     *("cluster-autoscaler.kubernetes.io/*", "kubectl.kubernetes.io/*", "kueue.x-k8s.io/*"),
@@ -203,7 +203,7 @@ POD_LABELS = (
     "kueue.x-k8s.io/*",
     "ray.io/*",
 )  # beside those without a prefix
-REFUSED_LABELS = ("aadpodidbinding",)  # without a prefix, and gives an identity
+REFUSED_LABELS = ("aadpodidbinding",)  # no prefix, but gives the pod an identity
 # Where the value of a container's variable may come from.
 VARIABLE_SOURCES = frozenset(("configMapKeyRef", "fieldRef", "resourceFieldRef", "secretKeyRef"))
 SECURITY_FIELDS = {  # of a securityContext, and which values are allowed; None: any

@@ -56,9 +56,9 @@ def owner_policy() -> JobPolicy:
 def policy_in_force() -> JobPolicy:
     """Return the policy of the job that this thread or task works on now.
 
-    It is the first that applies: the policy of `policy_applied`; the operator's after
-    `limit_process`, in a process that Prefect started, or if a registered check says that the job
-    is not the owner's; else the owner's.
+    In a block of `policy_applied`, this is the block's policy. Otherwise it is the operator's,
+    after `limit_process`, in a process that Prefect started, and if a registered check says that
+    the job is not the owner's. In all other cases it is the owner's.
     """
     chosen = _chosen.get()
     if chosen is not None:
@@ -92,7 +92,7 @@ def limit_process() -> None:
 
 
 def register_origin_check(comes_from_elsewhere: Callable[[], bool]) -> None:
-    """Register a check that makes `policy_in_force` apply the operator's policy if it is true.
+    """Register a check; while it returns true, `policy_in_force` is the operator's policy.
 
     The check returns whether the job of this thread or task came from elsewhere, e.g. through an
     API.

@@ -17,7 +17,7 @@ from prefect_raybatch.schemes import STORES, store_place, store_scheme
 ANY = "*"
 MOST_WORKERS = 4096
 WILDCARD = re.compile(r"[*?\[]")
-SCHEME_WITHOUT_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # `file:/etc` is a URL to some
+SCHEME_WITHOUT_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # some read `file:/etc` as a URL
 HOST_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 # A host as every library reads it: no list of hosts, no escapes, no letters of other alphabets.
 HOST = rf"{HOST_LABEL}(?:\.{HOST_LABEL})*\.?"
@@ -30,8 +30,8 @@ class KubernetesLimits:
     """Limits on clusters that are created for a job on Kubernetes.
 
     The tuples hold the names that a job may use; a name may contain `*`. `manifest`: a job may
-    bring a RayCluster manifest; `privileged`: its pods may be privileged. `max_workers` is the
-    highest number of worker pods.
+    bring a RayCluster manifest; `privileged`: the manifest may set any field of the pods.
+    `max_workers` is the highest number of worker pods.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ STRICT_POLICY = JobPolicy("the built-in policy, which allows no folder and no ho
 
 
 def owner_policy_of(operator: JobPolicy) -> JobPolicy:
-    """Return the policy of a job's owner.
+    """Return the policy of a job's owner, given the policy of the operator.
 
     It allows all files, hosts, functions, secrets and blocks. Engine settings that run code, and
     privileged pods, are allowed only if the `operator` policy allows them.
@@ -230,7 +230,7 @@ def _within(uri: str, folders: Iterable[str]) -> bool:
     for folder in folders:
         scheme = store_scheme(folder)
         if scheme and folder.endswith("://"):  # any bucket
-            # Of the account that the options name, which the policy checks as a host.
+            # Not a place with an account (@): the policy checks an account in options as a host.
             root: str | None = None if "@" in place.split("/")[2] else f"{scheme}:/"
         else:
             root = canonical_place(folder)

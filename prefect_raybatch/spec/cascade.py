@@ -11,12 +11,12 @@ from fractions import Fraction
 class CascadeSpec:
     """The rule by which rows of a cascade go to the larger model, and the names of both models.
 
-    These are the unsure rows. A row is unsure if the `measure` of its answer (probability or
-    logprob) is under `below`; without such a bound both are None. A row whose answer does not fit
-    the schema is unsure if `fails_schema` is set. `at_most` is the largest share (0 to 1) of the
-    rows that may go to the larger model. `check` is the number of further rows that the larger
-    model answers, to compare both models. `classifies`: the first model embeds, and rows that it
-    cannot embed are unsure.
+    Unsure rows go there. A row is unsure if the `measure` of its answer (probability or logprob) is
+    under `below`; without such a bound both are None. A row whose answer does not fit the schema is
+    unsure if `fails_schema` is set. `at_most` is the largest share (0 to 1) of the rows that may go
+    to the larger model. `check` is the number of further rows that the larger model answers, to
+    compare both models. `classifies`: the first model embeds, and rows that it cannot embed are
+    unsure.
 
     In the first model's result, `column` holds the answers and `measure_column` the values of the
     measure. `columns` are columns of that result that only this rule needs, so the run's result
@@ -37,5 +37,5 @@ class CascadeSpec:
 
 
 def most_rows(at_most: float, rows: int) -> int:
-    """Return how many of `rows` may go to the larger model: 29 of 100 if `at_most` is 0.29."""
+    """Return how many of `rows` rows may go to the larger model: 29 of 100 if `at_most` is 0.29."""
     return math.floor(Fraction(str(at_most)) * rows)

@@ -11,9 +11,9 @@ from prefect_raybatch.job.cluster import ClusterAccess, Stage
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of a GPU-hour in a `currency`, which is "" if it is not named.
+    """Prices of a GPU-hour, in a `currency` ("" if the job names none).
 
-    `by_card` maps Ray's name of a card to its price; `hour` is the price of all other cards, None
+    `by_card` maps GPU models, by Ray's names, to prices; `hour` is the price for all others, None
     if not set.
     """
 
@@ -22,7 +22,7 @@ class Prices:
     currency: str = ""
 
     def __bool__(self) -> bool:
-        """Return whether any price is given."""
+        """Return whether any price is set."""
         return self.hour is not None or bool(self.by_card)
 
 
@@ -31,10 +31,10 @@ class ClusterSpec:
     """The cluster that a run joins or starts, its prices, and the CPUs that stages and engines use.
 
     `prepare` and `finish` are the job's settings of these two stages. `name` is the job's name,
-    which others see in the cluster. `loaded` says how to reach the cluster; None while its Prefect
-    block, named `block`, is not loaded. `engine_cpus` are the logical CPUs of one engine,
-    `accelerator` is Ray's name of the GPUs that the job asks for. `engine_env` are the environment
-    variables of engines; None if there are none, because the model is hosted.
+    which other users of the cluster see. `loaded` says how to reach the cluster; None while its
+    Prefect block, named `block`, is not loaded. `engine_cpus` are the logical CPUs of one engine,
+    `accelerator` is Ray's name of the GPU model that the job asks for. `engine_env` are the
+    environment variables of engines; None if the model is hosted, because there are no engines.
     """
 
     name: str

@@ -18,10 +18,10 @@ class ModelRequest:
     """The model that answers, and the arguments to load it with.
 
     `name` is a Hugging Face name, a folder, an s3:// folder or `demo`. `context` is the context
-    length in tokens, None for the model's own; with `context_auto` it is still to be measured so
-    that it fits the share `context_share` of the rows. `adapter` is the LoRA adapter for all rows;
-    `adapters` maps names to the sources of adapters among which each row chooses. `vllm_arguments`
-    are the engine arguments that the job sets under vLLM's own names; `env` are the environment
+    length in tokens, None for the model's own. `context_auto`: the length is still to be chosen, so
+    that the fraction `context_share` of the rows fits. `adapter` is the LoRA adapter for all rows;
+    `adapters` maps the names that rows may choose to the sources of adapters. `vllm_arguments` are
+    the engine arguments that the job sets under vLLM's own names; `env` are the environment
     variables of its engines. `endpoint` is the server of a hosted model, None if the run starts
     engines.
     """
@@ -55,9 +55,9 @@ class EngineSpec:
     of a shard are sent once. `early_stop` says when an answer that must be one of several labels is
     complete: `decided`, once its tokens determine the label; `first_token`, after one token, with a
     second request if this leaves several labels; `off`, when the label is written out. `tries` are
-    the engine arguments of the precisions among which a trial on sampled rows decides before the
-    first commit, the preferred precision first; () if there is nothing to decide. `learn`: sizes
-    that the job leaves open may follow from what earlier runs of the job measured.
+    engine arguments for lower precisions, the preferred first: a trial on sampled rows chooses one
+    before the first commit; () if the precision is fixed. `learn`: sizes that the job leaves open
+    may follow from what earlier runs of the job measured.
     """
 
     model: ModelRequest

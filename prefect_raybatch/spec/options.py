@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-StoreOptions = Mapping[str, Any]  # fields of s3fs by name; s3fs defines the type of each
+StoreOptions = Mapping[str, Any]  # options of s3fs or obstore by name
 
 
 class HiddenOptions(StoreOptions):

@@ -18,9 +18,9 @@ class ReadSpec:
     format that `format` or the URI's scheme names, None if neither does. `stored`: the URIs name
     files and folders, not a table in a catalog. `served_as` are the model names that requests of a
     batch file may use, None for any. `limit` is the number of first rows to read, None for all.
-    `sample` is the number of rows to choose by a hash and `sample_seed`. `columns` are the columns
-    to read, None for all; `version` is that of a table. `config` and `split` choose a part of a
-    Hugging Face data set. `options` are s3fs options, `catalog` pyiceberg properties.
+    `sample` is the number of rows to choose by a hash of their numbers and `sample_seed`. `columns`
+    are the columns to read, None for all; `version` is the version of a table. `config` and `split`
+    choose a part of a Hugging Face data set. `catalog` has pyiceberg properties.
     """
 
     uris: tuple[str, ...] = field(repr=False)  # may be signed
@@ -45,5 +45,5 @@ class ReadSpec:
 
     @property
     def most_rows(self) -> int | None:
-        """The most rows that limit or sample let through; None for any number."""
+        """Maximum number of rows to read, by `limit` or `sample`; None if neither is set."""
         return self.sample if self.limit is None else self.limit

@@ -1,4 +1,4 @@
-"""How rows become requests, and how their answers are drawn."""
+"""How rows become requests, and how the model generates their answers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from prefect_raybatch.job.sampling import WHOLE_CONTEXT
 
 # Fields of vLLM's SamplingParams or PoolingParams by name; vLLM defines the type of each.
 SamplingFields = Mapping[str, Any]
-OTHER_MODALITIES = ("video", "audio")  # what a model may take too, and no request of ours holds
+OTHER_MODALITIES = ("video", "audio")  # media that models may accept, but that no request here has
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSpec:
     """The images that accompany the text of a row.
 
-    `resize` is None (as they are), the most pixels of the longer side, or (width, height). `most`
-    is the number of images that a row may have. `max_pixels` and `max_bytes` apply to one image.
-    `media_root` is the folder of local images, None if rows may name no local file. `digests`: the
-    result has a column with the digests of the images.
+    `resize` is the maximum length of the longer side in pixels, or (width, height); None keeps the
+    size. `most` is the number of images that a row may have. `max_pixels` and `max_bytes` apply to
+    one image. `media_root` is the folder of local images, None if rows may name no local file.
+    `digests`: the result has a column with the digests of the images.
     """
 
     columns: tuple[str, ...]
@@ -51,12 +51,12 @@ class ImageSpec:
 class PromptSpec:
     """The parts of a prompt; exactly one of `template`, `function` and `messages` is set.
 
-    `template` is the template of the prompt, `second` that of the second text if the task scores
-    pairs. `function` names the user's prompt function. `messages` and `documents` are columns with
-    the chat messages and with documents for the chat template. `prefill` begins each answer.
-    `chat_template` is the text of a template, None for the model's own. `columns` are the input
-    columns that the job names, each with the field that names it; a function may read any column.
-    `images` is None for text alone.
+    `template` is the template of the prompt, `second` the template of the second text if the task
+    scores pairs. `function` names the user's prompt function. `messages` and `documents` are
+    columns with the chat messages and with documents for the chat template. `prefill` begins each
+    answer. `chat_template` is the text of a template, None for the model's own. `columns` are the
+    input columns that the job names, each with the field that names it; a function may read any
+    column. `images` is None for text alone.
     """
 
     template: str | None
@@ -94,13 +94,13 @@ class PromptSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """The sampling of the answers to a row.
+    """How the model generates the answers to a row.
 
-    `fields` go to vLLM with each request; `pooling` are the fields of a pooling task, except `task`
-    itself, which depends on the model. `max_tokens` is the most tokens of an answer, 1 if the task
+    `fields` go to vLLM with each request; `pooling` are the PoolingParams of a pooling task, except
+    `task`, which depends on the model. `max_tokens` is the most tokens of an answer, 1 if the task
     pools. `answers` is the number of answers to a row (n). `logprobs` is the number of most
     probable tokens written for each token, None to write none. `choices` are the labels of which an
-    answer is one, and `labels` the labels whose probabilities are written. `form` is
+    answer must be one, and `labels` the labels whose probabilities are written. `form` is
     sampling.structured_outputs, None if the job sets no form or sets it by an answer schema (then
     only `fields` has it). `fixed_form` is the job field that requires one form for all rows, so
     that no row may set another; None if rows may.

@@ -13,10 +13,10 @@ from prefect_raybatch.spec.options import HiddenOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ParsingSpec:
-    """The names of vLLM's parsers that take answers apart, and the columns that they fill.
+    """vLLM's parsers that separate reasoning and tool calls from answers, and their columns.
 
-    `reasoning` and `tool` name one parser each, None for none. `arguments` are those of the chat
-    template; they and `tools` are passed to the parsers.
+    `reasoning` and `tool` name one parser each, None for none. `arguments` are the chat template's;
+    they and `tools` are passed to the parsers.
     """
 
     reasoning: str | None
@@ -41,14 +41,14 @@ class ParsingSpec:
 class FinishSpec:
     """The columns of a result, and which answers are valid.
 
-    `column` is the name of the answer's column, `row_number` that of the column with the row's
+    `column` is the name of the answer column, `row_number` the name of the column with the row's
     number in the input. `columns` are the input columns that the result keeps, None for all.
     `types` are the Arrow types of the columns that the function `postprocess` returns, by column;
     None takes them from the first shard. `extras` are the further columns that the job asks for,
     e.g. finish_reason; `probabilities`: one more holds the probability of each label. `schema` is
     the text of the JSON Schema that each answer must fit, None for free text. `keeps_cut_off`: a
     truncated answer is valid even if it does not fit the schema; `fails_cut_off`: it fails its row.
-    `inputs` are the input columns whose missing and new values are counted, None for all.
+    `inputs` are the input columns whose nulls and common values are counted, None for all.
     `answered_by`: a column names the model of a cascade that answered. `classifier` is the file
     that turns vectors into labels, None if there is none.
     """

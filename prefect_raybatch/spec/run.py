@@ -20,8 +20,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 class Identity:
     """The fingerprint of everything that changes an answer, in hex.
 
-    `parts` are the values that it was computed from, by name, as records hold them: without
-    credentials.
+    `parts` are the values from which it was computed, {name: value}, without credentials.
     """
 
     fingerprint: str
@@ -63,10 +62,11 @@ class ReuseSpec:
 class RunSpec:
     """Everything that a run does, compiled from its job, with one part for each concern.
 
-    In a cascade this is the spec of the larger model's run; `first` is that of the first model.
+    In a cascade this is the spec of the larger model's run; `first` is the spec of the first
+    model's.
 
     Fields that depend on the rows or on a trial are set by `decide`, which returns another spec.
-    Only two other places copy a spec with changes: the requests phase
+    Besides `of_cascade`, only two other places copy a spec with changes: the requests phase
     (`runs.increment.requests_spec`) and the trial of a precision (`runs.precision.SampleBench`).
     """
 

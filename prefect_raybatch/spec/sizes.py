@@ -14,12 +14,12 @@ Grammar = Literal["", "xgrammar", "guidance"]
 class RowSpec:
     """The properties of a job's prompts and answers from which the tokens of a row are estimated.
 
-    The bytes of the row's columns come in addition. `shared_characters` begin every prompt (the
-    system prompt, and the template up to its first column); `own_characters` are the rest of the
-    template. `caches`: vLLM's prefix cache computes shared prefixes once. `form` is the backend of
-    the grammar that answers follow, "" without one. `text`: vLLM detokenizes answers. `out` is the
-    most tokens of all answers to a row, with the reason in `out_why`. `expected` are the tokens
-    that these answers probably take, 0 if as many as `out`.
+    The row's own columns are not included. `shared_characters` begin every prompt (the system
+    prompt, and the template up to its first column); `own_characters` are the rest of the template.
+    `caches`: vLLM's prefix cache computes shared prefixes once. `form` is the backend of the
+    grammar that answers follow, "" without one. `text`: vLLM detokenizes answers. `out` is the most
+    tokens of all answers to a row, with the reason in `out_why`. `expected` are the tokens that
+    these answers probably take, 0 if as many as `out`.
     """
 
     shared_characters: int
@@ -70,7 +70,7 @@ class SizeSpec:
         return self.tensor * self.pipeline
 
     def device_for(self, gpus: float) -> Literal["gpu", "cpu"]:
-        """Return where engines run in a cluster of `gpus` GPUs."""
+        """Return the device of the engines in a cluster of `gpus` GPUs."""
         if self.device != "auto":
             return self.device
         return "gpu" if gpus >= 1 else "cpu"
