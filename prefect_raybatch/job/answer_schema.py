@@ -187,7 +187,7 @@ def _check(schema: dict[str, Any]) -> None:
 
 
 def _check_grammar(schema: dict[str, Any]) -> None:
-    """Raise ValueError with the reason if llguidance rejects a schema, as vLLM then would.
+    """Raise ValueError with the reason if llguidance, and so vLLM, rejects a schema.
 
     Does nothing if llguidance is not installed.
     """

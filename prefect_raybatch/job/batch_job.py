@@ -1,8 +1,8 @@
 """`BatchJob`: a job as one pydantic model, for the YAML file, the flow parameter and the docs.
 
 The title and description of a field appear in the Prefect form and in the tables of
-docs/reference/job.md. `COMBINATIONS` are the checks of fields in different groups that do not go
-together. Checks that need the input are left to `plan`.
+docs/reference/job.md. `COMBINATIONS` are the checks for conflicts between fields of different
+groups. Checks that need the input are left to `plan`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BatchJob(Group):
     def drawn(self) -> Sampling:
         """The sampling from which the sizes of a run are computed.
 
-        For embed, classify and score, which generate no text, it allows one token for an answer. An
+        The tasks embed, classify and score generate no text and count as one token per answer. An
         output.schema_model counts as structured output; its file or class is not read.
         """
         if pools(self.engine.task):
@@ -190,7 +190,7 @@ def job_schema() -> dict[str, Any]:
 
 MOST_LABELS = 128  # vLLM's limit for probabilities of labels (MAX_LOGPROB_TOKEN_IDS)
 MOST_LOGPROBS = 20  # vLLM's default of engine.max_logprobs
-# Fields of a job that have no meaning where no text comes back.
+# Fields of `output` that apply only to generated text.
 OF_A_TEXT = ("schema_model", "probabilities", "reasoning_parser", "tool_parser")
 
 

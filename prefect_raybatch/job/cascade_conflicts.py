@@ -1,6 +1,6 @@
 """Finds conflicts of a cascade or classifier with other fields of a job.
 
-They are found before the other checks, several of which would fail with contradictory advice. Each
+These checks run before the others, several of which would fail with contradictory advice. Each
 conflict has one remedy, after which the job is accepted.
 """
 
@@ -13,7 +13,7 @@ from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.prompt import Prompt
 from prefect_raybatch.job.sampling import Sampling
 
-# Fields of a prompt that have no meaning where no chat is held.
+# Fields of a prompt that apply only to a chat.
 OF_A_CHAT = (
     *("messages", "chat_template", "chat_template_kwargs", "prefill"),
     *("continue_final_message", "tools", "documents"),

@@ -123,10 +123,7 @@ def check_options(uri: str, options: Mapping[str, object]) -> None:
 
 
 def check_uri(uri: str) -> str:
-    """Return `uri` if it is a local path, file:// or the URI of a supported object store.
-
-    Raises ValueError otherwise.
-    """
+    """Return `uri`, a local path, file:// or object store URI; raise ValueError for any other."""
     if not uri or not uri.strip() or "\x00" in uri:
         raise ValueError("is empty; write a path such as data/customers.csv or s3://bucket/key")
     without_user(uri)

@@ -58,8 +58,8 @@ def larger_of(job: BatchJob) -> BatchJob:
 def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = None) -> BatchJob:
     """Return the job in which the judge of `job` judges the answers in the file `rows`.
 
-    Its runs are written to the folder `runs`; `max_cost` None is no limit. It uses the cluster of
-    `job`, but if that takes only Ray jobs, this machine calls a hosted judge.
+    Its runs are written to the folder `runs` and cost at most `max_cost` (None: no limit). It uses
+    the cluster of `job`, but if that takes only Ray jobs, this machine calls a hosted judge.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
     access = job.cluster.access_if_loaded

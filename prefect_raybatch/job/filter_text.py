@@ -85,7 +85,7 @@ _OPPOSITE = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def parse_filter(text: str) -> Condition:
-    """Parse the text of a filter; raise ValueError with the position of the first error."""
+    """Return the condition in the text of a filter; raise ValueError if the text is invalid."""
     if not text.strip():
         raise ValueError("is empty; write a condition such as amount > 10, or remove it")
     if len(text) > LONGEST:

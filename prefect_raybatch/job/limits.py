@@ -1,4 +1,4 @@
-"""When a run gives up: the limits of a job, and their values for a number of rows."""
+"""The limits at which a run fails or warns, and their values for a number of rows."""
 
 from __future__ import annotations
 

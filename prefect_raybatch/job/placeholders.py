@@ -1,7 +1,7 @@
 """{run_date} and {run_key}: placeholders in the input and output locations of a job.
 
 `job.edits` fills them in once, where a run begins; later code sees only the filled-in locations. So
-they must have the same values each time that the run is begun, resumed or looked for.
+they must have the same values each time that the run is started, resumed or looked up.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ PLACEHOLDER_NAMES = frozenset(("run_date", "run_key"))
 def check_placeholders(text: str) -> str:
     """Return `text`; raise ValueError for an unknown placeholder such as {run_day}.
 
-    Refuses a format in {run_key:...} too. Braces whose content does not begin with run_ are
-    ignored.
+    Also refuses a format in {run_key:...}. Ignores braces whose content does not begin with run_.
     """
     for name, form in _WORD.findall(text):
         if name not in PLACEHOLDER_NAMES:

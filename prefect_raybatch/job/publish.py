@@ -1,4 +1,4 @@
-"""Where a finished result is published to: a table or files of another system."""
+"""The targets to which a finished result is published: tables or files of other systems."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from prefect_raybatch.job.vllm.structured_outputs import check_label_texts, with
 # Fields of vLLM that affect only output that a result does not hold; rejected.
 NOT_WRITTEN = ("output_kind", "detokenize", "prompt_logprobs", "stream_interval")
 
-# More such fields. Planning rejects them, but not the job itself: earlier runs with them continue.
+# More such fields, rejected only by planning, so that runs planned with them can continue.
 UNWRITTEN = ("logprob_token_ids", "flat_logprobs", "routed_experts_prompt_start")
 
 

@@ -19,7 +19,7 @@ from prefect_raybatch.job.variables import VARIABLE
 
 MASK = "**********"
 CLEAR = {"clear": True}  # pydantic context that leaves credentials unmasked
-SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # variable: names that hold no secret, by commas
+SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # variable: comma-separated names of harmless values
 # Store options that hold no secret.
 OPTIONS = frozenset(
     (
@@ -161,7 +161,7 @@ def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return environment variables with each value masked unless the name is harmless.
 
-    `safe_variable` decides which names are harmless. Their http(s) URLs are masked after the host.
+    See `safe_variable` for these names. In their values, http(s) URLs are masked after the host.
     """
     return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 

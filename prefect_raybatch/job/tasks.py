@@ -1,4 +1,4 @@
-"""What a job asks of the model: text, a vector, a label or a score."""
+"""The tasks of a job: the model returns text, a vector, a label or a score."""
 
 from __future__ import annotations
 

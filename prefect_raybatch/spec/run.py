@@ -43,7 +43,7 @@ class ReuseSpec:
     `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
     the job, `all` for every complete one, None to reuse nothing. `keep_days` is how many days raw
     answers are kept, None for as long as the run. `keeps`: the run stores raw answers, from which
-    its own rows and later runs take answers. `ordered`: the requests of the whole run are asked in
+    its own rows and later runs take answers. `ordered`: the requests of the whole run are sent in
     the order of their prompts.
     """
 
