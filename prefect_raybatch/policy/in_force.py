@@ -56,9 +56,9 @@ def owner_policy() -> JobPolicy:
 def policy_in_force() -> JobPolicy:
     """Return the policy of the job that this thread or task works on now.
 
-    In a block of `policy_applied`, this is the block's policy. Otherwise it is the operator's,
-    after `limit_process`, in a process that Prefect started, and if a registered check says that
-    the job is not the owner's. In all other cases it is the owner's.
+    In a block of `policy_applied`, this is the block's policy. Otherwise it is the operator's if
+    `limit_process` was called, Prefect started this process, or a registered check says that the
+    job is not the owner's. Else it is the owner's.
     """
     chosen = _chosen.get()
     if chosen is not None:

@@ -15,12 +15,13 @@ class ReadSpec:
     """The input of a run: where it is, and which part of it is read.
 
     `format` is as the job names it, `auto` to infer it from the files; `table_format` is the table
-    format that `format` or the URI's scheme names, None if neither does. `stored`: the URIs name
-    files and folders, not a table in a catalog. `served_as` are the model names that requests of a
-    batch file may use, None for any. `limit` is the number of first rows to read, None for all.
-    `sample` is the number of rows to choose by a hash of their numbers and `sample_seed`. `columns`
-    are the columns to read, None for all; `version` is the version of a table. `config` and `split`
-    choose a part of a Hugging Face data set. `catalog` has pyiceberg properties.
+    format that `format`, `catalog` or the URI's scheme implies, None if none does. `stored`: the
+    URIs name files and folders, not a table in a catalog. `served_as` are the model names that
+    requests of a batch file may use, None for any. `limit` is the number of first rows to read,
+    None for all. `sample` is the number of rows to choose by a hash of their numbers and
+    `sample_seed`. `columns` are the columns to read, None for all; `version` is the version of a
+    table. `config` and `split` choose a part of a Hugging Face data set. `catalog` has pyiceberg
+    properties.
     """
 
     uris: tuple[str, ...] = field(repr=False)  # may be signed
