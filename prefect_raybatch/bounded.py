@@ -1,4 +1,4 @@
-"""Limits the time of calls that may hang, such as name lookups, and the reading of files."""
+"""Limits the time of calls that may hang, such as DNS lookups, and the bytes read of a file."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def is_transient(error: BaseException) -> bool:
 def first_step(name: str) -> str:
     """Return what to do before a job that failed with the error class `name` runs again.
 
-    "" if a repeat alone can help, and for a class that is not of this package.
+    Returns "" if the job can run again as it is, and for an error class of another package.
     """
     error = globals().get(name)
     if not isinstance(error, type) or not issubclass(error, RayBatchError) or error.transient:

@@ -1,7 +1,7 @@
 """Finds incompatible installed packages from their metadata.
 
-Packages of which only the build tags differ (`+cpu`, `+cu129`) may still work together: `broken`
-tries to import them.
+Packages may still work together if only their build tags differ (`+cpu`, `+cu129`): `broken` tries
+to import such packages.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 class Misfit:
     """A package that is incompatible with another installed one.
 
-    `found` describes the conflict. `proved` is false if only the build tags differ, which may work.
+    `found` describes the conflict. `proved` is False if the two may still work together, because
+    only their build tags differ.
     """
 
     package: str
@@ -151,7 +152,7 @@ def check_engine_packages() -> None:
 
 
 def extra() -> str:
-    """Return the extra of this package whose engine is installed: gpu, cpu, or "" for none."""
+    """Return this package's pip extra, "gpu" or "cpu", whose vLLM is installed; "" for none."""
     return next(
         (name for engine, name in ENGINE_EXTRAS.items() if _version(engine) is not None), ""
     )
@@ -160,8 +161,7 @@ def extra() -> str:
 def _unmet(owner: str) -> Iterator[Misfit]:
     """Yield a misfit for each installed VITAL package that does not meet a requirement of `owner`.
 
-    Nothing for a package that is not installed: lock files leave out those that jobs on text do not
-    need.
+    Yields nothing if `owner` is not installed: lock files leave out what jobs on text do not need.
     """
     owner_version = _version(owner)
     if owner_version is None:

@@ -82,8 +82,8 @@ def with_account(uri: str, options: Mapping[str, object]) -> str:
 def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
     """Return `options` if the store of `uri` accepts options of these names, else {}.
 
-    They were written for another store. A store without options takes its credentials from the
-    environment.
+    Options that it does not accept were written for another store. Without options, a store takes
+    its credentials from the environment.
     """
     clouds = {name for names in CLOUD_OPTIONS.values() for name in names}
     scheme = store_scheme(uri)
@@ -93,9 +93,9 @@ def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_cloud_options(uri: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError for unknown options of a Google or Azure store, without their values.
+    """Raise ValueError if a Google or Azure store has unknown options.
 
-    Options of other stores are not checked.
+    The error omits their values, which may be secrets. Options of other stores are not checked.
     """
     scheme = store_scheme(uri)
     known = CLOUD_OPTIONS.get(scheme, tuple(options))

@@ -23,7 +23,7 @@ def uncollected() -> Iterator[None]:
 def import_all(names: Iterable[str], stop: Callable[[], bool] = lambda: False) -> None:
     """Import each module in turn, without garbage collection; skip one that fails.
 
-    Asks `stop()` before each, and returns once it is true. Code that needs a module which failed
+    Calls `stop()` before each import, and returns once it is true. Code that needs a failed module
     imports it again, and reports the reason.
     """
     with uncollected():

@@ -51,7 +51,7 @@ def storable_in(value: Any) -> Any:
 
 
 def change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value with each text changed, also in lists, tuples, and keys of mappings."""
+    """Return `value` with `change` applied to its strings, also in lists, tuples and mappings."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -110,7 +110,7 @@ def _checked(answers: FirstAnswers, rows: int, run_key: str) -> np.ndarray:
 
 
 def _columns(store: Store, success: Success) -> tuple[str, ...]:
-    """Return the columns of the first model's result, without the row number."""
+    """Return the column names of the first model's result, except the row number; () if empty."""
     import pyarrow.parquet as pq
 
     from prefect_raybatch.ledger.layout import REQUESTS_FOLDER

@@ -44,7 +44,7 @@ Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 
 @dataclass(frozen=True)
 class Needs:
-    """The CPUs and GPUs that a run needs at least: its fewest engines, one task of each CPU stage.
+    """The minimum CPUs and GPUs of a run: for its fewest engines and a task of each CPU stage.
 
     `device` is where the engines run: "gpu" or "cpu".
     """
@@ -82,8 +82,8 @@ def warm_engines(idle_seconds: float = IDLE_SECONDS) -> Iterator[None]:
             second = batch_inference(...)
 
     The block also keeps the Ray cluster if the runs start one. A waiting engine ends when another
-    run needs its room, after `idle_seconds`, or at the end of the block. The engines belong to this
-    process: runs with cluster.job_server are separate Ray jobs and start their own.
+    run needs its resources, after `idle_seconds`, or at the end of the block. The engines belong to
+    this process: runs with cluster.job_server are separate Ray jobs and start their own.
 
     Raises `ConfigError` unless `idle_seconds` is above 0.
     """
@@ -103,7 +103,7 @@ def outlasting(
     """Within the block, let runs join a local cluster that outlives this process.
 
     `standing` returns the address of that cluster, started by an earlier command. Runs lease the
-    engines that wait there (`waiting`: there may be some), and their engines stay there after them.
+    engines that wait there (`waiting`: there may be some), and leave their own engines there.
     If `standing` returns None, runs start a local cluster that ends with the block; its engines end
     when they have waited `idle_seconds` for a run.
     """
@@ -127,7 +127,7 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
     """
     local = not (cluster.access.remote or address_of(cluster) or RAY.joined() or HOSTS.waiting)
     have = this_machine(cluster) if local and cluster.engine_env is not None else None
-    # vLLM asks at import what the first card can do. Where cards differ, each engine sees its own.
+    # vLLM queries the first GPU's features at import. If GPUs differ, each engine must see its own.
     if have is None or len(have.accelerators) > 1:
         yield
         return
@@ -195,7 +195,7 @@ def admitted(
     user: Tenant,
     kind: WarmKind | None = None,
 ) -> Iterator[WarmLease | None]:
-    """Wait until the cluster has room for the run of `user`; hold its resources for the block.
+    """Wait until the resources for the run of `user` are free; hold them for the block.
 
     These are the resources of all engines in `pool` and of the CPU stages; if `pool` is None, all
     resources of the cluster (`capacity`). Yields a lease of warm engines of this `kind` if engines
@@ -224,14 +224,14 @@ def end_by_sigterm() -> None:
 
 
 def usable_cpus() -> int:
-    """Return the logical CPUs that this process may use, which a container or taskset may limit."""
+    """Return the number of logical CPUs that this process may use, by its CPU affinity."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def local_cpus(cluster: ClusterSpec) -> int:
-    """Return the logical CPUs of a local cluster: this process's, or more if the stages need more.
+    """Return how many logical CPUs a local cluster gets: all usable ones, or more for the stages.
 
     With fewer than the stages need, Ray would wait forever, because a pool of actors can hold all
     of them.
@@ -266,7 +266,7 @@ def glance(cluster: ClusterSpec) -> Capacity | None:
 
     For Kubernetes, it is the capacity of the pods that the run will request; else that of the
     cluster which this process has joined, if any; else that of this machine, for a run that starts
-    a local cluster. None for any other cluster.
+    a local cluster. None for any other cluster, and for one with a job server.
     """
     made = cluster.access.kubernetes
     if made is not None:
@@ -315,7 +315,7 @@ def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> 
     """Return the ids of the live nodes of the cluster that this process has joined.
 
     Each node is contacted, because Ray takes up to half a minute to notice that one is dead. `ask`
-    calls the function that it gets, which queries Ray's head, e.g. with a time limit.
+    gets a function that queries Ray's head, and returns its result, e.g. within a time limit.
     """
     import ray
 

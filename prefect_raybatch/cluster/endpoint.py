@@ -77,7 +77,7 @@ def limiter_of(spec: EndpointSpec, store: Store, others: float) -> SharedLimiter
 def endpoint_launch(
     launch: EngineLaunch, spec: EndpointSpec, store: Store, run: str, limiter: SharedLimiter
 ) -> EndpointLaunch:
-    """Return what the stage of a hosted model is started with: `launch` plus API key and limiter.
+    """Return the launch settings of a hosted model's stage: `launch`, API key and rate limiter.
 
     `run` identifies the run in names on the server. Raises `ConfigError` if the environment
     variable of the key is not set.

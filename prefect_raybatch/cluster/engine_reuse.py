@@ -13,7 +13,7 @@ from prefect_raybatch.spec.sizes import SizeSpec
 
 log = logging.getLogger(__name__)
 
-# Share of the rate of a run's own engines, by the cost model, whose error is larger than the loss.
+# Least rate of reused engines / rate of the run's own, by the cost model: its error is over 2 %.
 MIN_SPEED_SHARE = 0.98
 
 
@@ -34,7 +34,7 @@ class EngineShape:
 
     @classmethod
     def of_kind(cls, kind: WarmKind) -> EngineShape | None:
-        """Return these arguments of engines of a `kind`; None if the kind lacks one of them."""
+        """Return the shape of engines of this kind; None if one of its arguments is unknown."""
         gpus = kind.takes.get("GPU", 0.0)
         arguments = kind.arguments
         if not {"max_num_seqs", "max_num_batched_tokens"} <= arguments.keys():
@@ -43,7 +43,7 @@ class EngineShape:
         return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
 
     def asked_in(self, spec: SizeSpec) -> SizeSpec:
-        """Return `spec` with these arguments, except for those that the spec sets already."""
+        """Return `spec` with this shape's arguments added, except those that it sets already."""
         free = {name: to for name, to in asdict(self).items() if getattr(spec, name) is None}
         return replace(spec, **free)
 

@@ -1,4 +1,4 @@
-"""Creates the lookup stage of a run's rows phase, which reads answers from files."""
+"""Creates the lookup stage, with which a run's rows phase reads its answers from files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LookUpFiles:
-    """The files from which a run's rows phase reads answers, by number.
+    """The files of numbered answers from which a run's rows phase reads the answers to its rows.
 
     `reused` are answers of earlier runs, `new_answers` answers to this run's own requests, `failed`
     the errors of requests that failed. `new_answer_bytes` is the size of the files of
@@ -124,7 +124,7 @@ def look_up(
 def requests_phase_success(store: Store, increment: Increment) -> Success | None:
     """Return the `_SUCCESS` of a run's requests phase; in a cascade, that of its first model.
 
-    None if it has no such phase, e.g. because all its answers are reused. Raises `CorruptRun` while
+    None if the run has no such phase, e.g. because it reuses all answers. Raises `CorruptRun` while
     that phase is not finished.
     """
     begun = begin_requests_phase(store, increment)
@@ -169,7 +169,7 @@ def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
 
 @contextmanager
 def _repairable(store: Store) -> Iterator[None]:
-    """If a file is damaged (`CorruptRun` in the block), add the repair command to the error."""
+    """Add the repair command to the message of a `CorruptRun` raised in the block."""
     try:
         yield
     except CorruptRun as error:

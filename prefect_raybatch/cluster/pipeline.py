@@ -98,8 +98,8 @@ log = logging.getLogger(__name__)
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
 ENGINE_RESTARTS = 3  # of an engine's process by Ray, before another engine replaces it
-# Engines in a row, each with its restarts, that may die without an answer in an isolated pass: more
-# than the isolated units and their probes can kill.
+# An isolated pass ends once this many engines in a row, each with its restarts, died without an
+# answer. The driver's isolated units and probe rows cannot kill as many.
 DEATHS_ALONE = FEW_ALONE // (1 + ENGINE_RESTARTS) + 1
 IN_CONSTRUCTOR = "raised in its creation task"  # in Ray's message
 NODES_UNHEARD = replace(
@@ -240,10 +240,7 @@ class Pipeline:
             return None
 
     def _node_lost_since(self, before: set[str] | None) -> Loss | None:
-        """Return a loss if one of the nodes `before` is gone, or if Ray did not list the nodes.
-
-        None if all of them are still alive.
-        """
+        """Return a loss if a node of `before` is gone or Ray did not list the nodes, else None."""
         now = self._nodes()
         if before is None or now is None:
             return NODES_UNHEARD
@@ -265,9 +262,9 @@ class Pipeline:
         return max(engines, DEATHS_ALONE) if isolated else engines
 
     def dataset_of(self, units: Sequence[Unit], isolated: bool) -> Dataset:
-        """Return the dataset of a pass. It keeps Ray Data's settings of now, whatever is set later.
+        """Return the Ray dataset of a pass; later changes of Ray Data's settings do not affect it.
 
-        For `isolated` see `__call__`.
+        `isolated` keeps one unit in flight per engine.
         """
         with _context() as context:
             limit_in_flight(context, self.size.uncommitted)
@@ -290,11 +287,11 @@ class Pipeline:
     def stages(
         self, isolated: bool
     ) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
-        """Return what the rows of a pass go through: prepare stage, engine's launch, finish stage.
+        """Return (prepare stage, settings with which engines start, finish stage) of a pass.
 
-        The launch has what an engine is started with. It is None if no engine is needed: in a rows
-        phase that looks up its answers, and if the first model of a cascade was sure of all rows.
-        `isolated`: the user's functions are called in a separate process.
+        The settings are None if no engine is needed: in a rows phase that looks up its answers, and
+        if the first model of a cascade was sure of all rows. `isolated`: the user's functions are
+        called in a separate process.
         """
         spec, limits, increment = self.spec, self.spec.limits, self.increment
         launch, hosted = self._launch(), spec.engine.model.endpoint is not None
@@ -497,6 +494,7 @@ class Pipeline:
         return failed_at_larger(receipt) if is_larger else receipt
 
     def read_tasks(self, units: Sequence[Unit], isolated: bool) -> list[Task]:
+        """Return the read tasks for the units, in the order in which Ray starts them."""
         # The first driver starts with the longest shards, so that no engine ends the run with one.
         # A later driver uses a random order, because another driver may still be active.
         starts, seed = self._starts(units), self.shuffle
@@ -526,7 +524,7 @@ class Pipeline:
 
 
 class Missing:
-    """The units of a pass, less what receipts have covered; the units do not overlap."""
+    """The parts of a pass's units that no receipt has covered yet; the units do not overlap."""
 
     def __init__(self, units: Iterable[Unit]):
         self._of: dict[int, list[Unit]] = {}  # by offset
@@ -535,7 +533,7 @@ class Missing:
 
     def take(self, received: Unit) -> None:
         """Remove the positions of the unit `received`, for which a receipt came."""
-        # By bisection, because an isolated pass may have a unit for each row of a shard.
+        # By bisection, because an isolated pass may have one unit per row of a shard.
         units = self._of.get(received.shard, [])
         first = bisect_right(units, received.offset, key=lambda unit: unit.end)
         last = bisect_left(units, received.end, lo=first, key=lambda unit: unit.offset)
@@ -625,6 +623,7 @@ def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:
 
 
 def receipts_in(dataset: Dataset) -> Iterator[Receipt]:
+    """Run the dataset of a pass; yield the receipts of its finish stage as they arrive."""
     for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         for text in cast(pa.Table, batch)[RECEIPT].to_pylist():
             yield Receipt.from_json(text)

@@ -99,7 +99,7 @@ class PrewarmedEngines:
     gpu_seconds: float = 0.0
 
 
-# --- whether ------------------------------------------------------------------------------------
+# --- the decision -------------------------------------------------------------------------------
 
 
 def why_no_prewarm(spec: RunSpec) -> str:
@@ -236,7 +236,7 @@ class Prewarming:
         self.plan: PrewarmPlan | None = None
         self.hosts: PrewarmedHosts | None = None
         self._copies = 0  # CPUs that the copy takes before the engines have started
-        self._since = 0.0  # since when held GPUs are not counted yet
+        self._since = 0.0  # time until which the GPU-seconds are counted
         self._held = 0  # engines that hold GPUs
         self._spent = 0.0
         self._most = math.inf  # GPU-seconds that limits.max_cost allows

@@ -44,7 +44,7 @@ class RayProcess:
         self.is_standing = False  # whether the latest start joined one
 
     def joined(self) -> bool:
-        # None as well while another thread imports it.
+        # While another thread imports Ray, its module has no `is_initialized` yet.
         is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
         return is_initialized is not None and not self._leaving.under_way and bool(is_initialized())
 
@@ -224,7 +224,7 @@ def _quiet_start(local: bool) -> Iterator[None]:
     It would break a progress bar, and no setting silences it. Other output is printed after the
     block. Does nothing for a remote cluster, which may take minutes to join.
     """
-    if not (local and sys.stderr and _is_open(2)):  # a service may run without
+    if not (local and sys.stderr and _is_open(2)):  # a service may have no stderr
         yield
         return
     sys.stderr.flush()

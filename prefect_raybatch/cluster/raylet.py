@@ -1,4 +1,4 @@
-"""Watches the raylet, Ray's daemon on this host: if it dies, the driver ends within seconds."""
+"""Watches the raylet, Ray's daemon on this host: if it dies, Ray ends the driver in seconds."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
 
 
 def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
-    """Return the problem if the head at `address` rejects the token of `access`, or a missing one.
+    """Return the problem if the head at `address` rejects the token of `access` or requires one.
 
-    Returns None if the head accepts it, if it does not answer within seconds, or if Ray uses TLS,
-    with which this cannot be checked. Without this check Ray would retry for 20 s, or forever.
+    Returns None if the head accepts the request, if it does not answer within seconds, or if Ray
+    uses TLS, when this cannot be checked. Without this check Ray would retry for 20 s, or forever.
     """
     token = token_sent(access)
     try:

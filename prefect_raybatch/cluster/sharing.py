@@ -117,7 +117,7 @@ class ClusterSession:
 
     @contextmanager
     def joined(self, user: Tenant, address: str | None, cpus: int) -> Iterator[None]:
-        """Join a cluster for the block: that at `address`, or a local one with `cpus` CPUs or more.
+        """Join the cluster at `address`, or a local one with `cpus` CPUs or more if it is None.
 
         The last user to leave ends the cluster if this object started it and it is not kept warm.
         Raises `ConfigError` while users are in a cluster at another address, and within another
@@ -237,7 +237,7 @@ class ClusterSession:
 
     @contextmanager
     def visited(self) -> Iterator[bool]:
-        """Yield whether this process is in a cluster; if so, keep the cluster for the block."""
+        """Yield whether this process is in a cluster; if that has users, keep it for the block."""
         guest = Tenant("a query of the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
@@ -287,7 +287,7 @@ class ClusterSession:
                     user.stopped.set()
             self._changed.notify_all()
 
-    # --- the door ---------------------------------------------------------------------------
+    # --- joining and leaving ----------------------------------------------------------------
 
     def _enter(self, user: Tenant, address: str | None, cpus: int) -> None:
         if _inside.get():
@@ -400,7 +400,7 @@ class ClusterSession:
             self._changed.acquire()
             self._busy = False
 
-    # --- turns ------------------------------------------------------------------------------
+    # --- waiting for resources --------------------------------------------------------------
 
     def _wait(self, user: Tenant, ready: Callable[[], bool], why: Callable[[], str]) -> None:
         reason = ""
@@ -471,8 +471,8 @@ class ClusterSession:
     def _watch(self) -> None:
         """Start a thread that stops all users when a signal ends the main thread.
 
-        Called in other threads. Signals reach only the main thread, and one that waits for its
-        threads (Prefect's task runner, an executor) would not tell them.
+        Does nothing in the main thread. Signals reach only that, and while it waits for its threads
+        (Prefect's task runner, an executor), these would not learn of the signal.
         """
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return

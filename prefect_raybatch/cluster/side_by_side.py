@@ -70,10 +70,10 @@ def _numbered(work: Callable[[Item], Value], item: tuple[int, Item]) -> tuple[in
 
 @contextmanager
 def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterator[int]:
-    """Yield on how many CPUs of the cluster to work on `size` bytes; 0: work in this process.
+    """Yield how many CPUs of the cluster to use for `size` bytes of work; 0: use this process.
 
     The process is in the cluster during the block. Yields 0 if there is too little work, or the
-    cluster does not answer. `made` names the work in logs and to other users of the cluster.
+    cluster cannot be joined from here. `made` names the work in logs and to the cluster's users.
     """
     with CLUSTER_SESSION.visited() as there:
         if there:

@@ -20,8 +20,8 @@ def engines_to_plan_for(
 ) -> int:
     """Return how many engines a run is expected to have; a new plan sizes its shards for them.
 
-    If the cluster's GPUs and the model's size are known, it is the cost model's choice. `row_bytes`
-    is the mean size of a row.
+    If the cluster's GPUs and the model's size are known, the cost model chooses the number.
+    `row_bytes` is the mean size of a row in memory, in bytes.
     """
     capacity = cluster.glance(where)
     found = None if capacity is None else model_sizes(spec, model, capacity)[0]
@@ -68,6 +68,7 @@ def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, l
 
 
 def checked_needs(spec: SizeSpec, capacity: Capacity, size: Sizing, wrong: list[str]) -> JsonObject:
+    """Return the run's `Needs` as a dict; append to `wrong` why a known cluster is too small."""
     if not capacity.assumed:
         try:
             cluster.check_fit(spec, capacity, size.pool)

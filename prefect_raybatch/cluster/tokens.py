@@ -21,10 +21,10 @@ BY_ENVIRONMENT = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH
 
 
 def token_sent(access: ClusterAccess) -> str | None:
-    """Return the token for a cluster: that of the RayCluster block, else that of the environment.
+    """Return Ray's token for a cluster: from the RayCluster block, else from the environment.
 
-    The latter is in RAY_AUTH_TOKEN, the file at RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token. None if
-    there is no token, or if RAY_AUTH_MODE switches tokens off.
+    The environment has it in RAY_AUTH_TOKEN, the file at RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token.
+    None if there is no token, or if RAY_AUTH_MODE switches tokens off.
     """
     if access.token is not None:
         return access.token

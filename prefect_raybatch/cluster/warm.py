@@ -37,11 +37,11 @@ TIDY_EVERY = 5.0  # seconds between looks for engines that have waited long enou
 
 @dataclass(frozen=True)
 class WarmKind:
-    """The kind of an engine: an engine can replace another one if their kinds have an equal `key`.
+    """The kind of an engine: an engine can replace another one if their kinds are equal.
 
-    `engine` is the class of the engine stage, `options` are Ray's for the actor, `calls` is the
-    maximum number of concurrent calls, and `takes` are the resources that an engine holds, by Ray's
-    names. `arguments` are those of vLLM; two kinds with an equal `base` differ at most in these.
+    Kinds are equal if `key` (a hash of settings), `engine` (the class of the engine stage) and
+    `calls` (the most concurrent calls) are. `options` are Ray's for the actor, `takes` are the
+    resources that it holds, by Ray's names. `arguments` are vLLM's, `base` a hash of all others.
     """
 
     key: str
@@ -75,7 +75,7 @@ class HostAccess(Protocol):
         """Start and return a host for an engine of a `kind`; a run or `begin` starts the engine."""
 
     def begin(self, host: object, launch: EngineLaunch) -> object:
-        """Start the engine in a host before a run leases it; return a handle for `begun`."""
+        """Start the engine in a host before a run leases it; return a handle to pass to `begun`."""
 
     def begun(self, starts: Sequence[object]) -> bool:
         """Return whether all these starts (handles of `begin`) have ended, even if by failing."""
@@ -145,7 +145,7 @@ class WarmEngines:
 
     @contextmanager
     def lease(self, kind: WarmKind | None, most: int = 0) -> Iterator[WarmLease | None]:
-        """Lease at most `most` engines of a kind for the block; those that already run come first.
+        """Lease at most `most` waiting engines of a kind for the block; the lease can start more.
 
         Yields None if `kind` is None (engines that cannot be shared), or if engines are not kept
         and none was prewarmed.
@@ -263,7 +263,7 @@ class WarmEngines:
         with self._lock:
             longest = max(self._keepers, default=0.0)
             waited = [one for one in self._idle if self.clock() - one.since >= longest]
-            gone = [one for one in waited if not one.is_prewarmed]  # their time limit is in `early`
+            gone = [one for one in waited if not one.is_prewarmed]  # their limit is in `prewarm`
             left = self._idle = [one for one in self._idle if one not in gone]
         self._end(gone, f"no run needed them for {longest:g} s")
         leaving = self.access.on_drained_nodes([one.host for one in left]) if left else []
@@ -314,7 +314,7 @@ class WarmEngines:
 
 
 class PrewarmedHosts:
-    """The hosts of prewarmed engines of one run."""
+    """The hosts (Ray actors) that hold the prewarmed engines of one run."""
 
     def __init__(self, access: HostAccess):
         self.access = access
@@ -331,7 +331,7 @@ class PrewarmedHosts:
 
 
 class WarmLease:
-    """The engines leased by one run: `hosts` of one `kind`.
+    """The engines leased by one run: `hosts` are the Ray actors that hold them, all of one `kind`.
 
     Those in `early` were prewarmed and may still be starting.
     """
@@ -347,7 +347,7 @@ class WarmLease:
         return {name: value * len(self.hosts) for name, value in self.kind.takes.items()}
 
     def engines(self, count: int) -> list[object]:
-        """Return at least `count` hosts for a new pass, each alive and without rows.
+        """Return at least `count` hosts of engines for a new pass, each alive and without rows.
 
         Ends hosts that died, still have rows, or are on a node that is being drained, and starts
         others if too few are left.

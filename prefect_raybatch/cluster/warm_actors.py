@@ -177,7 +177,7 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """After how many deaths of an engine's process a pass stops using it; Ray sets no limit.
+    """Limits on the deaths of an engine's process, at which a pass stops using the engine.
 
     `starting` counts deaths during one start, `in_a_row` deaths without an answered block in
     between.
@@ -212,7 +212,7 @@ class Forwarder:
 
         self.launch, self.token = launch, token
         self.kind, self._made, self._leaving = kind, made, leaving
-        # The id survives a restart of this actor, which so finds its host again.
+        # The id survives a restart of this actor, so the actor finds its host again.
         self.id = ray.get_runtime_context().get_actor_id() or ""
         self._most, self._restarts = most, restarts
         self._gone: Loss | None = None  # why each further block fails

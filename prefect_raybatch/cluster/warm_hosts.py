@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from prefect_raybatch.stages.engine import EngineLaunch
 
 
-IDLE_WAIT = 10.0  # seconds in which an engine's actor says whether it is idle
+IDLE_WAIT = 10.0  # seconds in which an engine's actor must answer whether it is idle
 EARLY = "early"  # the token of a prewarmed start
 ENDING = 30.0  # seconds that engines may take to end by themselves
 NAMESPACE = "raybatch"  # of the actors that outlast their command
 
 
 class RayHosts:
-    """Starts, queries and ends hosts of engines, in the cluster that this process has joined.
+    """Starts, queries and ends hosts: Ray actors that hold one engine each, in the joined cluster.
 
     If `outlast` is set, hosts that this process starts outlive it, and later processes can find
     them. `waiting` says whether the cluster may have hosts of earlier processes.

@@ -147,7 +147,7 @@ class CostMeter:
         return self.total_cost + self.gpus * seconds_left * self.price / HOUR
 
     def figures(self, seconds_left: float | None) -> JsonObject:
-        """Return the cost fields of a heartbeat; `seconds_left` is that of `at_end`."""
+        """Return a heartbeat's cost fields; the run ends in `seconds_left` (None if unknown)."""
         found = {
             "cost": self.cost,
             "cost_run": self.total_cost,

@@ -52,13 +52,13 @@ from prefect_raybatch.words import are, counted, some_are
 log = logging.getLogger(__name__)
 
 SPLIT = 16  # parts a unit is cut into once it died alone: 4,000 rows are single rows after 3 cuts
-ALONE = 2000  # units of a pass that isolates them: each takes a Ray task of its own in each stage
+ALONE = 2000  # most units of an isolated pass: each takes a Ray task of its own in each stage
 STRIKES = 3  # passes in a row without progress, after which the run fails
 PROBES = 3  # rows of committed shards that tell whether engines work at all
 NO_RECEIPT = "no receipt came back"
 LOSSES, LOSS = 20, 200  # how many reasons for lost shards are kept, and characters of each
 RATE_WINDOW = 30  # commits over which the displayed rate is computed
-DRAINED_TEXT = "drained:"  # how the message of a drained run begins
+DRAINED_TEXT = "drained:"  # start of the message of a drained run
 COMMON = 5  # failures named in an error
 
 
@@ -210,9 +210,9 @@ class Driver:
         self.done = np.zeros(plan.shards, dtype=bool)
         self.waiting, self.draining = waiting, draining
         self._last = time.time()
-        self._lost: dict[int, list[tuple[Unit, Loss]]] = {}  # of a shard, in this pass
+        self._lost: dict[int, list[tuple[Unit, Loss]]] = {}  # by shard, in this pass
         self._warned: set[int] = set()
-        self._codes: set[str] = set()  # of workers, that were told of
+        self._codes: set[str] = set()  # workers' versions that were warned about
         self._answered = False  # whether anything came through the stages in this attempt
 
     def resume(self) -> Progress:

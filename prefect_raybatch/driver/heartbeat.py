@@ -35,11 +35,11 @@ SINCE_COSTS = (
     "gpu_seconds",
     "to_larger",
     *COSTS,
-)  # left out while they say nothing: kept runs have none
+)  # left out of a record if 0 or None: records of older versions lack them
 UNKNOWN_AT_FIRST = ("seconds_left", "last_commit", *COSTS)  # numbers that may be None
 MAKING = "waiting for the cluster"  # phase while a cluster is created for the run
 PHASES = (STARTING, INFERRING, WAITING, ENDED)
-JOIN_SECONDS = 10.0  # seconds that a thread may take to end: whoever cancels waits for it
+JOIN_SECONDS = 10.0  # seconds that a thread may take to end: a user who cancels waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Heartbeat:
         rate = counts.rate(now)
         own = counts.done - counts.before
         a_row = rate / own if own else 0.0
-        left = counts.rows - counts.done - counts.later  # of another kind, at another rate
+        left = counts.rows - counts.done - counts.later  # the later phase has another rate
         return cls(
             at=round(now, 3),
             rows=counts.rows,

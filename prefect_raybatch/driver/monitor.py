@@ -50,9 +50,11 @@ LATE_PHASE_SECONDS = (
 
 
 class EngineStates(Protocol):
-    """The methods of a pipeline that report on its engines; `Monitor` describes the first three.
+    """The methods of a pipeline that report on its engines; all may raise or hang.
 
-    `server_wait` returns why the run waits for a hosted model's server, "" if it does not.
+    `engines` returns {Ray's actor state: number of engines}; `starts`, for each engine, when each
+    phase of its start began; `deaths`, {actor id: (deaths so far, text with process and node)};
+    `server_wait`, why the run waits for a hosted model's server, "" if it does not.
     """
 
     def engines(self) -> Mapping[str, int]: ...
@@ -65,13 +67,11 @@ class Monitor:
     """Watches one attempt from threads of its own: heartbeats, stalls, dead engines, and costs.
 
     The driver calls it after each commit, and it then calls `observe` with the same progress. It
-    regularly calls three functions of the pipeline: `engines` returns {actor state: number of
-    engines}; `starts` returns, for each engine, when it began each part of its start; `deaths`
-    returns {actor id: (deaths so far, process and node)}. All three may raise or hang. `on_started`
-    is called once, after this attempt's first commit, with the duration of each part of the start.
-    `meter` counts the costs. Use the monitor as a context manager around the work. It ends nothing
-    itself: the caller must end the run once `failure` (the error of a stall, with
-    `limits.fail_on_stall`) or `spent` (the error of a reached cost limit) is set.
+    regularly calls the methods of an `EngineStates`, set by `watch`. `on_started` is called once,
+    after this attempt's first commit, with the phases of the start. `meter` counts the costs. Use
+    the monitor as a context manager around the work. It ends nothing itself: the caller must end
+    the run once `failure` (the error of a stall, with `limits.fail_on_stall`) or `spent` (the error
+    of a reached cost limit) is set.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Monitor:
         self._counting = threading.Lock()  # deaths are looked at from two threads
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
         self.ray_died: Callable[[], bool] = lambda: False  # on this host
-        self._ray_died = 0  # looks in a row that found it so; one may see Ray being stopped
+        self._ray_died = 0  # checks in a row that found it dead; one may see a normal stop
         self._left: frozenset[str] = frozenset()  # draining nodes that were logged
         self.on_started = on_started
         self.starting = Starting()
@@ -103,7 +103,7 @@ class Monitor:
         self.failure: EngineFailure | None = None
         self.spent: CostExceeded | None = None
         self.meter = CostMeter()
-        self.limited: Callable[[], str] = lambda: ""  # why no request leaves now, by `pipeline`
+        self.limited: Callable[[], str] = lambda: ""  # why the rate limiter holds back requests
         self._longest = 0.0
         self._watch = StallWatch(limits, clock())
         self._about = ""
@@ -120,10 +120,7 @@ class Monitor:
         self._beats = Ticker("heartbeat", HEARTBEAT_SECONDS, self.write)
 
     def __call__(self, progress: Progress) -> None:
-        """Take a snapshot of a commit for the other threads.
-
-        Called after each commit in the driver's thread.
-        """
+        """Take a snapshot of the progress for other threads; the driver calls it at each commit."""
         self.counts, self._progress = Counts.of(progress), progress
         if progress.recent:
             self.starting.end()
@@ -181,7 +178,7 @@ class Monitor:
         try:
             self.starting.heard(self._questions["start"](self.starts))
             self._questions["note"](partial(self.on_started, self.starting))
-        except Exception as error:  # for people alone
+        except Exception as error:  # the run does not depend on it
             log.info(
                 "the duration of the start could not be recorded: %s: %s",
                 type(error).__name__,
@@ -237,15 +234,16 @@ class Monitor:
         return replace(found, **self.meter.figures(left))
 
     def _now(self, counts: Counts | None) -> Counts | None:
-        """Return `counts` with the current passes and engine deaths; None if there are none yet."""
+        """Return `counts` with the current passes and engine deaths; None if `counts` is None."""
         progress = self._progress
         if counts is None or progress is None:
             return None
         return replace(counts, passes=progress.passes, engine_deaths=progress.engine_deaths)
 
-    # --- the thread that looks --------------------------------------------------------------
+    # --- the thread that checks -------------------------------------------------------------
 
     def look(self) -> None:
+        """Check engines, nodes, costs and stalls once; called about once a second in a thread."""
         now = self.clock()
         self._look_at_ray()  # first: the process may end any moment
         if not self._ended and now - self._asked >= ASK_ENGINES:
@@ -301,14 +299,14 @@ class Monitor:
     def _look_at_server(self) -> None:
         try:
             self._server_wait = self._questions["server"](self.server_wait)
-        except Exception as error:  # for people alone, as below
+        except Exception as error:  # only informative, as below
             log.debug("the server's state is not known: %s: %s", type(error).__name__, error)
 
     def _look_at_nodes(self) -> None:
         """Log each node that is being drained, once: its engines get no new shards."""
         try:
             leaving = self._questions["leaving"](self.leaving)
-        except Exception as error:  # for people alone: costs and stalls must be seen all the same
+        except Exception as error:  # only informative: costs and stalls must still be checked
             log.debug("nodes that leave are not known: %s: %s", type(error).__name__, error)
             return
         for node in sorted(leaving.keys() - self._left):
@@ -340,7 +338,7 @@ class Monitor:
     def _ask_deaths(self) -> Mapping[str, tuple[int, str]] | None:
         try:
             return self._questions["deaths"](self.deaths)
-        except Exception as error:  # for people alone, as above
+        except Exception as error:  # only informative, as above
             log.debug("deaths are not known: %s: %s", type(error).__name__, error)
             return None
 
@@ -373,7 +371,7 @@ class Monitor:
             return
         try:
             self.starting.heard(self._questions["starts"](self.starts))
-        except Exception as error:  # for people alone: a stall must be told all the same
+        except Exception as error:  # only informative: stalls must still be checked
             log.debug("the phase of the start is unknown: %s: %s", type(error).__name__, error)
 
     def _look_at_cost(self, now: float, counts: Counts | None) -> None:
@@ -412,15 +410,16 @@ class Monitor:
             return "no heartbeat was written yet"
         return f"the last heartbeat was written {self.clock() - self._written:.0f} s ago"
 
-    # --- the thread that writes -------------------------------------------------------------
+    # --- the thread that writes heartbeats --------------------------------------------------
 
     def write(self) -> None:
+        """Write a heartbeat with the current state to the store."""
         put_record(self.store, heartbeat_path(self.attempt), self.beat().to_bytes())
         self._written = self.clock()
 
 
 def probe(store: Store) -> str:
-    """List the folder of commits; describe how long that took, or the error."""
+    """List the folder of commits; return text on how long that took, or on its error."""
     began = time.monotonic()
     try:
         next(iter(store.list(COMMITS)), None)

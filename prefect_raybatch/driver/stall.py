@@ -20,11 +20,11 @@ from prefect_raybatch.ledger.records import Receipt, Unit
 log = logging.getLogger(__name__)
 
 LEAST_PAUSE = 60.0  # seconds: shorter pauses are normal
-INTERVALS = 10  # mean times between commits without one
-PAUSE_FACTOR = 3  # times the slowest shard: engines that began together also end together
+INTERVALS = 10  # allowed pause, in mean times between commits
+PAUSE_FACTOR = 3  # the same in times of the slowest shard: engines may begin and end together
 STALL_LOOK = 1.0  # seconds between looks whether a stalled run is to fail
 STOP = 5.0  # seconds that an abandoned pass may take to end
-GIVE_UP = 30.0  # seconds that the call which tells Ray to end it may take
+GIVE_UP = 30.0  # seconds that the call may take which makes Ray end that pass
 
 
 @dataclass(frozen=True)

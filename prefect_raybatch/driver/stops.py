@@ -85,13 +85,13 @@ class Stop:
         return text
 
     def share(self) -> str:
-        """Return how many rows failed, of those tried; of all planned rows if that is unknown."""
+        """Return e.g. `3 of 40 rows tried failed`; of the planned rows if `tried` is None."""
         if self.tried is None:
             return f"{self.failed:,} of {counted(self.rows, 'row')} failed"
         return f"{self.failed:,} of {counted(self.tried, 'row')} tried failed"
 
     def rest(self) -> str:
-        """Return the end of a sentence on how many rows were not tried; "" if none or unknown."""
+        """Return e.g. `; 60 were not tried`, to end a sentence with; "" if none or unknown."""
         left = 0 if self.tried is None else self.rows - self.tried
         return f"; {left:,} {'was' if left == 1 else 'were'} not tried" if left > 0 else ""
 

@@ -1,1 +1,1 @@
-"""A Ray cluster on Kubernetes for one run: created, found again, kept alive, deleted."""
+"""Creates, finds, keeps alive and deletes the Ray cluster of one run on Kubernetes."""

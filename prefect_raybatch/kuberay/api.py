@@ -1,7 +1,7 @@
-"""The API server of a Kubernetes cluster, with retries and plain error messages.
+"""Calls the API server of a Kubernetes cluster, with retries and plain error messages.
 
-Wraps the official client (the extra `kubernetes`). Returns None for a missing object, and retries
-while the server is unavailable. The error for a rejection says what to do about it.
+Wraps the official client (the pip extra `kubernetes`). Returns None for a missing object, and
+retries while the server is unavailable. The error for a rejection says what to do about it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Conflict(Exception):
 
 
 class KubeApi:
-    """RayClusters of one namespace, and the state of their pods.
+    """Reads and changes the RayClusters of one namespace, and reads their pods and events.
 
     Methods retry for up to `patience` seconds while the API server is unavailable, which is logged
     once, then raise `ClusterUnavailable`. They raise `ConfigError` for what a user must fix and
@@ -306,9 +306,9 @@ def _status(body: Any) -> KubeObject:
 def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
     """Return a Kubernetes client, and the namespace of its configuration (None without one).
 
-    A kubeconfig context in the job, or KUBECONFIG, takes precedence over the service account of the
-    pod in which this runs, and that over the kubeconfig in the home directory. Raises `ConfigError`
-    if there is none of these, or the client is not installed.
+    Uses the first that exists: a kubeconfig context in the job or KUBECONFIG, the service account
+    of the pod in which this runs, the kubeconfig in the home directory. Raises `ConfigError` if
+    there is none of these, or the client is not installed.
     """
     try:
         from kubernetes import client, config

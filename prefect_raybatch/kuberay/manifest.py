@@ -27,10 +27,9 @@ NAME_PART = 22
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that owns a cluster.
+    """The run that owns a cluster: `run_key`, job name, run directory (`run`) and `fingerprint`.
 
-    `run_key` is its key, `job` the job's name, `run` the run directory, `flow_run` the Prefect flow
-    run that creates the cluster, None outside Prefect.
+    `flow_run` is the Prefect flow run that creates the cluster, None outside Prefect.
     """
 
     run_key: str
@@ -95,6 +94,7 @@ def ray_cluster(kubernetes: Kubernetes, owner: RunIdentity) -> KubeObject:
 
 
 def spec_hash(spec: JsonMapping) -> str:
+    """Return a hash of a RayCluster's spec, by which a changed job is noticed."""
     return _digest(json.dumps(spec, sort_keys=True, default=str))[:32]
 
 

@@ -161,7 +161,7 @@ def _identity(field: str, source: str) -> str:
 def _listing(field: str, source: str) -> bytes:
     """Return a listing of an adapter's files (`ADAPTER_FILES`), as JSON bytes to hash.
 
-    It names each file with the SHA-256 of a local one, or size and ETag of one on S3.
+    It has each file's name, and its SHA-256 if it is local, else its size and the store's ETag.
     """
     store = _store(field, source)
     if is_remote(source):

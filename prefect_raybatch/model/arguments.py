@@ -27,7 +27,7 @@ class EngineArguments:
 
     @classmethod
     def of(cls, arguments: EngineFields) -> EngineArguments:
-        """Build from {vLLM's name: value}; raise TypeError if one without a default is missing."""
+        """Build from {vLLM's argument: value}; raise TypeError if a required one is missing."""
         named = {f.name for f in fields(cls)} & arguments.keys()
         more = {name: value for name, value in arguments.items() if name not in named}
         return cls(**{name: arguments[name] for name in named}, more=more)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import jinja2
     from jinja2.runtime import Context
 
-TEMPLATE_SECONDS = 20.0  # for a prompt; one takes about a ten-thousandth of a second
+TEMPLATE_SECONDS = 20.0  # to render a prompt; usual templates take about 0.1 ms
 MOST_EXPONENT = 1000
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 16 << 20
@@ -55,7 +55,7 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: models.Pinn
         raise ConfigError(no_template(fields, str(model["source"])))
     try:
         names = _names(text)
-    except ConfigError:  # of a model's own: transformers may know more than we do
+    except ConfigError:  # of a model's own template, which transformers may accept
         return
     for name in prompt.chat_template_kwargs:
         if name not in names:
@@ -109,7 +109,7 @@ def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
 
 
 def needing(prompt: PromptSpec) -> tuple[str, ...]:
-    """Return the prompt fields set in the job that only a chat template can apply."""
+    """Return the names of the job's prompt fields that only a chat template can apply."""
     fields = {
         "messages": prompt.messages,
         "chat_template_kwargs": prompt.chat_template_kwargs,
@@ -121,7 +121,7 @@ def needing(prompt: PromptSpec) -> tuple[str, ...]:
 
 
 def no_template(fields: tuple[str, ...], model: str) -> str:
-    """Return the message for a model without a chat template that `fields` need."""
+    """Return the error message for a model that lacks the chat template which `fields` need."""
     return (
         f"{fields[0]}: {model} has no chat template, which this field needs. Set "
         "prompt.chat_template to a Jinja file or text"
@@ -158,7 +158,7 @@ def _read(name: str) -> str:
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> str | None:
     """Return the model's chat template; "" if it has none, None if it cannot be determined.
 
-    It can be if the tokenizer's files are in a local or s3:// folder, or the model is the demo's.
+    It can be if the tokenizer is in a local folder, or is the model's own in an object store.
     """
     extra, source = request.vllm_arguments, str(model["source"])
     if extra.get("tokenizer"):

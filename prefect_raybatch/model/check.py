@@ -1,4 +1,4 @@
-"""Checks by a model's files, before an engine starts, whether an engine can load and use the model.
+"""Checks before an engine starts, by the model's files, whether it can load and use the model.
 
 An engine reports the same faults after a minute, on the GPU, once for each of its restarts.
 """
@@ -20,11 +20,11 @@ from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import ImageSpec, PromptSpec, SamplingSpec
 from prefect_raybatch.storage import Store, is_remote
 
-LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM lets a longer context through then
+LONGER_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # vLLM accepts a longer context if it is set
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100 << 20  # the most that safetensors itself accepts
-# What vLLM reads weights from when engine.load_format is one of these.
+# Values of engine.load_format with which vLLM reads weight files in the model's folder.
 FROM_FILES = {None, "auto", "hf", "safetensors", "pt", "npcache", "mistral"}
 TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
@@ -45,7 +45,7 @@ def check(
     context, has the token ids that sampling fields name, and has adapters that fit, weights, a
     tokenizer and complete files. `model` is the result of `pinned.pin`. Weights and tokenizer of a
     model on Hugging Face are not checked. With `files` False, weights, tokenizer and adapters are
-    not checked at all, as for the sizes on a cluster that the user only describes.
+    not checked at all, e.g. to compute sizes for a cluster that the user only describes.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
@@ -69,7 +69,7 @@ def check_images(
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
-    A model of which the installed vLLM shows no limits passes. `source` names the model in errors.
+    Does nothing if the installed vLLM reports no limits for it. `source` names it in errors.
     """
     names = tasks.architectures(tasks.overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"

@@ -26,7 +26,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def text_part(config: ModelConfig) -> ModelConfig:
-    """Return the config with the fields of the text model, which multimodal models nest."""
+    """Return the config with the text model's fields on top; multimodal models nest them."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 

@@ -21,7 +21,7 @@ LEAST_KV = 1 << 29  # bytes of KV cache, below which an engine does not fit
 CACHE_BLOCK = 16  # tokens per block of vLLM's KV cache by default: only whole blocks are shared
 KV_CACHE_BYTES = "kv_cache_memory_bytes"
 _BYTES = {"float32": 4, "float": 4, "float8_e4m3fn": 1, "fp8": 1}
-# Bits a weight with scales and zeros of groups of 128.
+# Bits per weight, including the scales and zeros of groups of 128 weights.
 _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bitsandbytes": 4.2}
 
 
@@ -210,7 +210,7 @@ def packed(
     """
     cache = arguments.kv_cache_bytes or share(model, arguments, gpu_bytes, engines).kv_cache
     return {
-        # vLLM refuses to start with less than this free, also when the others are there already.
+        # vLLM refuses to start if less than this is free, even if the other engines hold the rest.
         "gpu_memory_utilization": math.floor(1000 * arguments.usable / engines) / 1000,
         KV_CACHE_BYTES: cache,
     }
@@ -270,7 +270,7 @@ def _adapters(text: ModelConfig, arguments: EngineFields) -> tuple[int, int]:
     queries, keys = heads * size, (text.get("num_key_value_heads") or heads) * size
     inner = text.get("moe_intermediate_size") or text["intermediate_size"]
     experts = next((text[n] for n in ("num_local_experts", "num_experts") if text.get(n)), 1)
-    # Of a layer cut by its outputs the second matrix is split, of one cut by its inputs the first.
+    # Splitting a layer by its outputs splits the second matrix; by its inputs, the first.
     whole = 3 * hidden + hidden + experts * (2 * hidden + hidden)
     split = queries + 2 * keys + queries + experts * 3 * inner
     layers, ends = text["num_hidden_layers"], 2 * (hidden + text["vocab_size"])

@@ -143,7 +143,7 @@ def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
     counts.
     """
     for ending in WEIGHTS:
-        # Mistral's own form of the same weights lies beside the usual one.
+        # Mistral publishes the same weights in a second format, in files `consolidated*`.
         files = {n: size for n, size in sizes.items() if n.endswith(ending) and "/" not in n}
         usual = [size for name, size in files.items() if not name.startswith("consolidated")]
         if found := sum(usual or files.values()):
@@ -217,7 +217,7 @@ def hub_commit(
 ) -> str | None:
     """Return the commit to which `revision` of the Hugging Face model `name` refers.
 
-    If Hugging Face is unreachable or HF_HUB_OFFLINE is set, that of `file` in the local cache.
+    If the hub is unreachable or HF_HUB_OFFLINE is set, returns the commit of the cached `file`.
     Raises `ConfigError`, naming job field `field`, for a model that is found in neither place.
     """
     from huggingface_hub import HfApi, hf_hub_download
@@ -227,7 +227,7 @@ def hub_commit(
     trouble = "HF_HUB_OFFLINE is set"
     if not HF_HUB_OFFLINE:
         try:
-            # Cut off, because a look-up of the hub's name knows no limit.
+            # With a time limit, because the DNS lookup of the hub has none.
             return within(HUB, lambda: HfApi().model_info(name, revision=revision, timeout=HUB).sha)
         except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", None)

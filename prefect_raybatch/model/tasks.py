@@ -13,9 +13,9 @@ from prefect_raybatch.job.vllm import fields as vllm_fields
 from prefect_raybatch.model.context import ModelConfig
 from prefect_raybatch.spec.engine import ModelRequest
 
-# Endings that vLLM takes for models that pool, not generate (`_SUFFIX_TO_DEFAULTS`).
+# Endings of class names by which vLLM recognizes models that pool (`_SUFFIX_TO_DEFAULTS`).
 CLASSIFIES = ("ForSequenceClassification", "ClassificationModel")
-NOT_A_TEXT = (  # a value for each token, or of something that is no text
+NOT_A_TEXT = (  # models with a value for each token, or for inputs other than text
     *("ForTokenClassification", "ForAudioClassification", "ForImageClassification"),
     *("ForVideoClassification", "ForRewardModeling", "ForRewardModel", "RewardModel"),
 )

@@ -17,7 +17,7 @@ from prefect_raybatch.sizing.cards import Card
 from prefect_raybatch.sizing.roofline import work_of
 from prefect_raybatch.spec.sizes import Grammar, RowSpec
 
-CHARACTERS = 4  # a token, roughly
+CHARACTERS = 4  # per token, roughly
 # Bytes of a prepared image per token, roughly: Qwen2-VL and similar models make a token of 28 x 28
 # pixels in two frames, three colours and bfloat16. Others take 1,200 (PaliGemma) to 24,000 bytes
 # (SmolVLM).
@@ -54,7 +54,7 @@ class Constants:
     gpu_step: float
     compute: float
     sharing: float
-    fp8: float = 1.3  # one arrangement
+    fp8: float = 1.3  # by one measured arrangement of engines
 
 
 # By benchmarks/fit.py, of 94 rates in benchmarks/results: sweep-h100.jsonl with vLLM 0.32, and with
@@ -123,7 +123,7 @@ class Tokens:
     def cached_per_row(self, times: int = 1) -> int:
         """Return the tokens of KV cache that each row takes besides `cached_once`, in whole blocks.
 
-        Counts the row's own prompt and answer `times` over, and the end of the shared prefix that
+        Counts `times` times the row's own prompt and answers, and the end of the shared prefix that
         fills no whole block.
         """
         own = self.shared - self.cached_once + times * (self.own + self.out)
@@ -155,7 +155,7 @@ def host_seconds(model: Model, row: Tokens, seqs: float) -> float:
 
 
 def busy(engines: int, host: float, gpu: float) -> float:
-    """Return the share of time (0 to 1) in which the GPU works for one of `engines` engines.
+    """Return the share of time (0 to 1) in which a GPU that `engines` engines share is busy.
 
     Each engine alternates between `host` seconds without the GPU and `gpu` seconds on it.
     """

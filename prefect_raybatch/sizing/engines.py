@@ -17,7 +17,7 @@ from prefect_raybatch.sizing.cost import Tokens, gpu_seconds, host_seconds, rows
 from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
-SHORT = 32  # tokens out
+SHORT = 32  # most output tokens of a short answer
 # Gain that the cost model must predict before engines with answers over SHORT share a GPU. With 8B
 # models it was off by 12 %, and more engines brought nothing or lost a tenth
 # (varied-8b-1500.jsonl); with a 1.5B five engines gave 2.4 to 2.9 times (record-15b.jsonl).
@@ -71,8 +71,8 @@ def fewest_sequences(
 ) -> int:
     """Return the smallest value of `tried` (max_num_seqs) with nearly the best rate.
 
-    The rate is that of `engines` engines on one GPU. Values for which the KV cache has no room are
-    skipped, except the first.
+    The rate is in rows per second of `engines` engines on one GPU. All values but the first are
+    skipped if they exceed what was measured or if the KV cache has no room for them.
     """
     most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
     measured = [n for n in tried[1:] if n <= most]

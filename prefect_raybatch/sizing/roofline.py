@@ -73,7 +73,7 @@ class Work:
 
 
 def _attended(first: int, last: int, window: int = 0) -> float:
-    """Return how many tokens the tokens from `first` to before `last` attend to, all together.
+    """Return the total number of tokens that tokens `first` to `last` - 1 of a text attend to.
 
     Each attends to itself and to all tokens before it, but to at most `window` tokens (0: no
     limit).

@@ -10,15 +10,15 @@ from prefect_raybatch.spec.sizes import RowSpec, SizeSpec
 from prefect_raybatch.words import counted
 
 SHARDS = 8  # shards for a single engine, so that progress and resume are fine enough
-# shards for each of several engines: with the last of them some engines wait for others
+# Shards for each of several engines: at the end, some engines wait for the last shard of others.
 SHARDS_A_WORKER = 16
 # Least tokens of a shard, those of answers counted twice: a second of a large GPU with an 8B. Rows
 # with more than 1/batch_size of these tokens make shards of fewer than batch_size rows.
 LEAST_TOKENS = 1 << 16
 LEAST_ROWS = 16
-OUT_WEIGHT = 2  # a token out takes the GPU what about two of a prompt take
+OUT_WEIGHT = 2  # an output token takes about as much GPU time as two prompt tokens
 MOST_ROWS = 4000  # a shard takes seconds, and 10 million rows are 2,500 commits
-SEQUENCES = 256  # max_num_seqs of an engine where nothing says that more of them pay
+SEQUENCES = 256  # default max_num_seqs of an engine, unless more are known to be faster
 MOST_BYTES = 128 << 20  # uncompressed input bytes a shard, so that a block stays one block
 IMAGE_BYTES = 256 << 20  # the same for rows with prepared images
 
@@ -26,7 +26,7 @@ IMAGE_BYTES = 256 << 20  # the same for rows with prepared images
 def row_tokens(row: RowSpec, row_bytes: float) -> float:
     """Return a measure of the GPU time of a row with `row_bytes` bytes of input, in tokens.
 
-    Counts the prompt's tokens that are not cached, plus twice the tokens of the longest answer.
+    Counts the prompt's tokens that are not cached, plus twice the most tokens of its answers.
     """
     tokens = Tokens.of(row, row_bytes)
     return tokens.own + OUT_WEIGHT * row.out
@@ -39,8 +39,8 @@ def choose_rows_per_shard(
 
     The number is the job's, else rows / (engines * 16), or rows / 8 for a single engine. It is at
     least `batch_size`, because smaller blocks starve the engine, and at most 4,000 rows or 128 MiB
-    (256 MiB of images). If rows have many tokens, it may be below `batch_size`: with few rows in
-    all, each engine would end with one shard while others wait for it. Source of the formula: Ray
+    (256 MiB of images). If rows have many tokens, it may be below `batch_size`: with few and large
+    shards, some engines would be idle while others finish. Source of the formula: Ray
     Data LLM's sizing guide asks for at least 2 to 4 partitions per worker and blocks no smaller
     than the batch; with more partitions, engines wait less for each other at the end.
     """

