@@ -234,7 +234,7 @@ def is_transient(error: BaseException) -> bool:
 def first_step(name: str) -> str:
     """Return what to do before a job that failed with the error class `name` runs again.
 
-    Returns "" if the job can run again as it is, and for an error class of another package.
+    For example "fix the cause"; "" if it can run as it is, or for a class of another package.
     """
     error = globals().get(name)
     if not isinstance(error, type) or not issubclass(error, RayBatchError) or error.transient:

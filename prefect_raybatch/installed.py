@@ -96,7 +96,7 @@ def misfits() -> list[Misfit]:
 
 
 def broken(found: Sequence[Misfit], seconds: float) -> list[Misfit]:
-    """Return the misfits that are proved, or whose package fails to import in a child process.
+    """Return misfits that are `proved`, or whose package fails to import in a child process.
 
     Raises `subprocess.TimeoutExpired` if the imports take longer than `seconds`.
     """

@@ -60,7 +60,7 @@ def store_place(uri: str) -> str:
 def names_account(uri: str) -> bool:
     """Return whether an Azure URI names its storage account, as in az://container@account/path.
 
-    Credentials in the URI (user:password@) are not taken for one.
+    Credentials in the URI (user:password@) are not taken for an account.
     """
     return store_scheme(uri) == "az" and _ACCOUNT.match(uri.partition("://")[2]) is not None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage in the `with` block. Use it for imports, which leave little of it."""
+    """Disable garbage collection in the block. Use it for imports, which leave little garbage."""
     collects = gc.isenabled()
     gc.disable()
     try:

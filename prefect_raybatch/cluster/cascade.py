@@ -66,11 +66,11 @@ def first_answers(
 ) -> FirstAnswers:
     """Return the first model's answers, with the choice of rows that the larger model answers.
 
-    Chosen are rows of which the first model is unsure: the least sure ones first, at most the share
+    These are the rows with an unsure first answer: the least sure ones first, at most the share
     `at_most` of all rows. In a retry, rows that an earlier run sent to the larger model are chosen
-    again and do not count against `at_most`. Further rows are chosen to check how often the models
-    agree: at random, with a seed from the run key (in a repaired run, from the original's), so
-    other rows in each run. The choice depends only on the plan and the first model's result, so
+    again and do not count against `at_most`. Further rows are chosen at random, to check how often
+    the models agree. Their seed is the run key (in a repaired run, the original's), so each run
+    checks other rows. The choice depends only on the plan and the first model's result, so
     each attempt chooses the same rows. `store` is rooted at the run directory. Raises `CorruptRun`
     if the first model has not answered all rows.
     """
@@ -123,12 +123,11 @@ def _columns(store: Store, success: Success) -> tuple[str, ...]:
 
 
 def _cut(answers: FirstAnswers, rows: int, most: int) -> tuple[int, int, tuple[float, int] | None]:
-    """Return (number of unsure rows, how many of them the larger model answers, the last one sent).
+    """Return (number of unsure rows, number sent to the larger model, the surest row sent).
 
-    `rows` is the number of rows of the run. The larger model answers the unsure rows in
-    `answers.again` and, of the other unsure rows, the `most` least sure ones. The last one sent is
-    the surest of these, as (sureness, row number); (-inf, -1) if `most` is 0, and None if all
-    unsure rows are sent.
+    `rows` is the number of rows of the run. Sent are all unsure rows in `answers.again` and, of the
+    other unsure rows, the `most` least sure ones. The surest of these is returned as (sureness, row
+    number); (-inf, -1) if `most` is 0, and None if all unsure rows are sent.
     """
     sureness = [np.empty(0)]
     numbers = [np.empty(0, np.int64)]

@@ -264,9 +264,9 @@ def capacity() -> Capacity:
 def glance(cluster: ClusterSpec) -> Capacity | None:
     """Return the capacity of a run's cluster as far as it is known without joining it.
 
-    For Kubernetes, it is the capacity of the pods that the run will request; else that of the
-    cluster which this process has joined, if any; else that of this machine, for a run that starts
-    a local cluster. None for any other cluster, and for one with a job server.
+    Takes the first that applies: the pods that a run on Kubernetes will request; the cluster that
+    this process has joined; this machine, for a run that starts a local cluster. None for any other
+    cluster, and for one with a job server.
     """
     made = cluster.access.kubernetes
     if made is not None:
@@ -280,7 +280,7 @@ def glance(cluster: ClusterSpec) -> Capacity | None:
 
 
 def this_machine(cluster: ClusterSpec) -> Capacity:
-    """Return the capacity of a cluster started on this machine."""
+    """Return the capacity that a local cluster of the run has, or would have, on this machine."""
     cards, _ = nvml.gpus_here()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

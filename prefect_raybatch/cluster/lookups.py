@@ -122,7 +122,7 @@ def look_up(
 
 
 def requests_phase_success(store: Store, increment: Increment) -> Success | None:
-    """Return the `_SUCCESS` of a run's requests phase; in a cascade, that of its first model.
+    """Return the `_SUCCESS` of a run's requests phase or, in a cascade, of its first model.
 
     None if the run has no such phase, e.g. because it reuses all answers. Raises `CorruptRun` while
     that phase is not finished.

@@ -471,8 +471,8 @@ class ClusterSession:
     def _watch(self) -> None:
         """Start a thread that stops all users when a signal ends the main thread.
 
-        Does nothing in the main thread. Signals reach only that, and while it waits for its threads
-        (Prefect's task runner, an executor), these would not learn of the signal.
+        Does nothing in the main thread, the only one that signals reach. While it waits for its
+        threads (Prefect's task runner, an executor), they would not learn of a signal.
         """
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return

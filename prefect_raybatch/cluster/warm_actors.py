@@ -92,7 +92,7 @@ class EngineHost:
         self._inside = 0
 
     def take(self, token: str, by: str) -> bool:
-        """Reserve this engine for the Forwarder `by` of a pass; return whether that succeeded.
+        """Reserve this engine for Forwarder `by` of the pass `token`; return whether that worked.
 
         It fails if another Forwarder of the same pass has reserved it, or if its node is being
         drained.

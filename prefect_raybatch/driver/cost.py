@@ -131,7 +131,7 @@ class CostMeter:
     def total_cost(self) -> float | None:
         """Return the known cost of all attempts at the run so far, this one included.
 
-        None if neither the cost of this attempt nor that of earlier ones is known.
+        None if the costs of this attempt and of all earlier ones are unknown.
         """
         before, own = self.before.cost_at(self.price), self.cost
         return None if before is None and own is None else (before or 0.0) + (own or 0.0)

@@ -282,7 +282,7 @@ class Driver:
         return self.progress
 
     def run_once(self, run_pass: RunPass, shards: Sequence[int]) -> None:
-        """Run one pass over those of `shards` that are pending.
+        """Run one pass over the pending ones among `shards`.
 
         Call `resume` before, and `run` for the other shards after. Shards that the pass does not
         commit stay pending. Raises the errors of `run`, except `EngineFailure` for lack of

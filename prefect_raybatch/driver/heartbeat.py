@@ -78,7 +78,7 @@ class Counts:
     def whole(cls, progress: Progress) -> Counts:
         """Return the counts of a whole run: of this phase, the one before it and the one after it.
 
-        `failed` counts rows also in the requests phase: all that wait for a failed request.
+        In the requests phase, `failed` counts all rows that wait for a failed request.
         """
         own, before, later = cls.of(progress), progress.before, progress.later
         return replace(
@@ -249,7 +249,7 @@ def _is_number(value: object, name: str) -> bool:
 
 
 class Listener:
-    """An observer that also receives heartbeats about once a second, on a separate thread."""
+    """An observer of commits that also receives heartbeats, about once a second in a thread."""
 
     def __call__(self, progress: Progress) -> None:
         """Observe a commit.

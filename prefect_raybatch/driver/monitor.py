@@ -144,13 +144,13 @@ class Monitor:
             log.info("Ray's dashboard: %s", dashboard)
 
     def watch(self, engines: EngineStates) -> None:
-        """Query these engines from now on."""
+        """Query these engines from now on, e.g. those of a new pipeline."""
         self.engines, self.starts = engines.engines, engines.starts
         self._states, self._asked = {}, float("-inf")  # those of earlier engines
         self.deaths, self.server_wait = engines.deaths, engines.server_wait
 
     def set_waiting(self, why: str) -> None:
-        """Record why the run waits, e.g. for room on the cluster; `why` is "" once it continues.
+        """Record why the run waits, e.g. for resources; `why` is "" once it continues.
 
         A waiting run is not reported as stalled.
         """

@@ -51,7 +51,7 @@ class Flowing:
 def starts(counts: Counts, passes: int) -> bool:
     """Return whether the engines of the current pass are still starting: it has no commit yet.
 
-    `counts` are those of the latest commit, `passes` is the number of passes begun. Commits of
+    `counts` were taken at the latest commit, `passes` is the number of passes begun. Commits of
     earlier attempts do not count.
     """
     return not counts.commits or passes > counts.passes
@@ -89,7 +89,7 @@ class StallWatch:
     ) -> Stall | Flowing | None:
         """Return a `Stall` when a limit is passed, `Flowing` when commits resume, else None.
 
-        `counts` are those of the latest commit, `passes` is the number of passes begun, `longest`
+        `counts` were taken at the latest commit, `passes` is the number of passes begun, `longest`
         the duration in seconds of this attempt's slowest shard.
         """
         self.starting = starts(counts, passes)
@@ -116,10 +116,9 @@ def interruptible(
 ) -> RunPass:
     """Wrap a pass so that errors returned by `failure()` and `halted()` end it.
 
-    The error of `failure()` is raised while the pass waits for a receipt, that of `halted()` also
-    between receipts. Ray cannot be interrupted from outside, so the pass runs in a separate thread.
-    If it is abandoned, `stop` is called and must make the pass end; a thread that still does not
-    end is left running.
+    `failure()` is called while the pass waits for a receipt, `halted()` also between receipts. Ray
+    cannot be interrupted from outside, so the pass runs in a separate thread. If it is abandoned,
+    `stop` is called and must make the pass end; a thread that still does not end is left running.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:

@@ -22,7 +22,7 @@ from prefect_raybatch.stages.vllm.phases import (
 
 
 class Starting:
-    """The start of a pass, phase by phase. Thread-safe; times are seconds of `clock`."""
+    """Measures each phase of a pass's start. Thread-safe; times are in seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float] = time.time):
         self.clock = clock

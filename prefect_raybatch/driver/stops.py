@@ -159,7 +159,7 @@ def failed_sample(
 
 
 def last_stop(uri: str, options: StoreOptions | None) -> Stop | None:
-    """Return the stop of a run's latest attempt; None if it did not cross its error budget.
+    """Return how a run's latest attempt crossed its error budget; None if it did not.
 
     Earlier attempts do not count. Also returns None if the run cannot be read.
     """
@@ -183,12 +183,12 @@ def _sample(ledger: Ledger, most: int, stop: Stop | None) -> list[Sample]:
 
 
 def _latest_stop(ledger: Ledger) -> Stop | None:
-    """Return the stop of the latest readable attempt; None if it did not cross its error budget."""
+    """Return how the latest readable attempt crossed its error budget; None if it did not."""
     notes = []
     for name in ledger.attempts():
         try:
             notes.append(ledger.read_attempt(name))
-        except (CorruptRun, FileNotFoundError):  # for people only: other attempts are still shown
+        except (CorruptRun, FileNotFoundError):  # only informative: use the other attempts
             continue
     return Stop.from_note(max(notes, key=lambda note: str(note.get("started")))) if notes else None
 

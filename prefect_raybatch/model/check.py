@@ -69,7 +69,7 @@ def check_images(
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
-    Does nothing if the installed vLLM reports no limits for it. `source` names it in errors.
+    A model passes if the installed vLLM does not show its limits. `source` names it in errors.
     """
     names = tasks.architectures(tasks.overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"

@@ -49,8 +49,8 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 def class_of_tokenizer(path: str, revision: str | None) -> str | None:
     """Return the name of the class that `AutoTokenizer` chooses for a model; None if unknown.
 
-    `path` is a folder or a Hugging Face name. For a name, only files in the local cache are read,
-    those of commit `revision`.
+    `path` is a folder or a Hugging Face name. For a name, only the files of commit `revision` in
+    the local cache are read.
     """
     config = _read(path, revision, "config.json")
     named = _read(path, revision, "tokenizer_config.json")

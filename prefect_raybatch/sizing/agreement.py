@@ -70,7 +70,7 @@ def bonferroni_confidence(tries: int) -> float:
 
 
 def least_sample(least: float, confidence: float) -> int:
-    """Return the fewest rows that show an agreement of `least` (0 to 1) if all of them agree."""
+    """Return the fewest rows that, if all agree, show an agreement of `least` (0 to 1)."""
     return math.ceil(math.log(1 - confidence) / math.log(least) - 1e-9)
 
 

@@ -41,7 +41,7 @@ SEQUENCE_GAIN = 0.005
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
     """Return whether the KV cache of each of `engines` engines on a GPU probably holds enough rows.
 
-    Enough are `max_num_seqs` rows of the tokens of `row`, with the shared prefix kept once. If
+    Enough means `max_num_seqs` rows as long as `row`, with the shared prefix kept once. If
     engines share the GPU, each has a fixed part of its memory: the cache must then hold rows of
     twice that length, and at least one row of the context length.
     """

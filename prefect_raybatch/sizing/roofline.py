@@ -87,7 +87,7 @@ def _attended(first: int, last: int, window: int = 0) -> float:
 def work_of(model: Model, card: Card, gpus: int = 1, engines_per_gpu: int = 1) -> Work:
     """Return the work of an engine on `gpus` cards that `engines_per_gpu` engines share.
 
-    With fp8 weights, the peak is that of fp8 if the card has one.
+    With fp8 weights, `peak_flops` is the card's fp8 speed if it supports fp8.
     """
     share = gpus / engines_per_gpu
     head = 2.0 * model.vocab * model.hidden

@@ -23,8 +23,8 @@ STEPS_OF_PROBABILITY = 200  # thresholds from 1 down; fixed, because the data mu
 class TestedThreshold:
     """A threshold of a cascade, and its effect on a sample of `rows` rows.
 
-    `escalated` of them are rows of which the first model is less sure than `below`: they get the
-    larger model's answer. `agreed` rows then have the same answer as the larger model gives.
+    `escalated` counts the rows with a sureness of the first model under `below`: they get the
+    larger model's answer. `agreed` counts the rows that then have the larger model's answer.
     `bound` is the lower confidence limit of the share of such rows in the whole input.
     """
 

@@ -71,7 +71,7 @@ class StandingCluster:
 
 
 class KeeperConnection:
-    """A connection between a command and a keeper; each message is a whole JSON object."""
+    """A connection of a command to the keeper of a cluster; each message is one JSON object."""
 
     def __init__(self, found: socket.socket):
         self.socket = found
@@ -99,7 +99,7 @@ class KeeperConnection:
 
 
 class Claim:
-    """This command's exclusive use of a standing cluster, until `close` or the command's end."""
+    """Exclusive use of a cluster that outlasts commands, until `close` or the command's end."""
 
     def __init__(self, connection: KeeperConnection, address: str | None = None):
         self._connection, self._address = connection, address
@@ -160,7 +160,7 @@ def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
 
     The engines end once no command has used them for `idle_seconds`; with 0, they start and end
     with this command. Yields whether engines outlast this command: False also if another command
-    uses the standing cluster or none can be started.
+    uses the cluster or none can be started.
     """
     try:
         claim = claim_cluster(cpus, idle_seconds) if idle_seconds else None
@@ -190,7 +190,7 @@ def stop_clusters() -> tuple[int, list[int]]:
 
 
 def _asked(request: JsonObject) -> Iterator[JsonObject]:
-    """Send `request` to each of this user's keepers; yield the answers of those that answer.
+    """Send `request` to each of this user's keeper processes; yield the answers that arrive.
 
     If a keeper answers that it ends, waits for its end, at most KEEPER_END seconds.
     """
@@ -209,7 +209,7 @@ def _asked(request: JsonObject) -> Iterator[JsonObject]:
 
 
 def command_digest() -> str:
-    """Return a digest that commands must share to use the same standing cluster.
+    """Return a digest that must be equal for two commands to use the same local cluster.
 
     It covers the environment, working directory, Python, our code and the packages of engines.
     """
@@ -229,7 +229,7 @@ def _connected(folder: Path) -> KeeperConnection | None:
 
 
 def _start_keeper(folder: Path, use: JsonObject) -> None:
-    """Start a keeper with its socket in `folder`; the socket accepts connections at once.
+    """Start a keeper process with its socket in `folder`, which accepts connections at once.
 
     `use` is the command's request: cpus, digest and idle_seconds. The keeper gets a session of its
     own, so that a Ctrl-C in the terminal does not reach it.
