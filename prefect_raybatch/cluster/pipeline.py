@@ -98,8 +98,8 @@ log = logging.getLogger(__name__)
 ONCE = {"max_retries": 0}
 _BUILDING = threading.Lock()
 ENGINE_RESTARTS = 3  # of an engine's process by Ray, before another engine replaces it
-# An isolated pass ends once this many engines in a row, each with its restarts, died without an
-# answer. The driver's isolated units and probe rows cannot kill as many.
+# An isolated pass continues until at least this many engines in a row, each with its restarts, died
+# without an answer. The driver's isolated units and probe rows cannot kill as many.
 DEATHS_ALONE = FEW_ALONE // (1 + ENGINE_RESTARTS) + 1
 IN_CONSTRUCTOR = "raised in its creation task"  # in Ray's message
 NODES_UNHEARD = replace(

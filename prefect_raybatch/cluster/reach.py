@@ -75,7 +75,7 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
 
 
 def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
-    """Return the problem if the head at `address` rejects the token of `access` or requires one.
+    """Return the problem if the head at `address` rejects the token of `access`, or its absence.
 
     Returns None if the head accepts the request, if it does not answer within seconds, or if Ray
     uses TLS, when this cannot be checked. Without this check Ray would retry for 20 s, or forever.

@@ -117,7 +117,7 @@ class ClusterSession:
 
     @contextmanager
     def joined(self, user: Tenant, address: str | None, cpus: int) -> Iterator[None]:
-        """Join the cluster at `address`, or a local one with `cpus` CPUs or more if it is None.
+        """Join the cluster at `address` (None: a local one with `cpus` CPUs or more) for the block.
 
         The last user to leave ends the cluster if this object started it and it is not kept warm.
         Raises `ConfigError` while users are in a cluster at another address, and within another

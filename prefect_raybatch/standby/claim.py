@@ -53,7 +53,7 @@ class StandingEngine:
 
 @dataclass(frozen=True)
 class StandingCluster:
-    """A local Ray cluster that outlasts its command; `pid` is the process that keeps it.
+    """A local Ray cluster that outlasts its command; `pid` is the id of its keeper process.
 
     `used_by` is the process id of the command that uses it, None if none does. `seconds_left`:
     seconds until it ends if no command uses it.
