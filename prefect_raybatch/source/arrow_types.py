@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
 
-# The type of JSON numbers kept as text, which neither int64 nor float64 holds. No other JSON value
-# is read as large_string.
+# The type of JSON numbers that are kept as text, because neither int64 nor float64 can represent
+# them. No other JSON value is read as large_string.
 NUMBER_TEXT = pa.large_string()
 _LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
@@ -42,7 +42,7 @@ def map_type(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` with value types in place of dictionary and view types, at any depth."""
+    """Return `kind` without dictionary and view types, at any depth: string for string_view."""
 
     def change(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_string_view(kind):
@@ -55,7 +55,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def check_carried(schema: pa.Schema, where: str) -> None:
     """Raise SourceError for a column with a type that Parquet cannot store.
 
-    Also for a column that contains a struct with two fields of one name. `where` names the input.
+    Also raised for a struct with duplicate field names, at any depth. `where` names the input.
     """
     for field in schema:
         if (name := _field_twice(field.type)) is not None:
@@ -89,10 +89,10 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """Return the first type within `kind` that Parquet cannot store or Arrow cannot read back.
+    """Return the first type in `kind`, itself included, that a snapshot cannot store; else None.
 
-    A run-end-encoded type is one: `decoded` replaces it only if it is the type of a whole column.
-    None if there is none.
+    Parquet cannot store it, or Arrow cannot read it back. Run-end-encoded types count: `decoded`
+    replaces only those of whole columns.
     """
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):

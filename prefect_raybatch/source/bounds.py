@@ -1,7 +1,7 @@
 """Bounds on the contents of an input, so that a small file cannot exhaust a machine's memory.
 
-The operator raises them in the environment. A job file cannot, because its author may have made the
-input file as well.
+The operator can raise them with environment variables. A job file cannot, because its author may
+have written the input file as well.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
-    """Return a text on counts in a Parquet footer that cannot be true; None if there are none.
+    """Return a description of the first impossible count in a Parquet footer, None without one.
 
     The row counts of the file, its row groups and their column chunks must agree, and no chunk may
     be larger than the file, which has `size` bytes.

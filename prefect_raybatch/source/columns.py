@@ -74,7 +74,7 @@ def types_in(
 
 
 def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataType | None:
-    """Return `common_type`, or with `text` (CSV) `common_text_type`, which is never None."""
+    """Return the type of both: by `common_text_type` if `text` (CSV), else by `common_type`."""
     return common_text_type(a, b) if text else common_type(a, b, union)
 
 
@@ -82,9 +82,9 @@ class TypesSeen:
     """Column types of some of the input's files, merged block by block.
 
     It starts with known types: `columns` of the whole input, `of_files` by file. `changes` has
-    (file, types of a block) for each block that widened its file's types. `clash` becomes True once
-    types are incompatible; the error is raised later by a `Shape`, which also knows the other
-    files. `text`, `union` and `typed` are explained in `Shape`.
+    (file, column types) for each file's first block and each block that widened its file's types.
+    `clash` becomes True once types are incompatible; a `Shape`, which also knows the other files,
+    raises the error later. `text`, `union` and `typed` are explained in `Shape`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TypesSeen:
         return pa.schema(list(self._columns.items()))
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Merge the types of a block of the file `where`."""
+        """Merge the column types of `table`, a block of the file `where`."""
         before = self._files.get(where, {})
         found = types_in(table, before, self._text, self._typed, self._columns)
         mine = dict(before)
@@ -154,7 +154,7 @@ class Shape:
 
     @property
     def columns(self) -> dict[str, pa.DataType]:
-        """Return the types of all columns, in the order of `schema`."""
+        """Return `schema` as {column: type}, in the same order."""
         return {field.name: field.type for field in self.schema}
 
     @property
@@ -163,13 +163,13 @@ class Shape:
         return pa.schema([(name, self._columns[name]) for name in names])
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Merge the types of a block of the file `where`. Raises the errors of `see_types`."""
+        """Merge the column types of `table`, a block of the file `where`; raise as `see_types`."""
         before = self._files.get(where, {})
         found = types_in(table, before, self.text, self._typed, self._columns)
         self.see_types(where, found)
 
     def types_of(self, where: str) -> dict[str, pa.DataType] | None:
-        """Return {column: type} seen so far in the file `where`; None if nothing of it was seen."""
+        """Return {column: type} of the file `where` so far; None before its first block."""
         return self._files.get(where)
 
     def see_types(self, where: str, found: dict[str, pa.DataType]) -> None:
@@ -184,7 +184,7 @@ class Shape:
         mine = dict(before or {})
         for name, kind in found.items():
             known = mine.get(name, pa.null())
-            # Text of one file may widen to anything; typed values must go together.
+            # For CSV, `kind` includes the file's earlier blocks; other types must be compatible.
             wider = kind if self.text else common_type(known, kind, self._union)
             if wider is None:
                 raise SourceError(
@@ -215,7 +215,7 @@ class Shape:
     def _clashing(self, name: str, kind: pa.DataType, merged: pa.DataType) -> str:
         """Return a file whose type of column `name` is incompatible with `kind`.
 
-        One in which the type is `merged` is preferred.
+        A file in which that column has the type `merged` is preferred.
         """
         having = [file for file, types in self._files.items() if name in types]
         having.sort(key=lambda file: self._files[file][name] != merged)

@@ -1,8 +1,8 @@
 """Records which shares of the input (some small files, or a part of a large one) were copied.
 
-They let an interrupted copy resume. A record's name is a hash of all that the copy depends on: the
-bytes of the share, how they are read, the types known before, and the code. Until there is a plan,
-the files that a record lists are not deleted, because another copy may be using them.
+The records let an interrupted copy resume. A record's name is a hash of everything that the copy
+depends on: the share's bytes, how they are read, the types known before, and the code. Files that a
+record lists are not deleted until there is a plan, because another copy may be using them.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def copy_key(
 def read_copy_record(store: Store, key: str) -> Copied | None:
     """Return the recorded outcome of copying a share; None if it has to be copied.
 
-    It has to be if there is no record `key`, or if the record is damaged or lists files that
-    changed.
+    It has to be copied if there is no record `key`, or if the record is damaged or lists files
+    that changed.
     """
     path = _path(key)
     try:
@@ -120,10 +120,10 @@ def write_copy_record(store: Store, key: str, one: Copied) -> None:
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Delete what the plan does not need of copied shares; call it once there is a plan.
+    """Delete all records of copied shares, and the attempt's input files not in the plan.
 
-    That is all records of shares, and the files of this `attempt` that the plan does not list
-    (`named` are those that it lists). Errors of the store are ignored.
+    Call it once there is a plan; `named` are the paths of the files that it lists. Errors of the
+    store are ignored.
     """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness

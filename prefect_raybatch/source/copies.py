@@ -53,10 +53,10 @@ class Chosen:
 
 
 class KnownTypes(Protocol):
-    """Column types that copying input needs: `schema` is the types so far, `see` adds a block's.
+    """Interface to the column types of input that is copied: `schema` has the types so far.
 
-    `Shape` and `TypesSeen` merge the types of each block; `SettledTypes` are final and change
-    nothing.
+    In `Shape` and `TypesSeen`, `see` merges the types of a block; in `SettledTypes` it does
+    nothing, because the types are final.
     """
 
     @property
@@ -67,12 +67,12 @@ class KnownTypes(Protocol):
     def schema(self) -> pa.Schema: ...
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Merge the types of a block of the file `where`."""
+        """Merge the column types of `table`, a block of the file `where`."""
 
 
 @dataclass(frozen=True)
 class SettledTypes:
-    """The final types of a snapshot, which hold all values, so that blocks do not change them."""
+    """The final column types of a snapshot, which can hold all values of the input."""
 
     schema: pa.Schema
     clash: bool = False
@@ -87,11 +87,11 @@ class Copied:
 
     `files` is None if no files were kept: a later value did not fit the types of earlier rows, the
     filter did not fit them (`unfit` says why), or reading failed (`error`). `schema` has types that
-    hold all values read. `types` has (file URI, column types) for each block that widened its
-    file's types. `known` are the names of all columns in the files. `row_bytes` is an upper
-    estimate of a row's bytes; `weights` are (rows, bytes) of consecutive ranges of the rows
-    written. `read` counts the rows read, `kept` those that match the filter. `part`: the piece is a
-    part of a file.
+    hold all values read. `types` has (file URI, column types) of each file's first block and of
+    each block that widened its file's types. `known` are the names of all columns in the files.
+    `row_bytes` is an upper estimate of a row's bytes; `weights` are (rows, bytes) of consecutive
+    ranges of the rows written. `read` counts the rows read, `kept` those that match the filter.
+    `part`: the piece is a part of a file.
     """
 
     files: tuple[InputFile, ...] | None
@@ -139,7 +139,7 @@ def copy_blocks(
     With `numbers`, writes only the rows with these numbers, counted from 0 among the chosen ones.
     `attempt` becomes part of the files' names.
 
-    If a block does not fit the schema of earlier rows, nothing is kept, but the other blocks are
+    If a block needs another schema than earlier rows, no file is kept, but the other blocks are
     still read, so that the types of all values are known for the next copy. With `keep_error`, an
     error of reading is returned in the outcome, not raised.
     """

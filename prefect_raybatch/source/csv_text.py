@@ -32,8 +32,8 @@ from prefect_raybatch.words import counted
 
 _RAGGED = re.compile(r"Expected (\d+) columns, got (\d+)")
 _QUOTED = re.compile('"[^"]*"')
-BLOCK_TRIES = 64  # sizes of a block that are tried
-DELIMITERS = ";\t|,"  # what people separate values by
+BLOCK_TRIES = 64  # block sizes that `_block_bytes` tries
+DELIMITERS = ";\t|,"  # delimiters that are detected
 
 
 def csv_tables(
@@ -42,7 +42,7 @@ def csv_tables(
     """Yield blocks of a CSV file with `columns` (None: all) as text.
 
     An empty unquoted cell is null. `columns` may name columns of the file's path (key=value
-    folders), which are not read here; if it names only such, all columns of the file are read. Adds
+    folders), which are not read here; if it names no others, all columns of the file are read. Adds
     the names of the file's columns to `known`. Raises SourceError for a broken file, ConfigError
     for an unknown column.
     """
@@ -60,10 +60,10 @@ def csv_tables(
         _check_width(file, written)
         with text() as stream:
             header = pc.open_csv(stream, read, parse).schema.names
-        if len(header) == 1:  # of several columns an empty line is no row; of one it is a null
+        if len(header) == 1:  # then an empty line is a null; with more columns it is no row
             parse.ignore_empty_lines = False
             read.skip_rows += _empty_lines(file, written) if options.header else 0
-        # pandas writes its index without a name; this is what it calls it when it reads.
+        # pandas writes its index without a name, and names such columns so when it reads.
         names = [name or f"Unnamed: {i}" for i, name in enumerate(header)]
         told = {name for name, _ in file.values} - {*names}
         chosen = check_columns([c for c in columns or () if c not in told], names, file.uri)
@@ -89,7 +89,7 @@ def csv_tables(
 def _check_width(file: File, written: _Written) -> None:
     """Raise SourceError if the first row has more values than the limit on columns."""
     most = COLUMN_BOUND.value()
-    with suppress(csv.Error):  # of a value that is too long for Python's csv
+    with suppress(csv.Error):  # raised for a value that is too long for Python's csv
         first = next((row for _, row in written.rows(file) if row), [])
         if len(first) > most:
             raise COLUMN_BOUND.exceeded_error(
@@ -126,7 +126,7 @@ def _check_closed(
     if value is None or value == end:
         return
     begin, line = 1, 1 + written.options.skip_rows
-    with suppress(csv.Error):  # of a value that is too long for Python's csv
+    with suppress(csv.Error):  # raised for a value that is too long for Python's csv
         for begin, values in written.rows(file):
             line = begin + 1 + sum(text.count("\n") for text in values)
         line = begin
@@ -171,16 +171,16 @@ def delimiter_of(file: File, options: Csv) -> str:
 
 
 def detect_csv_options(file: File, given: Csv) -> tuple[dict[str, Any], bool]:
-    """Return (fields of `source.csv`, whether the encoding is a guess) from a CSV file's start.
+    """Detect ({field of `source.csv`: value}, whether the encoding is a guess) from a file's start.
 
-    The fields are those that differ from their defaults, and those that are set in `given`.
+    The dictionary has the fields that differ from their defaults or are set in `given`.
     """
     told = given.model_dump(exclude_unset=True)
     try:
         encoding, guessed = (given.encoding, False) if "encoding" in told else detect_encoding(file)
         written = _Written.of(file, Csv(encoding=encoding))
         first = _first_line(file, written)
-    except OSError as error:  # what is compressed may be damaged
+    except OSError as error:  # a compressed file may be damaged
         raise SourceError(
             f"{file.uri} cannot be read as CSV ({one_line(error)}). Write the file again, or "
             "correct source.csv"
@@ -226,7 +226,7 @@ class _Written:
         import pyarrow.csv as pc
 
         # No handler for rows of another width: pyarrow would decode each as UTF-8 for it, and
-        # print what goes wrong with that past every error.
+        # print decoding errors that no caller can catch.
         return pc.ParseOptions(
             delimiter=self.delimiter,
             quote_char=self.options.quote or False,
@@ -257,7 +257,7 @@ class _Written:
             yield from iter(partial(text.readline, streams.BLOCK_BYTES), "")
 
     def rows(self, file: File) -> Iterator[tuple[int, list[str]]]:
-        """Yield (number of the first line, values) of each row, parsed by Python's csv module."""
+        """Yield (number of its first line, values) for each row, parsed by Python's csv module."""
         given, skipped = self.options, self.options.skip_rows
         reader = csv.reader(
             islice(self.lines(file), skipped, None),
@@ -273,7 +273,7 @@ class _Written:
 
 
 def _check_delimiter(file: File, written: _Written) -> None:
-    """Raise ConfigError if the first line shows another delimiter, or names one for Excel."""
+    """Raise ConfigError if the first line suggests another delimiter, or names one (`sep=;`)."""
     first = _first_line(file, written)
     if (named := _named_by_excel(first)) is not None:
         raise ConfigError(
@@ -302,9 +302,9 @@ def _named_by_excel(line: str) -> str | None:
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """Return a delimiter that occurs in a line in which `delimiter` does not.
+    """Return the known delimiter that is most frequent in a line without `delimiter`.
 
-    None if `delimiter` occurs in it, or if no known delimiter does.
+    None if `delimiter` occurs in the line, or if no known delimiter does.
     """
     return None if delimiter in line else _other_delimiter(line, delimiter)
 

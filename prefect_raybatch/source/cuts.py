@@ -1,9 +1,9 @@
 """Finds where a large text file may be split, so that its parts are read in parallel.
 
-JSON Lines may be split after any line, and are split where a reader of the whole file would end a
-block. A line break of a CSV file may be inside quotes, which follows from the number of quotes
-before it if each quote is at the beginning or end of a field, or doubled. A file with another quote
-is not split; its reader reports the error.
+JSON Lines are split between lines, where a reader of the whole file would end a block. In CSV, a
+line break ends a row if the number of quotes before it is even. That is reliable only if each quote
+begins or ends a value, or is doubled. A file with any other quote is not split; its reader reports
+the error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from prefect_raybatch.source.encodings import UTF8_MARK
 from prefect_raybatch.source.find import Cut, File, ending
 from prefect_raybatch.source.json_arrays import is_array
 
-CUT_BYTES = 32 << 20  # in a part of a file: whole blocks, so a multiple of streams.BLOCK_BYTES
-SCAN_BYTES = 4 << 20  # looked at for quotes at a time
+CUT_BYTES = 32 << 20  # bytes of a part: a multiple of streams.BLOCK_BYTES
+SCAN_BYTES = 4 << 20  # bytes scanned for quotes at a time
 NEWLINE = 10
-LINE_WINDOW = 1 << 16  # looked through for a line's end
-HEADER_BYTES = 1 << 20  # looked through for the header line; with a longer one, no cut is made
+LINE_WINDOW = 1 << 16  # bytes searched for a line's end, at first
+HEADER_BYTES = 1 << 20  # searched for the header line; with a longer one, no split
 
 Everywhere = Callable[
     [Callable[[Any], Any], Iterable[Any], int], Generator[tuple[int, Any], None, None]
@@ -66,7 +66,7 @@ class Stretch:
 
 
 def cut_lines(file: File) -> list[Stretch]:
-    """Return a JSON Lines file as stretches of about CUT_BYTES, each of whole lines.
+    """Split a JSON Lines file into stretches of about CUT_BYTES, each of whole lines.
 
     Returns one stretch for a file that is small, compressed, or a JSON array.
     """
@@ -81,7 +81,7 @@ def cut_lines(file: File) -> list[Stretch]:
 
 
 def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) -> list[Stretch]:
-    """Return a CSV file as stretches of about CUT_BYTES, each of whole rows.
+    """Split a CSV file into stretches of about CUT_BYTES, each of whole rows.
 
     Returns one stretch for a file that is small or cannot be split (compressed, other encodings
     than UTF-8, ambiguous quotes, ...). `everywhere` scans the parts of the file for quotes, in
@@ -110,7 +110,7 @@ def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) ->
 
 
 class _Seen:
-    """Findings about a part of a CSV file, under an assumption about its beginning.
+    """The quotes in a part of a CSV file, assuming that it begins inside or outside quotes.
 
     `inside` is 1 if it is assumed to begin inside quotes, else 0. `clear`: each quote so far opens
     or closes a value. `quotes` is the number of quotes so far, plus `inside`. `line_end` is the
@@ -165,10 +165,10 @@ class _Scan:
         return seen
 
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) of windows over the part, with one byte of context at either end.
+        """Yield (offset, bytes) of windows over the part at `start`, plus one byte each side.
 
-        Before the file's first byte and after its last one, the context is a line break. The offset
-        is that of the first byte, context included.
+        The bytes at the sides are context: a line break before the file and after it. `offset` is
+        the place of the first byte in the file, context included.
         """
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
@@ -197,9 +197,9 @@ def beginning(file: File) -> File:
 
 
 def _header(file: File, quote: bytes) -> bytes | None:
-    """Return the bytes up to the end of the first non-empty row.
+    """Return the start of a CSV file, up to the end of its first non-empty row.
 
-    None if that is not within the first HEADER_BYTES.
+    None if that row does not end within the first HEADER_BYTES.
     """
     data = _bytes_of(file, 0, HEADER_BYTES)
     at = data.find(b"\n")
@@ -236,6 +236,7 @@ def _bytes_of(file: File, start: int, stop: int) -> bytes:
 
 @contextmanager
 def opened_again(file: File) -> Iterator[BinaryIO]:
+    """Open a listed file; raise SourceError if it was deleted meanwhile."""
     try:
         with file.store.open(file.info.path) as handle:
             yield handle

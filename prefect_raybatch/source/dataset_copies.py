@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import ray.data
 
 SMALL_BYTES = 8 << 20  # blocks with smaller files are joined with small neighbours
-JOINED_BYTES = 64 << 20  # at most, in the files of blocks that are joined
+JOINED_BYTES = 64 << 20  # most bytes in the files of blocks that are joined
 DATASET = "the dataset"
 _RECEIPT = "receipt"
 
@@ -189,10 +189,10 @@ class _Joiner:
         return copy_blocks(rows, SettledTypes(self.schema), self.store, self.attempt)
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """Return a table read from a block's files, with some columns converted to `schema`.
+        """Return `table`, from a block's files, with columns that had null types as in `schema`.
 
-        These are columns in which `types`, the block's column types, have a null type at any depth:
-        they were written as text, which cannot be cast to the schema's type.
+        `types` are the block's own types. A column with a null type, at any depth, was written as
+        text, which cannot be cast to the column's type in `schema`.
         """
         for number, (name, kind) in enumerate(types.items()):
             wanted = self.schema.field(name).type

@@ -35,7 +35,7 @@ def typed_columns(kind: str, source: ReadSpec, files: Iterable[Values]) -> dict[
 
 
 def check_type_columns(columns: Collection[str], names: Collection[str]) -> None:
-    """Raise ConfigError for a column of source.types that is not one of the input's (`names`)."""
+    """Raise ConfigError if one of `columns` (source.types) is not in the input (`names`)."""
     for name in columns:
         if name not in names:
             near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)

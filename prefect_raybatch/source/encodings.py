@@ -17,7 +17,7 @@ MARKS = {  # the longer ones first: they begin like the shorter
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-OTHER_KINDS = {  # what a file begins with that is no text, and what to do with it
+OTHER_KINDS = {  # first bytes of files that are not text, and what to do
     b"\x1f\x8b": "is compressed with gzip. Rename it to {name}.gz",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd. Rename it to {name}.zst",
     b"\x04\x22\x4d\x18": "is compressed with lz4. Rename it to {name}.lz4",
@@ -119,7 +119,7 @@ def not_decoded(file: File, encoding: str, remedy: str) -> str:
             try:
                 line += decoder.decode(data, final=not data).count("\n")
             except UnicodeDecodeError as error:
-                # The decoder puts what it held back from the chunk before in front of this one.
+                # `error.object` begins with bytes that the decoder kept from the chunk before.
                 at = before + error.start - (len(error.object) - len(data))
                 line += error.object[: error.start].decode(encoding, "replace").count("\n")
                 byte = error.object[error.start]

@@ -76,12 +76,13 @@ def _groups(parquet: pq.ParquetFile, filter: Filter | None) -> list[int]:
     fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(footer.getvalue()))
     try:
         found = fragment.subset(filter=filter.expression(parquet.schema_arrow)).row_groups
-    except (ConfigError, pa.ArrowException):  # columns of the path, for one
+    except (ConfigError, pa.ArrowException):  # e.g. the filter uses a column of the path
         return every
     return [group.id for group in found]
 
 
 def parquet_rows(file: File) -> int:
+    """Return the number of rows in a Parquet file, from its footer."""
     with _opened(file) as (parquet, _):
         return int(parquet.metadata.num_rows)
 

@@ -78,7 +78,7 @@ class Filter:
         return table.filter(self.expression(table.schema))
 
     def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
-        """Return an SQL condition that keeps all matching rows, and maybe others; None: read all.
+        """Return an SQL condition that keeps at least all matching rows; None: read all rows.
 
         `keep` must still be applied to the rows read. `quote` surrounds column names; values are
         written as literals of their columns' types.
@@ -132,7 +132,7 @@ def typed(value: Literal, field: pa.Field) -> pa.Scalar:
             held = low <= value <= high and value == int(value)
             return pa.scalar(int(value), kind) if held else pa.scalar(float(value))
         elif types.is_floating(kind):
-            # In the column's own width: 19.99 is what a float32 of 19.99 holds.
+            # Rounded like the column's values, so that 19.99 equals a float32 of 19.99.
             return pa.scalar(float(value)).cast(kind, safe=False)
     except (pa.ArrowException, ValueError, OverflowError) as error:
         raise ConfigError(

@@ -53,8 +53,8 @@ WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
 DOCUMENTS = (".docx", ".doc", ".pdf", ".odt", ".rtf", ".pptx", ".html", ".htm", ".md", ".xml")
 
 
-Weights = tuple[tuple[int, int], ...]
-# What Windows leaves in folders that it shows; macOS and Linux use names that begin with a dot.
+Weights = tuple[tuple[int, int], ...]  # (rows, bytes) of consecutive ranges of rows
+# Files that Windows adds to folders. Those of macOS and Linux have names that begin with a dot.
 SYSTEM_FILES = ("thumbs.db", "ehthumbs.db", "ehthumbs_vista.db", "desktop.ini", "$recycle.bin")
 
 
@@ -87,9 +87,9 @@ class Inventory:
 class Cut:
     """A part of a file that is read instead of the whole file.
 
-    `content` holds whole rows, from byte `at` of the file on, after the header line if it is CSV.
-    The first block that a reader of JSON Lines takes is longer by `lead` bytes, so that its blocks
-    end where those of the whole file end.
+    `content` holds the whole rows from byte `at` of the file on, in CSV after the file's header
+    line. The first block of a JSON Lines reader is longer by `lead` bytes, so that its blocks end
+    where those of the whole file end.
     """
 
     at: int
@@ -133,6 +133,7 @@ class File:
 
 
 def input_file(uri: str, info: FileInfo, rows: int) -> InputFile:
+    """Return a file's entry in the plan, with `rows` rows to read."""
     return InputFile(uri=uri, size=info.size, etag=info.etag, mtime_ns=info.mtime_ns, rows=rows)
 
 
@@ -151,8 +152,8 @@ def detect_format(source: ReadSpec) -> str:
 def needs_snapshot(source: ReadSpec) -> bool:
     """Return whether `source` is read through a Parquet snapshot.
 
-    Only Parquet files are read in place: not over http(s), and without a filter or sample. Raises
-    the errors of `detect_format`.
+    Parquet files are read in place, except over http(s) and with a filter or sample; all else is
+    copied. Raises the errors of `detect_format`.
     """
     chosen = source.filter is not None or source.sample is not None
     in_place = not chosen and not any(map(is_web, source.uris))
@@ -277,7 +278,7 @@ def _refuse_names(files: Sequence[File]) -> None:
 
 
 def _refuse_links(files: Sequence[File]) -> None:
-    """Raise SourceError if two of the files are the same one, by a symbolic or hard link."""
+    """Raise SourceError if two paths are the same file, through a symbolic or hard link."""
     seen: dict[tuple[int | None, int], File] = {}
     for file in files:
         info = file.info
@@ -424,7 +425,7 @@ def _expand(
 
 
 def ending(name: str) -> tuple[str | None, str | None]:
-    """Return (format, compression) that a file name implies, None for what it does not imply."""
+    """Return (format, compression) by a file name's extensions; either is None if unknown."""
     stem, dot, last = name.lower().rpartition(".")
     compression = COMPRESSIONS.get(dot + last)
     if compression:
@@ -508,7 +509,7 @@ def database_of_file(path: str) -> str | None:
 
 
 def _without(file: File, read: Sequence[File]) -> str:
-    """Return, for an error message, a hint how to exclude `file` from its folder or glob.
+    """Return, for an error message, how to exclude `file` from its folder or glob.
 
     "" if source.uri names the file itself. `read` are the files that can be read.
     """
@@ -524,6 +525,7 @@ def _without(file: File, read: Sequence[File]) -> str:
 
 
 def some(files: Sequence[File]) -> str:
+    """Return, for a message, the URIs of the first two files and the number of the others."""
     more = f" and {len(files) - 2} more" if len(files) > 2 else ""
     return ", ".join(file.uri for file in files[:2]) + more
 

@@ -112,6 +112,7 @@ def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
 
 
 def differs(where: str, name: str, value: str | None) -> str:
+    """Return the error message for a column in file `where` that may differ from its path."""
     return (
         f"{where}: column {name!r} is both in the file and in the path, but the values in the file "
         f"are not known to be {value!r}, as in the path. Remove it from one of them, or leave it "
@@ -128,8 +129,8 @@ def add_columns(
 ) -> pa.Table:
     """Return `table` with the columns that its path supplies.
 
-    With `columns`, keep only these, in this order; names that neither has are skipped. `where` is
-    the file that the table comes from, `values` are the columns in its path and `types` their
+    With `columns`, keep only these, in this order; names in neither are skipped. `where` is the
+    file that the table comes from, `values` are the columns in its path and `types` their
     types. Raises SourceError if the table has a column of the path with other values.
     """
     for name, value in values:

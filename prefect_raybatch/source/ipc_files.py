@@ -32,7 +32,7 @@ def arrow_tables(
     with _readable(file), _opened(file, columns, known) as (reader, chosen):
         for number, batch in enumerate(_batches(reader), 1):
             try:
-                batch.validate(full=True)  # a file may say one thing and hold another
+                batch.validate(full=True)  # the data may not fit what the file declares
             except pa.ArrowInvalid as error:
                 raise SourceError(
                     f"{file.uri}, batch {number} is damaged ({one_line(error)}). Write the file "
@@ -46,7 +46,7 @@ def arrow_tables(
 
 @contextmanager
 def _readable(file: File) -> Iterator[None]:
-    """Convert errors of pyarrow to SourceError that names the file."""
+    """Within the block, convert errors of pyarrow to SourceError that names the file."""
     try:
         yield
     except RayBatchError:
@@ -107,7 +107,7 @@ def _opened(
     fields = sorted(schema.get_field_index(name) for name in chosen)
     with open_bytes(file) as stream:
         check_declared_sizes(stream, file.info.size, head == _FILE, file.uri)
-    # Threads of pyarrow's own need Python to let go of the handle: see Store.open.
+    # pyarrow's own threads would need Python to release the handle: see Store.open.
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields or None)
     with open_bytes(file) as stream:
         yield opened(stream, options=options), chosen

@@ -19,10 +19,10 @@ ARROW_MAGIC = b"ARROW1"
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3
 CONTINUATION = -1
 PREFIX = 8  # bytes that hold the size before a compressed buffer
-FOOTER_BLOCK_BYTES = 24  # of a footer's {offset, metaDataLength, bodyLength}
-BUFFER_STRUCT_BYTES = 16  # of a batch's {offset, length}
+FOOTER_BLOCK_BYTES = 24  # {offset, metaDataLength, bodyLength} in a footer
+BUFFER_STRUCT_BYTES = 16  # {offset, length} in a batch's metadata
 SKIPPED_AT_ONCE = 1 << 20
-LEGACY = b"ARROW:experimental_compression"  # before the format had a field for it
+LEGACY = b"ARROW:experimental_compression"  # metadata key, before the format had a field
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check_declared_sizes(stream: Any, size: int, is_file: bool, where: str) -> N
             for offset, length in _compressed_buffers(metadata):
                 _go_to(stream, body + offset)
                 declared = _number("<q", stream.read(PREFIX), 0)
-                # CONTINUATION's value says that this buffer was not worth compressing.
+                # -1: this buffer is stored uncompressed, because compression saved nothing.
                 total += declared if declared >= 0 else length - PREFIX
                 check_expansion_bound(total, size, where)
     except (struct.error, IndexError) as error:

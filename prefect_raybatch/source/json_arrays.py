@@ -20,12 +20,12 @@ from prefect_raybatch.source.encodings import UTF8_MARK, UTF8_ONLY, not_decoded
 from prefect_raybatch.source.find import File
 from prefect_raybatch.source.streams import open_bytes
 
-ITEM_CHARACTERS = 64 << 20  # a longer item is a file of another kind
+ITEM_CHARACTERS = 64 << 20  # a longer item: the file is not an array of rows
 _SPACE = re.compile(r"[ \t\r\n]*")
-_BREAKS = str.maketrans("\r\n", "  ")  # between tokens; within text they stand escaped
-_CUT = 16  # an error so near to the end may only mean that more is to come
-# Of nested JSON. pyarrow's parser ends the process with a segmentation fault at some thousand
-# levels, and Python's own code reaches its recursion limit.
+_BREAKS = str.maketrans("\r\n", "  ")  # only between tokens: inside strings they are escaped
+_CUT = 16  # characters: so near to the end, an error may mean that more must be read
+# Levels of nesting. At some thousand, pyarrow's parser ends the process with a segmentation fault,
+# and Python's own code reaches its recursion limit.
 MOST_LEVELS = 100
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _OPEN, _CLOSE = np.zeros(256, np.int32), np.zeros(256, np.int32)
@@ -62,7 +62,7 @@ def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _items(file: File) -> Iterator[str]:
-    """Yield the text of each item. Raises SourceError for anything but an array of objects."""
+    """Yield each item of the array as JSON text; raise SourceError unless all are objects."""
     text = _Text(file)
     decoder = json.JSONDecoder()
     text.take("[", "array")
@@ -125,7 +125,7 @@ class _Text:
                         f"item {number} is longer than 64 MiB. Check that the file is an array of "
                         "rows"
                     ) from None
-                # As much again as there is: an item of any size is decoded only a few times.
+                # Read as much again, so that an item of any size is decoded only a few times.
                 if not cut or not self._more(len(self._text) - self._at):
                     raise self.wrong(
                         f"item {number} is not valid JSON ({error.msg}). Fix the item"
@@ -151,9 +151,9 @@ class _Text:
         return SourceError(f"{self._file.uri}, {message}")
 
     def _more(self, least: int = 1) -> bool:
-        """Read at least `least` more characters if there are as many; forget those already read.
+        """Read at least `least` more characters, or up to the end; drop those before the cursor.
 
-        Return False if nothing was left to read.
+        Returns False if nothing was left to read.
         """
         parts = [self._text[self._at :]]
         while least > 0:

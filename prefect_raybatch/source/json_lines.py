@@ -21,7 +21,7 @@ from prefect_raybatch.source.json_numbers import Path, inexact_paths, with_texts
 from prefect_raybatch.source.snapshot_writer import TABLE_CELLS, conform
 from prefect_raybatch.source.streams import one_line, open_bytes
 
-LINE_BYTES = 64 << 20  # a longer line is a file of another kind
+LINE_BYTES = 64 << 20  # a longer line: the file is not JSON Lines
 _KEY = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 
 
@@ -33,7 +33,7 @@ def json_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of JSON Lines, or of one array of objects, in blocks; add all keys to `known`.
 
-    `columns` are the keys to read (None: all); a key that no row of a block has is missing there.
+    `columns` are the keys to read (None: all); a table lacks the keys that none of its rows has.
     If a key in `as_written` has a fraction in a block, all its numbers in the block become text,
     exactly as in the file.
     """
@@ -73,7 +73,7 @@ def json_tables(
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (text for errors: the file and the block's first line or item, rows) for each block.
+    """Yield (place, rows) for each block; the place, for errors, names the file and first line.
 
     A block whose rows have many keys gives several tables.
     """
@@ -162,7 +162,7 @@ def _pieces(file: File, block: bytes) -> Iterator[bytes]:
 
 
 def _check_keys(file: File, line: bytes, most: int) -> None:
-    """Raise SourceError for a line of more than `most` distinct keys, nested ones included."""
+    """Raise SourceError if a line has more than `most` distinct keys, nested ones included."""
     names: set[bytes] = set()
     for found in _KEY.finditer(line):
         names.add(found[1])
@@ -297,7 +297,7 @@ def _explain_json(file: File, block: bytes, line: int, unit: str, error: Excepti
             return f"{place} is {_kind(row)}, not an object. Write one object per line"
         try:
             json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as wrong:  # JSON can escape what no UTF-8 text can hold
+        except UnicodeEncodeError as wrong:  # JSON can escape half of a surrogate pair
             half = f"\\u{ord(wrong.object[wrong.start]):04x}"
             return f"{place} has {half}, half of a surrogate pair. Write the whole character"
         for name, value in row.items():

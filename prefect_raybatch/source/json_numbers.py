@@ -1,4 +1,4 @@
-"""JSON numbers that neither int64 nor float64 can represent: all values of their keys become text.
+"""Converts the values of a JSON key to text if neither int64 nor float64 represents all exactly.
 
 pyarrow reads an integer above 2^63, and each integer of a key that also holds a fraction, as a
 float, so that two identifiers may become one.
@@ -78,7 +78,7 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
 
 
 def _long_numbers(block: bytes) -> set[bytes]:
-    """Return all texts in a block that may be numbers with too many digits for a float.
+    """Return the substrings of a block that may be numbers with too many digits for a float.
 
     A sign is left out. Includes numbers with an exponent of -100 or below, which may be too small
     for a float; pyarrow itself rejects numbers that are too large for one.
@@ -118,7 +118,7 @@ class _Number(str):
 def _holds(number: bytes) -> bool:
     try:
         return is_exact_float(number.decode())
-    except ValueError:  # digits of a text
+    except ValueError:  # digits inside a string, such as 1.2.3
         return True
 
 

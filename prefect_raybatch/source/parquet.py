@@ -29,10 +29,10 @@ from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import footer_digest, is_remote, read_ahead
 
-BATCH_ROWS = 16_384  # decoded at a time, fewer where rows are large
+BATCH_ROWS = 16_384  # rows decoded at a time; fewer if rows are large
 BATCH_BYTES = 32 << 20
 FOOTER_THREADS = 16
-FOOTERS_AHEAD = 64  # footers read at once, though a limit may need fewer
+FOOTERS_AHEAD = 64  # footers read before they are needed; with a limit, some never are
 
 
 def batch_rows(row_bytes: float) -> int:
@@ -67,9 +67,9 @@ def inventory(source: ReadSpec) -> Inventory:
 
 
 def _first_rows(groups: Weights, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (rows, bytes) of the row groups that hold the first `rows` rows.
+    """Yield (rows, bytes) of the `groups`, row groups, that hold the first `rows` rows.
 
-    The last row group may count in part.
+    Of the last one, only the rows needed count, and their share of the bytes.
     """
     for held, size in groups:
         taken = min(held, rows)
@@ -105,8 +105,8 @@ class _Footer:
     rows: int
     types: dict[str, pa.DataType]
     row_bytes: float
-    digest: str | None  # of the footer; None for a remote file
-    values: Values  # of the chosen columns that only the path supplies
+    digest: str | None  # hash of the footer; None for a remote file
+    values: Values  # the chosen columns that only the path supplies
     groups: Weights  # rows and bytes of each row group
 
 
@@ -149,7 +149,7 @@ def _footer(file: File, columns: Sequence[str] | None, hive: Mapping[str, pa.Dat
     }
     groups = _stored_bytes(metadata, None if columns is None else set(names))
     size, rows = sum(held for _, held in groups), metadata.num_rows
-    # Repeated values are stored once: never below what the fixed widths alone need.
+    # Repeated values are stored once, so a row counts at least the fixed widths of its types.
     values = tuple((name, value) for name, value in file.values if name in {*added} & {*names})
     least = sum(_least_bytes(kind) for kind in types.values())
     return _Footer(rows, types, max(size / rows, least) if rows else 0.0, digest, values, groups)

@@ -1,6 +1,6 @@
 """Finds folders whose files must not be read one by one: tables and run directories.
 
-The files of a table include rows that the table no longer has; only its log tells which count. A
+A table's files include rows that the table no longer has; only its log tells which are valid. A
 run's files hold answers and failures, and are complete once `_SUCCESS` is there.
 """
 
@@ -25,8 +25,8 @@ from prefect_raybatch.storage import Store, is_remote, open_store, read_ahead
 
 RUN = "run"
 FILES_LOOKED_AT = 1000  # files of a log folder that are looked at: one page of a listing
-THREADS = 8  # look at so many folders above the input at once
-OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # and as which source.format
+THREADS = 8  # folders above the input that are looked up at once
+OPENED = {"Delta": "delta", "Iceberg": "iceberg", "Lance": "lance"}  # kind: source.format
 
 
 def mark(path: str) -> tuple[str, str] | None:
@@ -71,7 +71,7 @@ def detect_folder_kind(store: Store) -> str | None:
             if found():
                 return kind
         except StoreError as error:
-            # Users may often list the input alone: a folder that they may not list is no error.
+            # Users may often list only the input, so a folder that they may not list is no error.
             if error.transient:
                 raise
     return None
@@ -93,7 +93,7 @@ def saved_dataset(store: Store) -> bool:
 
 
 class Places:
-    """Remembers which folders are tables or runs, as listings showed or as it looked up itself."""
+    """Remembers which folders are tables or runs, from listings and from its own look-ups."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -114,10 +114,10 @@ class Places:
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """Return (its folder, kind) of the nearest table or run around `folder`, in a tuple.
+        """Return the nearest table or run that is or contains `folder`, as ((its folder, kind),).
 
-        The tuple is empty if there is none. If `folder` is reached by symbolic links, the nearest
-        one around its real path is added. Only folders that were noted or looked up are known.
+        () if no folder noted or looked up is one. If `folder` is reached by symbolic links, the
+        nearest one for its real path is added.
         """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)

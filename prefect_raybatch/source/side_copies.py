@@ -41,7 +41,7 @@ from prefect_raybatch.source.text_types import common_text_type
 from prefect_raybatch.storage import Store
 
 SHARE_FILES = 256  # small files in a share: each costs several requests to the store
-REMOTE_AT_ONCE = 8  # shares from a remote store at once: they mostly wait
+REMOTE_AT_ONCE = 8  # shares copied at once from a remote store: they mostly wait
 
 
 class Reader(Protocol):
@@ -68,7 +68,7 @@ class ShareCopier:
 
     If an earlier copy of the same share is recorded in the store, it is used instead.
 
-    `attempt` is part of the folder's name, `chosen` the part of the rows to write (None: all).
+    `attempt` becomes part of the files' names; `chosen` are the rows to write (None: all).
     `known` are the column types known so far, in the snapshot's order, `of_files` those of each
     file by URI. For `read_as` see `copy_key`; for `text`, `union` and `typed` see `Shape`.
     """
@@ -139,7 +139,7 @@ def shares_of(
 
 
 def in_threads(cpus: int, remote: bool) -> Everywhere:
-    """Return an `Everywhere`, which does work on many items, in threads of this process.
+    """Return a function of type `Everywhere`, a parallel map, that uses threads of this process.
 
     It has `cpus` threads, or more for `remote` files. They mostly run without Python's global lock.
     """
@@ -195,9 +195,9 @@ def _round(
 ) -> Iterator[tuple[int, Copied]]:
     """Copy the shares with indexes `todo`; yield (index, outcome) of each as it is done.
 
-    Merges the types of all outcomes into `shape`, in file order. `everywhere` copies the shares it
-    is given (with their total bytes) and yields (number of the share among these, from 0;
-    outcome).
+    Merges the types of all outcomes into `shape`, in file order. `everywhere` is called with the
+    shares to copy and their total bytes; it yields (index among these shares, outcome) in any
+    order.
     """
     size = sum(_bytes(stretch) for number in todo for stretch in shares[number])
     waiting: dict[int, Copied] = {}

@@ -21,7 +21,7 @@ from prefect_raybatch.source.streams import one_line
 from prefect_raybatch.storage import Store
 
 GROUP_ROWS = 16_384  # most rows in a row group
-GROUP_BYTES = 64 << 20  # most bytes in one, so fewer rows where these are large
+GROUP_BYTES = 64 << 20  # most bytes in a row group, which has fewer rows if they are large
 PART_ROWS = 1 << 18
 WEIGHED_ROWS = 1024  # rows in an item of `weights`
 TABLE_CELLS = 20_000_000  # rows times columns that are held as one table
@@ -33,7 +33,7 @@ class SnapshotWriter:
 
     `row_bytes` is the highest mean of bytes per row in any table written so far. `weights` are
     (rows, bytes) of consecutive ranges of the rows written. Once a table needs a schema other than
-    that of the rows already written, the writer deletes its files and writes nothing more, and
+    the one of the rows already written, the writer deletes its files and writes nothing more, and
     `close` returns None.
     """
 
@@ -170,9 +170,9 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _with_text(value: Any, kind: pa.DataType) -> Any:
-    """Return a JSON value with "{}" for each empty dict, at any depth, whose type is string.
+    """Return a JSON value of type `kind`, in which each empty dict that must be text is "{}".
 
-    `kind` is the type of the value.
+    Replaces them at any depth: a key has type string if its values are objects without keys.
     """
     types = pa.types
     if value is None:

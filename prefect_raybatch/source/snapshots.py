@@ -54,7 +54,7 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 
 STATS = 16  # files looked up at once
-GUESS_FILES = 8  # files whose first block is read before the copy begins
+GUESS_FILES = 8  # about so many files' first blocks are read before the copy
 
 
 def snapshot(
@@ -133,7 +133,7 @@ Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
 
 @contextmanager
 def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
-    """Open an `Everywhere` with a thread for each CPU of this process, more for `remote` files.
+    """Provide an `Everywhere` with a thread for each CPU of this process, more for `remote` files.
 
     The default of `snapshot`; `size` is not used.
     """
@@ -151,8 +151,8 @@ def _side_by_side(
 ) -> Inventory | None:
     """Copy the files as parallel shares; return None if they must be copied sequentially.
 
-    That is so for a small input, one that gives a single share, and one whose parts have different
-    types though its rows are valid. Raises like `snapshot`.
+    They must be if they are small, if they give a single share, and if parts of a file have
+    different types though all rows are valid. Raises like `snapshot`.
     """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
@@ -174,7 +174,7 @@ def _side_by_side(
             return copy_shares(shares, copier, shape, guess, apart, known, kind)
         except NotSideBySide as error:
             for _ in copier.reader(error.file, known={}):
-                pass  # says what is wrong, and in which row
+                pass  # raises the error, if there is one, with the right row
             log.info(
                 "Copying %s in one piece, because its parts have different types", error.file.uri
             )
@@ -186,8 +186,8 @@ def _guess(
 ) -> dict[str, pa.DataType]:
     """Return likely types of columns, from the first blocks of some files.
 
-    `types` are the types known before. Stops at the first error, such as incompatible types, and
-    returns the types found until then.
+    `types` are the types known beforehand. Stops at the first error, such as incompatible types,
+    and returns the types found until then.
     """
     shape = _shape(kind, reads.columns, types)
     with suppress(RayBatchError):
@@ -201,7 +201,7 @@ def _guess(
 
 
 def peek(source: ReadSpec) -> Inventory:
-    """Return what `snapshot` would give, estimated from the first block with rows; write nothing.
+    """Estimate the inventory that `snapshot` would return, from the first block; write nothing.
 
     Rows are estimated from the sizes of the files (never more than `limit` or `sample`), types may
     still widen. Raises the errors of `snapshot` for faults in that block.
@@ -246,9 +246,9 @@ def peek(source: ReadSpec) -> Inventory:
 
 
 def detect_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
-    """Return (fields to set in source.csv by name, whether the encoding is only a guess).
+    """Detect ({field of source.csv: value}, whether the encoding is only a guess) for CSV input.
 
-    They are determined from the first file. ({}, False) if the source is not CSV. Raises the errors
+    Both come from the first file. ({}, False) if the source is not CSV. Raises the errors
     of `detect_format`.
     """
     if table_format(source) is None:
@@ -261,8 +261,8 @@ def detect_csv(source: ReadSpec) -> tuple[dict[str, Any], bool]:
 def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
     """Yield (uri, matching rows of the first block) for up to `most` files, spread over all.
 
-    The rows have the types that `peek` estimates; without a filter all rows match. A file without
-    rows is left out. Of a table, yields one block. Writes nothing. Raises the errors of `peek`.
+    The rows have the types inferred from their block; without a filter all rows match. A file
+    without rows is left out. A table gives one block. Raises the errors of `peek`.
     """
     if (table := table_format(source)) is not None:
         yield from copying.head_of(table, source)
@@ -401,7 +401,7 @@ def _shape(kind: str, columns: Sequence[str] | None, types: Collection[str]) -> 
 def _by_web(kind: str, files: Sequence[File]) -> dict[str, str] | None:
     """Return `Plan.table` for files fetched over http(s): their format, URLs, ETags and sizes.
 
-    None if no file is.
+    None if no file was fetched.
     """
     found = [file for file in files if is_web(file.uri)]
     if not found:
@@ -431,7 +431,7 @@ def _check_unchanged(files: Sequence[File]) -> None:
 
 
 def snapshot_tables(tables: Callable[[], Blocks], run_store: Store, attempt: str) -> Inventory:
-    """Copy tables of one schema to Parquet, as `snapshot` does; without rows there are no files.
+    """Copy tables of one schema to Parquet; return the inventory, without files if no rows.
 
     `tables` yields (origin, rows) from the start each time it is called.
     """

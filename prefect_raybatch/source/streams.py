@@ -1,4 +1,4 @@
-"""Text files as decompressed byte streams."""
+"""Opens text files as decompressed byte streams."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from prefect_raybatch.errors import SourceError
 from prefect_raybatch.source.bounds import EXPANSION_BOUND, FREE_BYTES
 from prefect_raybatch.source.find import File, ending
 
-BLOCK_BYTES = 8 << 20  # text parsed at a time
-TEXT_CHUNK = 1 << 18  # recoded at a time
+BLOCK_BYTES = 8 << 20  # bytes of text parsed at a time
+TEXT_CHUNK = 1 << 18  # bytes recoded at a time
 
 
 def one_line(error: BaseException) -> str:
@@ -132,7 +132,7 @@ class Followed(Raw):
 
 
 class Unbroken:
-    """A stream of which no read ends between a carriage return and a line feed.
+    """A stream whose reads never end between a carriage return and a line feed.
 
     A carriage return at the end of a read is held back for the next read.
     """

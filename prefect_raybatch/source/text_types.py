@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-# Text that the typed value is written as: no leading zeros (postal codes), no plus sign, no -0, no
-# more digits than the type holds (identifiers).
+# Texts that equal their typed value, written again: no leading zeros (postal codes), no plus sign,
+# no -0, no more digits than the type holds (identifiers).
 _INTEGER = "^(0|-?[1-9][0-9]{0,17})$"
 _BOOL = "^(True|False)$"
-# A few digits with a fraction that ends in no zero. Other numbers are looked at one by one.
+# A few digits with a fraction that ends in no zero. Other numbers are checked one by one.
 _FLOAT = r"^-?([1-9][0-9]{0,8}\.(0|[0-9]{0,5}[1-9])|0\.(0|0{0,3}[1-9]([0-9]{0,9}[1-9])?))$"
 _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 
@@ -64,9 +64,9 @@ _LOOKS: dict[pa.DataType, Callable[[pa.ChunkedArray], bool]] = {
 
 
 def common_text_type(one: pa.DataType | None, other: pa.DataType) -> pa.DataType:
-    """Return the type that holds two parts of a column of a text file, by the types of the parts.
+    """Return the type of a CSV column by the types of two parts of it: text unless they agree.
 
-    It is text unless both have the same type, or one has no value (null) or was not seen (None).
+    If a part has no values (null) or was not read yet (None), the type of the other part counts.
     """
     if one is None or pa.types.is_null(one) or one == other:
         return other

@@ -66,8 +66,8 @@ class TableSource(ABC):
 
     The opening function is bounded in time and reads few rows or none. `schema` has all columns, in
     the table's order, and may contain dictionaries and view types. `rows` is the number of rows
-    before any filter, from metadata, None if only reading would tell; `counted` is False if `rows`
-    is only a database's estimate.
+    before any filter, from metadata, or None if metadata lack it; `counted` is False if `rows` is
+    only an estimate.
     """
 
     pin: TablePin
@@ -114,9 +114,9 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
 
 @contextmanager
 def translate_errors(what: str, scrub: Scrub = str) -> Iterator[None]:
-    """Convert a library's errors while `what` is read to SourceError or StoreUnavailable.
+    """Within the block, which reads `what`, convert a library's errors to this package's errors.
 
-    Their text is one line; `scrub` removes credentials from it.
+    These are SourceError and StoreUnavailable; `scrub` removes credentials from their text.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def translate_errors(what: str, scrub: Scrub = str) -> Iterator[None]:
         raise
     except (MemoryError, NotImplementedError):
         raise
-    except Exception as error:  # each library has a tree of its own, some only Exception
+    except Exception as error:  # each library has its own classes, some only Exception
         whole = scrub(text_of(error))
         text = whole[:300] or type(error).__name__
         failure = failure_in(error)

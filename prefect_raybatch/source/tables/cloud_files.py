@@ -45,7 +45,7 @@ def cloud_properties(options: StoreOptions) -> dict[str, str]:
 
 
 class CloudFiles(FileIO):
-    """Access to files by location, through local copies, which pyarrow reads and writes."""
+    """pyiceberg's `FileIO` over `Store`: pyarrow reads and writes local copies of the files."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         super().__init__(dict(properties))
@@ -81,7 +81,7 @@ class _File(InputFile, OutputFile):
         with self._store.open(self._path) as remote, tempfile.NamedTemporaryFile() as local:
             shutil.copyfileobj(remote, local, COPY_BYTES)
             local.flush()
-            return pa.memory_map(local.name)  # which outlives the file's name
+            return pa.memory_map(local.name)  # stays valid when the file is unlinked
 
     def to_input_file(self) -> InputFile:
         return self

@@ -102,7 +102,7 @@ def head_of(format: str, source: ReadSpec) -> Iterator[tuple[str, pa.Table]]:
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
-    """Return `schema` without dictionaries, views and metadata: as its rows reach the snapshot."""
+    """Return `schema` as the snapshot has it: without dictionary types, view types, metadata."""
     return pa.schema([(field.name, plain_type(field.type)) for field in schema])
 
 
@@ -121,7 +121,7 @@ class _Chosen:
             self._filter.expression(self._all)  # raises its errors before anything is read
 
     def tables(self, pushed: bool) -> Iterator[pa.Table]:
-        """Yield the matching rows; `pushed`: the format's reader gets the filter as well."""
+        """Yield the matching rows; with `pushed`, the table's reader also applies the filter."""
         for table in self._read(self._filter if pushed else None):
             kept = table if self._filter is None else self._filter.keep(table)
             if kept.num_rows:

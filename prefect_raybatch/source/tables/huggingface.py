@@ -1,7 +1,7 @@
 """Hugging Face datasets through the `datasets` library: from the Hub at a commit, streamed.
 
-Images and other media are not decoded: they are structs of {bytes, path}, as image columns take
-them. Anything that a dataset names outside itself, a local file or another place, is not opened.
+Images and other media are not decoded: they are structs of {bytes, path}, as a job's image columns
+take them. Files outside the dataset that it names, local or on other hosts, are not opened.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefect_raybatch.source.tables.huggingface_rows import (
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import read_ahead
 
-HUB_SECONDS = 20.0  # for the Hub to say which commit a revision is
+HUB_SECONDS = 20.0  # for the Hub to resolve a revision to a commit
 MEDIA_AT_ONCE = 64  # rows whose media are fetched and held together
 MEDIA_THREADS = 8
 FOOTERS = 50  # Parquet files whose footers are read for the number of rows
@@ -168,7 +168,7 @@ class HubSource(TableSource):
         data = builder.as_streaming_dataset(split)
         if data.features is not None:
             schema = data.features.arrow_schema
-        else:  # of text, which has no types before it is read
+        else:  # text files, which have no types before they are read
             first = next(data.with_format("arrow").iter(ROWS_AT_ONCE), None)
             schema = pa.schema([]) if first is None else first.schema
         self.schema = pa.schema([pa.field(f.name, stored_type(f.type)) for f in schema])
@@ -305,7 +305,7 @@ def _denied(what: str, error: Exception, scrub: Callable[[str], str]) -> SourceE
 
 @contextmanager
 def _explained(what: str, token: str | None) -> Iterator[None]:
-    """Convert errors of the libraries while `what` is read to ours, with the token removed."""
+    """Within the block, which reads `what`, convert the libraries' errors to ours without token."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     def scrub(text: str) -> str:

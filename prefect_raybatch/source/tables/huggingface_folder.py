@@ -1,4 +1,4 @@
-"""Hugging Face datasets in a folder, local or on S3, written by `save_to_disk` of `datasets`."""
+"""Hugging Face datasets in a folder, local or remote, written by `save_to_disk` of `datasets`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ INFO_BYTES = 64 << 20  # most bytes of a JSON file that describes a dataset
 
 
 class FolderSource(TableSource):
-    """A dataset in a local folder, whose files are memory-mapped rather than read at once."""
+    """A dataset in a local folder, whose files are memory-mapped, not loaded."""
 
     def __init__(self, folder: Path, pin: TablePin) -> None:
         from datasets import Dataset

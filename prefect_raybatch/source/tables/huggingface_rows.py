@@ -14,6 +14,7 @@ MEDIA = {"bytes", "path"}  # fields of an image, as the library stores it
 
 
 def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
+    """Return `asked` (a split, or several as a+b) if valid, or the only split if it is None."""
     if asked is None and len(names) == 1:
         return names[0]
     wrong = [part for part in (asked or "").split("+") if part not in names]
@@ -27,7 +28,7 @@ def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """Return `kind` with each extension type of the `datasets` library replaced, at any depth.
+    """Return `kind` with extension types of the `datasets` library replaced by their storage types.
 
     Arrays of several dimensions become lists of lists, JSON becomes text.
     """
@@ -47,7 +48,7 @@ def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int
     """Return a table with the columns `fields` in their types; absent ones are null.
 
     `before` is the number of rows read earlier, for the error. Raises SourceError for a value that
-    does not fit its column's type, which for text files follows from the first rows.
+    does not fit its column's type, which for text files is inferred from the first rows.
     """
     made = []
     for field in fields:
@@ -80,13 +81,14 @@ def _is_media(kind: pa.DataType) -> bool:
 
 
 def has_media(kind: pa.DataType) -> bool:
+    """Return whether a type contains a struct {bytes, path}, an image or other media."""
     if _is_media(kind):
         return True
     return any(has_media(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def media_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the media, dictionaries of bytes and path, in a value, at any depth."""
+    """Yield the dictionaries {bytes, path}, images or other media, in a value, at any depth."""
     if isinstance(value, dict):
         if value.keys() == MEDIA:
             yield value

@@ -55,7 +55,7 @@ METADATA_FILE = re.compile(
 )
 FILE_URL = re.compile(r"file:/(?!/)")  # as Hadoop writes it
 SQLITE = "sqlite:///"
-SHORTEST_KEY = 3  # characters; a shorter value is part of other words
+SHORTEST_KEY = 3  # characters: values up to this length occur in words, so they are not hidden
 
 
 def open_iceberg(source: ReadSpec) -> TableSource:
@@ -143,7 +143,7 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
 
 
 def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Table:
-    """Return the table in its newest metadata file, or in the metadata file that `place` names.
+    """Return the table of its newest metadata file, or of the metadata file that `place` names.
 
     `StaticTable` is not used: it lets properties in the table's metadata override our own, and
     these may name Python code to load, or other endpoints to send credentials to.
@@ -247,7 +247,7 @@ class IcebergSource(TableSource):
         from pyiceberg.io.pyarrow import ArrowScan
 
         where = None
-        # The library looks names up in the current schema, which may be others than the snapshot's.
+        # The library looks names up in the current schema, which may differ from the snapshot's.
         if filter is not None and self._scheme == self._table.schema():
             where = _expression(filter.condition, self.schema)
         where = AlwaysTrue() if where is None else where
@@ -303,7 +303,7 @@ def _expressions() -> Any:
 
 
 def _expression(condition: Condition, schema: pa.Schema) -> Any:
-    """Return a pyiceberg expression that keeps all matching rows, and maybe others; None: all."""
+    """Return a pyiceberg expression that keeps at least all matching rows; None: keep all rows."""
     ice = _expressions()
     if isinstance(condition, AllOf | AnyOf):
         parts = [_expression(part, schema) for part in condition.parts]

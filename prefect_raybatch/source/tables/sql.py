@@ -1,7 +1,7 @@
 """A query of any database that SQLAlchemy supports, streamed in one read-only transaction.
 
-One connection and one transaction show one state of the database, however long the copy takes:
-REPEATABLE READ if that level exists, which on PostgreSQL and MySQL is a snapshot.
+The transaction sees one state of the database, however long the copy takes. Its isolation level is
+REPEATABLE READ if the database has it, which on PostgreSQL and MySQL is a snapshot.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from prefect_raybatch.spec.read import ReadSpec
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection
 
-FETCH_ROWS = 10_000  # held at a time; types are inferred from the first so many
+FETCH_ROWS = 10_000  # rows held at a time; types are inferred from the first of these
 LOGIN_SECONDS = 20
-LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first that the database has
-DRIVERS = {"postgresql": "postgresql+psycopg"}  # of the extra, in place of SQLAlchemy's default
+LEVELS = ("REPEATABLE READ", "SNAPSHOT", "SERIALIZABLE")  # the first available level is used
+DRIVERS = {"postgresql": "postgresql+psycopg"}  # in our extra, not SQLAlchemy's default
 # Packages that provide a dialect which SQLAlchemy lacks, as arguments of pip.
 DIALECT_PACKAGES = {
     **{"postgresql": '"prefect-raybatch[postgresql]"', "duckdb": '"prefect-raybatch[duckdb]"'},
@@ -43,7 +43,7 @@ DIALECT_PACKAGES = {
     **{"awsathena": '"PyAthena[SQLAlchemy]"', "hana": "sqlalchemy-hana", "db2": "ibm_db_sa"},
     **{"teradatasql": "teradatasqlalchemy", "vertica": "sqlalchemy-vertica-python"},
 }
-# What to run for a driver whose package has another name, by the missing module.
+# What to run if a module is missing whose package has another name.
 MISSING_DRIVERS = {
     "MySQLdb": "pip install mysqlclient, or pip install pymysql and write mysql+pymysql://",
     "cx_Oracle": "pip install oracledb and write oracle+oracledb://",
@@ -57,7 +57,7 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 NO_PLACE = re.compile(r"database .* does not exist|unknown database", re.IGNORECASE)
-# PostgreSQL's types, by the number that it gives each column of an answer.
+# Arrow types by the OIDs of PostgreSQL's types.
 _OIDS: dict[int, pa.DataType] = {
     **{16: pa.bool_(), 17: pa.binary(), 18: pa.string(), 19: pa.string(), 20: pa.int64()},
     **{21: pa.int16(), 23: pa.int32(), 25: pa.string(), 26: pa.int64(), 114: pa.string()},
@@ -143,7 +143,7 @@ class SqlSource(TableSource):
             self._connection.close()
 
     def _fetched(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Run the query; yield (the result, up to FETCH_ROWS rows of it), first with no rows.
+        """Run the query; yield (result, []), then (result, up to FETCH_ROWS rows) until its end.
 
         Uses a server-side cursor if the driver has one. Raises ConfigError for a statement
         that, unlike a SELECT, returns no rows.
@@ -163,7 +163,7 @@ class SqlSource(TableSource):
     def _first(self) -> pa.Schema:
         """Run the query, read its first rows, and return the schema.
 
-        A column's type is that of source.types, else the database's if known, else it is inferred.
+        A column has its type in source.types, else the database's if known, else an inferred one.
         """
         fetched = self._fetched()
         result, _ = next(fetched)
@@ -223,7 +223,7 @@ class SqlSource(TableSource):
     def _column(self, name: str, values: list[Any], field: pa.Field, before: int) -> pa.Array:
         kind = pa.string() if pa.types.is_null(field.type) else field.type
         plain = [_plain(value, text=pa.types.is_string(kind)) for value in values]
-        if pa.types.is_decimal(kind):  # of the digits that are shown
+        if pa.types.is_decimal(kind):  # from a float's shortest text, such as 0.1
             plain = [Decimal(str(v)) if isinstance(v, float) else v for v in plain]
         if pa.types.is_null(field.type) and any(value is not None for value in plain):
             number = next(i for i, value in enumerate(plain) if value is not None)
@@ -247,7 +247,7 @@ class SqlSource(TableSource):
         None for other databases.
         """
         dialect = self._connection.dialect.name
-        if dialect == "sqlite":  # a file at hand
+        if dialect == "sqlite":  # a local file, so counting is fast
             query = self._query.strip().rstrip(";")
             counted = self._connection.exec_driver_sql(f"SELECT count(*) FROM ({query})")
             return int(counted.scalar_one())
@@ -284,7 +284,7 @@ def _url(source: ReadSpec) -> tuple[URL, list[str]]:
         if value is not None:
             given[name] = str(value)
     secrets = [value for name, value in given.items() if name == "password"]
-    if url.get_backend_name() == "sqlite":  # a file knows no users
+    if url.get_backend_name() == "sqlite":  # a file has no users
         return url, secrets
     return url.set(username=given.get("username"), password=given.get("password")), secrets
 
@@ -329,12 +329,12 @@ def _arguments(url: URL) -> Mapping[str, Any]:
 
 
 def _begin(connection: Connection) -> None:
-    """Begin a transaction that shows one state of the database.
+    """Begin a transaction that sees one state of the database.
 
     It is read-only if the database supports that.
     """
     dialect, driver = connection.dialect, cast(Any, connection.connection.dbapi_connection)
-    connection.execution_options(no_parameters=True)  # else % has to be doubled
+    connection.execution_options(no_parameters=True)  # otherwise, % in the query must be doubled
     if dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA query_only = ON")
         # ATTACH creates a missing file, and reads any other.
@@ -353,7 +353,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _authorize(action: int, *_: object) -> int:
-    """Deny ATTACH and DETACH as SQLite's authorizer, so that it opens no other file."""
+    """Deny ATTACH and DETACH as SQLite's authorizer, so that a query opens no other file."""
     refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
 
@@ -394,9 +394,9 @@ def _shown(url: URL) -> str:
 
 
 def missing_driver(url: URL, error: Exception) -> str:
-    """Return, for an error message, what to install if SQLAlchemy cannot open a URL.
+    """Return, for an error message, what to install so that SQLAlchemy can open a URL.
 
-    It may lack the dialect or the driver.
+    `error` says which dialect or driver is missing.
     """
     dialect, name = url.get_backend_name(), url.drivername
     module = getattr(error, "name", None)
