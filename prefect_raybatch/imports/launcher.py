@@ -76,11 +76,11 @@ def reply(caller: socket.socket) -> None:
 
 
 def forked_worker(path: str, words: list[str]) -> int | None:
-    """Have the server at socket `path` fork a process that runs `words`; return its process id.
+    """Have the server at socket `path` fork a process to run a command; return its process id.
 
-    The fork gets this process's environment, folder, streams and limits. Returns None if the server
-    forks nothing. Raises OSError if no reply comes within `CALL_WAIT`; the fork may be running
-    then.
+    The command is `words`, a program and its arguments. The fork gets this process's environment,
+    folder, streams and limits. Returns None if the server forks nothing. Raises OSError if no reply
+    comes within `CALL_WAIT` seconds; the fork may be running then.
     """
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(IMPORTS_WAIT)
@@ -133,7 +133,7 @@ def _handle_of(pid: int) -> int | None:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """Return `size` bytes, or fewer if the other side closes."""
+    """Read `size` bytes from a socket; return fewer only if the other side closes it."""
     parts = []
     while size and (part := connection.recv(min(size, 1 << 20))):
         parts.append(part)
@@ -144,7 +144,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 def main(path: str, python: str, words: list[str]) -> None:
     """Run `words` in a fork and wait for its end; without a fork, become `python` and run them.
 
-    `path` is the socket of the process that forks.
+    `path` is the socket of the process that forks, `words` a program and its arguments.
     """
     pid = forked_worker(path, words)
     if pid is None:

@@ -5,8 +5,8 @@ a listening UNIX socket, and the read end of a pipe whose other end closes when 
 longer needed. The workers that it has forked live on.
 
 A fork must not inherit a CUDA context or a Python thread. If an import here has created one, this
-process ends, and the workers that wait for it start as usual. What only a core's fork server
-imports is not checked: a test shows that vLLM's modules create neither.
+process ends, and the workers that wait for it start as usual. Modules that only the fork server of
+a vLLM core imports are not checked here: a test shows that they create neither.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def main(listener: int, alive: int) -> None:
         os.set_inheritable(descriptor, False)  # not for programs that an import starts
         events.register(descriptor, select.POLLIN)
     apart = forking.core_apart()
-    signal.alarm(int(IMPORTS_WAIT))  # ends this process, also where an import hangs
+    signal.alarm(int(IMPORTS_WAIT))  # ends this process if an import hangs
     # Stop at the first call, or when the pipe closes: a worker and its core's fork server then
     # import the rest at the same time. If the core shares the worker's process, nothing could run
     # beside it, so everything is imported here.
     _import_engine(stop=lambda: apart and bool(events.poll(0)))
     signal.alarm(0)
-    # Nobody waits for the workers, so the kernel may forget them. Not before: the imports would
-    # take every program that fails for one that succeeds.
+    # Nobody waits for the workers, so the kernel may reap them. Set only now: during the imports,
+    # every program that fails would seem to succeed.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=listener) as door:
         if not _may_fork():
@@ -76,9 +76,9 @@ def main(listener: int, alive: int) -> None:
 
 
 def _import_engine(stop: Callable[[], bool]) -> None:
-    """Import what the processes of an engine need, except Ray.
+    """Import the modules that an engine's processes need, except Ray.
 
-    Imports what the front and the core share, then the modules of either, until `stop()` is true;
+    Imports those that vLLM's front end and core share, then those of each, until `stop()` is true;
     the rest is left to each fork. A fork must import Ray itself, because Ray reads at import from
     the environment which job the process belongs to. One of vLLM's modules tries to import Ray for
     engines on several nodes; no such engine is started from here.
@@ -95,12 +95,12 @@ def _import_engine(stop: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def _packages_listed_beside() -> Iterator[None]:
-    """List the installed packages in another process while this one imports in the `with` block.
+    """List the installed packages in another process during the `with` block, which imports vLLM.
 
     On import, transformers calls `importlib.metadata.packages_distributions`, which takes up to 2
     seconds where hundreds of packages are installed, because it reads files of each. In the block,
-    that function returns what the other process has found; if that process failed, it lists the
-    packages here.
+    that function returns the list of the other process; if that process failed, it makes the list
+    itself.
     """
     words = [sys.executable, "-P", "-c", LIST_PACKAGES]
     none = subprocess.DEVNULL
@@ -117,7 +117,7 @@ def _packages_listed_beside() -> Iterator[None]:
             yield
         finally:
             metadata.packages_distributions = list_here
-            lister.kill()  # if no import has asked for its list
+            lister.kill()  # in case no import needed its list
 
 
 def _may_fork() -> bool:
@@ -143,7 +143,7 @@ def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> Worke
         if [call.environment.get(name) for name in LOADED_BY] == loaded_by:
             pid = os.fork()
     finally:
-        if pid:  # here, or no fork was made
+        if pid:  # this is not the fork, or there is none
             for descriptor in call.streams:
                 os.close(descriptor)
     return None if pid else call

@@ -21,7 +21,7 @@ from prefect_raybatch.stages.vllm import forking
 log = logging.getLogger(__name__)
 
 IMPORT_SERVER = "prefect_raybatch.imports.server"
-IMPORTS_END = 10.0  # seconds in which a killed process ends
+IMPORTS_END = 10.0  # seconds to wait for a killed process
 SWITCH = "RAYBATCH_IMPORT_EARLY"
 """Environment variable: "0" leaves the imports to each engine's actor."""
 
@@ -50,10 +50,10 @@ class ImportProcess:
                 self._process = subprocess.Popen(
                     [python, "-P", "-m", IMPORT_SERVER, str(listener.fileno()), str(alive)],
                     pass_fds=[listener.fileno(), alive],
-                    # setproctitle writes over the first variables of a process, so that the first
-                    # one must be one that nobody changes.
+                    # setproctitle overwrites the first variables of a process, and fails if the
+                    # first one was changed before.
                     env={forking.FIRST_VARIABLE: "1", **defaults, **os.environ, **engine},
-                    start_new_session=True,  # an interrupt of the terminal is not for it
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach it
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -61,7 +61,7 @@ class ImportProcess:
             self._undo = undo.pop_all()
 
     def program(self) -> str:
-        """Return the command that Ray must run in place of Python, so that an actor is forked."""
+        """Return the command that Ray must run in place of Python, so that the actor is forked."""
         words = [self.python, "-I", "-S", launcher.__file__, self._socket, self.python]
         return shlex.join(words)
 
@@ -70,7 +70,7 @@ class ImportProcess:
         self._process.kill()
         try:
             self._process.wait(IMPORTS_END)
-        except subprocess.TimeoutExpired:  # it waits for a disk that does not answer
+        except subprocess.TimeoutExpired:  # e.g. it waits for a disk
             log.warning("process %d, which imported vLLM, does not end", self._process.pid)
         self._undo.close()
 
@@ -121,7 +121,7 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
 def actor_options(engine: Mapping[str, str] | None) -> dict[str, object]:
     """Return the options with which Ray forks an actor from the process that imports vLLM.
 
-    {} if there is no such process, or if it was started with other variables than `engine`.
+    {} if there is no such process, or if it was started with variables other than `engine`.
     """
     process = _current
     if process is None or engine is None or dict(engine) != process.engine:

@@ -98,8 +98,8 @@ def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
 
     pyarrow reads with its own threads, which must not call back into Python (see `Store.open`). So
     this does not wrap the store, but configures pyarrow's own client with the same options. Does
-    not connect yet. Raises ConfigError for a store of Google Cloud or Azure, and for a profile that
-    does not exist.
+    not connect yet. Raises ConfigError for a store of Google Cloud or Azure, and for a missing AWS
+    profile.
     """
     from pyarrow import fs
 
@@ -144,5 +144,5 @@ def read_ahead(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        # Garbage collection may end this in a thread that is just starting: a join there hangs.
+        # Garbage collection may end this in a thread that is just starting, where a join hangs.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -23,7 +23,7 @@ from prefect_raybatch.errors import CorruptRun, RayBatchError, StoreError, Unsaf
 
 PROBE_WRITERS = 8
 PROBE_ROUNDS = 2
-RACE_TRIES = 10  # of operations that only a delete at the same moment can disturb
+RACE_TRIES = 10  # of calls that fail only if a file is deleted at the same moment
 
 
 @dataclass(frozen=True, slots=True)  # a listing may have half a million
@@ -126,10 +126,10 @@ class Store(ABC):
 
     @abstractmethod
     def put_file_if_absent(self, path: str, local_path: str | os.PathLike[str]) -> bool:
-        """Store a local file, which stays, unless `path` exists; return whether it was stored.
+        """Store a local file unless `path` exists; return whether it was stored.
 
-        Atomic: a link on a disk, one PUT on S3. Above 5 GiB, the limit of a PUT, it checks and then
-        writes. If the store's first answer was lost and the call was retried, the result may be
+        The local file stays. Atomic: a link on a disk, one PUT on S3 (above 5 GiB it checks, then
+        writes). If the store's first answer was lost and the call was retried, the result may be
         False although this call created the file: compare the contents.
         """
 
@@ -199,7 +199,7 @@ class Store(ABC):
             for name in names[1:]:
                 self.probe_race(name)
         except BaseException:
-            with suppress(RayBatchError):  # the first error is the one that explains
+            with suppress(RayBatchError):  # the first error is the one to report
                 self.delete(names)
             raise
         self.delete(names)
@@ -229,7 +229,7 @@ class Store(ABC):
 
         with ThreadPoolExecutor(PROBE_WRITERS) as pool:
             won = [body for body, win in zip(bodies, pool.map(write, bodies), strict=True) if win]
-        late = self.put_if_absent(name, b"late")  # catches luck in the race
+        late = self.put_if_absent(name, b"late")  # a store may pass the race by luck, but not this
         if len(won) != 1 or late or self.read(name) != won[0]:
             seen = f"{len(won)} of {PROBE_WRITERS} writers created the same file"
             seen += ", and a later one replaced it" if late else ""
@@ -270,10 +270,12 @@ def local_size(place: str) -> int:
 
 
 def not_found(uri: str) -> FileNotFoundError:
+    """Return the error for a missing file."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
+    """Return the error for a file of `size` bytes, more than the `max_bytes` that are read."""
     return CorruptRun(f"{uri} has {size} bytes, and at most {max_bytes} are read")
 
 

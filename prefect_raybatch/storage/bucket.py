@@ -19,11 +19,11 @@ from prefect_raybatch.storage.base import (
 )
 from prefect_raybatch.storage.uri import checked, join
 
-SINGLE_PUT_BYTES = 64 * 2**20  # larger files go up in parts, unless under a condition
+SINGLE_PUT_BYTES = 64 * 2**20  # larger files are uploaded in parts, unless conditionally
 PART_BYTES = 32 * 2**20
-_MOST_PARTS = 10_000  # of an upload; Azure allows more
-PARALLEL_PARTS = 4  # so many are in memory
-SLOWEST = 2**20  # bytes a second of an upload that still counts as alive
+_MOST_PARTS = 10_000  # in an upload; Azure allows more
+PARALLEL_PARTS = 4  # parts that are in memory at a time
+SLOWEST = 2**20  # bytes a second: the slowest upload that is not ended
 READ_BUFFER_BYTES = 2**20  # read-ahead of `open`: neighbouring small column chunks in one GET
 LISTING_PAGE = 1000  # files in one answer to a listing, and in one delete: S3's limit of both
 MIN_TRIES = 3  # even when one slow try used up `retry_seconds`
@@ -59,9 +59,9 @@ class BucketStore(Store):
         for _ in range(RACE_TRIES):
             if self._create(path, data):
                 return True
-            # Also after a first refusal: aiohttp itself repeats a PUT on a kept connection that
-            # breaks, and an answer to a try of ours can have been lost, so the object can be ours.
-            with suppress(FileNotFoundError):  # taken, and deleted since: try again
+            # The object can be ours, even after a first refusal: aiohttp itself repeats a PUT if a
+            # kept connection breaks, and an answer to a try of ours can have been lost.
+            with suppress(FileNotFoundError):  # created, and deleted since: try again
                 return self.read(path) == data
         raise StoreUnavailable(
             f"{join(self.uri, path)} was created and deleted again and again. Check what else "
@@ -92,7 +92,7 @@ class BucketStore(Store):
         return io.BufferedReader(_RangeReader(self, self.stat(path)), READ_BUFFER_BYTES)
 
     def read_range(self, info: FileInfo, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` (exclusive) of the object of `info`.
+        """Return bytes [start, stop) of the object that `info` describes.
 
         Raises SourceError if the object has changed since `info` was read.
         """
@@ -117,14 +117,15 @@ class BucketStore(Store):
 
     @abstractmethod
     def _upload(self, path: str, source: str, size: int) -> None:
-        """Write a local file in parts, whole or not at all."""
+        """Upload a local file in parts; the object appears whole or not at all."""
 
     @abstractmethod
     def _range(self, info: FileInfo, start: int, stop: int) -> bytes | None:
-        """Return bytes [start, stop) of the object of `info`; None if its ETag has changed."""
+        """Return bytes [start, stop) of the object in `info`; None if its ETag has changed."""
 
 
 def part_size(size: int) -> int:
+    """Return the bytes per part of an upload of `size` bytes."""
     return max(PART_BYTES, -(-size // _MOST_PARTS))
 
 

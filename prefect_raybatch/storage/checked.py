@@ -1,4 +1,4 @@
-"""Read parts of a file and check each part against checksums.
+"""Reads parts of a file and checks each part against checksums.
 
 A SHA-256 covers a whole file, so a reader of a few row groups cannot check it without reading
 everything. Therefore the process that distributes the reading first reads the file once, compares
@@ -53,7 +53,7 @@ def block_sums(store: Store, path: str, sha256: str) -> BlockSums:
     """
     try:
         info = store.stat(path)
-        # ctime and inode tell apart what was replaced with the old size and modification time.
+        # ctime and inode differ if a file was replaced with the same size and modification time.
         version = (store.uri, sha256, info, info.ctime_ns, info.inode)
         with _lock:
             known = _known.get(version)
@@ -108,7 +108,7 @@ def open_checked(store: Store, path: str, sums: BlockSums) -> BinaryIO:
 class _Checked(SeekableReader):
     """Reads a stream in blocks of CHECKED_BLOCK bytes and compares each with its checksum.
 
-    Keeps the block that it read last, so that the next read need not fetch and check it again.
+    Keeps the block that it read last, so that the next read does not fetch and check it again.
     `read_at` raises `CorruptRun` if a block has another checksum.
     """
 

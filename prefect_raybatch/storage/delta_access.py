@@ -14,7 +14,7 @@ from prefect_raybatch.storage.s3_settings import object_store_options, table_set
 
 
 class DeltaAccess(NamedTuple):
-    """The URI and `storage_options` of a table, and a function that hides keys in a text.
+    """The URI and `storage_options` of a table, and a function that hides credentials in text.
 
     Missing credentials are looked up by deltalake, in the same places as obstore.
     """

@@ -23,12 +23,12 @@ from prefect_raybatch.job.secrets import hide_users
 PORTS = {"http": 80, "https": 443}
 AGAIN = {408, 425, 429}  # statuses worth a retry, like all from 500 on
 MOVED = {301, 302, 303, 307, 308}
-# What a machine of a cloud asks for its own keys; allowed to nobody.
+# Metadata services, which give a machine in a cloud its credentials: never contacted.
 METADATA = {
     *("100.100.100.200", "168.63.129.16", "192.0.0.192"),  # Alibaba, Azure, Oracle
     *("fd00:42::42", "fd00:c1::a9fe:a9fe", "fd00:ec2::254", "fd20:ce::254"),
 }
-# IPv6 networks whose addresses mean an IPv4 address, and where in it: Python calls some global.
+# IPv6 networks that embed an IPv4 address, and its shift in bits. Python calls some global.
 CARRIERS = (
     (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # mapped
     (ipaddress.IPv6Network("::ffff:0:0:0/96"), 0),  # translated (SIIT)
@@ -36,7 +36,7 @@ CARRIERS = (
     (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4
     (ipaddress.IPv6Network("::/96"), 0),  # compatible
 )
-LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")  # of a network of its own
+LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")  # prefixes for a network's own NAT64
 TEREDO = ipaddress.IPv6Network("2001::/32")
 ISATAP = (0x00005EFE, 0x02005EFE)  # begins the lower half of an address that carries an IPv4 one
 LOWER = 0xFFFFFFFF
@@ -98,8 +98,8 @@ def allowed(address: str, allow_private: bool) -> bool:
 def _never(address: Address) -> bool:
     """Return whether an address is never contacted.
 
-    Never contacted are link-local, multicast, unspecified and reserved addresses, and the metadata
-    services of clouds.
+    Never contacted are link-local, site-local, multicast, unspecified and reserved addresses, and
+    the metadata services of clouds.
     """
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return True
@@ -183,6 +183,7 @@ def _in_time(work: Callable[[], T], until: float, where: str) -> T:
 
 
 def time_left(until: float, where: str) -> float:
+    """Return the seconds until `until` (monotonic); raise HostAway if that is past."""
     left = until - time.monotonic()
     if left <= 0:
         raise HostAway(f"{where}: timed out")
@@ -192,11 +193,11 @@ def time_left(until: float, where: str) -> float:
 def connection(
     parts: SplitResult, address: str, seconds: float, handles: list[socket.socket]
 ) -> http.client.HTTPConnection:
-    """Return a connection to `address`, with the host's name in TLS and in the request.
+    """Return a connection to `address`, with the host name of the URL in TLS and in the request.
 
     `seconds` is its timeout. When it connects, it adds a duplicate of its socket to `handles`, so
-    that `cut_sockets` can end the transfer. The socket itself is out of reach then: it belongs to
-    TLS and to the response.
+    that `cut_sockets` can end the transfer: the socket itself then belongs to TLS and to the
+    response.
     """
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]
@@ -217,6 +218,7 @@ def connection(
 
 
 def cut_sockets(handles: list[socket.socket]) -> None:
+    """Shut down sockets, so that reads that wait for them end."""
     for handle in handles:
         with suppress(OSError):
             handle.shutdown(socket.SHUT_RDWR)

@@ -25,7 +25,7 @@ def _status(numbers: str) -> str:
     return rf"{before}\W{{1,4}}(?:{numbers})(?!\w|\.\d)|\b(?:{numbers}) (?:{words})"
 
 
-# What stores, catalogs and databases say to keys that are wrong, or may not do this.
+# Messages of stores, catalogs and databases for wrong credentials or missing permissions.
 _DENIED = re.compile(
     rf"{_status('401|403')}|access[ ._]?denied|forbidden|unauthorized|InvalidAccessKeyId"
     r"|SignatureDoesNot|permission denied|not permitted|expired ?token|no ?credentials"

@@ -27,7 +27,7 @@ from prefect_raybatch.storage.base import (
 from prefect_raybatch.storage.uri import checked, join
 
 TEMPORARY = ".tmp-"  # files being written; never listed
-DELETED_AT_ONCE = 10_000  # files whose folders are looked at before any of them goes
+DELETED_AT_ONCE = 10_000  # files whose folders are checked before any file is deleted
 
 
 class LocalStore(Store):
@@ -81,13 +81,13 @@ class LocalStore(Store):
             with _os_errors(place):
                 here = os.stat(place)
                 with os.scandir(place) as entries:
-                    # Names alone: an entry is three times that, and keeps what it was asked.
+                    # Only names: a DirEntry takes three times the memory, and caches its stat.
                     found = sorted(e.name + "/" * self._entered(e) for e in entries)
         except FileNotFoundError:
             return
         identity = (here.st_dev, here.st_ino)
         found.reverse()
-        while found:  # what was given is not held
+        while found:  # so that yielded names are not kept
             name = found.pop()
             path = f"{folder}/{name}" if folder else name
             if name.endswith("/"):
@@ -137,8 +137,8 @@ class LocalStore(Store):
                 self._land(path, data, len(data), _link)
                 return True
             except FileExistsError:
-                # NFS can repeat a link whose answer was lost and then report our own file.
-                with suppress(FileNotFoundError):  # taken, and deleted since: try again
+                # NFS can repeat a link call whose answer was lost, and then our own file exists.
+                with suppress(FileNotFoundError):  # created, and deleted since: try again
                     return self.read(path) == data
         raise StoreError(
             f"{self._path(path)} exists but is not a readable file. Remove it, then run the same "
@@ -161,7 +161,7 @@ class LocalStore(Store):
     ) -> bool:
         self._refuse_link(os.path.dirname(path))
         with _locked(self._path(path)) as found:
-            # Another had the lock first: what it locked is not what is at this path any more.
+            # If another process had the lock first, it has replaced the file that this one locked.
             now = self.stat(path)
             if (now, now.inode) != (expected, expected.inode) or now.inode != found:
                 return False
@@ -174,16 +174,15 @@ class LocalStore(Store):
         local_path: str | os.PathLike[str],
         show: Callable[[str, str], None],
     ) -> None:
-        """Call `show(file, target)` with the local file, or with a copy if that is not possible.
+        """Make a local file appear at `path` by `show(file, target)`, which renames or links it.
 
-        `show` renames or links the file to `target`, which may fail across file systems. The copy
-        is then made beside `target`.
+        If that fails, for example across file systems, `show` gets a copy beside `target` instead.
         """
         source = os.fspath(local_path)
 
         def place(temporary: str, target: str) -> None:
             try:
-                # The umask's mode: temporary files are often for their owner only.
+                # The mode that the umask gives: temporary files are often for their owner only.
                 os.chmod(source, stat_module.S_IMODE(os.stat(temporary).st_mode))
                 _sync(source)
                 show(source, target)
@@ -209,7 +208,7 @@ class LocalStore(Store):
                 with suppress(FileNotFoundError), _os_errors(place):
                     os.unlink(place)
         for folder in folders:
-            while folder:  # like S3, a folder is there while it has files
+            while folder:  # as on S3, a folder exists only while it has files
                 try:
                     os.rmdir(os.path.join(self.uri, folder))
                 except OSError:
@@ -266,11 +265,11 @@ class LocalStore(Store):
                     _sync(folder)
                     return
                 except FileNotFoundError:
-                    # Somebody tidied up while this process was stopped: write it again.
+                    # Removed by a cleanup while this process was suspended: write it again.
                     if os.path.exists(temporary) or attempt + 1 == RACE_TRIES:
                         raise
                 finally:
-                    with suppress(OSError):  # renamed away, or left for nobody to see
+                    with suppress(OSError):  # already renamed, or ignored by listings
                         os.unlink(temporary)
 
 
@@ -341,7 +340,7 @@ def _link(temporary: str, target: str) -> None:
 def _locked(place: str) -> Iterator[int]:
     """Hold an exclusive flock on a file during the `with` block; yield the file's inode."""
     with ExitStack() as stack:
-        with _os_errors(place):  # NFS locks only what is open to write
+        with _os_errors(place):  # NFS locks only files that are open for writing
             handle = stack.enter_context(open(place, "r+b"))
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -50,7 +50,7 @@ def cached_folder(kind: str, identity: str, fetch: Callable[[Path], FileListing]
         raise _unsafe(folder / f"{identity}.lock", error.strerror or str(error)) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # An earlier version left folders without a listing, whose files nothing proves.
+        # An earlier version left folders without a listing, so their files cannot be checked.
         if not (os.path.lexists(target) and os.path.lexists(listing_file)):
             _remove(target)
             part = folder / f"{identity}.part"
@@ -76,8 +76,7 @@ def _remove(path: Path) -> None:
 def _private_folder(kind: str) -> Path:
     """Return the folder for entries of a kind, created if needed, with mode 0700.
 
-    Raise `ConfigError` where another user could have put an entry there, or could put one in its
-    place.
+    Raises `ConfigError` if another user could have added an entry or replaced one, or can do so.
     """
     default = Path.home() / ".cache" / "prefect_raybatch"
     root = Path(os.environ.get(CACHE_VARIABLE) or default).absolute()
@@ -178,7 +177,7 @@ def _sha256(path: Path) -> str:
 
 
 def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield a folder and everything below it, following no link."""
+    """Yield (path, its lstat) of a folder and of everything in it; links are not followed."""
     status = path.lstat()
     yield path, status
     if stat.S_ISDIR(status.st_mode):

@@ -1,4 +1,4 @@
-"""Parquet files in memory."""
+"""Decodes Parquet files that are in memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 def parquet_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """Decode a Parquet file, or only its `columns`, in the calling thread.
 
-    Threads of pyarrow may release `data` only after the table is there. A process that ends then
-    is aborted ("terminate called without an active exception", apache/arrow#34314): 5 of 500 that
-    called `pq.read_table`, which takes nearly twice the time too, and none of 800 that read so.
+    pyarrow's threads may release `data` after the table is returned. That aborts a process that is
+    ending ("terminate called without an active exception", apache/arrow#34314): 5 of 500 that
+    called `pq.read_table`, which also takes nearly twice the time, none of 800 that read like this.
 
     Raises ArrowException or OSError if it cannot be read, KeyError if a column is missing.
     """

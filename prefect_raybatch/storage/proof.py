@@ -19,7 +19,7 @@ from prefect_raybatch.storage.base import FileInfo, Store
 
 log = logging.getLogger("prefect_raybatch.storage")
 
-PROBE_TRIES = 3  # writes of one file before its store counts as broken
+PROBE_TRIES = 3  # writes of one file before an upload counts as bad
 CHUNK = 8 << 20  # bytes read at a time, on S3 one GET
 FOOTER_END = 8  # bytes: the length of a Parquet footer's metadata, and the magic word
 FOOTER_DIGITS = 32  # of its hash in hex: 128 bits
@@ -63,7 +63,7 @@ def sha256_of(stream: BinaryIO) -> str:
 
 
 def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> bool:
-    """Return whether the file of `info`, from `stat` or a listing, has the checksums `sums`.
+    """Return whether the file in `info`, from `stat` or a listing, has the checksums `sums`.
 
     Reads the file unless its ETag is its MD5; with `read_back` always, if the size is right.
     """
@@ -139,6 +139,7 @@ def _proved(
 
 
 def bad_upload(store: Store, path: str) -> BadUpload:
+    """Return the error for a file whose content differs from the bytes sent to the store."""
     return BadUpload(
         f"{store.uri}/{path}: the store reported a successful write, but keeps other bytes than it "
         "was sent. Nothing was deleted: run the same command again. If this comes back, choose "

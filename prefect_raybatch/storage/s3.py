@@ -30,7 +30,7 @@ ResponseCheck = Callable[[Response], None]
 
 
 class ShortBody(OSError):
-    """The body is shorter than the object: a proxy or the network cut it."""
+    """Raised for a body that is shorter than the object: a proxy or the network cut it."""
 
 
 class S3Store(BucketStore):
@@ -64,7 +64,7 @@ class S3Store(BucketStore):
         skip = len(self._prefix) + 1 if self._prefix else 0
         for page in self._pages(folder, recursive):
             for item in page.get("Contents", ()):
-                if not item["Key"].endswith("/"):  # what consoles write as a "folder"
+                if not item["Key"].endswith("/"):  # a "folder", as consoles write it
                     when = item["LastModified"].timestamp()
                     yield _s3_info(item["Key"][skip:], item["Size"], item["ETag"], when)
 
@@ -108,7 +108,7 @@ class S3Store(BucketStore):
         source = os.fspath(local_path)
         size = local_size(source)
         if size <= self.most_put_bytes:
-            # The header wants quotes; radosgw compares it, in a PUT, with what has none.
+            # The header requires quotes, but radosgw compares it in a PUT with an ETag without.
             for wanted in (f'"{expected.etag}"', str(expected.etag)):
                 if self._put_at_once(path, source, IfMatch=wanted):
                     return True
@@ -173,7 +173,7 @@ class S3Store(BucketStore):
             if when >= before:
                 continue
             found.append(FileInfo(key[skip:], 0, None, None, when))
-            if remove:  # 404: it was completed, or somebody else was here
+            if remove:  # 404: completed or aborted meanwhile
                 self._call("abort_multipart_upload", key, accept=404, UploadId=begun["UploadId"])
         return tuple(found)
 

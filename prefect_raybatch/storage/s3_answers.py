@@ -31,7 +31,7 @@ _NEEDED = {
 }
 
 
-# The body was changed between us and the store; a part of ours is never too small by itself.
+# The body was changed on its way to the store; we never send a part that is too small.
 CHANGED = ("BadDigest", "XAmzContentSHA256Mismatch", "EntityTooSmall")
 
 
@@ -80,7 +80,7 @@ class Answer(NamedTuple):
     def error(
         self, operation: str, bucket: str, key: str, tries: int, credentials: str, endpoint: str
     ) -> Exception:
-        """Return the error to raise: it names the place, the answer, and what to do.
+        """Return the error to raise for this answer: it names the place and what to do.
 
         `operation` is the name of the client's method, such as get_object. `credentials` says where
         the credentials come from, without revealing them; `endpoint` is scheme://host:port.
@@ -149,10 +149,10 @@ class Answer(NamedTuple):
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
-    """Return the outcome of a failed call; raise `error` itself if it is of another kind.
+    """Return the outcome of the call that raised `error`; raise it if it is no failure of a call.
 
-    Errors of the S3 client, the network and the file system count as failures of the call. `scrub`
-    removes secrets from a text.
+    Errors of the S3 client, the network and the file system are failures. `scrub` removes secrets
+    from a text.
     """
     from aiohttp import ClientError as AioError
     from botocore import exceptions as boto

@@ -24,7 +24,7 @@ from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 LEAST_WAIT = 60.0  # seconds that even the upload of a small file may take
 
-Send = Callable[[Any], Awaitable[Any]]  # what to do with s3fs's file system
+Send = Callable[[Any], Awaitable[Any]]  # sends a request with s3fs's file system
 
 
 class Connection:
@@ -65,7 +65,7 @@ class Connection:
         return self._by_process.get(pid) or self._by_process.setdefault(pid, self._build())
 
     def renew(self, old: object) -> None:
-        """Replace the file system `old` by one that looks up credentials again.
+        """Replace the file system `old` with one that looks up credentials again.
 
         Calls in flight still use `old`.
         """
@@ -122,7 +122,7 @@ class Connection:
         return next((without_keys(str(one)) for one in given if one), "AWS")
 
     def credentials(self) -> str:
-        """Return where the credentials come from, without revealing them."""
+        """Return, for a message, where the credentials come from, without revealing them."""
         client = self.options.get("client_kwargs") or {}
         if self.options.get("anon"):
             return "none (anon=True)"
@@ -161,8 +161,8 @@ class _WithoutRedirects:
     async def request(self, method: str, url: Any, **options: Any) -> Any:
         options["allow_redirects"] = False
         answer = await self._session.request(method, url=url, **options)
-        # With a region AWS means another endpoint of its own, which botocore finds by itself.
-        # Without one botocore would ask for it again and again, and be redirected each time.
+        # A redirect with a region leads to another endpoint of AWS, which botocore finds itself.
+        # Without a region, botocore would look for it again and again, redirected each time.
         if answer.status in MOVED and "x-amz-bucket-region" not in answer.headers:
             answer.close()
             raise _redirect_error(answer.status, str(url), answer.headers.get("Location"))

@@ -57,7 +57,7 @@ def s3_settings(options: StoreOptions) -> S3Settings:
     except BotoCoreError as error:
         raise ConfigError(f"source.options: {error}") from None
     region = region or "us-east-1"
-    # Keys that do not expire by themselves: given in the environment or a file.
+    # Only keys from the environment or a file are returned: they do not expire by themselves.
     if found is None or found.method not in ("env", "shared-credentials-file", "config-file"):
         return S3Settings(endpoint, region)
     keys = found.get_frozen_credentials()
@@ -79,7 +79,7 @@ def table_settings(uri: str, options: StoreOptions) -> S3Settings | None:
 
 
 def object_store_options(keys: S3Settings | None) -> dict[str, str] | None:
-    """Return the `storage_options` of deltalake and lance; None for a local location.
+    """Return the `storage_options` of deltalake and lance; None for a local location (`keys` None).
 
     Both libraries use the same S3 client, so the names are the same.
     """

@@ -66,7 +66,7 @@ class Silence:
                     warn()
                 return await task
             finally:
-                task.cancel()  # only needed where this call itself was cancelled
+                task.cancel()  # has an effect only if this call itself was cancelled
 
         return sent
 

@@ -157,7 +157,7 @@ class _Download:
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules, shown: str) -> None:
         self._url, self._headers, self._rules, self._shown = url, headers, rules, shown
         self._lock = threading.Lock()
-        # pyarrow may still read ahead in a thread of its own: closed when nobody refers to it.
+        # Closed by garbage collection: pyarrow may still read ahead in a thread of its own.
         with _temporary_disk():
             self._file = tempfile.TemporaryFile(prefix="raybatch-")  # noqa: SIM115
         self._have, self._whole = 0, False
@@ -237,7 +237,7 @@ class _Download:
                 raise SourceError(f"{self._shown}: HTTP {answer.status} without a Location")
             moved = urljoin(url, target)
             if urlsplit(moved)[:2] != urlsplit(url)[:2]:
-                headers = {}  # keys are for the host they were given for
+                headers = {}  # credentials are only for the host in the URL
             url = moved
         raise SourceError(f"{self._shown}: more than {MOST_REDIRECTS} redirects")
 
@@ -257,7 +257,7 @@ class _Download:
         except UrlRefused as error:
             raise SourceError(f"source.uri: {error}") from None
         given = {"User-Agent": "prefect_raybatch", "Accept-Encoding": "identity", **headers}
-        if self._have and self._etag is not None:  # else from the start, and compared
+        if self._have and self._etag is not None:  # else from the start, to compare
             given |= {"Range": f"bytes={self._have}-", "If-Range": f'"{self._etag}"'}
         self._connection = connection(parts, address, WEB_WAIT, [])
         try:
@@ -298,13 +298,13 @@ class _Download:
                 "rows. Check the URL, or set credentials in source.options.headers"
             )
         tag = answer.headers.get("ETag", "")
-        etag = tag.strip('"') if tag.startswith('"') else None  # a weak one names no bytes
+        etag = tag.strip('"') if tag.startswith('"') else None  # weak ETags do not identify bytes
         length = answer.headers.get("Content-Length", "")
         size = int(length) if length.isdecimal() else None
         if status == 200:
             if self._have and (etag, size) != (self._etag, self._size):
                 raise SourceError(f"{self._shown} changed while it was being read. Start again")
-            if self._have:  # from its start, for a server that knows no ranges
+            if self._have:  # this answer begins at byte 0
                 self._skip(answer)
             self._etag, self._size = etag, size
         if (self._size or 0) > self._rules.max_bytes:
@@ -312,7 +312,7 @@ class _Download:
         return answer
 
     def _skip(self, answer: http.client.HTTPResponse) -> None:
-        """Read the bytes that are already stored; raise SourceError if they differ."""
+        """Read from `answer` the bytes already stored; raise SourceError if they differ."""
         at = 0
         while at < self._have:
             try:

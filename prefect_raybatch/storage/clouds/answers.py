@@ -13,7 +13,7 @@ _STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
 _PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-# What can be a container and an account both.
+# URIs whose container and account could be swapped.
 _NAMES = re.compile(r"az://([a-z0-9]{3,24})@([a-z0-9]{3,24})(?=/|\Z)")
 _EXPIRED = re.compile(r"expired|AuthenticationRequired", re.IGNORECASE)
 
@@ -35,7 +35,7 @@ class CloudAnswer(NamedTuple):
 
     @property
     def without_token(self) -> bool:
-        """Return whether no credentials were found, or those found gave no token."""
+        """Return whether credentials are missing, or could not be exchanged for a token."""
         return "token request" in self.text
 
     @property
@@ -50,10 +50,10 @@ class CloudAnswer(NamedTuple):
     def error(
         self, scheme: str, operation: str, place: str, tries: int, endpoint: str
     ) -> Exception:
-        """Return the error to raise: it names the place, the answer, and what to do.
+        """Return the error to raise for this answer: it names the place and what to do.
 
         `operation` is read, list, write or delete; `place` is the URI; `tries` counts the calls
-        made.
+        made; `endpoint` is scheme://host:port.
         """
         said = self.text
         if self.without_token:
@@ -97,7 +97,7 @@ def _swapped(place: str) -> str:
 
 
 def cloud_answer(error: Exception, text: str) -> CloudAnswer:
-    """Return the outcome of a failed call; `text` is its message without secrets."""
+    """Return the outcome of the call that raised `error`; `text` is its message without secrets."""
     full = str(error)
     # The message begins with the object's name, which may hold anything; what follows is quoted.
     statuses = _STATUS.findall(full.rpartition("Debug source:")[2])

@@ -22,13 +22,13 @@ from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 KNOWN_CONNECTIONS = 16
-ANSWER_SECONDS = 60.0  # for a request of at most 64 MiB
+ANSWER_SECONDS = 60.0  # limit of a request of at most 64 MiB
 SECRET_VARIABLES = re.compile(r"(AZURE|GOOGLE)_\w*(KEY|TOKEN|SECRET)$")
 _used_in: set[int] = set()  # processes in which obstore's threads run
 
 
 def _forked() -> None:
-    _used_in.discard(os.getpid())  # a number that is given again
+    _used_in.discard(os.getpid())  # process ids are reused
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -92,7 +92,7 @@ class CloudConnection:
             client = kind(
                 self.bucket, config=self.options, client_options=limits, retry_config=retries
             )
-        except Exception as error:  # obstore has a tree of its own, and ValueError
+        except Exception as error:  # obstore has its own classes, and raises ValueError
             raise ConfigError(
                 f"obstore rejects the options of {self.scheme}://{self.bucket}: {self.scrub(error)}"
             ) from None
@@ -132,7 +132,7 @@ class CloudConnection:
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
 
     def clock(self) -> float | None:
-        """Return the store's time (seconds since 1970) by a Date header; None if unknown."""
+        """Return the store's time (seconds since 1970) from a Date header; None without one."""
         asked = urllib.request.Request(self.endpoint(), method="HEAD")
         try:
             with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:

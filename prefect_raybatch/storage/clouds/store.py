@@ -75,7 +75,7 @@ class CloudStore(BucketStore):
                 pages = None  # the next try lists from the start; what was yielded is left out
                 raise
 
-        # No offset: Azure's servers of before 2025 and Azurite ignore it, and begin anew each time.
+        # No `offset`: Azurite and Azure's servers before 2025 ignore it and list from the start.
         while found := self._call("list", prefix, page):
             for item in sorted(found, key=lambda item: str(item["path"])):
                 if item["path"] > last:
@@ -109,7 +109,7 @@ class CloudStore(BucketStore):
         """
         import obstore
 
-        # A memory map has no length that a small limit fits.
+        # Large bodies, which are memory maps, get more time.
         extra = len(data) // bucket.SLOWEST if len(data) > bucket.SINGLE_PUT_BYTES else 0
         return self._call(
             "write",
@@ -145,7 +145,7 @@ class CloudStore(BucketStore):
         return self._put_mapped(path, source, mode)
 
     def _put_mapped(self, path: str, source: str, mode: Any) -> bool:
-        """PUT a memory-mapped local file in one request; return whether the condition held."""
+        """PUT a memory-mapped local file in one request; return whether `mode` allowed it."""
         with reading_local_file(source), open(source, "rb") as handle:
             body = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         return self._put(path, body, mode) is not None
@@ -238,7 +238,7 @@ class CloudStore(BucketStore):
             answer = cloud_answer(failure, link.scrub(failure))
             wait = random.uniform(0.5, 1.0) * pause
             deadline = began + self.retry_seconds
-            # A machine without credentials asks a server that is not there, for 10 s each time.
+            # Without credentials, each try waits 10 s for a metadata server that does not exist.
             late = tries >= bucket.MIN_TRIES and (
                 answer.without_token or time.monotonic() + wait > deadline
             )
