@@ -189,7 +189,7 @@ class _Joiner:
         return copy_blocks(rows, SettledTypes(self.schema), self.store, self.attempt)
 
     def _fitted(self, table: pa.Table, types: dict[str, pa.DataType]) -> pa.Table:
-        """Return `table`, from a block's files, with columns that had null types as in `schema`.
+        """Return `table`, read from a block's files, with null-typed columns converted to `schema`.
 
         `types` are the block's own types. A column with a null type, at any depth, was written as
         text, which cannot be cast to the column's type in `schema`.

@@ -87,7 +87,7 @@ class Inventory:
 class Cut:
     """A part of a file that is read instead of the whole file.
 
-    `content` holds the whole rows from byte `at` of the file on, in CSV after the file's header
+    `content` holds whole rows from byte `at` of the file on, preceded in CSV by the file's header
     line. The first block of a JSON Lines reader is longer by `lead` bytes, so that its blocks end
     where those of the whole file end.
     """

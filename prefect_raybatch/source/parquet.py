@@ -67,9 +67,9 @@ def inventory(source: ReadSpec) -> Inventory:
 
 
 def _first_rows(groups: Weights, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (rows, bytes) of the `groups`, row groups, that hold the first `rows` rows.
+    """Yield (rows, bytes) of those row `groups` that hold a file's first `rows` rows.
 
-    Of the last one, only the rows needed count, and their share of the bytes.
+    Of the last group, only the rows needed count, and their share of its bytes.
     """
     for held, size in groups:
         taken = min(held, rows)

@@ -133,7 +133,7 @@ Everywheres = Callable[[int, bool], AbstractContextManager[Everywhere]]
 
 @contextmanager
 def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
-    """Provide an `Everywhere` with a thread for each CPU of this process, more for `remote` files.
+    """Provide an `Everywhere` (a parallel map) with a thread for each CPU, more for `remote` files.
 
     The default of `snapshot`; `size` is not used.
     """
@@ -151,8 +151,8 @@ def _side_by_side(
 ) -> Inventory | None:
     """Copy the files as parallel shares; return None if they must be copied sequentially.
 
-    They must be if they are small, if they give a single share, and if parts of a file have
-    different types though all rows are valid. Raises like `snapshot`.
+    They must be if they are small, give a single share, or have parts with different types though
+    all rows are valid. Raises the errors of `snapshot`.
     """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:

@@ -121,7 +121,7 @@ class BucketStore(Store):
 
     @abstractmethod
     def _range(self, info: FileInfo, start: int, stop: int) -> bytes | None:
-        """Return bytes [start, stop) of the object in `info`; None if its ETag has changed."""
+        """Return bytes [start, stop) of the object of `info`, or None if its ETag has changed."""
 
 
 def part_size(size: int) -> int:

@@ -63,7 +63,7 @@ def sha256_of(stream: BinaryIO) -> str:
 
 
 def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> bool:
-    """Return whether the file in `info`, from `stat` or a listing, has the checksums `sums`.
+    """Return whether the file that `info` describes has the checksums `sums`.
 
     Reads the file unless its ETag is its MD5; with `read_back` always, if the size is right.
     """

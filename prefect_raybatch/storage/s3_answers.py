@@ -149,10 +149,10 @@ class Answer(NamedTuple):
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
-    """Return the outcome of the call that raised `error`; raise it if it is no failure of a call.
+    """Return the outcome of the S3 call that raised `error`; raise errors of other kinds again.
 
-    Errors of the S3 client, the network and the file system are failures. `scrub` removes secrets
-    from a text.
+    Errors of the S3 client, the network and the file system are outcomes of a call. `scrub` removes
+    secrets from a text.
     """
     from aiohttp import ClientError as AioError
     from botocore import exceptions as boto

@@ -38,7 +38,7 @@ FOOTERS = 50  # Parquet files whose footers are read for the number of rows
 
 
 def open_huggingface(source: ReadSpec) -> TableSource:
-    """Open a dataset of the Hub (`hf://datasets/OWNER/NAME`), or in a local folder."""
+    """Open a dataset of the Hub (`hf://datasets/OWNER/NAME`), or a folder of `save_to_disk`."""
     if scheme_of(source.uris[0]) == "hf":
         return _of_hub(source)
     return open_saved(source)
@@ -305,7 +305,7 @@ def _denied(what: str, error: Exception, scrub: Callable[[str], str]) -> SourceE
 
 @contextmanager
 def _explained(what: str, token: str | None) -> Iterator[None]:
-    """Within the block, which reads `what`, convert the libraries' errors to ours without token."""
+    """Within the block, which reads `what`, convert library errors to ours, hiding the token."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     def scrub(text: str) -> str:
