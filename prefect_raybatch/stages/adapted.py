@@ -16,7 +16,7 @@ Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters of a plan (`pinned`, by name), and how to choose a row's adapter.
+    """The LoRA adapters of a plan (`pinned`, by name), and how to choose a row's adapter.
 
     `column` is the input column that holds the name of each row's adapter; None: all rows use the
     only adapter, whose name is "". `null`: the base model answers rows in which `column` is null;

@@ -265,7 +265,7 @@ def _unasked(table: pa.Table, began: float) -> pa.Table:
 
 
 def failed_at_larger(receipt: Receipt) -> Receipt:
-    """Return the receipt with its failed rows counted, in its stats, as the larger model's."""
+    """Return the receipt with stats that count its failed rows as failures of the larger model."""
     counts = {LARGER_FAILED: float(len(receipt.failed))}
     return replace(receipt, stats=replace(receipt.stats, others=counts))
 

@@ -50,7 +50,7 @@ class Labels:
         return cls({label.encode(): label for label in labels})
 
     def remaining_bytes(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> list[bytes]:
-        """Return the bytes after these tokens of each label that begins with them."""
+        """Return the remaining bytes of each label that begins with these tokens."""
         key = tuple(tokens)
         if key not in self.known:
             begun = b"".join(token_bytes[token] for token in key)
@@ -106,8 +106,8 @@ class LabelCutoff:
     """Stops generating an answer once it can only be one label, and completes the label.
 
     `way` is the job's engine.early_stop. `token_bytes` returns the bytes that the engine's grammar
-    assigns to each token, by token id, or None if they are not available; it is called at most
-    once, when they are first needed.
+    assigns to each token, by token id, or None if they are not available; it is called when they
+    are first needed.
     """
 
     def __init__(self, way: EarlyStop, token_bytes: Callable[[], Sequence[bytes] | None]) -> None:
@@ -122,7 +122,7 @@ class LabelCutoff:
         return self._run(ask, requests, self._way == "first_token")
 
     def _run(self, ask: SendRequests, requests: Sequence[Request], once: bool) -> list[Completion]:
-        """Send requests with `ask`, each limited to `label_cap` tokens, which decide its label.
+        """Send requests with `ask`, and limit those for labels to `label_cap` tokens.
 
         With `once`, a request is limited to one token if its fields allow a second request for the
         rest of the label (`may_continue_answer`). Returns answers with complete labels.

@@ -116,7 +116,7 @@ class LabelTokens:
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
     def further_requests(self, sampling: SamplingFields) -> list[tuple[list[int], SamplingFields]]:
-        """Return (tokens to append to the prompt, sampling fields) for the request of each fork."""
+        """Return (tokens to append to the prompt, sampling fields) of each later fork's request."""
         usual = {"temperature": sampling.get("temperature", 0.0), "max_tokens": 1}
         return [
             (list(fork.before), {**usual, "logprob_token_ids": list(fork.tokens)})

@@ -161,9 +161,9 @@ def _bound(params: SamplingFields) -> int:
 
 
 def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
-    """Return int64[len(keys)]: the length in tokens of each prompt's common prefix with the last.
+    """Return int64[len(keys)]: how many first tokens each prompt shares with the one before it.
 
-    `keys` are sort keys from `token_keys`. The first value is 0.
+    `keys` are the prompts' sort keys from `token_keys`. The first value is 0.
     """
     common = np.zeros(len(keys), np.int64)
     before = np.empty(0, np.uint8)

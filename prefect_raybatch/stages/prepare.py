@@ -73,7 +73,7 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens: more than any model of unknown context leng
 
 @dataclass(frozen=True)
 class Prepare:
-    """The prepare stage: a function of one block; created on the driver, run on any worker.
+    """The prepare stage: a function that prepares a block. The driver creates it, workers run it.
 
     `model` is the plan's pinned model, `max_model_len` is in tokens (None: the model's own). A
     row's own sampling fields are checked against the job's, `sampling`; a prompt that is cut leaves

@@ -168,7 +168,7 @@ class AnswerFiles:
 
 @dataclass(frozen=True)
 class _AnswerFooter:
-    """A file's footer, and (row group, number of its first row, number after its last) of each."""
+    """A file's footer; `groups` has (row group, number of its first row, number after its last)."""
 
     metadata: pq.FileMetaData
     groups: list[tuple[int, int, int]]

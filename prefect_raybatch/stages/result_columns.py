@@ -21,7 +21,7 @@ CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
 def answer_columns(column: str, task: TaskName) -> list[str]:
-    """Return the names of a pooling task's answer columns: `column`, the name of the first one.
+    """Return the names of a pooling task's answer columns; the first one is `column`.
 
     Task classify has a second column for probabilities.
     """

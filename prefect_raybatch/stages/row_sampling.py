@@ -1,7 +1,8 @@
 """Checks the sampling fields that a row sets itself.
 
 A prompt function can set sampling fields for a row, which otherwise only vLLM would check. A row
-fails here if the result cannot hold its answer, or if vLLM would silently ignore or change a field.
+fails here if its fields are invalid, if the result cannot hold its answer, or if vLLM would
+silently ignore or change a field.
 """
 
 from __future__ import annotations

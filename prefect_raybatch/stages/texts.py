@@ -134,7 +134,7 @@ class PrepareTexts(Prepare):
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
 
     def _limit(self) -> int | None:
-        """Return the most tokens of a prompt, None if unknown; no room is kept for an answer."""
+        """Return the most tokens that a prompt may have, None if unknown; no answer follows it."""
         if self.max_model_len:
             return self.max_model_len
         own = models.context_length(models.local_path(self.model))
@@ -195,8 +195,8 @@ class PrepareTexts(Prepare):
     def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
         """Return the tokens of each row, or its failure.
 
-        All rows for the model's tokenizer are tokenized in one call, those for a `plain` copy one
-        by one.
+        Rows for the model's own tokenizer are tokenized in one call, rows for a `plain` copy one by
+        one.
         """
         ordinary = [a for a in inputs if isinstance(a, Input) and a.plain is None]
         made: Iterator[Encoded | Failure]
@@ -383,7 +383,7 @@ def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> RowReq
 def _guarded(
     function: Callable[[Row], object], count: int, row: Row | Failure
 ) -> RowRequests | Failure:
-    """Return the `count` requests that a user's function makes of a row, or the row's failure.
+    """Return the `count` requests that a user's function makes from a row, or the row's failure.
 
     Raises `NoChild` if the function's process did not start.
     """

@@ -611,7 +611,7 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
 
 
 def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
-    """Return `tokens`, or a failure if there are none or at least `limit` (None: no limit)."""
+    """Return `tokens`, or a failure if there are none, `limit` or more, or a `LongPrompt`."""
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if isinstance(tokens, LongPrompt):
@@ -622,7 +622,7 @@ def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
 
 
 def prompt_too_long(count: str, limit: int | None) -> Failure:
-    """Return the failure of a row whose prompt has `count` tokens, in words for its message."""
+    """Return the failure for a prompt of `count` tokens (as text); `limit` None: unknown."""
     room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
     return Failure(
         "prepare",

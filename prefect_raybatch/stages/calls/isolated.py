@@ -254,7 +254,7 @@ class _Waited:
         self.rest, self.since = seconds, time.monotonic()
 
     def left(self) -> float:
-        """Return the seconds to wait before the next call of this; raise _Late after the limit."""
+        """Return the seconds that the next wait may take; raise _Late after the limit."""
         now = time.monotonic()
         if self.rest is not None:
             self.rest -= min(now - self.since, 2 * CHILD_LOOK)

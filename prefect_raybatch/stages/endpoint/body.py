@@ -100,7 +100,7 @@ def prompt_estimate(messages: list[dict[str, Any]]) -> int:
 
 
 def image_tokens(pixels: float) -> int:
-    """Return an upper estimate of the tokens for an image of this size; models differ widely."""
+    """Return an upper estimate of the tokens for an image of `pixels`; models differ widely."""
     return IMAGE_TOKENS + math.ceil(pixels / PIXELS_PER_TOKEN)
 
 
