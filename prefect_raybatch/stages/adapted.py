@@ -16,13 +16,13 @@ Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters of a plan (`pinned`, by name), and how to choose a row's adapter.
+    """The LoRA adapters of a plan (`pinned`, by name), and how to choose a row's adapter.
 
     `column` is the input column that holds the name of each row's adapter; None: all rows use the
     only adapter, whose name is "". `null`: the base model answers rows in which `column` is null;
     otherwise they fail. `alone`: the engine can answer rows with the base model while others use
-    adapters. It is false on a CPU, where vLLM answers a row without an adapter with that of another
-    row (measured with vLLM 0.29).
+    adapters. It is false on a CPU, where vLLM answers a row without an adapter with the adapter of
+    another row (measured with vLLM 0.29).
     """
 
     column: str | None
@@ -35,15 +35,15 @@ class Adapted:
 
         An adapter is (unique name for vLLM, number, folder on this node).
 
-        `numbers` maps the content hash of an adapter to the number by which the engine knows it.
-        Adapters that are not in it get the next number and are added.
+        `numbers` maps the content hash of an adapter to its number in the engine. Adapters that are
+        not in it get the next number and are added.
         """
         numbers = {} if numbers is None else numbers
         made = {}
         for name, adapter in sorted(self.pinned.items()):
             identity = str(adapter["identity"])
-            # vLLM takes adapters with the same name, or with the same number, for the same one. So
-            # the content hash is part of the name.
+            # vLLM treats adapters with the same name, or with the same number, as the same adapter.
+            # So the content hash is part of the name.
             unique = f"{name or 'adapter'}-{identity[-12:]}"
             path = adapters.adapter_path(adapter)
             made[name] = (unique, numbers.setdefault(identity, len(numbers) + 1), path)

@@ -1,6 +1,6 @@
-"""Counts of a shard's answers by label, length and finish reason.
+"""Counts a shard's answers by label, length and finish reason.
 
-They are summed over a run, so that one run can be compared with the one before.
+The counts are summed over a run, so that a run can be compared with the one before.
 """
 
 from __future__ import annotations

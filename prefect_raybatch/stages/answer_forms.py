@@ -1,7 +1,7 @@
-"""Checks that each answer has the form that it must have: a choice, JSON, a pattern or a grammar.
+"""Checks that each answer has its required form: a choice, JSON, a pattern or a grammar.
 
-The engine promises the form, but a backend that could not build a grammar may end each answer at
-once and report `stop`. So each answer is checked here, whatever the engine promised.
+The engine should guarantee the form, but a backend that could not build a grammar may end each
+answer at once and report `stop`. So each answer is checked here as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AnswerForm:
 
 
 def own_form(sampling: SamplingFields | None) -> str | None:
-    """Return as JSON the fields of a row's `sampling` that set its answer's form, or None."""
+    """Return a row's own `choice` and `structured_outputs` as JSON; None if it sets neither."""
     fields = {name: sampling[name] for name in FORM_FIELDS if sampling and name in sampling}
     return json.dumps(fields, sort_keys=True) if fields else None
 
@@ -68,7 +68,7 @@ def form_of(job: str | None, own: str | None) -> AnswerForm | None:
 
 def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
     """Return the failure of a row whose answer `text` does not have the form; `why` says why."""
-    # The answer comes after the 120 characters by which failures are counted.
+    # The answer comes last: only the first COUNTED_CHARACTERS tell reasons apart in failure counts.
     reason = why[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(
         "engine",
@@ -102,10 +102,10 @@ class Spelling:
         why = form.misfit(shown or "")
         if why is None:
             return shown or "", None
-        if self._thinks(row):  # the text begins behind the thinking, and blanks there were dropped
+        if self._thinks(row):  # the text begins after the thinking, and blanks there were dropped
             alike = [label for label in form.labels if label.strip() == (shown or "").strip()]
             return (alike[0], None) if shown and len(alike) == 1 else (shown, why)
-        # An end token may stand behind a label (sampling.skip_special_tokens: false).
+        # An end token may follow a label (sampling.skip_special_tokens: false).
         if not any(_bare(label) in _bare(shown or "") for label in form.labels or ("",)):
             return shown, why
         for text in self._spelled(row, number):
@@ -225,6 +225,7 @@ They return None if the grammar's library is not installed or cannot read the gr
 
 @lru_cache(maxsize=64)
 def by_llguidance(kind: str, value: str) -> Matches:
+    """Return llguidance's check of texts against `value`, of a `kind` such as "regex"."""
     try:
         from llguidance import LLMatcher, LLTokenizer, grammar_from
     except ImportError:
@@ -249,6 +250,7 @@ def by_llguidance(kind: str, value: str) -> Matches:
 
 @lru_cache(maxsize=64)
 def by_xgrammar(kind: str, value: str) -> Matches:
+    """Return xgrammar's check of texts against `value`, of a `kind` such as "regex"."""
     try:
         import xgrammar  # which imports torch, so only where the other library did not match
     except ImportError:

@@ -1,4 +1,4 @@
-"""Log probabilities of the tokens of an answer (`sampling.logprobs`), from engine to column."""
+"""Converts log probabilities of answer tokens (`sampling.logprobs`) from vLLM's to a column."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def learn(self, ids: Iterable[int]) -> None:
+        """Decode those tokens that are not in the cache yet."""
         new = sorted(set(ids) - self._known.keys())
         if not new:  # a hosted model has no tokenizer here
             return
@@ -82,8 +83,8 @@ def logprobs_column(
 ) -> list[object]:
     """Return the values of the log probabilities column; None for a row without an answer.
 
-    `rows` are values of STEPS_TYPE, `most` is the number of alternatives of each token, `several`:
-    rows have several answers. `tokenizer` is called only if there are tokens without a text.
+    `rows` are values of STEPS_TYPE, `most` is the number of alternatives listed with each token,
+    `several`: rows have several answers. `tokenizer` is called only if tokens have no text yet.
     """
     texts = TokenTexts(tokenizer)
     every = (o for row in rows for steps in row or () for s in steps for o in s)

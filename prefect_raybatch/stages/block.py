@@ -30,7 +30,7 @@ Row = dict[str, Any]  # values by the names of their columns, as `to_pylist` ret
 
 
 def tag(table: pa.Table, unit: Unit) -> pa.Table:
-    """Return the input rows of a unit (a shard or a part of one) with shard and position."""
+    """Return `table`, the input rows of `unit`, with columns of each row's shard and position."""
     positions = np.arange(unit.offset, unit.offset + unit.rows, dtype=np.int32)
     shards = np.full(unit.rows, unit.shard, dtype=np.int32)
     table = table.add_column(0, POSITION, pa.array(positions))
@@ -38,9 +38,9 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
 
 
 def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
-    """Return the block with a column of the seconds that `stage` took for it until now.
+    """Return the block with a column of the seconds that `stage` has spent on it.
 
-    The stage received it at `began`, in seconds since 1970.
+    `began` is when the stage received the block, in seconds since 1970.
     """
     spent = np.full(table.num_rows, time.time() - began)
     return SPENT_COLUMNS[stage].add_to(table, spent)
@@ -59,6 +59,7 @@ def lost_block(unit: Unit, why: Loss) -> pa.Table:
 
 
 def is_lost(table: pa.Table) -> bool:
+    """Return whether this is a lost block, which has reasons (`Loss`) instead of rows."""
     return LOST in table.column_names
 
 
@@ -110,7 +111,7 @@ def failures_of(table: pa.Table) -> list[Failure | None]:
 
 
 def with_failures(table: pa.Table, failures: Iterable[Failure | None]) -> pa.Table:
-    """Return the block with these as the failures of its rows; None for a valid row."""
+    """Return the block with `failures` as its error column: one per row, None for a valid row."""
     if ERROR in table.column_names:
         table = table.drop_columns([ERROR])
     return ERROR.add_to(table, [failure and failure.to_dict() for failure in failures])
@@ -154,7 +155,7 @@ def copied(value: object) -> Any:
     return copy.deepcopy(value) if isinstance(value, (set, np.ndarray)) else value
 
 
-Message = dict[str, Any]  # of a chat: role, content, and other fields that a template may use
+Message = dict[str, Any]  # chat message: role, content, other fields that a template may use
 Messages = list[Message]
 
 

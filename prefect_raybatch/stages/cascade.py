@@ -1,8 +1,8 @@
 """Prepare and finish stages of a cascade's larger model, which answers the unsure rows.
 
-The first model has answered all rows before, in a phase of its own. In the blocks of the larger
-model, a row that keeps its first answer is marked as failed, so that it skips the engine, and gets
-the first answer in finish.
+The first model has answered all rows before, in a separate phase. In the blocks of the larger
+model, a row that keeps its first answer is marked as failed, so that it skips the engine; the
+finish stage then gives it the first answer.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class FirstAnswers:
     """The first model's result, looked up by row number, and the choice of rows for the larger one.
 
     `data` and `failed` are the files of the first model's valid and failed rows. `unsure` is the
-    number of rows that meet the conditions of `cascade`. `escalated` is the number of those that
-    get the larger model's answer: all if `last` is None, else those whose (sureness, row number) is
-    at most `last`, and those in `again`. `again` has the numbers, ascending, of rows of a retry run
-    that an earlier run sent to the larger model. `checked` are the numbers, ascending, of further
-    rows that the larger model answers only for comparison: they keep the first model's answer.
+    number of rows that meet the conditions of `cascade`. `escalated` is the number of unsure rows
+    that get the larger model's answer: all if `last` is None, else those whose (sureness, row
+    number) is at most `last`, and those in `again`. `again` has the numbers, ascending, of rows of
+    a retry run that an earlier run sent to the larger model. `checked` has the numbers, ascending,
+    of further rows that the larger model answers only for comparison; they keep the first answer.
     """
 
     data: AnswerFiles
@@ -86,6 +86,7 @@ class FirstAnswers:
     again: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def choosing(self, unsure: int, escalated: int, last: tuple[float, int] | None) -> FirstAnswers:
+        """Return a copy with these fields, which choose the rows for the larger model."""
         return replace(self, unsure=unsure, escalated=escalated, last=last)
 
     @property
@@ -101,10 +102,10 @@ class FirstAnswers:
         return np.isin(numbers, self.checked)
 
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
-        """Return bool[rows]: whether a row gets the larger model's answer, by row `numbers`.
+        """Return bool[rows]: whether each row gets the larger model's answer, by row `numbers`.
 
-        It does if it is unsure, and not excluded by `last` (see the class). Rows that are only
-        checked do not.
+        A row does if it is unsure and `last` does not exclude it (see the class). A row that is
+        only checked does not.
         """
         sureness = sureness_of(self, numbers)
         chosen = np.asarray(sureness < np.inf)
@@ -139,9 +140,9 @@ class FirstAnswers:
 def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
     """Return float64[rows]: how sure the first model was of its answers, by row `numbers`.
 
-    An unsure row has the value of the cascade's measure: a probability or a mean log probability.
-    Infinite for a row that keeps the first model's outcome; minus infinite for a row that failed
-    with an error of `failing_kinds`.
+    For an unsure row, it is the cascade's measure: a probability or a mean log probability. It is
+    infinity for a row that keeps the first model's outcome, and minus infinity for a row that
+    failed with an error of `failing_kinds`.
     """
     cascade, sureness = first.cascade, np.full(len(numbers), np.inf)
     if kinds := failing_kinds(cascade):
@@ -159,7 +160,7 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
 
 
 def failing_kinds(cascade: CascadeSpec) -> tuple[str, ...]:
-    """Return the error classes of failed rows that go from the first model to the larger one."""
+    """Return the error classes of the first model's failed rows that the larger model answers."""
     return (FAILS_SCHEMA if cascade.fails_schema else ()) + (
         NOT_EMBEDDED if cascade.classifies else ()
     )
@@ -199,7 +200,7 @@ MEASURES: dict[str, Callable[[pa.Array], np.ndarray]] = {
 
 
 def numbers_of(table: pa.Table, rows_per_shard: int) -> np.ndarray:
-    """Return the numbers (int64) of a block's rows in the input of the run."""
+    """Return int64[rows]: the number of each row of a block in the run's input, from 0."""
     shards = table[SHARD].to_numpy().astype(np.int64)
     return np.asarray(shards * rows_per_shard + table[POSITION].to_numpy())
 
@@ -253,7 +254,7 @@ class EscalatePrepare:
 def _unasked(table: pa.Table, began: float) -> pa.Table:
     """Return the block with the columns that an engine adds, without an answer in any row.
 
-    For a cascade in which no row goes to the larger model. `began` is when the block came to this
+    Used if no row of the run goes to the larger model. `began` is when the block came to this
     stage, in seconds since 1970.
     """
     for column in (ANSWERS, TEXTS, FINISH, ENDS, PROMPT_TOKENS, CACHED_TOKENS):
@@ -264,7 +265,7 @@ def _unasked(table: pa.Table, began: float) -> pa.Table:
 
 
 def failed_at_larger(receipt: Receipt) -> Receipt:
-    """Return the receipt with stats that count its failed rows as failed at the larger model."""
+    """Return the receipt with stats that count its failed rows as failures of the larger model."""
     counts = {LARGER_FAILED: float(len(receipt.failed))}
     return replace(receipt, stats=replace(receipt.stats, others=counts))
 
@@ -273,7 +274,7 @@ def failed_at_larger(receipt: Receipt) -> Receipt:
 class EscalateFinish(Finish):
     """The finish stage of a cascade's larger model.
 
-    Rows that the larger model was not asked about, and checked rows, get the first model's answer.
+    Rows that were not sent to the larger model, and checked rows, get the first model's answer.
     """
 
     first: FirstAnswers
@@ -313,8 +314,8 @@ class EscalateFinish(Finish):
     ) -> tuple[list[ResultColumn], dict[int, Failure]]:
         """Return all output columns of the valid rows, extras included, and {row index: failure}.
 
-        `rows` has the answer columns of the valid rows by index in the block. A failure is a row
-        that does not fit the schema.
+        `rows` has the answer columns of the valid rows by index in the block. A row that does not
+        fit the schema gets a failure.
         """
         kept = set(self._kept_rows(table))
         asked = {i: columns for i, columns in rows.items() if i not in kept}
@@ -348,11 +349,10 @@ class EscalateFinish(Finish):
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         """Return {name: count}: the counts of `Finish._counts`, and those of the larger model.
 
-        The latter are the rows of the result that it answered, and that it failed. Of the checked
-        rows, they are those that it answered, those with equal answers of both models, and those
-        that it did not answer. Answers are equal if all columns but the thinking are. Lengths and
-        finish reasons of the first model's answers are not counted: its result does not have
-        them.
+        The larger model's counts are: rows of the result that it answered, and that it failed;
+        checked rows that it answered, that both models answered equally, and that it did not
+        answer. Answers are equal if all columns but the thinking are. Lengths and finish reasons of
+        the first model's answers are not counted, because its result does not have them.
         """
         kept = set(self._kept_rows(table))
         decided = [outcome for i, outcome in enumerate(outcomes) if i not in kept]

@@ -14,7 +14,7 @@ import pyarrow as pa
 from prefect_raybatch.source.arrow_types import map_type
 from prefect_raybatch.stages.block import Failure
 
-# What Arrow raises for a value that Python has no object for; KeyError for an unknown time zone.
+# Errors of Arrow for a value that Python cannot represent; KeyError for an unknown time zone.
 _NOT_IN_PYTHON = (ValueError, OverflowError, KeyError, pa.ArrowException)
 _FLOATS = {16: np.float16, 32: np.float32}
 
@@ -35,7 +35,7 @@ def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]
 
 
 def _written_out(kind: pa.DataType) -> pa.DataType:
-    """Return the type with nanosecond times as text, because Python's times end at microseconds."""
+    """Return string for a time in nanoseconds, which Python lacks; else the type unchanged."""
     return pa.string() if kind == pa.time64("ns") else kind
 
 
@@ -55,7 +55,7 @@ def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure
             return Failure.of("prepare", ValueError(f"column {name}: unknown time zone {error}"))
         if pa.types.is_temporal(cell.type):
             text = str(cell.cast(pa.string()).to_pylist()[0])
-            if not text.startswith("<"):  # so Arrow marks a year that it cannot write either
+            if not text.startswith("<"):  # Arrow's sign for a year that it cannot write either
                 return text
         failure = Failure.of("prepare", error)
         return replace(failure, message=f"column {name}: {failure.message}")

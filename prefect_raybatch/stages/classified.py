@@ -1,4 +1,4 @@
-"""The finish stage of a job whose model embeds, and whose trained classifier picks the label."""
+"""The finish stage of a job with an embedding model, whose vectors a classifier labels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from prefect_raybatch.stages.vectors import vectors_of
 class FinishClassified(Finish):
     """The finish stage that answers each row with the most probable label of a `classifier`.
 
-    If vectors do not have the length that the classifier takes, the block is lost, which ends the
-    run: all rows would be wrong.
+    If vectors do not have the length that the classifier expects, the block is lost and the run
+    ends, because all rows would be wrong.
     """
 
     classifier: Classifier
@@ -37,7 +37,7 @@ class FinishClassified(Finish):
         return [failure or OutputRow({self.spec.column: label}) for failure, label in rows]
 
     def _chances(self, table: pa.Table) -> np.ndarray:
-        """Return the probability of each label (float64[rows, labels])."""
+        """Return float64[rows, labels]: each row's probability of each label."""
         return self.classifier.probabilities(vectors_of(table))
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:

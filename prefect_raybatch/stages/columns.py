@@ -1,9 +1,9 @@
-"""The hidden columns of a block: what travels with a row from stage to stage.
+"""The hidden columns of a block: values that travel with a row from stage to stage.
 
-One entry for each column: its name, its Arrow type, the modules that write it, and those that read
-it (`tests/stages/test_columns.py` compares these with the code). A column stays in a block from the
-stage that writes it at least to the last one that reads it. One that is not described as "in every
-block" is only in blocks of jobs that need it.
+Each entry has the column's name, its Arrow type, the modules that write it, and those that read it
+(`tests/stages/test_columns.py` compares these with the code). A column stays in a block from the
+stage that writes it at least to the last stage that reads it. A column that is not described as "in
+every block" is only in blocks of jobs that need it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MM_TYPE = pa.struct([("vllm", pa.string()), ("key", pa.binary()), ("features", p
 DIGESTS_TYPE = pa.list_(pa.struct([("sha256", pa.string()), ("bytes", pa.int64())]))
 PROBABILITIES_TYPE = pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))
 ERROR_TYPE = pa.struct([("stage", pa.string()), ("kind", pa.string()), ("message", pa.string())])
-# For each answer and each of its tokens: that token, then the most probable ones. An engine tells
-# their ids, a hosted model their texts.
+# For each answer and each of its tokens: that token, then the most probable ones. An engine sets
+# token ids, a hosted model sets token texts.
 _TOKEN = pa.struct([("id", pa.int32()), ("logprob", pa.float32()), ("token", pa.string())])
 STEPS_TYPE = pa.list_(pa.list_(pa.list_(_TOKEN)))
 TOKENS_TYPE = pa.list_(pa.int32())
@@ -74,7 +74,7 @@ class HiddenColumn(str):
 SHARD = HiddenColumn(
     "shard", pa.int32(), "block", "block cascade endpoint.stage finish load lookup parsing"
 )
-"""The row's shard; in every block."""
+"""The number of the row's shard; in every block."""
 POSITION = HiddenColumn(
     POSITION_COLUMN,
     pa.int32(),
@@ -83,17 +83,17 @@ POSITION = HiddenColumn(
 )
 """The row's position in its shard; in every block."""
 ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")
-"""Why the row failed, null while the row is valid; in every block."""
+"""Why the row failed (stage, kind, message), null while the row is valid; in every block."""
 LOST = HiddenColumn("lost", LOSS_TYPE, "block", "block")
 """The reason (`Loss`) of a lost block; only lost blocks have this column."""
 LOST_ROWS = HiddenColumn("lost_rows", pa.int32(), "block", "block")
-"""The number of rows, from the position on, that a row of a lost block stands for."""
+"""The number of input rows, from POSITION on, that this row of a lost block stands for."""
 READ_SPENT = HiddenColumn("times_read", pa.float64(), "read", "shard_figures")
-"""Seconds in which the read stage read the block, the same in each row."""
+"""Seconds that the read stage took for the block, the same in each row."""
 PREPARE_SPENT = HiddenColumn("times_prepare", pa.float64(), "prepare texts lookup", "shard_figures")
-"""Seconds in the prepare stage; in every block."""
+"""Seconds that the prepare stage took for the block; in every block."""
 ENGINE_SPENT = HiddenColumn("times_engine", pa.float64(), "engine lookup", "shard_figures")
-"""Seconds in the engine stage; in every block."""
+"""Seconds that the block spent in the engine stage; in every block."""
 ENGINE_BEGAN = HiddenColumn("times_began", pa.float64(), "cascade engine lookup", "shard_figures")
 """When the block reached the engine stage, in seconds since 1970; in every block."""
 TOKENS = HiddenColumn(
@@ -114,26 +114,26 @@ PARAMS = HiddenColumn(
 )
 """JSON of the sampling fields that the row itself sets; in every block that goes to an engine."""
 MM = HiddenColumn("mm", MM_TYPE, "prepare", "engine")
-"""The row's images as the engine takes them (`multimodal.RowFeatures`); null for text alone."""
+"""The row's preprocessed images for the engine (`multimodal.RowFeatures`); null for text alone."""
 DIGESTS = HiddenColumn("digests", DIGESTS_TYPE, "endpoint.prepare prepare lookup", "finish")
-"""Digests of the row's images as they were fetched."""
+"""SHA-256 and size in bytes of each of the row's images, as fetched."""
 KEY = HiddenColumn(
     "key", KEY_TYPE, "plan.row_keys", "endpoint.prepare lookup prepare raw_answers texts"
 )
-"""The request's key (see `request_key`), in the input of the requests phase."""
+"""The content hash of the row's request (see `request_key`), as computed at planning."""
 FORMED = HiddenColumn(
     "formed",
     pa.bool_(),
     "endpoint.prepare prepare lookup",
     "cluster.lookups prepare raw_answers shard_figures",
 )
-"""Whether the answer must be a choice, JSON or the like."""
+"""Whether the answer must have a form (`choice` or `structured_outputs`)."""
 OWN_FORM = HiddenColumn("form", pa.string(), "prepare", "text_answers")
-"""JSON of the row's own fields that set the form of its answer, in place of the job's."""
+"""JSON of the row's own `choice` and `structured_outputs`, which override the job's."""
 REASONING_OPEN = HiddenColumn(
     "open", pa.bool_(), "prepare lookup", "answer_forms cluster.lookups parsing raw_answers"
 )
-"""Whether the answer may begin with thinking."""
+"""Whether the answer may begin with thinking (reasoning text)."""
 TRUNCATED = HiddenColumn(
     "truncated", pa.bool_(), "prepare texts lookup", "cluster.lookups raw_answers shard_figures"
 )
@@ -174,7 +174,7 @@ CACHED_TOKENS = HiddenColumn("cached_tokens", pa.int32(), "cascade engine lookup
 MERGED = HiddenColumn("merged", pa.bool_(), "cascade engine lookup", "shard_figures")
 """Whether the answer was computed for another row with an equal request; in every block."""
 REUSE = HiddenColumn("reuse", pa.int8(), "lookup", "shard_figures")
-"""The source of the row's answer, as a number (REUSED, ... in ledger/increments.py)."""
+"""The source of the row's answer: REUSED or another kind in ledger/increments.py."""
 FIGURES = HiddenColumn("figures", pa.string(), "load", "load")
-"""JSON of the engine's load while it had the block, in the first row of each shard."""
+"""JSON of the engine's load figures while it had the block; only in each shard's first row."""
 SPENT_COLUMNS = {"read": READ_SPENT, "prepare": PREPARE_SPENT, "engine": ENGINE_SPENT}

@@ -1,6 +1,6 @@
-"""Converts a cell with a conversation, or with documents, to what a chat template takes.
+"""Converts a cell with a conversation, or with documents, to the form that chat templates take.
 
-A cell is Arrow's list of structs, or JSON text. A fault in it fails the row and names its place,
+A cell is a list of structs, or JSON text. A fault in it fails the row; the error names its place,
 such as `messages[2].tool_calls[0].function`.
 """
 
@@ -15,7 +15,7 @@ from prefect_raybatch.stages.messages import ChatRequest, Document
 
 
 class Conversation:
-    """Makes a chat request of each row, from the messages in column `prompt.messages` of the job.
+    """Makes a chat request from a row's messages, which are in the job's column `prompt.messages`.
 
     `prompt.system` comes first, unless the row has a system or developer message of its own.
     """
@@ -106,7 +106,7 @@ def _message(value: object, where: str) -> Message:
 def _content(value: object, where: str) -> str:
     """Return a message's content as one text; text parts are joined by newlines, as in vLLM.
 
-    `where` names the message in errors.
+    `where` names the content in errors.
     """
     if isinstance(value, str):
         return value

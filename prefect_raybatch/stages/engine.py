@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PAUSE = 10.0  # seconds between two tries to start an engine
-SAME = 0.95  # a card shows a little less memory than its data sheet says
+SAME = 0.95  # share of the planned GPU memory that is enough: a GPU has a little less than stated
 
 
 CPU_DEFAULTS: EngineFields = {
@@ -98,9 +98,9 @@ CPU_DEFAULTS: EngineFields = {
 }
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    # The core in the actor's own process and on one thread: 2.6 ms of CPU a row against 4.9, a
-    # start of 15 s against 45 s (two more processes would import vLLM), and a core left for the
-    # other stages. More speed comes from more engines, one a core. Figures:
+    # vLLM's core in the actor's own process and on one thread: 2.6 ms of CPU a row against 4.9, a
+    # start of 15 s against 45 s (two more processes would import vLLM), and a CPU core left for
+    # the other stages. More speed comes from more engines, one for each CPU core. Figures:
     # docs/decisions/cpu-engines.md.
     forking.CORE_APART: "0",
     "OMP_NUM_THREADS": "1",
@@ -119,7 +119,7 @@ class EngineLaunch:
     `arguments` are vLLM's EngineArgs without the model. With `engines_per_gpu` above 1, this engine
     takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes` (0:
     unknown, so the engine looks itself). `done` (picklable) returns whether a shard, by id, is
-    committed. `sort` puts a block's rows in the order that suits the engine; `merge` sends equal
+    committed. `sort` puts a block's rows in the best order for the engine; `merge` sends equal
     requests of a block once. `hang_seconds` limits one step of vLLM, None for no limit.
     `labels` are the labels whose probabilities are written. `early_stop`: when to stop generating
     an answer that is one of several labels (see `label_cutoff`). By `attempt`, an actor finds the
@@ -161,7 +161,7 @@ def engine_launch(
     task: pooling.Pooling | None = None,
     tell: phases.ReportStart | None = None,
 ) -> EngineLaunch:
-    """Return what an engine of the pinned `model` is started with; `task` is None unless pooling.
+    """Return the launch settings of a run's engines; `task` is None for text generation.
 
     Every sizing argument is set explicitly: under Ray, vLLM's own defaults underuse a GPU.
     """
@@ -214,7 +214,7 @@ def engine_launch(
 
 
 def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineFields:
-    """Return vLLM's engine arguments that follow from the run and its sizes."""
+    """Return vLLM's engine arguments for a run of these sizes and `sampling` fields."""
     cpu = size.pool.device == "cpu"
     arguments = {**(CPU_DEFAULTS if cpu else GPU_DEFAULTS), **size.arguments.vllm()}
     if cpu and (dtype := models.cpu_dtype(spec.engine.model)) is not None:
@@ -226,7 +226,8 @@ def _arguments(spec: RunSpec, size: Sizing, sampling: SamplingFields) -> EngineF
     reasoning = spec.finish.parsing and spec.finish.parsing.reasoning
     asks = has_form(sampling) or sampling.get("thinking_token_budget") or spec.prompt.function
     if reasoning and asks:
-        # The form applies to the answer after the thinking. A prompt function may set either.
+        # vLLM must know where the thinking ends: a form applies only to the answer after it, and a
+        # thinking budget only before. A prompt function may set either field.
         arguments.setdefault("reasoning_parser", reasoning)
     return arguments
 
@@ -244,7 +245,7 @@ class EngineStage:
     _labels: LabelTokens | None = None
     _suspect: str | None = None  # why the latest engine died, if it had answered no row
     _adapters: Mapping[str, Adapter] = MappingProxyType({})
-    _numbers: dict[str, int]  # of the adapters that this actor's engines have used, by content hash
+    _numbers: dict[str, int]  # adapter numbers by content hash, kept while the actor lives
     _marks = phases.StartMarks()
     _teller: phases.StartReporter | None = None
     _meter = Meter(None)
@@ -275,13 +276,14 @@ class EngineStage:
         self._early = LabelCutoff(launch.early_stop, self._token_bytes)
 
     def take_over(self, launch: EngineLaunch) -> None:
-        """Work for another run from now on, with the running engine.
+        """Switch to another run and keep the running engine.
 
         `launch` must equal the earlier one in everything that the engine was started with. No block
         may be in the engine.
 
-        If the engine was prewarmed for this run, its start is reported as the run's own; if it
-        could not start, it is not tried again, and the run's blocks are lost with the reason.
+        If the engine was prewarmed for this run, its start is reported as the run's own. If a
+        prewarmed engine did not start, it is not tried again: the run's blocks are lost with the
+        reason.
         """
         untaken, refused = self.launch.untaken, self._refused
         if untaken:
@@ -334,7 +336,7 @@ class EngineStage:
     def _tell(self, stepped: Callable[[], float]) -> phases.StartReporter:
         """Start a thread that reports this engine's start, and end the thread of an earlier one.
 
-        `stepped` returns when the engine's first step ended (seconds since 1970), 0 if none has.
+        `stepped` returns when the engine's first step ended (seconds since 1970), 0 before that.
         """
         if self._teller is not None:
             self._teller.end()
@@ -348,7 +350,7 @@ class EngineStage:
     def _begin_working(self) -> None:
         """Start an engine, and test it (`_prove`) if an earlier one died before it answered a row.
 
-        `_refused` says why if there is no engine afterwards.
+        If there is no engine afterwards, `_refused` has the reason.
         """
         if not (self._take_labels() and self._take_adapters()):
             return
@@ -428,13 +430,14 @@ class EngineStage:
                 return
 
     def start(self) -> None:
+        """Start an engine, if need be in several tries; if all fail, `_refused` has the reason."""
         from prefect_raybatch.stages.vllm.stepper import SteppedEngine
 
         for attempt in range(canary.ENGINE_STARTS):
             try:
                 with self._marks.capture_phases():
                     self.engine = SteppedEngine(self.arguments(), self.launch.hang_seconds)
-                # The error of an earlier try: with it, a later death would start no other engine.
+                # Clear the error of an earlier try: with it, no engine is started after a death.
                 self._refused = None
                 return
             except Exception as error:
@@ -454,6 +457,7 @@ class EngineStage:
                 time.sleep(PAUSE)
 
     def arguments(self) -> EngineFields:
+        """Return all engine arguments: the run's, those for a share of a GPU, and the model."""
         path = models.local_path(self.launch.model)
         arguments = self.launch.arguments
         if self.launch.engines_per_gpu > 1:
@@ -497,7 +501,7 @@ class EngineStage:
             answers = self._ask(engine, table)
         except EngineDied as death:
             with self._lock:
-                first = self.engine is engine  # the first of the blocks that this death costs
+                first = self.engine is engine  # this block is the first that this death costs
                 if first:
                     self.engine = None
                     self._suspect = None if answered_any(engine) else str(death)
@@ -550,8 +554,8 @@ class EngineStage:
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
         """Return the engine's answers to the requests, in their order.
 
-        If the job asks for label probabilities, each request is followed by one further request for
-        each later fork of the labels (`label_probabilities.Fork`). `Completion.later` has the log
+        If the job asks for label probabilities, one more request is sent per request for each later
+        fork of the labels (`label_probabilities.Fork`). `Completion.later` has the log
         probabilities of the possible tokens at each of these forks.
         """
         labels, run = self._labels, partial(self._meter.run, engine)
@@ -577,9 +581,9 @@ class EngineStage:
     def without_committed(self, table: pa.Table) -> pa.Table:
         """Return the block if it must still be answered, an empty one if its shards are committed.
 
-        Returns a lost block if the node is being drained, because the block would be lost with it.
-        Another driver may have committed a shard meanwhile: the read stage checks for that too, but
-        runs ahead, and blocks can wait here for a long time.
+        Returns a lost block if the node is being drained, so that another engine gets its rows.
+        Another driver may have committed the shards meanwhile. The read stage checks for that too,
+        but blocks can wait for a long time between that stage and this one.
         """
         if is_passthrough(table):
             return table
@@ -597,7 +601,7 @@ class EngineStage:
 
 
 def answered_any(engine: SteppedEngine) -> bool:
-    """Return whether any request of an engine was answered, even in a call during which it died."""
+    """Return whether an engine has answered any request, even in a call during which it died."""
     stats = engine.stats()
     return bool(stats["rows"] > stats["refused"])
 
@@ -662,7 +666,7 @@ def answered(
             columns[MERGED][i] = i != row
             columns[ENDS][i] = completion.finish_reasons
             columns[PROMPT_TOKENS][i] = completion.prompt_tokens
-            if i == row:  # tokens count where they were computed
+            if i == row:  # cached tokens count once, for the row whose request was sent
                 columns[CACHED_TOKENS][i] = completion.cached_tokens
     if any(completion.vector is not None for _, _, completion in answers):
         table = table.append_column(VECTOR, pooling.column(table.num_rows, answers))

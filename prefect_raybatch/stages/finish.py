@@ -1,7 +1,8 @@
-"""From answer to result: detokenize, user postprocess, pieces and receipts. CPU, a block at a time.
+"""Turns answers into results: detokenizes and postprocesses them, writes pieces, returns receipts.
 
-Valid and failed rows of a shard go to a Parquet piece each. A piece is durable before its receipt
-exists and has a fresh name, so nothing is ever overwritten, whatever Ray runs twice.
+Runs on CPUs, one block at a time. The valid rows of a shard go to one Parquet piece, the failed
+rows to another. A piece is durable before its receipt exists and has a fresh name, so nothing is
+overwritten, even if Ray runs a task twice.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Finish:
     calls: Calls = CALLS_IN_PROCESS
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return one row for each shard in the block: its receipt, as JSON."""
+        """Return a table with the receipt, as JSON, of each shard (or lost unit) in the block."""
         if is_lost(table):
             lost = lost_units(table)
             return _receipts([Receipt.of_lost(unit, self.attempt, why) for unit, why in lost])
@@ -185,16 +186,16 @@ class Finish:
     def _result(
         self, table: pa.Table, rows: Mapping[int, ColumnValues]
     ) -> tuple[list[ResultColumn], dict[int, Failure]]:
-        """Return (output columns of rows that fit the schema, {index of another row: failure}).
+        """Return (output columns of the rows that fit the schema, {index of a misfit: failure}).
 
-        `rows` are the valid rows, by index in the block.
+        `rows` has the values of the valid rows, by index in the block.
         """
         return fitting_columns(self._schema(list(rows.values())), rows)
 
     def _extras(self, table: pa.Table, good: list[int]) -> list[ResultColumn]:
-        """Return the columns about answers that the job adds, for the rows with indexes `good`.
+        """Return the further result columns of the rows with indexes `good`.
 
-        They are those of `output.extras`, label probabilities and log probabilities.
+        They are the columns of `output.extras`, label probabilities and log probabilities.
         """
         made = []
         for name in self.spec.extras:
@@ -227,21 +228,21 @@ class Finish:
     def write_piece(
         self, shard: int, kind: PieceKind, table: pa.Table, positions: np.ndarray
     ) -> Piece:
+        """Write a table as a Parquet piece with a new name; return the piece's record."""
         out = io.BytesIO()
-        # Encoded like the result's files: a piece becomes a row group of one unchanged.
+        # Encoded like the result's files, so that a piece becomes a row group of one unchanged.
         dictionary = dictionary_columns(table)
         pq.write_table(table, out, compression="zstd", use_dictionary=dictionary)
         data = out.getvalue()
         name = f"{shard:08d}-{uuid.uuid4().hex}.parquet"
-        # A piece that was stored wrongly costs one more PUT now, but the rows if found at the end.
+        # Verified at once: a badly stored piece now costs one more PUT, but its rows at the end.
         put_proved(self.store, piece_path(name), data)
         return Piece(name, kind, table.num_rows, len(data), digest(data), Positions.of(positions))
 
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
-        """Return counts of answers by label, or else by length and finish reason.
+        """Return the numbers of answers by label (`label_counts`), or by length and finish reason.
 
-        `_counts_labels` says which. Failed rows are left out. The keys are those of
-        `answer_counts`.
+        `_counts_labels` says which. Failed rows are left out. The keys are as in `answer_counts`.
         """
         well = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
         if self._counts_labels():
@@ -264,15 +265,15 @@ class Finish:
         return 0 < len(self.sampling.choices) <= MOST_COUNTED_LABELS and self.spec.schema is None
 
     def _input_counts(self, table: pa.Table) -> dict[str, float]:
-        """Return the `input_counts` of the columns that the prompt uses, over all rows."""
+        """Return `input_counts` of the columns that the prompt uses: nulls and common values."""
         return input_counts(table, self.spec.inputs)
 
 
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
-    """Return failed rows in the format of quarantine: reason, attempts and the input row.
+    """Return failed rows in the format of quarantine: position, reason, attempts and input row.
 
-    `rows` holds the position column and the input columns, which become one struct column, so that
-    their names cannot collide with ours.
+    `rows` holds the position column and the input columns. The input columns become one struct
+    column, so that their names cannot collide with ours.
     """
     names = input_columns(rows)
     arrays = [rows[name].combine_chunks() for name in names]
@@ -299,9 +300,10 @@ def _receipts(receipts: list[Receipt]) -> pa.Table:
 
 
 class RawFinish(Finish):
-    """The finish stage of a requests phase: writes the engine's answers unprocessed, for reuse.
+    """The finish stage of a requests phase, which answers each distinct request once.
 
-    A truncated answer is kept too: the rows phase, which follows, decides whether its row fails.
+    Writes the engine's answers unprocessed. The rows phase, which follows, looks them up for each
+    row and decides, for example, whether a truncated answer fails its row.
     """
 
     def _outcomes(self, table: pa.Table) -> list[FinishedRow]:

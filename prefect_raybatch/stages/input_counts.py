@@ -1,7 +1,7 @@
 """Counts a shard's missing values by column, and how many rows have each common value.
 
-They are summed over a run, so that one run can be compared with those before. A value is counted
-by a digest, so that records and reports hold no text of a row.
+The counts are summed over a run, so that a run can be compared with earlier ones. A value is
+counted by a digest, so that records and reports hold no text of a row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _DIGEST_BYTES = 6
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
-    """Return {name: rows}: nulls, other values and each common value in a block's input columns.
+    """Return {name: rows}: how often null, other and each common value are in the input columns.
 
     The names are made of the constants in `ledger.stats`. `columns` names the columns, None: all;
     only the first _MOST_COLUMNS are counted, and none with a long name. Values that are rare, long,
-    or of a type such as a list have no count of their own.
+    or of a type such as a list are not counted by value.
     """
     present = input_columns(table)
     names = present if columns is None else [name for name in columns if name in present]
@@ -49,7 +49,7 @@ def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, fl
 
 
 def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
-    """Return {value in UTF-8: number of rows} for the values that are common in a column.
+    """Return {value as UTF-8 text: number of rows} for the values that are common in a column.
 
     `filled` is the number of rows that are not null.
     """
@@ -84,7 +84,7 @@ def _with_nulls(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def _as_texts(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
     """Return the values as texts; None for a type that is not counted.
 
-    Of floats, only whole numbers are returned: pandas turns a column of whole numbers into floats
+    For floats, only whole numbers are returned: pandas turns a column of whole numbers into floats
     as soon as one is missing.
     """
     if pa.types.is_floating(column.type):

@@ -7,9 +7,9 @@ The engine generates the same tokens as without this, but stops sooner. Where th
 would have been cut off in the middle of a label, the result has the whole label.
 
 With `engine.early_stop: first_token`, only one token is generated at first. If several labels begin
-with it, a second request follows, with that token appended to the prompt and a choice of what
-remains of these labels. The grammar of the second request begins anew, so the tokens that may come
-next are the same.
+with it, a second request follows: it has that token appended to the prompt, and a choice of the
+remaining texts of these labels. Its grammar starts anew, so it allows the same tokens next as the
+grammar of the first request would have allowed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SendRequests = Callable[[Sequence["Request"]], list["Completion"]]
 class Labels:
     """The labels of one choice; finds those that begin with the tokens of an answer.
 
-    `texts` are the labels by their UTF-8 bytes; `known` caches the results of `remaining_bytes`.
-    Methods take the token ids of an answer, and the bytes of each token id of the tokenizer.
+    `texts` has the labels by their UTF-8 bytes; `known` caches the results of `remaining_bytes`.
+    The methods take an answer's token ids, and the bytes of each of the tokenizer's tokens, by id.
     """
 
     texts: dict[bytes, str]
@@ -71,9 +71,9 @@ class Labels:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A request's shortened sampling fields `params`, and the labels to complete its answer from.
+    """A request's sampling fields with a lower max_tokens, and the labels of its choice.
 
-    `again`: only one token is generated, and if it leaves several labels, a further request may
+    `again`: only one token is generated, and if several labels begin with it, a further request may
     follow. `whole`: the request's own max_tokens is low enough, so nothing was shortened.
     """
 
@@ -84,7 +84,7 @@ class Shortened:
 
 
 def grammar_bytes(tokenizer: Tokenizer) -> Sequence[bytes] | None:
-    """Return the bytes that xgrammar assigns to each token id; None if it cannot tell."""
+    """Return the bytes that xgrammar assigns to each token, by id; None if xgrammar fails."""
     try:
         import xgrammar
 
@@ -106,8 +106,8 @@ class LabelCutoff:
     """Stops generating an answer once it can only be one label, and completes the label.
 
     `way` is the job's engine.early_stop. `token_bytes` returns the bytes that the engine's grammar
-    assigns to each token, by token id, or None if they are not available; it is called when the
-    first answer has to be completed.
+    assigns to each token, by token id, or None if they are not available; it is called when they
+    are first needed.
     """
 
     def __init__(self, way: EarlyStop, token_bytes: Callable[[], Sequence[bytes] | None]) -> None:
@@ -122,10 +122,10 @@ class LabelCutoff:
         return self._run(ask, requests, self._way == "first_token")
 
     def _run(self, ask: SendRequests, requests: Sequence[Request], once: bool) -> list[Completion]:
-        """Do what `run` does, shortening each request to the tokens that decide its label.
+        """Send requests with `ask`, and limit those for labels to `label_cap` tokens.
 
-        `label_cap` tokens decide it. With `once`, a request is shortened to one token if its fields
-        allow a second request for the rest of the label (`may_continue_answer`).
+        With `once`, a request is limited to one token if its fields allow a second request for the
+        rest of the label (`may_continue_answer`). Returns answers with complete labels.
         """
         known: dict[int, Shortened | None] = {}
         for request in requests:
@@ -143,7 +143,7 @@ class LabelCutoff:
         return self._way != "off" and labels_to_cut_short(params) is not None
 
     def ready(self) -> bool:
-        """Return whether answers can be completed; takes up to a second the first time."""
+        """Return whether labels can be completed; the first call may take up to a second."""
         if self._bytes is None and self._way != "off":
             self._bytes = self._make()
             if self._bytes is None:
@@ -163,7 +163,7 @@ class LabelCutoff:
         once = once and may_continue_answer(params)
         most = params.get("max_tokens")
         if most is not None and (type(most) is not int or most < 1):
-            return None  # vLLM reports what is wrong with it
+            return None  # vLLM reports the invalid value
         cap = 1 if once else label_cap(labels)
         whole = most is not None and most <= cap
         fields = params if whole else {**params, "max_tokens": cap}
@@ -175,8 +175,9 @@ class LabelCutoff:
     def _completed(self, done: Completion, short: Shortened | None) -> Completion | None:
         """Return the answer `done` with its label complete; None if the request must be sent again.
 
-        It must if its tokens do not decide a label, and it was shortened (not `short.whole`). The
-        answer is returned unchanged if `short` is None, if it failed, or if it was not cut off.
+        It is sent again if its tokens do not decide a label and it was shortened (not
+        `short.whole`). The answer is returned unchanged if `short` is None, or if the answer failed
+        or was not cut off.
         """
         if short is None or done.error or done.finish_reason != "length":
             return done
@@ -201,9 +202,9 @@ class LabelCutoff:
     ) -> list[Completion]:
         """Return `made` with each None replaced by an answer from further requests.
 
-        `done` has the answer to each shortened request, `made` the same with labels completed, None
-        where undecided. Each of these rows is tried with a request for the rest of the label, then
-        with the request shortened to `label_cap` tokens, then with the original request.
+        `done` has the answer to each shortened request. `made` has the same with complete labels,
+        and None for an undecided one. For an undecided label, up to three requests are tried: one
+        for the rest of the label, one limited to `label_cap` tokens, then the original one.
         """
         todo = [i for i, completion in enumerate(made) if completion is None]
         seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}
@@ -221,11 +222,11 @@ class LabelCutoff:
         return [completion for completion in made if completion is not None]
 
     def _rest(self, request: Request, short: Shortened | None, done: Completion) -> Request | None:
-        """Return the second request for an answer `done` of one token, for the rest of its label.
+        """Return the second request, for the rest of a label that begins with `done`'s only token.
 
-        The `choice` of that request has what follows the token in each label that begins with it.
-        None if fewer than two labels begin with it, if it ends inside a character, if the row has
-        images, or if `short.again` is False.
+        Its `choice` has the remaining text of each label that begins with that token. None if fewer
+        than two labels begin with it, if it ends inside a character, if the row has images, or if
+        `short.again` is False.
         """
         if short is None or not short.again or request.features is not None:
             return None  # features say where in the prompt the images are
@@ -247,7 +248,7 @@ class LabelCutoff:
     def _joined(
         self, first: Completion, second: Completion, short: Shortened | None
     ) -> Completion | None:
-        """Return one answer from `first`, the token, and `second`, the rest of the label.
+        """Join `first`, an answer of one token, and `second`, the rest of the label, to one answer.
 
         None if `second` failed or was cut off, or if both together spell no label.
         """

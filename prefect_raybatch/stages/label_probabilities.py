@@ -1,4 +1,4 @@
-"""Computes the probability of each label of `sampling.choice`, from the places where they diverge.
+"""Computes the probability of each label of `sampling.choice` at the tokens where labels diverge.
 
 An answer must be one of the labels, so at each of its tokens the model chooses among those that
 continue some label. With l(token) the log probability of a token after the prompt and the answer so
@@ -7,15 +7,16 @@ far,
     p(label) = product over the places where labels diverge of
                exp(l(its next token)) / sum over all labels' next tokens of exp(l(other)),
 
-a softmax over the tokens that are allowed there; where only one is, it is certain. This is exact.
-Any constant added to all log probabilities of a place cancels out, such as the mass that vLLM's
-mask removed from the other tokens; so raw logits in place of log probabilities give the same. By
-default (`logprobs_mode: raw_logprobs`), vLLM reports log probabilities before temperature and
-penalties.
+a softmax over the tokens that are allowed there. Where only one token is allowed, its probability
+is 1. This is exact: a constant added to all log probabilities at a place cancels out, such as the
+mass that vLLM's mask removed from the other tokens; so raw logits in place of log probabilities
+give the same. By default (`logprobs_mode: raw_logprobs`), vLLM reports log probabilities before
+temperature and penalties.
 
 The request for the answer provides the log probabilities of its first token. Each later place takes
-one more request for one token. Its prompt ends with the tokens that the labels have in common, and
-is otherwise in the prefix cache. A label that is a prefix of another diverges from it by ending.
+one more request for one token. Its prompt ends with the tokens that the labels have in common; the
+prompt before them is in the prefix cache. A label that is a prefix of another diverges from it at
+the end token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
 
-ANCHOR = "\n"  # after it, a label has the same tokens as at the start of an answer
+ANCHOR = "\n"  # text after which a label has the same tokens as at the start of an answer
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Fork:
     def shares(self, told: Mapping[int, float]) -> dict[int, float] | None:
         """Return {possible next token: probability}; the probabilities sum to 1.
 
-        `told` are the log probabilities that vLLM reported, by token id. A possible token that was
-        not reported has probability 0. None if none was reported.
+        `told` has the log probabilities that vLLM reported, by token id. A possible token that was
+        not reported has probability 0. None if no possible token was reported.
         """
         found = [told.get(token, -math.inf) for token in self.tokens]
         most = max(found)
@@ -103,19 +104,19 @@ class LabelTokens:
 
     @property
     def later(self) -> tuple[Fork, ...]:
-        """Return the forks after the first token, each of which takes one more request."""
+        """Return the forks after the first token; each one takes a further request per row."""
         return tuple(fork for fork in self.forks if fork.before)
 
     def with_logprobs(self, sampling: SamplingFields) -> SamplingFields:
-        """Return `sampling` with a request for log probabilities of the labels' first tokens.
+        """Return sampling fields that ask also for log probabilities of the labels' first tokens.
 
-        It is unchanged if all labels have the same first token.
+        They are unchanged if all labels have the same first token.
         """
         first = [fork for fork in self.forks if not fork.before]
         return {**sampling, **({"logprob_token_ids": list(first[0].tokens)} if first else {})}
 
     def further_requests(self, sampling: SamplingFields) -> list[tuple[list[int], SamplingFields]]:
-        """Return (tokens to append to the prompt, sampling fields) for each further request."""
+        """Return (tokens to append to the prompt, sampling fields) of each later fork's request."""
         usual = {"temperature": sampling.get("temperature", 0.0), "max_tokens": 1}
         return [
             (list(fork.before), {**usual, "logprob_token_ids": list(fork.tokens)})
@@ -127,8 +128,8 @@ class LabelTokens:
     ) -> list[tuple[str, float]] | None:
         """Return (label, probability) for each label; None if a fork has no reported token.
 
-        `first` holds the log probabilities of the answer's first token by token id, `later` those
-        of the token at each later fork, in the order of `self.later`.
+        `first` has log probabilities by token id for the answer's first token, `later` has them for
+        the token at each later fork, in the order of `self.later`.
         """
         told = dict(zip(self.later, later, strict=True))
         shares: dict[tuple[int, ...], dict[int, float]] = {}
@@ -146,7 +147,7 @@ class LabelTokens:
 def check_labels(labels: Sequence[str], model_request: ModelRequest, pinned: PinnedModel) -> None:
     """Raise `ConfigError` for indistinguishable labels, if the tokenizer is on this machine.
 
-    If it is not, the engine reports them before its first row.
+    If it is elsewhere, the engine reports such labels before its first row.
     """
     if not labels:
         return
@@ -158,8 +159,8 @@ def check_labels(labels: Sequence[str], model_request: ModelRequest, pinned: Pin
 
 def _path(tokenizer: Tokenizer, label: str) -> tuple[int, ...]:
     """Return the tokens of the answer `label`; raise `ConfigError` for a label without tokens."""
-    # After an anchor, because some tokenizers put a blank in front of every text. An answer does
-    # not begin with that blank, and decoding drops it.
+    # Tokenized after an anchor, because some tokenizers put a blank in front of every text. An
+    # answer does not begin with that blank, and decoding drops it.
     before, both = _tokens(tokenizer, ANCHOR), _tokens(tokenizer, ANCHOR + label)
     if before and both[: len(before)] == before and len(both) > len(before):
         return tuple(both[len(before) :])

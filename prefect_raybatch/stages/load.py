@@ -108,8 +108,8 @@ class Sampler:
         """Return the block with a column (FIGURES) of the figures sampled since `began`.
 
         `began` is in seconds since 1970. The first row of each shard has the figures as JSON, and
-        other rows are null. The figures `once` are added to the first shard only, so that a sum
-        over the shards counts them once.
+        other rows are null. The figures `once` are added to the block's first shard only, so that a
+        sum over the shards counts them once.
         """
         stats = self.stats_between(began, self.clock()).to_dict()
         values: list[str | None] = [None] * table.num_rows
@@ -137,9 +137,9 @@ PEAK_OF = {
 
 
 def figures_of(table: pa.Table) -> tuple[ShardStats, dict[str, str]]:
-    """Return the figures of the block's first shard, and {"engine": "host:pid"}.
+    """Return the engine's load figures for the block's first shard, and {"engine": "host:pid"}.
 
-    Both are empty if unknown.
+    Both are empty if the block has no figures.
     """
     if FIGURES not in table.column_names:
         return ShardStats(), {}

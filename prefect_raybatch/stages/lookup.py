@@ -1,7 +1,7 @@
 """Looks up each row's stored answer; replaces prepare and engine in a run that reuses answers.
 
-The plan says where each row's answer is. The key of the row's request is computed again. If it
-differs from the stored answer's key, the row fails, because the answer belongs to another request.
+The plan says where each row's answer is. The key of the row's request, a content hash, is computed
+again. If it differs from the stored answer's key, the row fails: the answer is another request's.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class LookUp:
     """The lookup stage: a function that adds stored answers to a block of input rows.
 
     `prepare` makes the rows' requests, as for an engine; `keying` computes their keys. `places` has
-    for each row of the input `kind`, the source of its answer, and `at`, the answer's number in
-    that source. The kinds are REUSED (in `reused`, answers of earlier runs), ASKED (in `asked`,
-    answers of the requests phase), MERGED_ROW (in `asked`, but sent for an equal row) and
-    NO_REQUEST (no answer). `places` also has the digests of the row's images. `failed` has the
-    failed requests of the requests phase, with the numbers of `asked`. If `by_row` is set, it has
-    all these answers by row number, and is read instead of `reused` and `asked`. Shards have
-    `rows_per_shard` rows. `optional` are the columns of OPTIONAL that the finish stage needs.
-    `pools`: answers are vectors.
+    for each input row `kind`, the source of its answer, `at`, the answer's number in that source,
+    and the digests of the row's images. The kinds are REUSED (in `reused`, answers of earlier
+    runs), ASKED (in `asked`, answers of this run's requests phase), MERGED_ROW (in `asked`, but
+    sent for an equal row) and NO_REQUEST (no answer). `failed` has the failed requests of the
+    requests phase, numbered as in `asked`. If `by_row` is set, it has all these answers by row
+    number, and is read instead of `reused` and `asked`. Shards have `rows_per_shard` rows.
+    `optional` has the columns of OPTIONAL that the finish stage needs. `pools`: answers are
+    vectors.
     """
 
     prepare: Prepare
@@ -149,7 +149,7 @@ class LookUp:
         kinds: np.ndarray,
         digests: list[Digests],
     ) -> list[ChatRequest | Failure]:
-        """Return requests with the image digests of the plan, because request keys depend on them.
+        """Return requests with the planned image digests, because request keys depend on them.
 
         `kinds` and `digests` are as from `_places`. A row that made no request when the run was
         planned gets a failure instead: its images are fetched again to find out why, and if that
@@ -185,7 +185,7 @@ class LookUp:
     def _answers(
         self, numbers: np.ndarray, kinds: np.ndarray, at: np.ndarray
     ) -> tuple[pa.Table, dict[int, Failure]]:
-        """Return a table of each row's raw answer, and the failures of requests by row index.
+        """Return (table of each row's raw answer, {row index: failure of its request}).
 
         A row without an answer has nulls in the table. `numbers` are row numbers; `kinds` and `at`
         are as from `_places`. Raises `CorruptRun` if a row that made a request has neither answer
@@ -232,8 +232,8 @@ def _no_answer(schema: pa.Schema) -> pa.Table:
 def _vectors(answers: pa.Table, errors: list[Failure | None]) -> pa.Array | None:
     """Return the answers' vectors as fixed_size_list<float32>, null for a row with an error.
 
-    A vector whose length differs from the first one's adds an error to `errors`. Returns None if
-    all rows had errors before.
+    A vector whose length differs from the first one's sets its row's entry in `errors`. Returns
+    None if all rows have an error already.
     """
     lists = answers[VECTOR_COLUMN].combine_chunks()
     well = [i for i, error in enumerate(errors) if error is None]
@@ -270,8 +270,8 @@ def _failure(
 ) -> Failure | None:
     """Return why a row has no answer; None if it has one.
 
-    `key` is the key of the row's request now and `held` that of the stored answer. `kind` is as in
-    `LookUp.places`; `failed` is the request's failure in the requests phase.
+    `key` is the key of the row's request as computed now, `held` the key of the stored answer.
+    `kind` is as in `LookUp.places`; `failed` is the request's failure in the requests phase.
     """
     if isinstance(request, Failure):
         return request

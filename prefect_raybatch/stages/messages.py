@@ -25,8 +25,8 @@ class ChatRequest:
 
     `raw`: the text of the messages is the whole prompt, without a chat template.
 
-    Text from the job is told apart from text of the row: the first `job_messages` messages are the
-    job's, and in the last message the spans `job_text` (start, end in characters).
+    `job_messages` and `job_text` mark text that comes from the job and not from the row: the first
+    `job_messages` messages, and spans (start, end; in characters) of the last message.
     """
 
     messages: Messages
@@ -108,9 +108,10 @@ class Filler:
 def _joined(
     parts: Iterable[tuple[str, str | None, str | None, str | None]],
 ) -> list[tuple[str, str | None]]:
-    """Split a template into (literal text, column inserted after it); None after the last text.
+    """Return the pairs (literal text, name of the column inserted after it) of a template.
 
-    `parts` come from `string.Formatter.parse`. Adjacent literals are joined.
+    The name is None after the last text. `parts` come from `string.Formatter.parse`. Adjacent
+    literals are joined.
     """
     joined: list[tuple[str, str | None]] = []
     literal = ""
@@ -159,8 +160,8 @@ def _sampling(value: object, check: Callable[[SamplingFields], None]) -> Samplin
         raise TypeError(
             f"prompt.function must return sampling as a dict, not {type(value).__name__}"
         )
-    # The fields travel as JSON: those that cannot fail their row here. And the function may change
-    # its dict later.
+    # The fields travel as JSON, so values that JSON cannot hold fail their row here. The copy also
+    # protects against a function that changes its dict later.
     made: SamplingFields | None = json.loads(json.dumps(value))
     if made:
         check(made)
@@ -198,6 +199,7 @@ def _kind(value: object) -> str:
 
 
 def guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failure:
+    """Return `make(*args)`, or a `Failure` if it raises or if the last argument is one."""
     if isinstance(args[-1], Failure):
         return args[-1]
     try:

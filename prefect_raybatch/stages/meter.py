@@ -1,4 +1,4 @@
-"""Measures the FLOPs and bytes of an engine's work, and the time in which it had no requests."""
+"""Measures an engine's work in FLOPs and bytes of memory traffic, and its idle time."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts FLOPs, bytes, steps and idle time of an actor's engine, also if it is replaced.
+    """Counts FLOPs, bytes, steps and idle time of an actor's engine, and of those that replace it.
 
-    `work` (see `sizing/roofline.py`) has the FLOPs and bytes of a token and the GPUs' peaks; if it
-    is None, nothing is counted. Thread-safe, because several blocks are in an engine at once.
+    `work` (see `sizing/roofline.py`) has the FLOPs and bytes of memory traffic that a token costs
+    and the GPUs' peaks; if it is None, nothing is counted. Thread-safe, because several blocks are
+    in an engine at once.
     """
 
     def __init__(self, work: Work | None, clock: Callable[[], float] = time.monotonic):
         self.work, self.clock = work, clock
         self._lock = threading.Lock()
         self._flops = self._bytes = 0.0
-        self._since: float | None = None  # time of the last `tell`, or of the first requests
+        self._since: float | None = None  # time of the last `take_stats`, or of the first requests
         self._engine: SteppedEngine | None = None
-        self._steps, self._busy = 0, 0.0  # of that engine, at the last `tell`
+        self._steps, self._busy = 0, 0.0  # its steps and busy seconds at the last `take_stats`
 
     def begin(self, engine: SteppedEngine) -> None:
-        """Count the engine's work from now on; what it did for earlier runs does not count."""
+        """Count the engine's steps and busy time from now on, without those for earlier runs."""
         if self.work is None:
             return
         found = engine.stats()
@@ -62,16 +63,16 @@ class Meter:
     def take_stats(self, engine: SteppedEngine) -> ShardStats:
         """Return the engine's work since the last call, or at first since its first requests.
 
-        `flops` and `moved_bytes` are its work, `peak_flops` and `peak_bytes` the most that its GPUs
-        could have done in that time, and `steps` its steps. `up_s` is the length of that time in
-        seconds, `idle_s` the part in which the engine had no requests. Empty if `work` is None.
+        `flops`, `moved_bytes` and `steps` are its work; `peak_flops` and `peak_bytes` are the most
+        that its GPUs could have done in that time. `up_s` is the length of that time in seconds,
+        `idle_s` the part in which the engine had no requests. Empty if `work` is None.
         """
         work = self.work
         if work is None:
             return ShardStats()
         found = engine.stats()
         with self._lock:
-            if engine is not self._engine:  # the first, or another after a death
+            if engine is not self._engine:  # the first engine, or a new one after a death
                 self._engine, self._steps, self._busy = engine, 0, 0.0
             now = self.clock()
             up = now - (now if self._since is None else self._since)

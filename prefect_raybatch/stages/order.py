@@ -1,11 +1,11 @@
-"""The order in which the rows of a block enter the engine; equal requests enter once.
+"""Determines the order in which the rows of a block enter the engine; equal requests enter once.
 
-Rows with a shared prefix are adjacent, so that the KV blocks of the first row are still in the
-prefix cache for the next. The groups of such rows, and the rows in a group, go in the order of
-their cost (`max_tokens`, then prompt length), the costliest first, so that a long row does not keep
-an engine waiting at the end. vLLM 0.29 puts a prompt's blocks into its cache when it schedules the
-prompt, before it looks up the next waiting request (`KVCacheManager.allocate_slots`), so neighbours
-share blocks even within one step.
+Rows with a common prefix are adjacent, so that the KV blocks of the first row are still in the
+prefix cache for the next. Groups of such rows, and rows within a group, are in the order of their
+cost (`max_tokens`, then prompt length), the costliest first, so that no long row is left to run
+alone at the end. vLLM 0.29 puts a prompt's blocks into its cache when it schedules the prompt,
+before it looks up the next waiting request (`KVCacheManager.allocate_slots`), so neighbours share
+blocks even within one step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from prefect_raybatch.bounded import Returned
 from prefect_raybatch.model.memory import CACHE_BLOCK
 from prefect_raybatch.spec.request import SamplingFields
 
-# Tokens in common, beyond what their neighbours share, that keep rows together.
+# Rows stay adjacent if they share at least so many tokens more than all rows of their branch do.
 GROUP = 2 * CACHE_BLOCK
-GREEDY = 1e-5  # vLLM takes temperatures below this for 0
-# fields with which equal requests may be treated differently
+GREEDY = 1e-5  # vLLM treats a temperature below this as 0
+# Sampling fields with which equal requests may get different answers.
 NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 
 
@@ -40,18 +40,18 @@ class EngineOrder:
     copies: dict[int, list[int]] = field(default_factory=dict)
 
     def served(self, row: int) -> list[int]:
-        """Return the rows that get the answer to `row`, itself first."""
+        """Return the rows that get the answer to `row`'s request: `row` first, then its copies."""
         return [row, *self.copies.get(row, ())]
 
 
 def token_keys(tokens: pa.Array | pa.ChunkedArray) -> list[bytes]:
-    """Return a sort key for each prompt: the keys compare as the lists of token ids do.
+    """Return a sort key for each prompt; keys compare like the lists of token ids.
 
     `tokens` is a list<int32> without nulls: the token ids of each prompt.
     """
     if isinstance(tokens, pa.ChunkedArray):
         tokens = tokens.combine_chunks()
-    # Big-endian numbers without sign compare as their bytes do, and bytes compare in C.
+    # Unsigned big-endian numbers compare like their bytes, and Python compares bytes in C.
     data = tokens.flatten().to_numpy(zero_copy_only=False).astype(">u4").tobytes()
     lengths = tokens.value_lengths().to_numpy(zero_copy_only=False)
     edges = [0, *(4 * np.cumsum(lengths, dtype=np.int64)).tolist()]
@@ -65,7 +65,7 @@ def adapter_keys(keys: Sequence[bytes], adapters: Sequence[int]) -> list[bytes]:
     """
     if not any(adapters):
         return list(keys)
-    # GROUP tokens for each adapter: so the rows first branch by adapter.
+    # A prefix of GROUP tokens for each adapter, so that rows branch by adapter first.
     heads = {number: number.to_bytes(4, "big") * GROUP for number in set(adapters)}
     return [heads[number] + key for key, number in zip(keys, adapters, strict=True)]
 
@@ -77,7 +77,7 @@ def arrange(
     sort: bool,
     merge: bool,
 ) -> EngineOrder:
-    """Return the order in which rows enter the engine; `valid` are the indexes of those to send.
+    """Return the order in which the rows with the indexes `valid` enter the engine.
 
     `keys` (see `token_keys`) and sampling fields `params` have an entry for each row of the block.
     `sort`: order rows by prefix and cost; without it, they keep the order of `valid`. `merge`: send
@@ -135,7 +135,7 @@ def _sorted(keys: Sequence[bytes], params: Sequence[SamplingFields], rows: list[
     rows = sorted(rows, key=keys.__getitem__)
     common = common_tokens([keys[row] for row in rows])
     bound = _by_identity(_bound)
-    # Each token of an answer costs a step, a whole prompt part of one: bounds count first.
+    # Each answer token costs a step, a whole prompt only part of one: so max_tokens counts first.
     cost = np.array([(bound(params[row]) << 40) + len(keys[row]) for row in rows], np.int64)
     made: list[int] = []
     branches = [(0, len(rows))] if rows else []
@@ -161,9 +161,9 @@ def _bound(params: SamplingFields) -> int:
 
 
 def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
-    """Return int64[len(keys)]: how many tokens each prompt shares with the one before as a prefix.
+    """Return int64[len(keys)]: how many first tokens each prompt shares with the one before it.
 
-    `keys` are as from `token_keys`; the first value is 0.
+    `keys` are the prompts' sort keys from `token_keys`. The first value is 0.
     """
     common = np.zeros(len(keys), np.int64)
     before = np.empty(0, np.uint8)
@@ -180,9 +180,9 @@ def common_tokens(keys: Sequence[bytes]) -> np.ndarray:
 def _by_identity(
     make: Callable[[SamplingFields], Returned],
 ) -> Callable[[SamplingFields], Returned]:
-    """Return `make` with its results cached by the `id` of the argument.
+    """Return `make` with its results cached by the `id` of its argument, which must stay alive.
 
-    This is enough, because most rows share the job's dict.
+    This saves time, because most rows share the job's dict of fields.
     """
     made: dict[int, Returned] = {}
 

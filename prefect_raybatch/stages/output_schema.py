@@ -1,4 +1,4 @@
-"""The types of the output columns: declared, or fixed for the run by its first shard."""
+"""The types of the output columns: declared by the job, or inferred from a run's first shard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def output_schema(
     try:
         return _read_schema(store)
     except FileNotFoundError:
-        # If two shards come first at once, both read the schema that was stored.
+        # If two shards are first at the same time, one stores its schema, and both read that one.
         schema = _infer(rows).serialize().to_pybytes()
         put_record_if_absent(store, OUTPUT_SCHEMA, schema)
         return _read_schema(store)
@@ -94,7 +94,7 @@ def _read_schema(store: Store) -> pa.Schema:
 
 
 def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
-    """Return the columns' types, inferred from the first shard's rows; string for nulls only."""
+    """Infer the columns' types from the first shard's rows; a column of nulls becomes string."""
     # Use the column names that most rows have: the other rows fail later.
     names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
     rows = [row for row in rows if row.keys() == names]
@@ -106,7 +106,7 @@ def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
 
 
 def _infer_type(values: Sequence[object]) -> pa.DataType:
-    """Return the Arrow type of the values; if they have several types, the most frequent one.
+    """Return the Arrow type of the values; if they have no common type, the most frequent one.
 
     If all values are None, it is Arrow's null type.
     """

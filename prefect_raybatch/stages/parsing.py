@@ -23,7 +23,7 @@ from prefect_raybatch.stages.vllm import internals
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.internals import Parser, ReasoningParser, ToolCall
 
-AnswerText = str | list[str | None] | None  # of a row: a list if each row has several answers
+AnswerText = str | list[str | None] | None  # a row's text; a list if rows have several answers
 CALL_TYPE = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
 
 
@@ -43,7 +43,7 @@ def parsed_types(parsing: ParsingSpec) -> list[tuple[str, pa.DataType]]:
 
 
 def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> ReasoningParser:
-    """Return vLLM's parser that tells whether the thinking in a prompt has ended.
+    """Return vLLM's reasoning parser, which tells whether the thinking in a prompt has ended.
 
     Raises `ConfigError` if the job names no parser, or one that does not work with the tokenizer.
     """
@@ -52,7 +52,7 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> Reasonin
     quick = internals.quick_tokenizer(tokenizer)
     try:
         return internals.reasoning_parser(parsing.reasoning, quick, parsing.arguments)
-    except (RuntimeError, ValueError) as error:  # the model has no tokens for its marks
+    except (RuntimeError, ValueError) as error:  # the tokenizer lacks the parser's marker tokens
         raise ConfigError(
             f"output.reasoning_parser: {parsing.reasoning} does not work with the model's "
             f"tokenizer: {error}"
@@ -60,9 +60,9 @@ def reasoning_parser_for(parsing: ParsingSpec, tokenizer: Tokenizer) -> Reasonin
 
 
 class Parsers:
-    """vLLM's parsers of a job, which split answers into thinking, text and tool calls.
+    """The vLLM parsers that a job names; they split answers into thinking, text and tool calls.
 
-    The parsers get answers with their special tokens. These are then removed from the text of the
+    The parsers get answers with special tokens in the text. These tokens are then removed from the
     result columns, unless `keep_special` is true.
     """
 
@@ -86,9 +86,9 @@ class Parsers:
     ) -> tuple[list[AnswerText], list[ColumnValues]]:
         """Return each row's text without thinking and tool calls, and its other parsed columns.
 
-        Rows with an entry in `failures` are not parsed: their text stays, and they get no columns.
-        If a text cannot be parsed, the row's entry in `failures` is set. Raises if a parser cannot
-        be imported.
+        Rows with an entry in `failures` are not parsed: their text is unchanged, and they get no
+        columns. If a text cannot be parsed, the row's entry in `failures` is set. Raises if a
+        parser cannot be imported.
         """
         _ = self._open, self._closed  # raises here, not in a row, if a parser cannot be imported
         ids = table[ANSWERS].to_pylist()
@@ -121,7 +121,7 @@ class Parsers:
         return left, beside
 
     def parse(self, text: str, ids: Sequence[int], opened: bool, name: str) -> ColumnValues:
-        """Return an answer's parsed columns by name; the name "" has the text that remains.
+        """Return an answer's parsed columns by name; the remaining text has the name "".
 
         `ids` are the answer's token ids. `opened`: the answer may begin with thinking. A tool call
         for which the model sets no id gets the id "call-{name}-{number}".
@@ -152,7 +152,7 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Return the text without special tokens, which `keep_special` keeps; None for None.
+        """Return the text without special tokens (unless `keep_special` is set); None for None.
 
         `thinks`: the model thinks before it answers. Then whitespace is removed as well: before the
         text if it is the `answer`, else on both sides.
@@ -175,7 +175,7 @@ class Parsers:
 
     @cached_property
     def _closed(self) -> Callable[[], tuple[Parser, object]] | None:
-        # The parser of an answer without thinking would take all of it for thinking.
+        # A reasoning parser would take all of an answer without thinking for thinking.
         return self._maker(None)
 
     def _maker(self, reasoning: str | None) -> Callable[[], tuple[Parser, object]] | None:

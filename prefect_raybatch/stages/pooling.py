@@ -1,4 +1,4 @@
-"""Pooling tasks (embed, classify, score): requests of a row, and the vectors that answer them."""
+"""Pooling tasks (embed, classify, score): the engine's settings, requests of rows, and vectors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from prefect_raybatch.stages.order import arrange
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request
 
-RowAnswer = tuple[int, Sequence[int], "Completion"]  # requested row, rows that get it, the answer
+RowAnswer = tuple[int, Sequence[int], "Completion"]  # row that was sent, rows that get its answer
 
 
 class Texts(Enum):
     """How a row's texts are sent: one text, two texts in one prompt, or two texts as two prompts.
 
-    Two prompts are compared by their vectors.
+    For two prompts, the answer is the similarity of their vectors.
     """
 
     ONE = "one"
@@ -39,7 +39,7 @@ class Texts(Enum):
 
 @dataclass(frozen=True)
 class Pooling:
-    """A pooling task, such as embed or score: its request fields and the limits of its model.
+    """A pooling task, such as embed or score: its request fields and its model's properties.
 
     `fields` go to vLLM with each row. `encodes`: the model is an encoder, which processes a prompt
     in one step, so that a step must have room for `longest` tokens (0: no minimum). `labels` are
@@ -55,7 +55,7 @@ class Pooling:
 
     @classmethod
     def of(cls, spec: RunSpec, pinned: models.PinnedModel) -> Pooling | None:
-        """Return a run's pooling task, by the model's config.json; None for text generation."""
+        """Return the pooling task of a run, from job and config.json; None for text generation."""
         model = spec.engine.model
         if not model.pools:
             return None
@@ -88,15 +88,15 @@ class Pooling:
         step = max(int(sized.get("max_num_batched_tokens") or 0), self.longest)
         made = {**sized, "runner": "pooling", "max_num_batched_tokens": step}
         if self.encodes and "enable_prefix_caching" not in given:
-            # An encoder has no KV cache: vLLM 0.29 crashes if it is to cache prefixes (tried).
+            # An encoder has no KV cache: vLLM 0.29 crashes if it is told to cache prefixes (tried).
             made.pop("enable_prefix_caching", None)
         return made
 
 
 def _encodes(model: ModelRequest, config: ModelConfig) -> bool:
-    """Return whether a model is an encoder: vLLM generates text with none of its architectures.
+    """Return whether a model is an encoder, which processes a prompt in one step.
 
-    An encoder processes a prompt in one step.
+    It is if vLLM can generate text with none of the architectures in the model's config.
     """
     names = tasks.architectures(tasks.overridden(model, config))
     decoders = vllm_fields.generating_models() or ()
@@ -132,14 +132,14 @@ def ask_pairs(
     found: dict[int, Completion] = {}
     for i, completion in zip(asked.rows, done, strict=True):
         for j in asked.served(i):
-            # Tokens that were computed for another row count as cached.
+            # A prompt that was computed for another row counts as cached.
             cached = completion.cached_tokens if i == j else completion.prompt_tokens
             found[j] = replace(completion, cached_tokens=cached)
     return [(i, [i], _cosine(found[i], found[rows + i])) for i in valid]
 
 
 def failed_completion(failure: Failure) -> Completion:
-    """Return an answer that holds the failure of a request that was not sent."""
+    """Return `failure` as the answer to a request that was not sent."""
     from prefect_raybatch.stages.vllm.stepper import Completion
 
     return Completion([], error=(failure.kind, failure.message))
@@ -180,9 +180,9 @@ def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
 
 
 def column(rows: int, answers: Iterable[RowAnswer]) -> pa.Array:
-    """Return fixed_size_list<float32> with the vector of each of `rows` rows, null without one.
+    """Return a fixed_size_list<float32> array with the vector of each of `rows` rows.
 
-    Rows without an answer and answers with an error have none.
+    It is null for a row without an answer, and for an answer with an error.
     """
     good = [(served, c.vector) for _, served, c in answers if c.error is None]
     size = len(np.asarray(good[0][1])) if good else 1

@@ -73,10 +73,10 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens: more than any model of unknown context leng
 
 @dataclass(frozen=True)
 class Prepare:
-    """The prepare stage: a function of one block; created on the driver, run on any worker.
+    """The prepare stage: a function that prepares a block. The driver creates it, workers run it.
 
     `model` is the plan's pinned model, `max_model_len` is in tokens (None: the model's own). A
-    row's own sampling fields are checked against `sampling`, the job's; a prompt that is cut leaves
+    row's own sampling fields are checked against the job's, `sampling`; a prompt that is cut leaves
     room for an answer of `max_tokens`. `calls` says in which process the user's function is called.
     With a reasoning parser in `parsing`, a column says which answers may begin with thinking.
     `images` fetches a row's images; None for text alone. With `keying`, the block has a column of
@@ -148,8 +148,9 @@ class Prepare:
     def keyed_requests(self, table: pa.Table) -> tuple[list[ChatRequest | Failure], list[Digests]]:
         """Return each row's request, or its failure, and for each row the digests of its images.
 
-        Fetches the images to compute the digests (SHA-256 and size). A request has the SHA-256 of
-        its images, which `Keying.keys` needs. The second list is empty if the job has no images.
+        Fetches the images to compute the digests (SHA-256 and size). The requests include the
+        SHA-256 of their images, which `Keying.keys` needs. The second list is empty if the job has
+        no images.
         """
         requests = self.requests(table)
         if self.images is None:
@@ -231,10 +232,10 @@ class Prepare:
     ) -> list[bool | None]:
         """Return whether each row's answer may begin with thinking; None for a failed row.
 
-        The text that the chat template puts after the last message decides. The whole prompt
-        decides if that text is not known, as with images, and for a row whose answer must be a
-        choice, JSON or the like (`form`): vLLM applies such a constraint from where the thinking in
-        the whole prompt ends.
+        This depends on the text that the chat template puts after the last message. It depends on
+        the whole prompt if that text is not known, as with images, and for a row whose answer must
+        be a choice, JSON or the like (`form`): vLLM applies such a constraint after the thinking in
+        the whole prompt.
         """
         tokenizer = self._tokenizer()
         parser = reasoning_parser_for(parsing, tokenizer)

@@ -1,7 +1,7 @@
-"""Raw answers as files: what the engine returned, before any parser or user function.
+"""Reads and writes files of raw answers: as the engine returned them, before any parsing.
 
-Later runs reuse them, so they hold everything that finish needs of an engine's block, and nothing
-of the row except its request's key.
+Later runs reuse them, so they hold everything that the finish stage needs of an engine's block, and
+nothing of the row except the key (content hash) of its request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prefect_raybatch.storage.checked import BlockSums, block_sums, open_checked
 
 NUMBER = "_row"  # column with the request's number in the requests phase
 KEY_COLUMN, VECTOR_COLUMN, ORIGIN = "key", "vector", "origin"
-# A column of a block, and what it is called in a file of raw answers.
+# The columns of a block that are kept, each with its name and type in a file of raw answers.
 RAW_COLUMNS = {
     KEY: (KEY_COLUMN, KEY.type),
     ANSWERS: ("token_ids", ANSWERS.type),
@@ -53,22 +53,22 @@ RAW_COLUMNS = {
 }
 POOLED_COLUMNS = {**RAW_COLUMNS, VECTOR: (VECTOR_COLUMN, pa.list_(pa.float32()))}
 RAW = pa.schema(list(RAW_COLUMNS.values()))
-POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # of a pooling task
-CHECKED_AT_ONCE = 4  # files that are checked side by side
-KEPT_BYTES = 128 << 20  # of row groups that a worker caches: distant rows may share an answer
+POOLED = pa.schema(list(POOLED_COLUMNS.values()))  # for a pooling task
+CHECKED_AT_ONCE = 4  # files that are checked at the same time
+KEPT_BYTES = 128 << 20  # size of a worker's cache of row groups: distant rows may share an answer
 
 
 def _size(table: pa.Table) -> int:
-    return min(int(table.nbytes), KEPT_BYTES)  # so that one fits into the cache, however large
+    return min(int(table.nbytes), KEPT_BYTES)  # so that any row group fits into the cache
 
 
-_lock = Lock()  # runs of one process look up side by side
-# Row groups by the SHA-256 of their file, so that a file replaced at its path has another key.
+_lock = Lock()  # several runs of one process may use the caches at the same time
+# Cached row groups by the SHA-256 of their file, so that a replaced file has another key.
 _kept: LRUCache[tuple[str, tuple[str, ...], int], pa.Table] = LRUCache(KEPT_BYTES, _size)
 
 
 def raw_columns(table: pa.Table) -> pa.Table:
-    """Return the raw answers in an engine's block, a row each, under the names of the files.
+    """Return the answer columns of an engine's block, with the names and types of a file.
 
     Columns that the block lacks are null.
     """
@@ -84,7 +84,7 @@ def raw_columns(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class AnswerFile:
-    """A Parquet file of answers, whose first row has the number `first`.
+    """A Parquet file of answers; its first row has the number `first`.
 
     Its rows are numbered consecutively, or by its column `_row` if `numbered` is true. `path` is
     relative to the store that it is read from; every read is compared with the checksums `sums`.
@@ -105,9 +105,9 @@ class AnswerFiles:
     columns: tuple[str, ...]
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, pa.Table | None]:
-        """Return (bool[len(numbers)]: whether a row with this number exists, table of those rows).
+        """Return (bool[len(numbers)]: whether a row has this number, table of the existing rows).
 
-        The table is in the order of `numbers`, and None if no row exists.
+        The table is in the order of `numbers`; it is None if no row exists.
         """
         there = np.zeros(len(numbers), bool)
         order = np.argsort(numbers, kind="stable")
@@ -168,7 +168,7 @@ class AnswerFiles:
 
 @dataclass(frozen=True)
 class _AnswerFooter:
-    """A file's footer; `groups`: (row group, number of its first row, number after its last)."""
+    """A file's footer; `groups` has (row group, number of its first row, number after its last)."""
 
     metadata: pq.FileMetaData
     groups: list[tuple[int, int, int]]
@@ -214,7 +214,7 @@ def _spans(metadata: pq.FileMetaData, file: AnswerFile) -> list[tuple[int, int, 
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file of answers as a record lists it; `sha256` may be only its first hex digits."""
+    """A file of answers as recorded: path, rows, and SHA-256 in hex, or its first digits."""
 
     path: str
     rows: int
@@ -224,8 +224,8 @@ class NamedFile:
 def in_order(store: Store, files: Sequence[NamedFile]) -> tuple[AnswerFile, ...]:
     """Return `files` with their rows numbered consecutively from 0, in the order of the files.
 
-    The number of each file's first row follows from the recorded row counts. Raises `CorruptRun`
-    for a file that is missing or whose SHA-256 differs from its record.
+    The numbers follow from the recorded row counts. Raises `CorruptRun` for a file that is missing
+    or whose SHA-256 differs from its record.
     """
     made, first = [], 0
     for file, sums in zip(files, _every_sum(store, files), strict=True):

@@ -1,7 +1,7 @@
-"""Everything that this package uses of Ray beyond its documented interface, in one file.
+"""Every use of Ray beyond its documented interface, in one file.
 
-A new version of Ray may move or remove any of it. So `pyproject.toml` allows only one minor version
-of Ray, and `tests/stages/test_ray_internals.py` checks that each name exists in the installed Ray.
+A new version of Ray may move or remove any of these names. So `pyproject.toml` allows only one
+minor version of Ray, and `tests/stages/test_ray_internals.py` checks that the names exist in it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-END_GRACE = 2.0  # seconds for tasks to end by themselves where a pass or other work ends early
+END_GRACE = 2.0  # seconds for tasks to end by themselves before they are cancelled
 
-# Loggers of Ray Data: the bars of a pass, and the tracebacks of tasks that are lost.
+# Loggers of Ray Data: progress bars of a pass, and tracebacks of lost tasks.
 PROGRESS_LOG = logging.getLogger("ray.data._internal.progress")
 EXECUTOR_LOG = logging.getLogger("ray.data._internal.execution.streaming_executor_state")
 
@@ -77,7 +77,7 @@ class NeverJoinBlocks(Rule):
     at its end (`BlockOutputBuffer` without a size option). That would hold up the first shard of a
     task until the last is read, multiply the memory, and mix `lost` blocks with rows. Map operators
     after the read that take whole blocks (batch_size=None), fused with the read or not, are changed
-    as well: each block in gives one block out. Only datasets that read from `UnjoinedBlocks` are
+    as well: they return one block for each block. Only datasets that read from `UnjoinedBlocks` are
     changed.
     """
 
@@ -99,7 +99,7 @@ class NeverJoinBlocks(Rule):
             if not isinstance(operator, MapOperator):
                 continue
             if _is_ours(op):
-                operator._additional_split_factor = None  # set for more blocks than tasks asked
+                operator._additional_split_factor = None  # Ray may have set it to split blocks
             for function in operator.get_map_transformer().get_transform_fns():
                 if _takes_blocks(function):
                     function._output_block_size_option = OutputBlockSizeOption.of(
@@ -139,7 +139,7 @@ def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
 
 
 def limit_in_flight(context: DataContext, blocks: int) -> None:
-    """Set in `context` that at most `blocks` blocks are in the engines and the stages after them.
+    """Allow at most `blocks` blocks in the engines and the stages after them; set in `context`.
 
     Answers that are not committed yet are inferred again after a crash. Ray itself limits them only
     in bytes, which does not help with short rows: while the first finish worker starts, engines
@@ -147,8 +147,8 @@ def limit_in_flight(context: DataContext, blocks: int) -> None:
     the other policies of this module.
     """
     context.set_config(Window.BLOCKS, blocks)
-    # Once a policy holds an operator back, Ray does not ask the policies after it. So those come
-    # first that hold nothing back but do other work.
+    # Once a policy holds an operator back, Ray does not ask the policies after it. So the policies
+    # that hold nothing back but do other work come first.
     ours = [LeavingNodes, DeadEngines, LateCancel]
     policies = [*ours, *ENABLED_BACKPRESSURE_POLICIES, Window]
     context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)
@@ -169,8 +169,8 @@ class Window(BackpressurePolicy):
         super().__init__(data_context, topology, resource_manager)
         engines: list[Any] = [op for op in topology if isinstance(op, ActorPoolMapOperator)]
         for op in engines:
-            # If nothing else runs, Ray starts a task against all policies (the stage after it may
-            # wait for its budget). Only the operator's own method prevents that.
+            # If nothing else runs, Ray starts a task even if policies forbid it (the stage after it
+            # may wait for its budget). Only the operator's own method prevents that.
             op.can_add_input = partial(self._takes, op, op.can_add_input)
 
     def can_add_input(self, op: PhysicalOperator) -> bool:
@@ -188,9 +188,9 @@ class Window(BackpressurePolicy):
         """Return how many blocks are in tasks of `op`, a stage after the engine, or in its output.
 
         The stage's own input queue does not count: Ray starts a task at once for each block that
-        has rows, and keeps blocks without rows there until one with rows follows. Blocks without
-        rows are shards that engines skip, because another driver committed them or the run is
-        draining. Counting them would hold back new blocks forever.
+        has rows, and keeps a block without rows there until one with rows follows. A block without
+        rows stands for shards that engines skip, because another driver committed them or the run
+        is draining. Counting such blocks would hold back new blocks forever.
         """
         waiting = self._topology[op].total_enqueued_output_blocks()
         return int(op.num_active_tasks() + waiting)
@@ -250,6 +250,7 @@ class DeadEngines(BackpressurePolicy):
         return True
 
     def replace_dead(self, op: ActorPoolMapOperator) -> None:
+        """Release dead actors of `op`, so that Ray starts others; or raise `EnginesDied`."""
         pool: Any = op._actor_pool
         # An actor's lost tasks are reported one by one and looked up in the pool until then.
         dead = [
@@ -278,7 +279,7 @@ def is_dead(actor: ActorHandle[object]) -> bool:
 
 
 def limit_deaths(context: DataContext, engines: int) -> None:
-    """Set in `context` that a pass ends with `EnginesDied` once `engines` engines died for good.
+    """End a pass with `EnginesDied` once `engines` engines have died for good; set in `context`.
 
     An engine counts if it died after all of its restarts. The count starts again at 0 whenever an
     engine answers a block.
@@ -312,7 +313,7 @@ class LateCancel(BackpressurePolicy):
 
 
 def _whole(waitable: ObjectRef[object] | ObjectRefGenerator) -> ObjectRef[object]:
-    """Return the reference that is ready when the whole task is over, not at its first block."""
+    """Return a reference that is ready when the whole task is over, not at its first block."""
     return waitable.completed() if isinstance(waitable, ObjectRefGenerator) else waitable
 
 
@@ -390,7 +391,7 @@ def stop_pass(dataset: Dataset) -> None:
 
 def dashboard_address() -> str:
     """Return the address of the connected cluster's dashboard; "" if there is none."""
-    from ray._private import worker  # what ray.init() returns, also where somebody else called it
+    from ray._private import worker  # unlike ray.init()'s result, known to any caller
 
     return str(worker.get_dashboard_url() or "")
 
@@ -434,7 +435,7 @@ def has_died(actor: Mapping[str, Any]) -> bool:
 
 
 def running_cluster() -> str | None:
-    """Return the address of the cluster that `ray.init("auto")` would join, or None."""
+    """Return the address of the cluster that `ray.init("auto")` would join; None without one."""
     from ray._private import services
 
     try:
@@ -489,7 +490,7 @@ def _read_auth_again() -> None:
 
 
 def log_deaths() -> None:
-    """Send the messages of Ray's raylets, as about dead workers, to the log instead of the output.
+    """Log the messages of Ray's raylets, e.g. about dead workers, instead of printing them.
 
     The run reports such deaths itself, and the output may have to be a single JSON object.
     """
@@ -513,7 +514,7 @@ def log_deaths() -> None:
 
 
 def title_forked_worker() -> None:
-    """Make Ray set the process title of a forked worker, as `ps` shows it, through setproctitle.
+    """Make Ray use the package setproctitle for a forked worker's process title, which `ps` shows.
 
     Ray's own functions look for the title's memory next to the initial environment variables, which
     setproctitle has moved.
@@ -547,9 +548,9 @@ _reported: dict[str, str] = {}  # the key of each engine of this process
 
 
 def reported_starts(attempt: str) -> list[dict[str, float]]:
-    """Return {phase: seconds since 1970} for each engine of an attempt that reported its start.
+    """Return {phase: when it began} for each engine of an attempt that reported its start.
 
-    The values say when the phases of the start began (see `phases.Marks`).
+    The values are in seconds since 1970 (see `phases.Marks`).
     """
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 

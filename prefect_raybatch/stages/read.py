@@ -109,9 +109,8 @@ class ShardReader:
         tasks, fewer if there would otherwise be fewer than `min_tasks`. The tasks are in input
         order; with `work` (a number for each shard, in any unit of measure), the task with the most
         work per shard comes first. With `shuffle_seed` (an attempt's uuid), they are shuffled
-        instead, so that two live drivers seldom work on the same shard, which they would whenever
-        one catches up with the other in a common order. Raises ValueError for rows outside the
-        files.
+        instead, so that two live drivers seldom work on the same shard: in a common order, one
+        would catch up with the other. Raises ValueError for rows outside the files.
         """
         ordered = sorted(units, key=lambda pair: pair[1])
         size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
@@ -125,7 +124,7 @@ class ShardReader:
         return tasks
 
     def _task(self, units: Sequence[tuple[Unit, int]]) -> Task:
-        numbers: dict[int, int] = {}  # file of the run -> file of the task
+        numbers: dict[int, int] = {}  # index in the run's files -> index in the task's files
         parts = []
         for unit, start in units:
             found = self._parts(unit, start)
@@ -226,8 +225,8 @@ class _Files:
         self._open: tuple[int, Cursor] | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[bytes]] = {}
-        # Files touched since the plan whose footers are the same: change time and inode when that
-        # was seen, so that they are not compared again.
+        # Change time and inode of files that were touched since the plan but have the planned
+        # footer, so that the footer is not read again.
         self._same: dict[int, tuple[int | None, int | None]] = {}
 
     def __enter__(self) -> _Files:
@@ -255,8 +254,8 @@ class _Files:
     def check(self, number: int) -> None:
         """Compare file `number` with the plan's record of it.
 
-        Raises `_Changed` if they differ, `FileNotFoundError`, and errors of the store. Of a
-        snapshot only the size is compared.
+        Raises `_Changed` if they differ, `FileNotFoundError`, and errors of the store. For a
+        snapshot, only the size is compared.
         """
         planned = self._task.files[number]
         store, path = self._place(number)
@@ -277,9 +276,9 @@ class _Files:
     def _check_written(self, number: int, planned: InputFile, info: FileInfo) -> None:
         """Compare file `number`'s footer with the plan if its change time or inode differ.
 
-        `info` is the file as it is now. Size and modification time, which `check` has compared, can
-        be set by anybody. Does nothing if the plan has no digest of the footer. Raises the errors
-        of `check`.
+        `check` has compared size and modification time already, but anybody can set those. `info`
+        describes the file as it is now. Does nothing if the plan has no digest of the footer.
+        Raises the errors of `check`.
         """
         at = (info.ctime_ns, info.inode)
         if planned.footer is None or at in (
@@ -307,7 +306,7 @@ class _Files:
         self._ahead.pop(number, None)
 
     def explain(self, part: FileRows, error: Exception) -> Loss:
-        """Return why `part` could not be read, given the `error`.
+        """Return the loss that says why reading `part` failed with `error`.
 
         The loss is fatal, and so ends the run, if a retry cannot help.
         """
@@ -404,8 +403,8 @@ def _is_fatal(error: Exception) -> bool:
 class Cursor:
     """Reads ranges of rows from a Parquet file, mostly forward, and casts them to `schema`.
 
-    No row from number `stop` on is read. `values` has the columns that are not in the file, each
-    with the text that is its value in all rows, None for null.
+    Rows from number `stop` on are not read. `values` maps each column of `schema` that is not in
+    the file to its value in all rows, as text; None for null.
     """
 
     def __init__(
@@ -466,7 +465,7 @@ class Cursor:
         self._handle.close()
 
     def _group_end(self) -> int:
-        """Return the number of the first row after the row group with the next row to read."""
+        """Return the number of the first row after the row group that has the next row to read."""
         return self._starts[min(bisect_right(self._starts, self._at), len(self._starts) - 1)]
 
     def _begin(self, group: int) -> None:
@@ -484,9 +483,10 @@ class Cursor:
 
 
 def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | None]) -> pa.Table:
-    """Return the columns of `schema`, cast; columns in `values` repeat their value.
+    """Return the batch as a table with the columns and types of `schema`.
 
-    Numbers are widened and dictionaries decoded, also in nested columns.
+    A column in `values` has the same value in all rows. Numbers are widened and dictionaries
+    decoded, also in nested columns.
     """
     columns = [
         pa.repeat(pa.scalar(values[name], pa.string()), batch.num_rows)
@@ -523,7 +523,7 @@ class ShardDatasource(UnjoinedBlocks):
         per_task_row_limit: int | None = None,
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
-        """Return the tasks, whatever `parallelism` is; Ray calls this several times per dataset."""
+        """Return all read tasks; `parallelism` is ignored. Ray calls this several times."""
         if per_task_row_limit is None:
             return self._read_tasks
         return [

@@ -1,9 +1,9 @@
 """Request keys: content hashes that identify equal requests, within a run and between runs.
 
 The key of a request is a hash of everything that depends on the row: messages before the chat
-template, the row's own sampling fields, the content of its adapter. What is the same for all rows
-(model, template, the job's sampling, ...) is the context. Its hash is the secret of the keyed hash
-function (BLAKE2b), so requests in different contexts have different keys.
+template, the row's own sampling fields, the content of its adapter. The context is everything that
+is the same for all rows (model, template, the job's sampling, ...). Its hash is the secret of the
+keyed hash function (BLAKE2b), so requests in different contexts have different keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def changed_request(request: ChatRequest) -> Failure:
 
 @dataclass(frozen=True)
 class Keying:
-    """Computes request keys in one context, whose hash is `context` (32 bytes in hex).
+    """Computes request keys (content hashes); `context` is the hash of what all rows share.
 
     `adapters`: the content hash of each adapter by its name; `column`: the input column with the
     name of each row's adapter, None: all rows use the adapter named "", if any. `sampling` are the
@@ -70,7 +70,7 @@ class Keying:
         sampling: SamplingFields | None = None,
         merge: bool = True,
     ) -> Keying:
-        """Return the keying of a context, given the `pinned` adapters of a plan by name.
+        """Return a `Keying`; `pinned` has a plan's LoRA adapters by name.
 
         The other arguments are as in the class.
         """
@@ -123,7 +123,7 @@ class Keying:
 
 
 def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None) -> bytes:
-    """Return the key of one request, of `KEY_BYTES` bytes.
+    """Return the key of one request: a hash of `KEY_BYTES` bytes.
 
     `secret` is the hash of the request's context (`context_of`), as bytes; `adapter` is the content
     hash of its adapter, None for the base model.
@@ -143,9 +143,9 @@ def request_key(secret: bytes, request: ChatRequest, adapter: str | None = None)
 
 
 def context_of(parts: Mapping[str, object]) -> str:
-    """Return the hash of a context, 32 bytes in hex.
+    """Return the hash of the context of request keys: 32 bytes in hex.
 
-    `parts` are the values of job and model that shape the answers to all rows.
+    `parts` are the values of job and model that influence the answers to all rows.
     """
     return hashlib.blake2b(canonical(parts), digest_size=32).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The names and types of a result's columns, as far as they are known before a run."""
+"""The names and types of a result's columns, as far as they can be known before a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CALLS = "list<item: struct<id: string, name: string, arguments: string>>"
 
 
 def answer_columns(column: str, task: TaskName) -> list[str]:
-    """Return the names of a pooling task's answer columns; classify has one for probabilities too.
+    """Return the names of a pooling task's answer columns; the first one is `column`.
 
-    `column` is the name of the first one.
+    Task classify has a second column for probabilities.
     """
     return [column, probabilities(column)] if task == "classify" else [column]
 
@@ -31,9 +31,9 @@ def answer_columns(column: str, task: TaskName) -> list[str]:
 def result_columns(
     output: FinishSpec, sampling: SamplingSpec, task: TaskName
 ) -> tuple[tuple[str, str], ...]:
-    """Return (name, type in words) of each result column that is not from the input.
+    """Return (name, type as text) of each result column that is not from the input.
 
-    If a postprocess function declares no types, one entry stands for its columns.
+    If the types of a postprocess function's columns are not declared, one entry stands for all.
     """
     answers, made = sampling.answers, named_answers(output, sampling, task)
     made += [(name, str(extra_type(name, answers))) for name in output.extras]
@@ -49,7 +49,7 @@ def result_columns(
 def named_answers(
     output: FinishSpec, sampling: SamplingSpec, task: TaskName
 ) -> list[tuple[str, str]]:
-    """Return (name, type in words) of the columns that hold the answer itself."""
+    """Return (name, type as text) of the columns that hold the answer itself."""
     answers = sampling.answers
     if output.postprocess is not None:
         given = (output.types or {}).items()
@@ -127,7 +127,7 @@ def declared_schema(schema: Mapping[str, str]) -> pa.Schema:
 
 
 def _typed(form: str) -> list[tuple[str, str]]:
-    """Return (name, type in words) of the column for each property of `form`, a JSON Schema."""
+    """Return (name, type as text) of the column for each property of `form`, a JSON Schema."""
     made = []
     for name, shape in columns_of(form).items():
         null = "" if shape.nullable else " not null"
@@ -137,7 +137,7 @@ def _typed(form: str) -> list[tuple[str, str]]:
 
 
 def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, str]]:
-    """Return (name, type in words) of the answer columns of a pooling task.
+    """Return (name, type as text) of the answer columns of a pooling task.
 
     Vector sizes and labels depend on the model and are left out.
     """
@@ -150,9 +150,9 @@ def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, st
 
 
 def extra_type(name: str, answers: int) -> pa.DataType:
-    """Return the type of the column `name` of `output.extras`.
+    """Return the type of the column `name`, one of `output.extras`.
 
-    With several `answers` to a row, most are lists.
+    With several `answers` per row, most of these columns are lists.
     """
     if name == DIGESTS_COLUMN:
         return DIGESTS_TYPE

@@ -1,4 +1,4 @@
-"""What becomes of a row in the finish stage: output columns, a failure, or nothing."""
+"""The outcome of a row in the finish stage: output columns, a failure, or left out."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def postprocessed(
 ) -> FinishedRow:
     """Call a user's function with a row and its answer, and return the row's outcome.
 
-    `row` has the input columns and `answer` the answer's; a `Failure` as `row` is returned. The row
-    fails if the function raises, returns neither a dict nor None, or returns a column name in
-    `taken` (already in the result). Raises `NoChild` if the function's process did not start.
+    `row` has the input columns and `answer` the answer columns; a `Failure` as `row` is returned.
+    The row fails if the function raises, returns neither a dict nor None, or returns a column name
+    in `taken` (already in the result). Raises `NoChild` if the function's process did not start.
     """
     if isinstance(row, Failure):
         return row
@@ -54,7 +54,7 @@ def postprocessed(
                 raise TypeError(
                     f"output.postprocess must return a dict with column names as keys, not {name!r}"
                 )
-            if name in taken:  # two columns of a name make a file that nothing can read
+            if name in taken:  # a file with two columns of the same name is unreadable
                 return Failure(
                     "postprocess",
                     "SchemaError",

@@ -1,7 +1,8 @@
 """Checks the sampling fields that a row sets itself.
 
 A prompt function can set sampling fields for a row, which otherwise only vLLM would check. A row
-fails here if the result cannot hold its answer, or if vLLM would silently ignore or change a field.
+fails here if its fields are invalid, if the result cannot hold its answer, or if vLLM would
+silently ignore or change a field.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from prefect_raybatch.job.vllm import sampling_ranges
 from prefect_raybatch.job.vllm.structured_outputs import check_form_shape, check_label_texts
 from prefect_raybatch.spec.request import SamplingFields
 
-FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish uses one for all rows
-NUMBERS = (  # vLLM takes null in these for its own default, not for the job's value
+FOR_ALL = ("skip_special_tokens", "spaces_between_special_tokens")  # finish has no value per row
+NUMBERS = (  # for null, vLLM uses its own default and not the job's value
     "n",
     "temperature",
     "max_tokens",
@@ -33,9 +34,9 @@ NUMBERS = (  # vLLM takes null in these for its own default, not for the job's v
 def check_own(own: SamplingFields, job: SamplingFields, fixed_form: str | None = None) -> None:
     """Raise ValueError if a row's `own` sampling fields are invalid or would have no effect.
 
-    The error names the field and the remedy. `job` holds the job's sampling fields that are set;
-    both are plain values. `fixed_form` is the job's field, if any, that fixes the format of all
-    answers; the row must not set `choice` or `structured_outputs` then.
+    The error names the field and the remedy. `job` holds the job's sampling fields that are set.
+    `fixed_form` is the name of the job field, if any, that fixes the format of all answers; the row
+    must not set `choice` or `structured_outputs` then.
     """
     known = vllm_fields.sampling_fields()
     refuse_unknown(own, known, set(Sampling.model_fields), "sampling: ", between="; ")
@@ -70,7 +71,7 @@ def check_own(own: SamplingFields, job: SamplingFields, fixed_form: str | None =
 
 
 def has_form(job: SamplingFields, own: SamplingFields | None = None) -> bool:
-    """Return whether the answer to a row must be one of a choice, JSON, a pattern or the like."""
+    """Return whether a row's answer must have a form: a choice, JSON, a pattern or the like."""
     both = {**job, **(own or {})}
     return bool(both.get("choice") or both.get("structured_outputs"))
 

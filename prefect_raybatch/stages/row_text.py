@@ -1,10 +1,10 @@
 """Keeps control tokens out of row text: a row's `<|im_end|>` is text and ends no turn.
 
-A tokenizer turns the texts of its added tokens into single tokens wherever they occur. The job and
-the chat template may use them, a row may not. Two steps tell them apart. Before the chat template
-runs, each such text in a row is replaced by unguessable digits. Afterwards every control token left
-in the prompt is the template's or the job's: it is marked, the row's texts are restored, and a copy
-of the tokenizer that knows only the marked tokens makes the tokens.
+A tokenizer turns the texts of its control tokens into single tokens wherever they occur. The job
+and the chat template may use these texts, a row may not. Two steps tell them apart. Before the chat
+template runs, each such text in a row is replaced by unguessable digits. Every control token in the
+rendered prompt then comes from the template or the job and gets a mark. After that the row's texts
+are restored, and a copy of the tokenizer that knows only marked control tokens encodes the prompt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HIDDEN_TEXT = _digits("7")  # stands in front of the number of a hidden text
 MARK = _digits("3")  # stands in front of a control token that the template or the job wrote
 SHOWN_TOKEN = _digits("5")  # stands in front of a row's control token that the template is shown
 _HIDDEN = re.compile(HIDDEN_TEXT + r"(\d{8})")
-# HTML that some tokenizers (Gemma) hold as added tokens: ordinary text, which opens no turn.
+# HTML that some tokenizers (Gemma) have as added tokens: ordinary text, which opens no turn.
 HTML = re.compile(
     "</?(a|b|blockquote|body|br|caption|center|code|div|em|h[1-6r]|head|html|i|li|ol|p|pre|span"
     "|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
@@ -55,10 +55,10 @@ IMAGE_KEYS = ("image", "image_url", "image_pil")
 class RowText:
     """Finds control tokens in the text of rows, so that they can be sent as ordinary text.
 
-    `controls` are the texts of the tokenizer's control tokens, `fragments` parts of them that the
-    chat template around a row's text would complete. `normalize` is the tokenizer's normalizer, if
-    it may turn other characters into a control token; `normalized` are the control texts after
-    normalization.
+    `controls` are the texts of the tokenizer's control tokens. `fragments` are parts of these texts
+    that the chat template around a row's text would complete. `normalize` is the tokenizer's
+    normalizer, if it may turn other characters into a control token; `normalized` are the control
+    tokens' texts after normalization.
     """
 
     tokenizer: Tokenizer
@@ -69,7 +69,7 @@ class RowText:
     _patterns: dict[str, re.Pattern[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_fragments(self, before: str, after: str) -> RowText:
-        """Return a copy that also finds texts which a chat template completes to a control token.
+        """Return a copy that also finds row text that a chat template completes to a control token.
 
         The template writes `before` in front of row text and `after` behind it.
         """
@@ -124,8 +124,8 @@ class RowText:
     def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
         """Return the request with digits in place of the control tokens in its row text.
 
-        In the assistant's messages, a control token that matches `keep` stays and gets digits in
-        front, by which `settled` finds it again.
+        In the assistant's messages, a control token that matches `keep` stays and gets the digits
+        SHOWN_TOKEN in front, by which `hide_kept_tokens` finds it.
         """
         texts: list[str] = []
 
@@ -144,11 +144,11 @@ class RowText:
         return Hidden(self._changed(request, text_of), texts)
 
     def hide_kept_tokens(self, prompt: str, hidden: list[str]) -> str:
-        """Return a rendered prompt with digits in place of the control tokens that `keep` kept.
+        """Return a rendered prompt with digits in place of the row's remaining control tokens.
 
-        The method `hidden` left these in the messages, so that the chat template sees them. The
-        text of each one that is still in the prompt is appended to the list `hidden`, whose index
-        the digits contain.
+        These are the tokens that the method `hidden` left in the messages for the chat template to
+        see. The text of each one that is still in the prompt is appended to the list `hidden`; the
+        digits contain its index.
         """
 
         def hide(match: re.Match[str]) -> str:
@@ -158,12 +158,12 @@ class RowText:
         prompt = re.sub(f"{SHOWN_TOKEN}({self._exact.pattern})", hide, prompt)
         return re.sub(
             rf"\s*{SHOWN_TOKEN}", "", prompt
-        )  # a template trims what stood before the token
+        )  # a template trims spaces in front of the token
 
     def neutral(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with digits in place of the row's text in messages.
+        """Return the request with digits in place of all row text in its messages.
 
-        All control tokens in its rendered prompt then come from chat template or job (see
+        All control tokens in its rendered prompt then come from the chat template or the job (see
         `token_from_row`).
         """
         messages: Messages = []
@@ -180,8 +180,8 @@ class RowText:
     def token_from_row(self, prompt: str, neutral: str) -> str | None:
         """Return a control token that the chat template made from row text; None if it made none.
 
-        Such a token occurs more often in `prompt` than in `neutral`, the prompt of the request that
-        the method `neutral` returns. Thinking tokens do not count.
+        Such a token occurs more often in `prompt` than in `neutral`, the rendered prompt of the
+        request that the method `neutral` returns. Thinking tokens do not count.
         """
         more = Counter(self._exact.findall(prompt)) - Counter(self._exact.findall(neutral))
         return next((text for text in more if not THINKING.search(text)), None)
@@ -189,8 +189,8 @@ class RowText:
     def spaced(self, request: ChatRequest) -> ChatRequest:
         """Return the request with a space after the first character of each control token in rows.
 
-        The tokenizer then sees ordinary text. This is for a tokenizer without a `plain` copy, which
-        would leave the text unchanged.
+        The tokenizer then sees ordinary text. Used if the tokenizer cannot be copied (`plain`);
+        with a copy, the text stays unchanged.
         """
 
         def spaced(text: str) -> str:
@@ -210,6 +210,7 @@ class RowText:
         return _HIDDEN.sub(lambda m: hidden[int(m[1])], marked)
 
     def unhidden(self, prompt: str, hidden: Sequence[str]) -> str:
+        """Return a prompt with the digits replaced by the row's texts, which `hidden` lists."""
         return _HIDDEN.sub(lambda m: hidden[int(m[1])], prompt)
 
     @cached_property
@@ -217,7 +218,7 @@ class RowText:
         """Return a copy of the tokenizer for marked prompts (`Plain`); None if impossible."""
         try:
             return _plain(self.tokenizer, self.controls)
-        except Exception as error:  # a tokenizer of another kind, or with parts of its own
+        except Exception as error:  # a tokenizer of another class, or with custom parts
             log.info(
                 "cannot copy the tokenizer (%s); control tokens in rows are split with a "
                 "space instead",
@@ -228,9 +229,9 @@ class RowText:
     def _changed(
         self, request: ChatRequest, text_of: Callable[[str], Callable[[str], str]]
     ) -> ChatRequest:
-        """Return the request with each row text changed by the function `text_of(role)`.
+        """Return the request with each row text changed by the function that `text_of` returns.
 
-        `role` is that of the text's message; "" for a document.
+        `text_of` is called with the role of the text's message, or with "" for a document.
         """
         messages: Messages = []
         for i, message in enumerate(request.messages):
@@ -257,7 +258,7 @@ class RowText:
     ) -> Iterator[tuple[str, bool]]:
         """Yield (part of `text`, whether it is a control token that the job wrote), in text order.
 
-        A control token of which any character comes from the row is row text.
+        A control token with at least one character from the row is row text.
         """
         at = 0
         if job_spans:
@@ -302,7 +303,7 @@ class RowText:
 class Hidden:
     """A request with digits in place of the control tokens of its row text, and their `texts`.
 
-    The digits are HIDDEN_TEXT and the index in `texts`.
+    The digits are HIDDEN_TEXT followed by the token's index in `texts`.
     """
 
     request: ChatRequest
@@ -311,20 +312,22 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Plain:
-    """A tokenizer in which each control token is named MARK + its text.
+    """A copy of a tokenizer in which the text of each control token begins with MARK.
 
-    So a control token's usual text encodes as ordinary text. `ids` maps its token ids to those of
-    the original, where they differ.
+    Without MARK, a control token's text is encoded as ordinary text. `ids` maps token ids of the
+    copy to those of the original tokenizer, where they differ.
     """
 
     tokenizer: Tokenizer
     ids: Mapping[int, int]
 
     def tokens(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Encode marked texts; return token ids of the original tokenizer."""
         made = self.tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
         return [self.original(ids) for ids in made]
 
     def original(self, ids: list[int]) -> list[int]:
+        """Convert token ids of this copy to those of the original tokenizer."""
         return [self.ids.get(i, i) for i in ids] if self.ids else list(ids)
 
 
@@ -348,6 +351,7 @@ def row_text(tokenizer: Tokenizer) -> RowText | None:
 
 
 def refused(control: str) -> Failure:
+    """Return the failure of a row whose text has a control token, which the job refuses."""
     return Failure(
         "prepare",
         "ControlTokenInRow",
@@ -357,6 +361,7 @@ def refused(control: str) -> Failure:
 
 
 def refused_template(control: str) -> Failure:
+    """Return the failure of a row whose text the chat template turns into a control token."""
     return Failure(
         "prepare",
         "ControlTokenInRow",
@@ -366,6 +371,7 @@ def refused_template(control: str) -> Failure:
 
 
 def refused_role(role: str) -> Failure:
+    """Return the failure of a row with a message role that becomes a control token."""
     return Failure(
         "prepare",
         "ControlTokenInRow",
@@ -377,9 +383,9 @@ def refused_role(role: str) -> Failure:
 def _is_control(text: str, special: bool) -> bool:
     """Return whether an added token is a control token, which steers the model.
 
-    Every token that the tokenizer calls `special` is one if it has two characters or more. Of the
-    others, sequences of spaces, words and HTML are not: tokenizers add them to encode text with
-    fewer tokens.
+    Every token that the tokenizer calls `special` is one if it has two characters or more. Other
+    added tokens are, except sequences of spaces, words and HTML: tokenizers add these to encode
+    text with fewer tokens.
     """
     bare = text.strip("\u2581 \t\r\n")
     if len(bare) < 2:
@@ -390,7 +396,7 @@ def _is_control(text: str, special: bool) -> bool:
 
 
 def _completed(control: str, before: str, after: str) -> Iterator[str]:
-    """Yield the parts of a control token that are the whole token between `before` and `after`.
+    """Yield the parts of a control token that `before` and `after` complete to the whole token.
 
     For example, `im_end` is such a part of `<|im_end|>` if the template writes `<|` and `|>` around
     it.
@@ -443,11 +449,11 @@ def _each_text(value: object, change: Callable[[str], str]) -> Any:
 
 
 def _plain(tokenizer: Any, controls: Sequence[str]) -> Plain:
-    """Return a copy of the tokenizer in which each control token is named MARK + its text.
+    """Return a copy of the tokenizer in which the text of each control token begins with MARK.
 
-    The token's own text is then ordinary text. The token is renamed in the vocabulary too, and BPE
-    merges with a control token are dropped, so that plain text cannot make one. Raises TypeError or
-    ValueError if this tokenizer cannot be copied in this way.
+    The control token's own text is then ordinary text. The token is renamed in the vocabulary too,
+    and BPE merges with a control token are dropped, so that ordinary text cannot make one. Raises
+    TypeError or ValueError if this tokenizer cannot be copied in this way.
     """
     from tokenizers import Tokenizer as Backend
 

@@ -1,7 +1,7 @@
 """Validates values with a JSON Schema in bounded time.
 
 Schema and answer are both untrusted: a pattern may backtrack forever, and unions that refer to
-themselves take exponential time. Each value gets `SECONDS`; one that takes longer does not fit.
+themselves take exponential time. A value whose check takes longer than `SECONDS` is rejected.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ SchemaPart = Mapping[str, Any]  # a part of a JSON Schema
 Errors = Iterator["ValidationError"]
 # A rule of jsonschema, for one keyword.
 Rule = Callable[["Validator", Any, Any, SchemaPart], Errors | None]
-SECONDS = 10.0  # for one answer; usual schemas take less than a millisecond
+SECONDS = 10.0  # time limit for one value; usual schemas take less than a millisecond
 
 
 class AnswerMisfit(ValueError):
     """Why an answer does not fit a schema: where in the answer (`place`), and by which `rule`.
 
-    A place is a path such as `.items[0]`. A rule is a keyword of JSON Schema, or what else failed.
+    A place is a path such as `.items[0]`. A rule is a keyword of JSON Schema, or a word such as
+    "JSON" or "time" for another fault.
     """
 
     def __init__(self, place: str, rule: str, message: str):
@@ -73,7 +74,7 @@ class SchemaCheck:
         raise AnswerMisfit(place, str(error.validator), error.message)
 
     def _left(self, rule: str) -> float:
-        """Return the seconds left for this value; raise `AnswerMisfit` with `rule` if none are."""
+        """Return the seconds left to check the value; raise `AnswerMisfit` (`rule`) if none are."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise self._late(rule)

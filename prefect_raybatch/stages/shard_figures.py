@@ -1,4 +1,4 @@
-"""The figures of a finished shard: rows, tokens, seconds and the origin of answers."""
+"""Computes a finished shard's figures: rows, tokens, seconds, and sources of answers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def shard_figures(
 ) -> ShardStats:
     """Return the figures of a finished shard: `load`, `counts`, and figures of its rows.
 
-    `load` has the engine's figures, `counts` further ones by name (`ShardStats.others`). `began`:
-    when the finish stage received the block `table`, in seconds since 1970.
+    `load` has the engine's load figures, `counts` further ones by name (`ShardStats.others`).
+    `began` is when the finish stage received the block `table`, in seconds since 1970.
     """
     answers = table[ANSWERS].to_pylist()
     ends = table[FINISH].to_pylist()
@@ -75,7 +75,7 @@ def shard_figures(
 
 
 def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
-    """Return `stats` with the numbers of rows by origin of their answers, and of tokens saved.
+    """Return `stats` with the number of rows by source of their answer, and the tokens saved.
 
     They are unchanged if the run does not reuse answers.
     """

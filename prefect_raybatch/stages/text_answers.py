@@ -1,4 +1,4 @@
-"""Turns an engine's answers into outcomes of rows: text, parsed columns, checks, postprocess."""
+"""Turns an engine's answers into outcomes of rows: decodes, parses, checks and postprocesses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TextAnswers:
     calls: Calls
 
     def outcomes(self, table: pa.Table) -> list[FinishedRow]:
-        """Return the outcome of each row of an answered block: columns, a failure, or left out."""
+        """Return each row's outcome in a block with answers: columns, a failure, or left out."""
         texts = self.texts(table)
         failures = self._failures(table, texts)
         answers = self._answers(table, failures, texts)
@@ -115,8 +115,8 @@ class TextAnswers:
     ) -> list[AnswerText]:
         """Return the texts, with labels spelled as in the choice.
 
-        A text that is not of the required choice, JSON or the like sets its row's entry in
-        `failures`, unless it was truncated and the job keeps truncated answers.
+        A text that does not have the required form (choice, JSON or the like) sets its row's entry
+        in `failures`, unless it was truncated and the job keeps truncated answers.
         """
         job = (
             {"choice": self.sampling.choices}
@@ -184,7 +184,7 @@ class TextAnswers:
         return failures
 
     def _cut_off(self, text: object, tokens: int) -> Failure:
-        # The answer comes after the COUNTED_CHARACTERS characters by which failures are counted.
+        # The answer comes last: only the first COUNTED_CHARACTERS tell reasons apart in counts.
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
         kept = ", or set output.on_cut_off: keep" if self.spec.schema is None else ""
         return Failure(
@@ -206,7 +206,7 @@ class TextAnswers:
         if todo:
             tokenizer, skip = self._tokenizer(), self.sampling.skip_special_tokens
             flat = [ids for i in todo for ids in answers[i]]
-            if self.spec.parsing is not None:  # parsers look for marks, which may be special tokens
+            if self.spec.parsing is not None:  # parsers need special tokens, their possible markers
                 flat, skip = list(map(self._parsers(self.spec.parsing).visible, flat)), False
             texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=skip))
             for i in todo:

@@ -55,10 +55,10 @@ RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 @dataclass(frozen=True)
 class Input:
-    """The texts of a row, and the tokenizer for them: the model's tokenizer, or its copy `plain`.
+    """The texts of a row, and the tokenizer for them: `plain`, or the model's own if it is None.
 
-    For `plain`, control tokens of the job are marked in the texts; control tokens of the row count
-    as plain text.
+    `plain` is a copy of the model's tokenizer that encodes control tokens of the row as plain text.
+    For it, the texts have marks in front of control tokens that come from the job.
     """
 
     texts: tuple[str, ...]
@@ -91,7 +91,7 @@ class Truncation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PrepareTexts(Prepare):
-    """The prepare stage for a pooling task; `texts` says how a row's texts are sent."""
+    """The prepare stage for a pooling task; `texts`: one text, a pair or two texts per row."""
 
     texts: Texts = Texts.ONE
 
@@ -134,7 +134,7 @@ class PrepareTexts(Prepare):
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
 
     def _limit(self) -> int | None:
-        """Return the most tokens of a prompt, None if unknown; no room is kept for an answer."""
+        """Return the most tokens that a prompt may have, None if unknown; no answer follows it."""
         if self.max_model_len:
             return self.max_model_len
         own = models.context_length(models.local_path(self.model))
@@ -186,7 +186,7 @@ class PrepareTexts(Prepare):
         given = _input(None, rows, requests)
         if guard is None or isinstance(given, Failure):
             return given if isinstance(given, Failure) else self._bounded(given, limit, most)
-        bounded = self._bounded(given, limit, most)  # first: it saves looking for control tokens
+        bounded = self._bounded(given, limit, most)  # first: if it fails, no search is needed
         safe = bounded if isinstance(bounded, Failure) else _input(guard, rows, requests)
         if isinstance(safe, Failure) or safe == given:
             return bounded if safe == given else safe
@@ -195,8 +195,8 @@ class PrepareTexts(Prepare):
     def _batch(self, inputs: Sequence[Input | Failure]) -> list[Encoded | Failure]:
         """Return the tokens of each row, or its failure.
 
-        All rows for the model's tokenizer are tokenized in one call, those for a `plain` copy one
-        by one.
+        Rows for the model's own tokenizer are tokenized in one call, rows for a `plain` copy one by
+        one.
         """
         ordinary = [a for a in inputs if isinstance(a, Input) and a.plain is None]
         made: Iterator[Encoded | Failure]
@@ -253,7 +253,7 @@ class PrepareTexts(Prepare):
             return self._tokens(tokenizer, texts, plain)
         before = tokenizer.truncation_side
         tokenizer.truncation_side = self.prompt.on_too_long.removeprefix("truncate_")
-        try:  # special tokens stay; of a pair the longer text is cut first
+        try:  # special tokens stay; in a pair the longer text is cut first
             return self._tokens(tokenizer, texts, plain, **cut)
         finally:
             tokenizer.truncation_side = before
@@ -339,9 +339,9 @@ def prepare_of(task: Pooling | None, *args: Any, hosted: bool = False, **more: A
 
 
 def _params(made: Encoded) -> str | None:
-    """Return a row's own vLLM fields as JSON; None for a row without any.
+    """Return the vLLM request fields for a pair's token types as JSON; None without token types.
 
-    They hold the index at which the token types of a pair change.
+    The fields hold the index at which the second text begins.
     """
     if made.types_from is None:
         return None
@@ -383,7 +383,7 @@ def _both(first: ChatRequest | Failure, second: ChatRequest | Failure) -> RowReq
 def _guarded(
     function: Callable[[Row], object], count: int, row: Row | Failure
 ) -> RowRequests | Failure:
-    """Return the `count` requests that a user's function makes of a row, or the row's failure.
+    """Return the `count` requests that a user's function makes from a row, or the row's failure.
 
     Raises `NoChild` if the function's process did not start.
     """

@@ -30,7 +30,7 @@ TokenIds = list[int]
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 LATE_ROWS = 3  # rows for which a chat template may hang before the other rows of the call fail
-CUTS = 4  # tries to cut a message: its rest may have other tokens than it had in the whole
+CUTS = 4  # tries to cut a message: a part may get other tokens than it has in the whole text
 # Bounds of what is tokenized. English has 4 to 5 characters a token; the longest tokens, runs of
 # spaces or dashes, have up to 128 in the vocabularies of Llama 3, Qwen and gpt-oss.
 CHARACTERS_A_TOKEN, CHARACTERS_A_TOKEN_AT_MOST = 8, 128
@@ -40,18 +40,18 @@ _CHANGING = re.compile(
     r"(\||\.)\s*(lower|upper|title|capitalize|swapcase|casefold|replace|reverse|join|format"
     r"|translate)\b"
 )
-BORDER = 64  # tokens by which a part that is tokenized alone may exceed its tokens in the whole
+BORDER = 64  # tokens that a part may have more if tokenized alone than within the whole text
 
 
 @dataclass(frozen=True)
 class Chat:
     """The settings that turn messages into a prompt.
 
-    `template` replaces the tokenizer's chat template and gets `arguments` and `tools`; the answer
-    continues the text `prefill`, or the last message (`continued`). `fields` are the job fields
+    `template` replaces the tokenizer's chat template and gets `arguments` and `tools`. The answer
+    continues the text `prefill`, or the last message if `continued`. `fields` are the job fields
     that need a chat template. `rows`: how control tokens in row text are treated
-    (`prompt.special_tokens_in_rows`). `asked`: whether the prompt ends with the beginning of an
-    answer (`add_generation_prompt`). `raw`: no template is applied, as if the model had none.
+    (`prompt.special_tokens_in_rows`). `asked`: the prompt ends with the beginning of an answer
+    (`add_generation_prompt`). `raw`: no template is applied, as if the model had none.
     """
 
     template: str | None = None
@@ -160,7 +160,7 @@ def render(
     good = [r for r in requests if isinstance(r, ChatRequest)]
     made: list[str] | None = None
     if good and all(r.documents == good[0].documents for r in good):  # one list for the whole call
-        with suppress(Exception):  # one prompt fails: which one is found out below, row by row
+        with suppress(Exception):  # one prompt fails: it is found below, row by row
             made = texts_of(good)
     texts: Iterator[str | Failure]
     if made is None:
@@ -171,9 +171,9 @@ def render(
 
 
 def _given(chat: Chat, documents: list[Document] | None) -> dict[str, object]:
-    """Return the chat template's arguments that are set.
+    """Return the keyword arguments for `apply_chat_template`; those that are not set are left out.
 
-    The others are left out, because an unusual tokenizer may not know them.
+    An unusual tokenizer may not accept all of them.
     """
     given: dict[str, object] = {
         "chat_template": chat.template,
@@ -235,7 +235,7 @@ def _chat_tokens(
 def guarded_request(
     guard: RowText, request: ChatRequest | Failure, rows: str
 ) -> ChatRequest | Failure | None:
-    """Return the request if its row text has no control token.
+    """Return the request if its row text and roles have no control token.
 
     Else return the row's failure, or None if the control tokens must be encoded as plain text.
     `rows`: how the job treats control tokens in rows (`prompt.special_tokens_in_rows`).
@@ -295,10 +295,10 @@ def _unforged(
     texts: Sequence[str | Failure],
     chat: Chat,
 ) -> list[str | Failure]:
-    """Return `texts`, with a failure in place of each in which a control token was forged.
+    """Return the prompts `texts`, with a failure in place of each that has a forged control token.
 
-    That is a token that the chat template made from row text, e.g. by changing it to lower case.
-    `requests` are those of the prompts.
+    A forged token is one that the chat template made from row text, e.g. by changing it to lower
+    case. `requests` are the prompts' requests.
     """
     neutral = [r if isinstance(r, Failure) else guard.neutral(r) for r in requests]
     made: list[str | Failure] = []
@@ -313,7 +313,7 @@ def _unforged(
 def _plain_tokens(
     tokenizer: Tokenizer, guard: RowText, request: ChatRequest, chat: Chat, most: int | None
 ) -> TokenIds | Failure:
-    """Return a request's prompt tokens, with control tokens in its row text as plain text.
+    """Return a request's prompt tokens; control tokens in its row text are encoded as plain text.
 
     `most` is as in `prompt_tokens`.
     """
@@ -402,8 +402,8 @@ def _bounded(
     """Return the tokens of each text, or a failure; `tokens` calls the tokenizer.
 
     A tokenizer needs some 200 bytes of memory per character, so texts are passed in batches of
-    `CHARACTERS_AT_ONCE` characters. Of a text that may have more than `most` tokens, only growing
-    parts are passed (see `long_tokens`).
+    `CHARACTERS_AT_ONCE` characters. A text that may have more than `most` tokens is passed in parts
+    of growing length (see `long_tokens`).
     """
     made: dict[int, TokenIds | Failure] = {}
     short: list[int] = []
@@ -430,12 +430,12 @@ def _tokens_of(
 def long_tokens(
     tokens: Callable[[list[str]], list[TokenIds]], text: str, most: int, end: bool = False
 ) -> TokenIds:
-    """Return the tokens of a text; of one far too long, a `LongPrompt` with the tokens of a part.
+    """Return the tokens of a text, or of a part of it as a `LongPrompt` if it is far too long.
 
     `tokens` tokenizes a list of texts. Tokenizes the first characters of the text (the last ones
     if `end`), then more and more of them, until these have clearly more than `most` tokens or there
-    are CHARACTERS_A_TOKEN_AT_MOST characters for each of `most` tokens. Tokenizes the whole text if
-    it is reached first: these tokens, too, may be more than `most`.
+    are CHARACTERS_A_TOKEN_AT_MOST characters for each of `most` tokens. If the whole text is
+    reached first, returns all its tokens, which may be more than `most`.
     """
     size = most * CHARACTERS_A_TOKEN
     bound = most * CHARACTERS_A_TOKEN_AT_MOST
@@ -449,16 +449,17 @@ def long_tokens(
 
 
 def messages_text(messages: Messages) -> str:
-    """Return all text in messages."""
+    """Return the text of all messages, text parts included, joined by newlines."""
     parts = (m["content"] if isinstance(m["content"], list) else [m["content"]] for m in messages)
     texts = (p.get("text") if isinstance(p, dict) else p for part in parts for p in part)
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def longest_text(tokenizer: Tokenizer, text: str, most: int) -> TokenIds | LongPrompt:
-    """Return [] for a short text, else its tokens, a `LongPrompt` if there are more than `most`.
+    """Return the tokens of a text, as a `LongPrompt` if they are far more than `most`.
 
-    A text is short if it has at most CHARACTERS_A_TOKEN characters for each of `most` tokens.
+    Returns [] without tokenizing if the text has at most CHARACTERS_A_TOKEN characters for each of
+    `most` tokens.
     """
     if len(text) <= most * CHARACTERS_A_TOKEN:
         return []
@@ -473,10 +474,10 @@ def last_tokens(
     whole: Sequence[TokenIds | Failure],
     chat: Chat,
 ) -> list[TokenIds | None]:
-    """Return the tokens after the last message in each of the prompts `whole`.
+    """Return the tokens that follow the last message in each of the prompts `whole`.
 
     With `chat.continued`, the tokens of that message are included. An entry is None for a failed
-    row, without a chat template, and if the template leaves the message out.
+    row, a message that is not text, without a chat template, and if the template omits the message.
     """
     if not chat.templated(tokenizer):
         return [None for _ in requests]
@@ -503,9 +504,10 @@ _NO_MESSAGE = Failure("prepare", "NoMessage", "")
 
 
 def _with_end(request: ChatRequest) -> ChatRequest | Failure:
-    """Return the request with the digits HIDDEN_TEXT at the end of its last message.
+    """Return the request with the digits HIDDEN_TEXT appended to its last message.
 
-    They show in the rendered prompt where that message ends.
+    They show in the rendered prompt where that message ends. A raw request, or one whose last
+    message is not text, gives a failure.
     """
     last = request.messages[-1]
     if request.raw or not isinstance(last["content"], str):
@@ -541,9 +543,9 @@ def shortened(
 ) -> list[int] | None:
     """Return at most `room` prompt tokens of a request, with its last user message cut.
 
-    Its beginning (`left`) or its end is cut off, until the prompt fits. `whole` has the tokens of
-    the uncut prompt. The text is cut, not the tokens: the chat template around it must stay whole.
-    None if that is impossible, as for a message that is too short.
+    The message's beginning (`left`) or its end is cut off until the prompt fits. `whole` has the
+    tokens of the uncut prompt. The text is cut, not the tokens, so that the chat template around it
+    stays whole. None if that is impossible, as for a message that is too short.
     """
     users = [i for i, m in enumerate(request.messages) if m["role"] == "user"]
     if not users or not isinstance(request.messages[users[-1]]["content"], str):
@@ -560,7 +562,7 @@ def shortened(
         if isinstance(rest, Failure) or len(rest) >= room:
             return None
         length, kept = len(request.messages[at]["content"]), room * CHARACTERS_A_TOKEN
-        while True:  # keep few characters more than fit, so that the rest is not tokenized
+        while True:  # keep a few more characters than fit, so that the others are not tokenized
             kept = min(kept, length)
             asked, tokens = cut(request, length - kept if left else 0, length if left else kept)
             if isinstance(tokens, Failure):
@@ -599,7 +601,7 @@ def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokeni
 
 
 def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
-    """Return (start, end) in characters of each token of a text; a slow tokenizer's are guessed."""
+    """Return (start, end) in characters of each token of a text; a guess for a slow tokenizer."""
     if tokenizer.is_fast:
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(made["offset_mapping"])
@@ -609,6 +611,7 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
 
 
 def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
+    """Return `tokens`, or a failure if there are none, `limit` or more, or a `LongPrompt`."""
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if isinstance(tokens, LongPrompt):
@@ -619,6 +622,7 @@ def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
 
 
 def prompt_too_long(count: str, limit: int | None) -> Failure:
+    """Return the failure for a prompt of `count` tokens (as text); `limit` None: unknown."""
     room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
     return Failure(
         "prepare",

@@ -29,12 +29,12 @@ from prefect_raybatch.storage.parquet import parquet_table
 
 READING = 8  # shards read at once
 BLOCKS_ASKED = 64  # blocks in an engine at once
-COSINE = 0.99  # cosine similarity from which on two vectors count as the same
-SCORES_NEAR = 0.1  # standard deviations of all scores within which two count as the same
+COSINE = 0.99  # least cosine similarity of two vectors that count as the same
+SCORES_NEAR = 0.1  # most difference of two scores that count as the same, in standard deviations
 
 SampledRow = tuple[int, int]  # shard and position
-# ("failed", "class: message"), or ("good", the columns); of a pooling task ("good", the vector
-# (float32), the label or the score).
+# ("failed", "class: message"), or ("good", the columns); for a pooling task ("good", answer), where
+# the answer is a vector (float32), a label or a score.
 RowOutcome = tuple[str, Any]
 Read = Callable[[], Iterator[pa.Table]]
 
@@ -44,8 +44,8 @@ class TrialStages:
     """The stages that a trial runs on sampled rows: read, prepare, engine (`launch`) and finish.
 
     `read` has for each sampled shard a function that yields its tables, and the positions of the
-    sampled rows. `ignored` are result columns that are left out of the outcomes. `pooled` is (task,
-    answer column) of a pooling task, else None.
+    sampled rows. `ignored` has result columns that outcomes leave out. `pooled` is (task, answer
+    column) of a pooling task, else None.
     """
 
     read: Sequence[tuple[Read, Sequence[int]]]
@@ -69,8 +69,8 @@ class TrialEngine:
     def outcomes(self, again: bool = False) -> dict[SampledRow, RowOutcome]:
         """Return the outcome of each sampled row that was sent to the engine, valid or failed.
 
-        Rows without a prompt, and rows of blocks with which the engine died twice, are left out.
-        `again`: send the rows in reverse order.
+        Rows that fail in the prepare stage, and rows of blocks with which the engine died twice,
+        are left out. `again`: send the rows in reverse order.
 
         Raises `SourceError` for unreadable rows, `EngineStartError` if the engine does not start,
         and `EngineFailure` if it died with every block, or if another stage failed.
@@ -173,11 +173,10 @@ def _greedy(table: pa.Table) -> pa.Table:
 
 
 def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarray | str | float]:
-    """Yield each row's answer of a pooling task in the type in which answers are compared.
+    """Yield each row's answer: the vector for task embed, the label for classify, else the score.
 
-    An answer is the vector for task embed, the label for classify, the number for score. `table` is
-    a data piece with the answers in `column`, or with raw vectors; "label 3" then stands for a
-    label.
+    `table` is a data piece with the answers in `column`, or with raw vectors. For raw vectors, a
+    label is its index, as in "label 3".
     """
     raw = VECTOR_COLUMN in table.column_names and column != VECTOR_COLUMN
     for value in table[VECTOR_COLUMN if raw else column].combine_chunks():
@@ -208,7 +207,7 @@ def compared(
 
 
 def _agree(one: RowOutcome, other: RowOutcome, near: float) -> bool:
-    """Return whether two outcomes agree; scores do if they differ by at most `near`."""
+    """Return whether two outcomes agree (see `compared`); `near` is the allowed gap of scores."""
     if one[0] != other[0]:
         return False
     if one[0] == "failed":

@@ -1,7 +1,7 @@
 """Reads JSON answers strictly: an answer that does not fit `output.schema_model` fails its row.
 
-Each answer is parsed and validated here, even if the engine generated it by a grammar: a grammar
-does not enforce all of a schema, and an answer can end before its object does.
+Each answer is parsed and validated here, even if the engine generated it with a grammar: a grammar
+does not enforce all of a schema, and an answer can end before its JSON object is complete.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 
 AnswerObject = dict[str, object]
 NOT_VALID = "AnswerNotValid"
-MAX_ANSWER = 32_000  # characters that are kept of an answer that fails its row
+MAX_ANSWER = 32_000  # characters of a failed answer that are kept in the row's message
 MAX_REASON = 500
 INT64 = range(-(1 << 63), 1 << 63)
 
 
 class AnswerReader:
-    """Reads answers as objects and as column values, by a JSON Schema (as text)."""
+    """Parses answers and converts them to column values; `schema` is a JSON Schema as text."""
 
     def __init__(self, schema: str):
         self.columns = columns_of(schema)
@@ -35,11 +35,11 @@ class AnswerReader:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return an Arrow schema: one column for each property of the JSON Schema."""
+        """Return the Arrow schema with one column for each property of the JSON Schema."""
         return pa.schema([shape.field(name) for name, shape in self.columns.items()])
 
     def read(self, text: str) -> tuple[AnswerObject, ColumnValues] | Failure:
-        """Return an answer as an object and as column values for Arrow, or the row's failure."""
+        """Return (the answer's JSON object, its column values for Arrow), or the row's failure."""
         try:
             found = _parsed(text)
             self._check(found)
@@ -54,14 +54,14 @@ class AnswerReader:
 
 @lru_cache(maxsize=4)
 def reader_of(schema: str) -> AnswerReader:
-    """Return the reader of a schema, made once per worker process."""
+    """Return the reader for a JSON Schema (as text), created once per worker process."""
     return AnswerReader(schema)
 
 
 def _parsed(text: str) -> AnswerObject:
-    """Parse the JSON of an answer strictly; raise `AnswerMisfit` if it is not valid.
+    """Parse an answer as strict JSON; raise `AnswerMisfit` if it is not valid.
 
-    Whether it is an object is checked later, against the schema.
+    `SchemaCheck` checks later whether the value is an object.
     """
     try:
         found: AnswerObject = json.loads(
@@ -115,9 +115,9 @@ def _known(found: Iterable[str], names: Container[str], place: str) -> None:
 
 
 def _value(shape: AnswerShape, found: object, place: str) -> object:
-    """Convert a validated JSON value to a Python value that Arrow takes for this shape.
+    """Convert a validated JSON value to a Python value that Arrow takes for the type `shape`.
 
-    `place` says in errors where in the answer the value is.
+    `place` is the value's path in the answer, for errors.
     """
     if found is None and shape.nullable:
         return None
@@ -159,7 +159,7 @@ def _other_type(shape: AnswerShape, found: object, place: str) -> AnswerMisfit:
 
 
 def _failure(misfit: AnswerMisfit, text: str) -> Failure:
-    # The answer comes after the 120 characters by which failures are counted.
+    # The answer comes last: only the first COUNTED_CHARACTERS tell reasons apart in failure counts.
     reason = str(misfit)[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(
         "engine",

@@ -23,9 +23,9 @@ SMALL = {"float32": np.float32, "float16": np.float16}
 
 @dataclass(frozen=True)
 class FinishVectors(Finish):
-    """The finish stage for a pooling task.
+    """The finish stage for a pooling task: embed, classify or score.
 
-    In task classify, `labels` has the label of each value of a vector.
+    For task classify, `labels` has the label of each value of a vector.
     """
 
     task: str = "embed"
@@ -122,5 +122,5 @@ def vectors_of(table: pa.Table) -> np.ndarray:
 
 
 def _plain(value: object) -> object:
-    """Return the value for a user's function: an array as a list, anything else unchanged."""
+    """Return the value for a user's function: a NumPy array as a list, other values unchanged."""
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,7 +1,7 @@
 """Makes an engine on a CPU process a whole prompt in one step if answers are sampled with a seed.
 
-vLLM processes a prompt that does not fit into a step in parts, samples after each part, drops the
-sample, and resets the row's random number generator. On a CPU, PyTorch's generators cannot be
+vLLM processes a prompt in parts if it does not fit into a step. It samples after each part, drops
+the sample, and resets the row's random number generator. On a CPU, PyTorch's generators cannot be
 reset: "CPU Generator does not use offset" ends the engine (seen with vLLM 0.29.0).
 """
 
@@ -35,12 +35,12 @@ def with_whole_prompts(
     If answers are sampled with a seed, no prompt is processed in parts, and a step has room for the
     longest prompt.
 
-    `given` are the arguments that the job sets, `sampling` the sampling fields of all requests.
-    `rows_may`: a row may set a seed itself. If only rows may, the step is not enlarged, and prompts
-    are processed whole only if they fit into it. `length` returns how many tokens the model takes
-    (None if unknown: nothing is changed), and is called only if seeds are possible.
+    `given` has the arguments that the job sets, `sampling` the job's sampling fields. `rows_may`: a
+    row may set a seed itself. If only rows may, the step is not enlarged, and prompts are processed
+    whole only if the longest one fits into it. `length` returns how many tokens the model takes
+    (None if unknown: nothing is changed); it is called only if seeds are possible.
 
-    Raises `ConfigError` if the job sets an argument with which the engine would die.
+    Raises `ConfigError` if the job sets an argument with which the engine would crash.
     """
     made = dict(arguments)
     certain = _seeded(sampling)

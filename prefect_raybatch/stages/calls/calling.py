@@ -12,7 +12,7 @@ from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.stages.calls.child import shown
 from prefect_raybatch.stages.calls.isolated import START_SECONDS, IsolatedFunction, raised
 
-SLACK = 1.0  # seconds between two settings of the alarm, which costs more than a light function
+SLACK = 1.0  # seconds between restarts of the alarm: one takes longer than a fast function
 STDERR = 2  # Ray's log of the worker
 Function = Callable[[object], object]
 
@@ -21,11 +21,11 @@ Function = Callable[[object], object]
 class Calls:
     """How a stage calls user functions. `seconds` is the time limit for a row, None: no limit.
 
-    `in_child`: the functions run in a child process, so that one that ends or hangs the process
-    fails only its row. The row fails once `deaths` processes have ended during it.
+    `in_child`: functions run in a child process, so that a function that ends or hangs the process
+    fails only its row. The row fails once `deaths` child processes have ended during it.
 
-    Without `in_child`, functions run in the stage's own process. If one ends the process, or hangs
-    so that an alarm ends it, the whole block is lost and is retried in a pass with `in_child`.
+    Without `in_child`, functions run in the stage's own process. If a function ends that process,
+    or hangs until an alarm ends it, the whole block is lost and retried in a pass with `in_child`.
     """
 
     seconds: float | None = None
@@ -85,9 +85,9 @@ class _Alarm:
     def set(self, least: float | None = None) -> None:
         """Restart the timer with `seconds`, or with `least` if that is longer.
 
-        To save time, a call within `SLACK` seconds of the last restart does nothing; so the timer
-        runs `SLACK` seconds longer. After a restart with `least`, the next call always restarts the
-        timer.
+        To save time, a call within `SLACK` seconds of the last restart does nothing, so the timer
+        runs for `SLACK` seconds more than asked. After a restart with `least`, the next call always
+        restarts the timer.
         """
         now = time.monotonic()
         if self.seconds is None or now - self.last < SLACK:

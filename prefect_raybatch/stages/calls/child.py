@@ -32,10 +32,10 @@ READY, REFUSED, BEGUN, GAVE, RAISED = range(5)
 def serve(fd: int, parent: int, field: str) -> None:
     """Call a function for each row received over socket `fd`, then end this process.
 
-    It ends when the socket is closed, or no row has come for IDLE seconds. The first message is the
-    function's name, or the function itself by value; `field` is the job field that names it, for
-    errors. `parent` is the id of the process that sends the rows. Returns only if the function
-    cannot be loaded, after telling the other side.
+    The process ends when the socket is closed, or after IDLE seconds without a row. The first
+    message is the function's name, or the function itself by value; `field` is the job field that
+    names it, for errors. `parent` is the id of the process that sends the rows. Returns only if the
+    function cannot be loaded, after reporting the error to `parent`.
     """
     _end_with(parent)
     _leave_nobody()
@@ -60,20 +60,20 @@ def serve(fd: int, parent: int, field: str) -> None:
 def _end_with(parent: int) -> None:
     """Have the kernel kill this process once the thread that started it ends, even during a row.
 
-    `parent` is the id of that thread's process. If it is gone already, this process ends at once.
+    `parent` is the id of that thread's process. If that process has ended, end this one at once.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:  # Linux; elsewhere it ends once it looks for the next row
+    if prctl is not None:  # Linux; elsewhere this process ends when it reads the next row
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _leave_nobody() -> None:
-    """Start a process that waits for this one to end, then kills the processes this one started.
+    """Start a watcher process that kills the children of this process once this process has ended.
 
-    The parent-death signal does not reach those. Does nothing on kernels without pidfd_open (before
-    Linux 5.3).
+    The parent-death signal does not reach these children. Does nothing on kernels without
+    pidfd_open (before Linux 5.3).
     """
     try:
         watched = os.pidfd_open(os.getpid())
@@ -86,8 +86,8 @@ def _leave_nobody() -> None:
         os.waitpid(first, 0)
         return
     try:
-        os.setsid()  # spared by its own kill
-        if os.fork() == 0:  # nobody's child: Ray kills a worker's children when the worker ends
+        os.setsid()  # another process group, so that the watcher does not kill itself
+        if os.fork() == 0:  # an orphan: Ray kills a worker's children when the worker ends
             _kill_after(watched, leader)
     finally:
         os._exit(0)
@@ -95,16 +95,16 @@ def _leave_nobody() -> None:
 
 def _kill_after(watched: int, leader: int) -> None:
     """Wait for the end of process `leader` (its pidfd is `watched`); kill its process group."""
-    # Without the wire, and without the worker's log: both must end with those that use them.
+    # Close the socket and the worker's log: others wait for the last process that holds them open.
     os.dup2(watched, 0)
-    # Those that are open, and not all that may be: in a container that can be a thousand million,
-    # each of which is closed by itself where Python or the kernel has no close_range.
+    # Only descriptors that are open: in a container, a thousand million may be allowed, and without
+    # close_range in Python and the kernel they would be closed one by one.
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
     select.select([0], [], [])
-    with contextlib.suppress(OSError):  # nothing was left
+    with contextlib.suppress(OSError):  # no process is left
         os.killpg(leader, signal.SIGKILL)
 
 
@@ -117,13 +117,13 @@ def shown(error: BaseException) -> str:
 
 
 def _call(function: Callable[[object], object], row: object) -> bytes:
-    """Call the function; return an encoded message with its result or its exception."""
+    """Call the function; return its result or its exception as a message to send."""
     me = os.getpid()
     try:
         answer = _frame(GAVE, function(row))
     except BaseException as error:
         answer = _frame(RAISED, type(error).__name__, shown(error))
-    if os.getpid() != me:  # a copy of this process, made by the function
+    if os.getpid() != me:  # a fork of this process that the function made
         os._exit(0)
     return answer
 

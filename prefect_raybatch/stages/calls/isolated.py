@@ -1,8 +1,8 @@
 """Runs a user's function in a child process (`child`), where it cannot end or hang the stage.
 
-The child reports when a row begins. So a failure between two rows (from a thread
-that a function left behind, or idling) is attributed to no row, and a failure within a row to that
-row.
+The child reports when a row begins. So a failure within a row is attributed to that row, and a
+failure between two rows to no row: it comes from a thread that a function left running, or from the
+idle limit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import weakref
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.stages.calls.child import HEADER, RAISED, REFUSED
 
-START_SECONDS = 120.0  # seconds a child has at least to start and to import the function's module
-CHILD_LOOK = 0.5  # seconds between looks whether the child lives
-CHILD_STARTS = 3  # children in a row that may end before a row begins
-# Rows in a row that may hang. More mean that a service they wait for is gone: no row is to blame.
+START_SECONDS = 120.0  # least time limit for a child to start and import the function's module
+CHILD_LOOK = 0.5  # seconds between checks whether the child lives
+CHILD_STARTS = 3  # tries to start a child, if each ends before it begins the row
+# Consecutive rows that hang before the block is given up: then the cause is probably a service that
+# does not answer, and not a row.
 HUNG = 3
 BOOT = (  # the child gets this process's sys.path, so that it finds the same modules
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,7 +40,7 @@ class FunctionDied(Exception):
 
 
 class FunctionHung(Exception):
-    """A user's function exceeded the time for a row; the error class of that row in quarantine."""
+    """A user's function exceeded its time limit; the row's error class in quarantine."""
 
 
 class NoChild(RuntimeError):
@@ -62,7 +63,7 @@ class _Late(Exception):
 
 
 def raised(kind: str, text: str) -> Exception:
-    """Return an exception whose class has the name `kind`; the real one may not be importable."""
+    """Return an exception whose class is named `kind`, as the original class may be unavailable."""
     made: Exception = type(kind, (Exception,), {})(text)
     return made
 
@@ -71,24 +72,24 @@ class IsolatedFunction:
     """The function `name` of a job's `field`; each call with a row runs in a child process.
 
     `seconds` is the time limit for a row, None: no limit. A row during which the child ends is
-    given to another child, until `deaths` of them have ended. A call raises `FunctionDied`,
+    given to another child, until `deaths` children have ended. A call raises `FunctionDied`,
     `FunctionHung` or a copy of the exception that the function raised; `ConfigError` if the
-    function cannot be imported, `NoChild` if no child starts, and `BlockHung` after too many rows
-    that hung.
+    function cannot be imported; `NoChild` if no child starts; and `BlockHung` if `HUNG` consecutive
+    rows hang.
     """
 
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:
         self.name, self.field = name, field
         self.seconds, self.deaths = seconds, deaths
-        self._hung = 0  # how many of the latest rows hung without one between them that did not
+        self._hung = 0  # number of consecutive rows that hung, up to the latest
         self.child()
 
     def child(self) -> WorkerProcess:
-        """Return this thread's child for the function; start one if it has none that lives."""
+        """Return this thread's child process for the function; start one if none is alive."""
         children: dict[tuple[object, ...], WorkerProcess] = _kept.__dict__.setdefault(
             "children", {}
         )
-        # Another text of a function, sent by value, has the same name.
+        # A function sent by value may have been edited: the name is the same, the payload is not.
         key = (self.name, self.field, getattr(self.name, "payload", None))
         child = children.get(key)
         if child is None or not child.lives:
@@ -139,7 +140,7 @@ class IsolatedFunction:
             try:
                 child = self.child()
             except ConfigError as error:
-                # its name is right: the function could be imported for an earlier row
+                # not the job's fault: the function could be imported for an earlier row
                 raise NoChild(str(error)) from None
             try:
                 child.say(data)
@@ -165,7 +166,7 @@ class WorkerProcess:
                 [*command, str(theirs.fileno()), str(os.getpid()), field],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that what it starts can be killed with it
+                start_new_session=True,  # so that its own children can be killed with it
             )
         # Kills the child when this object is collected, and when this process ends.
         self._close = weakref.finalize(self, _kill, self.process, self._wire)
@@ -192,9 +193,9 @@ class WorkerProcess:
         return self._close.alive and self.process.poll() is None
 
     def close(self) -> str:
-        """Kill the process if it still runs; return in words how it ended, for an error."""
+        """Kill the process if it still runs; return how it ended, as text for an error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Its end of the wire closes a little earlier than it ends.
+            # The child's end of the socket closes a little before the child ends.
             self.process.wait(CHILD_LOOK)
         code = self.process.poll()
         self._close()
@@ -233,7 +234,7 @@ class WorkerProcess:
             try:
                 part = self._wire.recv(min(size - len(data), 1 << 20))
             except TimeoutError:
-                # What it has started may hold its end of the wire open.
+                # Processes that the child started may hold its end of the socket open.
                 if dead:
                     raise _Ended from None
                 dead = self.process.poll() is not None
@@ -253,7 +254,7 @@ class _Waited:
         self.rest, self.since = seconds, time.monotonic()
 
     def left(self) -> float:
-        """Return how many seconds to wait until the next use; raise _Late after the limit."""
+        """Return the seconds that the next wait may take; raise _Late after the limit."""
         now = time.monotonic()
         if self.rest is not None:
             self.rest -= min(now - self.since, 2 * CHILD_LOOK)
@@ -271,6 +272,6 @@ def _kill(process: subprocess.Popen[bytes], wire: socket.socket) -> None:
     wire.close()
 
 
-# Children by function, kept for the next block: an import may take seconds. By thread, since a
-# child serves one caller; it ends with the thread, when idle, or with this process.
+# Children by function, kept for the next block: an import may take seconds. Each thread has others,
+# since a child serves one caller. A child ends with its thread or this process, or when idle.
 _kept = threading.local()

@@ -1,1 +1,1 @@
-"""Asks a hosted model over HTTP: requests, limits, journal of answers, and the engine stage."""
+"""Sends requests to a hosted model over HTTP: client, limits, journal of answers, engine stage."""

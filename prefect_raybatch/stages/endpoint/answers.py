@@ -10,7 +10,7 @@ from typing import Any
 from prefect_raybatch.spec.endpoint import EndpointPath
 from prefect_raybatch.stages.answer_logprobs import TokenLogprob, TokenLogprobs
 
-# What reading JSON of any shape and depth may raise.
+# Errors that reading JSON of an unexpected shape or depth may raise.
 NOT_AS_AGREED = (
     *(ValueError, TypeError, KeyError, IndexError, AttributeError),
     *(OverflowError, RecursionError),
@@ -22,7 +22,7 @@ class HostedChoice:
     """One of the answers to a request.
 
     For an embedding, `text` is the vector as a JSON list. `finish` is "stop" or "length". `steps`
-    has the log probabilities of each token and its alternatives; None if the server sent none.
+    has the log probabilities of each token and its alternatives, None if the server sent none.
     """
 
     text: str
@@ -32,7 +32,7 @@ class HostedChoice:
 
 @dataclass(frozen=True)
 class HostedAnswer:
-    """The server's answers to a request, or the (class, message) of an error of this row.
+    """The server's answers to a row's request, or the row's error as (class, message).
 
     `output_tokens` is the sum over all choices: servers do not report it by choice.
     """
@@ -63,12 +63,12 @@ class HostedAnswer:
 
 
 def row_error(kind: str, message: str, prompt: int = 0, output: int = 0) -> HostedAnswer:
-    """Return an answer with a row's error (class, message), and the tokens billed for it."""
+    """Return an answer that holds a row's error and the prompt and output tokens billed for it."""
     return HostedAnswer((), prompt, output, (kind, message))
 
 
 def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
-    """Parse the response of API path `path`; raise one of `NOT_AS_AGREED` if it is malformed."""
+    """Parse a response's JSON from API `path`; raise an error of NOT_AS_AGREED if malformed."""
     usage = value.get("usage") or {}
     prompt = max(0, int(usage.get("prompt_tokens") or 0))
     output = max(0, int(usage.get("completion_tokens") or 0))
@@ -114,7 +114,7 @@ def _steps_in(logprobs: Any, path: EndpointPath) -> list[TokenLogprobs] | None:
 
 def _chat_token(value: Any) -> TokenLogprob:
     text, spelled = value["token"], value.get("bytes")
-    if spelled:  # part of a character, which servers write in ways of their own
+    if spelled:  # the exact bytes: as text, servers write a part of a character in various ways
         text = bytes(spelled).decode("utf-8", "replace")
     return _token(text, value["logprob"])
 

@@ -14,13 +14,13 @@ from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.images.decode import BadImage, size_in_url
 from prefect_raybatch.stages.images.rows import ImagePart, image_reference, is_image
 
-CAREFUL_CHARACTERS = 3  # a careful guess; the server's usage corrects it
+CAREFUL_CHARACTERS = 3  # per token: a careful guess, which the server's reported usage corrects
 # For an image, GPT-4o takes 85 tokens and 170 for each 512 x 512 pixels, Claude one for 750 pixels,
 # Qwen2.5-VL one for 784.
 IMAGE_TOKENS, PIXELS_PER_TOKEN = 85, 512
-MESSAGE_TOKENS = 8  # that a chat template puts around a message
+MESSAGE_TOKENS = 8  # tokens that a chat template adds to a message
 LABEL_FIELD = "label"
-LABEL_JSON_TOKENS = 16  # more than the braces, quotes and name around a label take
+LABEL_JSON_TOKENS = 16  # more than the braces, quotes and field name around a label take
 
 
 def body_of(
@@ -55,7 +55,7 @@ def body_of(
     body = {"model": endpoint.model, **asked, **given}
     if labels:
         body["response_format"] = _json_schema("label", _label_schema(labels))
-        if "max_tokens" in body:  # which the job means for the label itself
+        if "max_tokens" in body:  # the job's limit is meant for the label alone
             body["max_tokens"] += LABEL_JSON_TOKENS
     elif form.get("json_object"):
         body["response_format"] = {"type": "json_object"}
@@ -90,7 +90,7 @@ def reserved_tokens(messages: list[dict[str, Any]], body: Mapping[str, Any]) -> 
 
 
 def prompt_estimate(messages: list[dict[str, Any]]) -> int:
-    """Return an upper estimate of the tokens of the messages, images included."""
+    """Return an upper estimate of the number of tokens in the messages, images included."""
     contents = [message.get("content", "") for message in messages]
     parts = [part for one in contents for part in (one if isinstance(one, list) else [one])]
     images = [part for part in parts if is_image(part)]
@@ -100,7 +100,7 @@ def prompt_estimate(messages: list[dict[str, Any]]) -> int:
 
 
 def image_tokens(pixels: float) -> int:
-    """Return an upper estimate of the tokens of an image; models differ widely."""
+    """Return an upper estimate of the tokens for an image of `pixels`; models differ widely."""
     return IMAGE_TOKENS + math.ceil(pixels / PIXELS_PER_TOKEN)
 
 

@@ -74,10 +74,9 @@ class SharedLimiter(Protocol):
 
 @dataclass(frozen=True)
 class HostedRequest:
-    """One request: its body, the tokens to reserve, and its idempotency key.
+    """One request: its JSON body, the tokens to reserve, and its idempotency key.
 
-    `answered` is called with the answer, unless it is an error, before `EndpointEngine.ask`
-    returns.
+    `answered` is called with the answer as soon as it arrives, unless it is an error.
     """
 
     body: Mapping[str, Any]
@@ -113,16 +112,18 @@ class EndpointEngine:
     def ask(self, requests: Sequence[HostedRequest]) -> list[HostedAnswer]:
         """Send the requests, wait for all of them, and return the answers in the same order.
 
-        The error of a row is part of its answer. Raises `EndpointRefused` if the server will answer
-        no request, `EndpointUnavailable` after a long outage.
+        An error that concerns one row is in its answer. Raises `EndpointRefused` if the server will
+        answer no request, `EndpointUnavailable` after a long outage.
         """
         answers: list[HostedAnswer] = self._do(self._all(requests))
         return answers
 
     def stats(self) -> dict[str, Any]:
+        """Return counts of requests, under the names that `SteppedEngine.stats` uses."""
         return {**self._counts, "died": None, "stepped_at": self._first_answer}
 
     def load(self) -> dict[str, float]:
+        """Return the number of requests under way as `running`, for a `load.Sampler`."""
         return {"running": self._counts["waiting"]}
 
     def close(self) -> None:
@@ -159,10 +160,10 @@ class EndpointEngine:
         await self._probe()
 
     async def _probe(self) -> None:
-        """Ask for the list of models.
+        """Check by the server's list of models that it can be used and has this model.
 
-        Raises `EndpointUnavailable` if there is no server, `EndpointRefused` if it refuses, or if
-        this model is not in the list.
+        Raises `EndpointUnavailable` if the server cannot be reached, `EndpointRefused` if it
+        refuses or lists only other models.
         """
         import httpx
 
@@ -251,7 +252,7 @@ class EndpointEngine:
                 if isinstance(found, HostedAnswer):
                     return found
                 problem = found
-                if response.status_code == 429:  # the limiter waits; no try of the row is lost
+                if response.status_code == 429:  # the limiter waits; this is no try of the row
                     continue
             first_failure = first_failure or self._loop.time()
             failures += 1
@@ -263,8 +264,8 @@ class EndpointEngine:
     async def _is_of_row(self, failures: int, first_failure: float) -> bool:
         """Return whether a request fails because of its row, not because of the server.
 
-        True after enough `failures` if the server has answered other requests since `first_failure`
-        (loop time), or after more if it at least lists its models.
+        True after ROW_TRIES `failures` if the server has answered other requests since
+        `first_failure` (loop time), or after ROW_TRIES_ALONE if it at least lists its models.
         """
         import httpx
 
@@ -278,7 +279,7 @@ class EndpointEngine:
             return False
 
     async def _leave(self, tokens: int) -> int:
-        """Wait until the limits allow a request of `tokens`; return its number at the limiter."""
+        """Wait until the limits allow a request of `tokens`; return its number for `settle`."""
         async with self._turn:
             while True:
                 asked = asyncio.ensure_future(asyncio.to_thread(self.limiter.ask, tokens))
@@ -301,7 +302,7 @@ class EndpointEngine:
     async def _read(self, number: int, response: httpx.Response) -> HostedAnswer | str:
         """Report the response to the limiter; return the answer, or why to send the request again.
 
-        `number` is the request's number at the limiter. An answer may hold an error of the row.
+        `number` is the request's number at the limiter. The answer may be an error of the row.
         Raises `EndpointRefused` if the server will answer no other request either.
         """
         status, now = response.status_code, datetime.now(UTC)

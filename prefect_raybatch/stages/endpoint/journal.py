@@ -1,4 +1,4 @@
-"""Keeps answers of a hosted model until their shard is committed, so that none is paid twice.
+"""Stores answers of a hosted model until their shard is committed, so that none is billed twice.
 
 Answers are written at least once a second, each time as a new object: object stores cannot append.
 A file holds JSON lines: each an answer (`HostedAnswer.to_json`) with the key of its request. The
@@ -68,7 +68,7 @@ class Journal:
                 path = f"{JOURNAL}/{shard:08d}/{uuid.uuid4().hex}.jsonl"
                 try:
                     self.store.put(path, "\n".join(some).encode())
-                except StoreError as error:  # it only saves money: the run goes on
+                except StoreError as error:  # the journal only saves money: the run goes on
                     log.warning("cannot write %s: %s", path, error)
 
 

@@ -1,8 +1,8 @@
-"""Limits on requests and tokens per minute, and how many requests are in flight. No I/O.
+"""Limits the requests and tokens per minute, and the requests in flight. No I/O.
 
 The limits hold in any 60 seconds of the server's clock, although a request arrives later than it
 was sent: a request counts until 60 s after its answer, but at most until 60 + `TRAVEL` s after it
-was sent. Requests are also paced: at most about a second's worth leaves at once.
+was sent. Requests are also paced: at most as many are sent at once as the limit allows in a second.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Literal
 from prefect_raybatch.words import counted
 
 LIMIT_WINDOW = 60.0  # seconds
-BURST = 1.0  # seconds of a limit per minute that may be used at once
+BURST = 1.0  # seconds' worth of a limit that may be sent at once
 TRAVEL = 2.0  # seconds that a request may take to the server
 CLOCK_ROUNDING = 1e-6  # seconds
 OUTAGE_LOG_SECONDS = 10.0  # seconds without any answer after which an outage is reported
-# Seconds for which a limit that delayed a request is reported: longer than between two readings.
+# Seconds for which a limit that delayed a request is reported; `usage` is read more often.
 LIMIT_LOG_SECONDS = 15.0
 FIRST_IN_FLIGHT = 8.0
-SLOWER, FASTER = 0.5, 1.0  # factor of requests in flight after 429, and steps per round of answers
+SLOWER, FASTER = 0.5, 1.0  # in flight: factor after a 429, increase after a round of answers
 Signal = Literal["answered", "limited", "failed"]
 
 
@@ -40,7 +40,7 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class Usage:
-    """The requests that a run has sent and the tokens billed so far, and what holds it up.
+    """The requests sent and tokens billed so far in a run, and the reasons for delays as text.
 
     `waits` says why requests wait, `batches` how far open batches are, and `outage` since when the
     server has not answered; each is "" if there is nothing to say.
@@ -50,20 +50,20 @@ class Usage:
     prompt_tokens: int = 0
     output_tokens: int = 0
     waits: str = ""
-    batches: str = ""  # how the open batches stand, "" without any
-    outage: str = ""  # since when and why the server answers nothing, "" if it answers
+    batches: str = ""
+    outage: str = ""
 
 
 @dataclass
 class _Sent:
-    """A request that counts against the limits: when it was sent, and when it ended (or None)."""
+    """A request that counts against the limits: when it was sent (`at`) and ended (`settled`)."""
 
     at: float
     tokens: int
     settled: float | None = None
 
     def expires(self) -> float:
-        """Return the time from which the request counts against no limit."""
+        """Return the time after which the request no longer counts against the limits."""
         late = self.at + TRAVEL
         return LIMIT_WINDOW + (late if self.settled is None else min(self.settled, late))
 
@@ -89,9 +89,9 @@ class Limiter:
 
     `requests` and `tokens` are per minute, None for no limit. `most` is the maximum number of
     requests in flight; fewer are allowed after a 429 or a failure, and more after answers. A
-    request that is not settled after twice `timeout` seconds no longer counts as in flight. With a
-    limit, nothing is sent for the first `others` seconds: an earlier attempt may have used it
-    up.
+    request that is not settled after twice `timeout` seconds no longer counts as in flight. If
+    there is a limit per minute, nothing is sent for the first `others` seconds, because an earlier
+    attempt may have used it up.
     """
 
     requests: float | None
@@ -126,9 +126,9 @@ class Limiter:
             self._why = "an earlier attempt may have used up the limit"
 
     def ask(self, tokens: int) -> tuple[float, int]:
-        """Return (0, number) if a request of `tokens` may leave now, else (seconds to wait, 0).
+        """Return (0, number) if a request of `tokens` may be sent now, else (seconds to wait, 0).
 
-        A request that may leave counts at once; report its end with `settle`.
+        In the first case, the request counts from now on; report its end with `settle`.
         """
         with self._lock:
             now = self.clock()
@@ -156,7 +156,7 @@ class Limiter:
     ) -> None:
         """Record the end of request `number`: answered, limited (429) or failed.
 
-        `used` are the prompt and answer tokens that the server billed; without them the reserved
+        `used` are the prompt and answer tokens that the server billed; without them, the reserved
         tokens stay counted. No request is sent for the next `pause` seconds; `why` is the reason.
         """
         with self._lock:
@@ -204,7 +204,7 @@ class Limiter:
                 self._batches[shard] = batches
 
     def usage(self) -> Usage:
-        """Return the counts so far, and the reasons for which requests wait now."""
+        """Return the counts so far, and why requests wait now."""
         with self._lock:
             requests, prompt, output = self._usage
             batches = _batches_text(self._batches.values())
@@ -222,7 +222,7 @@ class Limiter:
         return f"slowed: {which}" if now - at < LIMIT_LOG_SECONDS else ""
 
     def _awaits(self, now: float) -> bool:
-        """Return whether a request is in flight, apart from those of workers that died."""
+        """Return whether a request of a live worker is in flight."""
         return any(not self._is_lost(one, now) for one in self._flying.values())
 
     def _is_lost(self, sent: _Sent, now: float) -> bool:

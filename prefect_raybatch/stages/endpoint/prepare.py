@@ -1,4 +1,4 @@
-"""Makes chat messages for a hosted model from rows, without a tokenizer: the server has it."""
+"""Turns rows into chat messages for a hosted model; the server tokenizes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prefect_raybatch.stages.row_sampling import has_form
 
 @dataclass(frozen=True)
 class PrepareHosted(Prepare):
-    """The prepare stage for a hosted model; the token lists of its rows stay empty."""
+    """The prepare stage for a hosted model: rows get chat messages as JSON, and no tokens."""
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
@@ -53,7 +53,7 @@ class PrepareHosted(Prepare):
 
 
 def _showing(request: ChatRequest | Failure, shown: Messages | Failure) -> ChatRequest | Failure:
-    """Return the request with `shown`, its messages with images; or the failure of either."""
+    """Return the request with the messages `shown`, which have images; or the failure of either."""
     if isinstance(request, Failure):
         return request
     return shown if isinstance(shown, Failure) else replace(request, messages=shown)

@@ -1,4 +1,4 @@
-"""The engine stage with a hosted model behind it: blocks in, blocks out, as with vLLM."""
+"""The engine stage for a hosted model: takes and returns blocks, as the stage for vLLM does."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class EndpointStage(EngineStage):
         """Do nothing: no process of vLLM is started."""
 
     def start(self) -> None:
+        """Connect to the server, and check the model; if that fails, `_refused` has the reason."""
         spec = self.launch
         try:
             engine = self.engine_class(spec.endpoint, spec.key, spec.limiter)
@@ -94,7 +95,7 @@ class EndpointStage(EngineStage):
                 engine, self.engine = self.engine, None
             if self._teller is not None:
                 self._teller.end()
-            if engine is not None:  # so that blocks that come later are given back at once
+            if engine is not None:  # so that later blocks are returned as lost at once
                 engine.close()
             return lost_block_like(table, why)
         except CancelledError:  # another block met the error that ended the engine
@@ -130,8 +131,8 @@ class EndpointStage(EngineStage):
         try:
             found = self._ask_server(hosted, shards, list(requests.values()))
         finally:
-            # Not after the commit, when the journals are removed; and what was paid stays if an
-            # error ends the run, whose actors may be killed at once.
+            # Write now: after the commit, the journals are removed. And if an error ends the run,
+            # its actors may be killed at once, but the paid answers must be kept.
             if self._journal is not None:
                 self._journal.write()
         answers.update(zip(requests, found, strict=True))
@@ -154,10 +155,10 @@ class EndpointStage(EngineStage):
 
 
 def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
-    """Convert an answer to what a vLLM engine returns.
+    """Convert an answer to a `Completion`, as a vLLM engine returns.
 
-    The server reports only the total of tokens. So the token ids are zeros, distributed evenly over
-    the choices.
+    The server reports only the total number of output tokens. So the token ids are zeros, as many
+    as were reported, distributed evenly over the choices.
     """
     from prefect_raybatch.stages.vllm.stepper import Completion
 
@@ -198,7 +199,7 @@ def _asks_logprobs(params: SamplingFields) -> bool:
 
 
 def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
-    """Convert an embedding to a `Completion`, normalized unless use_activation is false."""
+    """Convert an embedding to a `Completion`, scaled to length 1 unless use_activation is false."""
     from prefect_raybatch.stages.vllm.stepper import Completion
 
     if answer.error is not None:
@@ -211,6 +212,6 @@ def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
 
 
 def _key(run: str, shard: int, position: int, body: dict[str, Any]) -> str:
-    """Return the idempotency key of a row's request, the same in each attempt at the run."""
+    """Return the idempotency key of a row's request; it is the same in each attempt at the run."""
     parts: Sequence[object] = (run, shard, position, body)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

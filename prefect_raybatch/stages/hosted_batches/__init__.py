@@ -1,1 +1,1 @@
-"""Sends shards to a hosted model's batch API: files, batches, their records, and the stage."""
+"""Sends shards to a hosted model's batch API: its calls, its files, our records, engine stage."""

@@ -1,4 +1,4 @@
-"""Calls of a server's batch API, each within the run's limits and retried while that is safe."""
+"""Calls a server's batch API within the run's rate limits; retries calls while that is safe."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import httpx
 
 COMPLETION_WINDOW = "24h"  # the only completion window that all servers know
-PAGE = 100  # batches of a listing
-MOST_PAGES = 20  # of the newest batches that are searched for a file
+PAGE = 100  # batches per page of the server's list
+MOST_PAGES = 20  # pages, newest batches first, that are searched for a file's batches
 FILES_PAGE = 10_000
 ENDED_STATUSES = ("completed", "failed", "expired", "cancelled")
 NO_BATCH_API = (404, 405, 501)
@@ -33,7 +33,7 @@ CLOSED_LOOK = 1.0  # seconds between looks whether the engine was closed during 
 
 
 class AnswerLost(Exception):
-    """The response to a call was lost, so the call may or may not have had its effect."""
+    """A call got no usable response, so it may or may not have had its effect."""
 
 
 class CallRefused(Exception):
@@ -48,8 +48,8 @@ class CallRefused(Exception):
 class Batch:
     """A batch as the server describes it.
 
-    `done` counts its completed and failed requests; `errors` are (code, message, line of the input
-    file, from 1, or None).
+    `done` counts its completed and failed requests; `errors` are (code, message, line number in the
+    input file from 1, or None if unknown).
     """
 
     id: str
@@ -109,11 +109,11 @@ class BatchApi(Protocol):
         ...
 
     def get(self, batch_id: str) -> Batch | None:
-        """Return the batch with this id, or None."""
+        """Return the batch with this id; None if the server does not have it."""
         ...
 
     def find(self, file_id: str) -> list[Batch]:
-        """Return the listed batches made from a file. The list may lag."""
+        """Return the batches made from a file that are in the server's list, which may lag."""
         ...
 
     def cancel(self, batch_id: str) -> None: ...
@@ -174,7 +174,7 @@ class BatchEngine(EndpointEngine):
         return found
 
     def cancel(self, batch_id: str) -> None:
-        # 400 and 409: it has ended meanwhile.
+        # 400 and 409: the batch has ended meanwhile.
         self._call(
             "POST", f"/batches/{_in_path(batch_id)}/cancel", _anything, accepted=(400, 404, 409)
         )
@@ -234,7 +234,7 @@ class BatchEngine(EndpointEngine):
         accepted: tuple[int, ...] = (),
         **given: Any,
     ) -> Returned | None:
-        """Send an HTTP request with retries; return what the function `read` makes of the response.
+        """Send an HTTP request with retries; return `read(response)`.
 
         `given` are arguments of httpx. None if the server refuses with a status in `accepted`;
         another refusal raises `EndpointRefused`.
@@ -266,7 +266,7 @@ class BatchEngine(EndpointEngine):
                 if self._loop.is_closed():
                     raise CancelledError from None
             except RuntimeError:
-                if self._closing:  # its threads have ended already
+                if self._closing:  # the engine's threads have ended already
                     raise CancelledError from None
                 raise
 
@@ -278,7 +278,7 @@ class BatchEngine(EndpointEngine):
         repeat: bool = True,
         **given: Any,
     ) -> Returned:
-        """Send an HTTP request with retries; return what the function `read` makes of the response.
+        """Send an HTTP request with retries; return `read(response)`.
 
         `given` are arguments of httpx. With `repeat`, the request is sent again after any transient
         failure. Without it, `AnswerLost` is raised if the request failed but may have had its
@@ -288,7 +288,7 @@ class BatchEngine(EndpointEngine):
         while True:
             try:
                 return await self._once(method, path, read, **given)
-            except _Limited:  # nothing was done, and the limiter waits
+            except _Limited:  # the server did nothing, and the limiter delays the next try
                 continue
             except _Unsent as error:
                 problem = str(error)
@@ -303,7 +303,7 @@ class BatchEngine(EndpointEngine):
     async def _once(
         self, method: str, path: str, read: Callable[[httpx.Response], Returned], **given: Any
     ) -> Returned:
-        """Send an HTTP request once, as soon as the limits allow it; return `read` of the response.
+        """Send an HTTP request once, as soon as the limits allow it; return `read(response)`.
 
         `given` are arguments of httpx. Raises `_Limited`, `_Unsent`, `AnswerLost` and
         `CallRefused`.
@@ -343,14 +343,15 @@ class BatchEngine(EndpointEngine):
 def ask_for_model(spec: EndpointSpec) -> None:
     """Check that the server has the model, and the batch API if the job uses it.
 
-    Raises as `EndpointEngine` does, and `ConfigError` if the variable of the key is not set.
+    Raises what `EndpointEngine` raises, and `ConfigError` if the environment variable with the API
+    key is not set.
     """
     engine = BatchEngine if spec.batch else EndpointEngine
     engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()
 
 
 class _Limited(Exception):
-    """The server answered 429: nothing was done, and the limiter delays the next try."""
+    """The server answered 429: it did nothing, and the limiter delays the next try."""
 
 
 class _Unsent(Exception):

@@ -1,4 +1,4 @@
-"""Lines of a batch's files: writes requests to input files, reads output and error files."""
+"""Writes requests as lines of a batch's input files, and parses its output and error files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from prefect_raybatch.stages.endpoint.client import (
     remedy_of,
 )
 
-MOST_REQUESTS, MOST_FILE_BYTES = 50_000, 200_000_000  # of a batch's input file
-# Codes of lines that were not worked on.
+MOST_REQUESTS, MOST_FILE_BYTES = 50_000, 200_000_000  # limits of a batch's input file
+# Error codes of requests that the server did not try.
 UNTRIED = ("batch_expired", "batch_cancelled")
 QUEUE_FULL = "token_limit_exceeded"
-# Codes of a batch or a line that ends the run, as the same answer to a single request does.
+# Error codes of a batch or a request that end the run, and what to do.
 REFUSING = {
     "insufficient_quota": "the account's quota is used up; raise it",
     "billing_hard_limit_reached": "the account's spending limit is reached; raise it",
@@ -33,8 +33,8 @@ REFUSING = {
 class BatchAnswers:
     """The contents of an ended batch's output and error files, by request key.
 
-    `by_key` has the answers, permanent errors included. `passing` has, for each request that failed
-    but may be sent again, the reason. `refusal` says why the run must end, "" if it need not.
+    `by_key` has the answers, permanent errors included. `passing` has the reason for each request
+    that failed but may be sent again. `refusal` says why the run must end, "" if it need not.
     """
 
     by_key: dict[str, HostedAnswer] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class BatchAnswers:
 
 
 def batch_url(path: EndpointPath) -> str:
-    """Return the API path as batches and their files name it: with /v1/, whatever the base URL."""
+    """Return an API path as batches and their files name it: with /v1/, whatever the base URL."""
     return f"/v1/{path}"
 
 
 def request_line(request: HostedRequest, path: EndpointPath) -> bytes:
-    """Return a request's line in an input file."""
+    """Return a request's line for a batch's input file, with the newline."""
     url = batch_url(path)
     line = {"custom_id": request.key, "method": "POST", "url": url, "body": request.body}
     return json.dumps(line).encode() + b"\n"
@@ -57,7 +57,7 @@ def request_line(request: HostedRequest, path: EndpointPath) -> bytes:
 def split_requests(
     requests: Iterable[HostedRequest], path: EndpointPath
 ) -> Iterator[tuple[list[HostedRequest], bytes]]:
-    """Yield (requests, content) of each input file, within the API's limits.
+    """Distribute requests over input files within the API's limits; yield (requests, content).
 
     A request that is too large for any file is yielded alone, with b"" as the content.
     """
@@ -80,9 +80,9 @@ def split_requests(
 
 
 def read_lines(files: Iterable[bytes], keys: Sequence[str], path: EndpointPath) -> BatchAnswers:
-    """Parse the output and error files of a batch whose requests have these keys.
+    """Parse the output and error `files` of a batch whose requests have these keys.
 
-    A line that cannot be read leaves its request without an answer.
+    A request whose line cannot be read gets no answer.
     """
     found, asked = BatchAnswers(), set(keys)
     for data in files:
@@ -124,7 +124,7 @@ def _read_line(text: bytes, asked: set[str], path: EndpointPath, found: BatchAns
 
 
 def error_parts(error: Any) -> tuple[str, str]:
-    """Return the code and the message of an error, short and on one line."""
+    """Return the (code, message) of an error in the API's JSON; the message is cut to one line."""
     if isinstance(error, dict) and isinstance(error.get("error"), dict):
         error = error["error"]
     if not isinstance(error, dict):

@@ -1,8 +1,8 @@
 """Records of a run's batches, so that a later attempt finds the requests already sent.
 
-A slot is one input file of a shard and the batch made from it. Its records are written in this
-order, each at most once: `file.json` after the upload, `batch.json` after the batch was created,
-`answers.jsonl` after its end. A record that cannot be read counts as missing.
+A slot stands for one input file of a shard and the batch made from it. Its records are written in
+this order, each at most once: `file.json` after the upload, `batch.json` after the batch was
+created, `answers.jsonl` after it ended. A record that cannot be read counts as missing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NAME = re.compile(rf"{BATCHES}/(\d{{8,10}})/(\d{{4,6}})\.(file|batch|answers)\.
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """The outcome of an ended batch: answers by request key, and why other requests have none.
+    """The outcome of an ended batch: `answers` by request key, and `why` other requests have none.
 
-    `counts` is False if the server did not try the requests without an answer: the batch then does
-    not count as one of a row's tries.
+    `counts` is False if the server did not try the requests that have no answer. The batch then
+    does not count as one of their tries.
     """
 
     answers: Mapping[str, HostedAnswer]
@@ -65,7 +65,7 @@ def slot_path(shard: int, number: int, kind: str) -> str:
 
 
 def put_slot(store: Store, slot: Slot) -> bool:
-    """Record an uploaded file unless the slot is taken; return whether this record was written."""
+    """Record a slot's uploaded file unless the slot number is taken; return whether it was free."""
     value = {"file_id": slot.file_id, "keys": list(slot.keys)}
     return _put_record(store, slot.path("file.json"), json.dumps(value))
 
@@ -73,8 +73,8 @@ def put_slot(store: Store, slot: Slot) -> bool:
 def put_batch(store: Store, slot: Slot, batch_id: str, created_again: bool) -> None:
     """Record the batch made from a slot's input file, unless one is recorded already.
 
-    Then set the slot's `batch_id` and `created_again` from the record, which may be another
-    driver's; from the arguments if the record is damaged.
+    Then set the slot's `batch_id` and `created_again` from the record, which another driver may
+    have written. If the record is damaged, set them from the arguments.
     """
     value = {"batch_id": batch_id, "created_again": created_again}
     _put_record(store, slot.path("batch.json"), json.dumps(value))
@@ -93,7 +93,7 @@ def read_batch(store: Store, slot: Slot) -> bool:
 
 
 def put_outcome(store: Store, slot: Slot, outcome: BatchOutcome) -> bool:
-    """Record the outcome of a slot's batch; return False if another driver recorded another."""
+    """Record the outcome of a slot's batch; return False if a different one is recorded already."""
     lines: list[dict[str, Any]] = [{"why": outcome.why, "counts": outcome.counts}]
     for key, answer in outcome.answers.items():
         lines.append({"key": key, **answer.to_json()})
@@ -124,8 +124,8 @@ def read_outcome(store: Store, slot: Slot) -> BatchOutcome | None:
 def read_slots(store: Store, shard: int) -> tuple[list[Slot], int]:
     """Return (slots of a shard in order, with batches and outcomes; the next free slot number).
 
-    The number is above those of all slots, damaged ones included. So a driver whose `put_slot` with
-    it succeeds has seen all earlier slots.
+    The next number is above all recorded ones, also those of damaged slots. So a driver that
+    succeeds with `put_slot` under this number has seen all earlier slots.
     """
     infos = list(store.list(f"{BATCHES}/{shard:08d}"))
     matches = (_NAME.match(info.path) for info in infos)
@@ -180,7 +180,7 @@ def was_cancelled(store: Store, attempt: str = "") -> bool:
 def _put_record(store: Store, path: str, text: str) -> bool:
     """Write a record unless it exists; return whether the stored record has this text.
 
-    Raises `BadUpload` if the store keeps other bytes than it was sent.
+    Raises `BadUpload` if the store then holds other bytes than it was sent.
     """
     data = text.encode()
     if not store.put_if_absent(path, data):

@@ -1,7 +1,7 @@
-"""The batches of one shard, from its requests to their answers, over any number of crashes.
+"""Sends the requests of one shard in batches, and gets their answers despite any crashes.
 
-Each step is recorded before the next one that depends on it. Only the call that creates a batch
-can be charged twice. So after a crash, or if its response was lost, the batch is looked up in the
+Each step is recorded before the next one that depends on it. Only the creation of a batch can be
+charged twice. So after a crash, or if the response to it was lost, the batch is looked up in the
 server's list by its input file before another is created.
 """
 
@@ -42,16 +42,17 @@ from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
-ROUNDS = 3  # batches in which a request may get no answer, before its row is quarantined
-FIRST_POLL, MOST_POLL, SLOWER_POLL = 1.0, 60.0, 1.5  # seconds between polls, and their growth
-# The list of batches may lag. Before a batch whose creation may have succeeded is created again,
-# the list is read so many times, with pauses of so many seconds.
+ROUNDS = 3  # batches without an answer to a request after which its row is quarantined
+FIRST_POLL, MOST_POLL, SLOWER_POLL = 1.0, 60.0, 1.5  # seconds between polls, growth factor
+# The server's list of batches may lag. Before a batch whose creation may have succeeded is created
+# again, the list is read LIST_LOOKS times, every LIST_LOOK_EVERY seconds.
 LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
-FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0  # while the server's queue is full
+# Number of tries, first and longest pause (seconds) while the server's queue is full.
+FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0
 
 
 class ShardBatches:
-    """Answers the requests of one shard by batches.
+    """Answers the requests of one shard by means of batches.
 
     `store` is rooted at the run directory; `attempt` is the name of this attempt; `name` is the
     prefix of the run's file names at the server; `path` is the API path of the requests.
@@ -70,7 +71,7 @@ class ShardBatches:
         self.attempt, self.name = attempt, name
         self._slots: list[Slot] = []
         self._done: Counter[int] = Counter()  # by slot
-        self._full = 0  # times in a row that the server's queue was full
+        self._full = 0  # consecutive times that the server's queue was full
 
     def answer(self, requests: Iterable[HostedRequest]) -> dict[str, HostedAnswer]:
         """Send the requests in batches, wait for them, and return {request key: answer}.
@@ -101,11 +102,11 @@ class ShardBatches:
                 for slot in self._open():
                     self._poll(slot)
         finally:
-            with suppress(Exception):  # the cluster is gone
+            with suppress(Exception):  # the limiter may be gone with the cluster
                 self.api.note_batches(self.shard, BatchCounts())
 
     def _adopt(self, asked: Mapping[str, HostedRequest]) -> tuple[bool, int]:
-        """Take over the slots recorded for any of these requests; find or create their batches.
+        """Take over recorded slots that have any of these requests; find or create their batches.
 
         `asked` has the shard's requests by key. Return (whether any slot was added, the next free
         slot number).
@@ -151,10 +152,10 @@ class ShardBatches:
     # --- sending ----------------------------------------------------------------------------
 
     def _send(self, pending: Sequence[HostedRequest], asked: Mapping[str, HostedRequest]) -> None:
-        """Upload the `pending` requests, record the files, and create their batches.
+        """Upload the `pending` requests as files, record the files, and create their batches.
 
         `asked` has all requests of the shard by key. If another driver has sent some of them
-        meanwhile, take over its slots and send no more.
+        meanwhile, take over its slots and send none.
         """
         self._check_cancelled()
         if self._full:
@@ -180,9 +181,9 @@ class ShardBatches:
             number += 1
 
     def _find_or_create(self, slot: Slot, looks: int) -> None:
-        """Give a slot its batch: the recorded one, one in the server's list, or a new one.
+        """Set a slot's batch: the recorded one, else one in the server's list, else a new one.
 
-        `looks`: times to read the list before a batch is created; 0 if no batch can exist yet.
+        `looks`: how often to read the list before a batch is created; 0 if no batch can exist yet.
         """
         again = looks > 0
         while True:
@@ -207,10 +208,10 @@ class ShardBatches:
             return
 
     def _refused(self, slot: Slot, error: CallRefused) -> None:
-        """End a slot whose batch was refused because its input file is gone.
+        """End a slot whose batch the server refused to create because the input file is gone.
 
-        Another driver may have removed the file, after the end of its batch. Raises
-        `EndpointRefused` if the server still has it.
+        Another driver may have deleted the file when its batch had ended. Raises `EndpointRefused`
+        if the server still has the file.
         """
         if self.api.has_file(slot.file_id):
             raise EndpointRefused(f"engine.endpoint.batch: {error}")
@@ -286,7 +287,7 @@ class ShardBatches:
     def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
         """Add a batch's own errors to `answers`; return whether the server tried its requests.
 
-        They were not tried if the queue was full or the account refused.
+        It did not if its queue was full or if it refuses the account.
         """
         counts = True
         for code, message, line in batch.errors:
@@ -307,9 +308,10 @@ class ShardBatches:
         return counts
 
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
-        """Record the outcome of a slot's batch, bill its tokens, and delete `files` at the server.
+        """Record a slot's outcome, add its tokens to the run's usage, and delete `files` remotely.
 
-        If another driver recorded an outcome before, that one is kept and nothing is billed.
+        If another driver recorded a different outcome before, that one is kept and no tokens are
+        added.
         """
         if put_outcome(self.store, slot, outcome):
             slot.outcome = outcome
@@ -332,7 +334,7 @@ def _usefulness(batch: Batch) -> tuple[int, int]:
 
 
 def _best(found: Sequence[Batch]) -> Batch:
-    """Return the most useful of several batches made from one file."""
+    """Return the batch that is likeliest to give answers, of several made from one file."""
     return max(found, key=_usefulness)
 
 

@@ -1,4 +1,4 @@
-"""The engine stage of a run that uses a server's batch API, and the clean-up of its batches."""
+"""The engine stage of a run that uses a server's batch API, and the removal of its batches."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SWEEP_SECONDS = 60.0  # for the removal of files at the server
 
 
 class BatchStage(EndpointStage):
-    """The engine stage of a run with `engine.endpoint.batch`; a block waits for its batches."""
+    """The engine stage of a run with `engine.endpoint.batch`: sends each block in batches."""
 
     engine_class: ClassVar[type[EndpointEngine]] = BatchEngine
 
     def __call__(self, table: pa.Table) -> pa.Table:
         try:
             return super().__call__(table)
-        except StoreError as error:  # what was sent is recorded, so the next pass goes on with it
+        except StoreError as error:  # sent batches are recorded; the next pass waits for them
             return lost_block_like(table, Loss(type(error).__name__, str(error)))
 
     def _ask_server(
@@ -81,7 +81,7 @@ def files_name(store: Store) -> str:
 def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
     """Record that `attempt` was cancelled, then cancel all open batches of the run.
 
-    The record comes first, so that engines that still work create no batch after it. Errors are
+    The record is written first, so that engines that still run create no further batch. Errors are
     only logged.
     """
     try:
@@ -116,7 +116,7 @@ def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
 
 
 def forget_batches(spec: EndpointSpec, store: Store) -> None:
-    """Delete a finished run's records of batches, and files that a crash left at the server."""
+    """Delete a finished run's batch records, and input files that a crash left at the server."""
     if next(iter(store.list(BATCHES)), None) is None:
         return
     try:

@@ -1,7 +1,7 @@
 """Decodes bytes to a plain RGB image, or raises `BadImage` with the reason.
 
-The header is checked before any pixel is decoded, and every pixel is decoded: a truncated file has
-a whole header, and Pillow's own `verify` accepts it.
+The header is checked before any pixel is decoded. All pixels are decoded, because a truncated file
+can have a complete header, and Pillow's own `verify` accepts it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # never EPS, which runs
 _NAMES = "JPEG, PNG, WebP, GIF, BMP or TIFF"
 _MAX_PIXELS = 50_000_000
 _MAX_BYTES = 20_000_000
-ORIENTATION = 0x0112  # of EXIF
+ORIENTATION = 0x0112  # EXIF tag
 _WHITE = (255, 255, 255)
-JPEG_QUALITY = 90  # of an image that is sent to a hosted model
-HEADER_CHARACTERS = 8192  # of a data URL's base64, which hold the header of a clean image
+JPEG_QUALITY = 90  # for images that are sent to a hosted model
+HEADER_CHARACTERS = 8192  # characters of base64 that hold the header of an image from `data_url`
 DEEP = ("I;16", "I;16L", "I;16B", "I;16N")  # 16 bits a pixel, grey
-_KNOWN = (  # what arrives in place of an image, by how it begins
+_KNOWN = (  # first bytes of data that arrives in place of an image, and what it is
     (b"%!PS", "an EPS or PostScript file"),
     (b"\xc5\xd0\xd3\xc6", "an EPS file"),
     (b"%PDF", "a PDF file"),
@@ -56,7 +56,7 @@ class Policy:
 
 
 def decode_image(data: bytes, policy: Policy) -> Image:
-    """Return the first frame, upright, in RGB on white, resized, without metadata.
+    """Return the image's first frame as RGB: upright, on white, resized, without metadata.
 
     Raises `BadImage` for damaged, too large or extremely narrow images.
     """
@@ -81,7 +81,7 @@ def data_url(data: bytes, policy: Policy) -> str:
 
 
 def size_in_url(url: object) -> tuple[int, int] | None:
-    """Return width and height of the image in a URL of `data_url`; None for another value."""
+    """Return width and height of the image in a data URL made by `data_url`; else None."""
     if not isinstance(url, str) or not url.startswith("data:image/"):
         return None
     _, _, text = url.partition(";base64,")
@@ -92,24 +92,25 @@ def size_in_url(url: object) -> tuple[int, int] | None:
 
 
 def check_image(data: bytes, policy: Policy) -> None:
-    """Raise `BadImage` for faults that show before any pixel is decoded."""
+    """Raise `BadImage` for faults that are found without decoding pixels: size and header."""
     check_size(len(data), policy)
     _opened(data, policy)
 
 
 def size_of(data: object) -> tuple[int, int] | None:
-    """Return width and height from the header; None if the bytes are no image."""
+    """Return an image's width and height from its header; None if `data` is not an image."""
     import PIL.Image
 
     if not isinstance(data, bytes):
         return None
     try:
         return PIL.Image.open(io.BytesIO(data), formats=FORMATS).size
-    except Exception:  # of many kinds; the row is told why when it is prepared
+    except Exception:  # any of many kinds; the prepare stage reports it
         return None
 
 
 def check_size(size: int, policy: Policy) -> None:
+    """Raise `BadImage` if an image file of `size` bytes is empty or too large."""
     if not size:
         raise BadImage("the image is empty: 0 bytes")
     if size > policy.max_bytes:
@@ -120,9 +121,9 @@ def check_size(size: int, policy: Policy) -> None:
 
 
 def looks_like(start: bytes) -> str | None:
-    """Return which kind of file, not an image, begins with `start`, e.g. "a PDF file".
+    """Return the kind of unsupported file that begins with `start`, such as "a PDF file".
 
-    None if it is unknown.
+    None for a supported image and for unknown data.
     """
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n")[:64]
     for magic, name in _KNOWN:
@@ -134,7 +135,7 @@ def looks_like(start: bytes) -> str | None:
 
 
 def _opened(data: bytes, policy: Policy) -> Image:
-    """Return the image with no pixel decoded; raise `BadImage` for a bad header or large size."""
+    """Return the image before its pixels are decoded; raise `BadImage` if invalid or too large."""
     import PIL.Image
 
     try:
@@ -224,7 +225,7 @@ def _sized(image: Image, policy: Policy) -> Image:
     import PIL.Image
 
     size = _target(image.size, policy.resize)
-    # A new one even at the same size: nothing of the file's metadata goes on.
+    # Always a new image, so that no metadata of the file is passed on.
     made = image if size == image.size else image.resize(size, PIL.Image.Resampling.BICUBIC)
     clean = PIL.Image.new("RGB", made.size)
     clean.paste(made)

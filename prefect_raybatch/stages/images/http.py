@@ -1,4 +1,4 @@
-"""Fetches an image over http(s), from an address that a row may name: see `storage.internet`."""
+"""Fetches images over http(s) from URLs in rows; `storage.internet` decides which are allowed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _HEADERS = {
 
 
 class ImageUnavailable(Exception):
-    """An image that could not be fetched for now; it may well exist."""
+    """An image could not be fetched because of a transient fault; a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Http:
     """Fetches images over http(s), within limits.
 
-    `seconds` bounds one try from the name lookup to the last byte; `allow_private` lets a row name
-    addresses of this network, and any port.
+    `seconds` limits one try, from the name lookup to the last byte; `allow_private` lets rows name
+    addresses of the private network, and any port.
     """
 
     max_bytes: int
@@ -91,12 +91,12 @@ class Http:
         asked = connection(parts, address, time_left(until, where), handles)
         timer = threading.Timer(time_left(until, where), cut_sockets, [handles])
         timer.daemon = True
-        timer.start()  # a server that sends a byte a second keeps within each time limit
+        timer.start()  # a server that sends a byte per second never exceeds the socket's timeout
         try:
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             asked.request("GET", path, headers=_HEADERS)
             found = self._answer(asked.getresponse(), where)
-            time_left(until, where)  # cut off, an answer without a length looks whole
+            time_left(until, where)  # a response without a length looks whole when it is cut off
             return found
         except (BadImage, ImageUnavailable, HostAway):
             raise

@@ -79,7 +79,7 @@ class ImagePlaces:
             return store.read(name, self.max_bytes)
         except FileNotFoundError:
             raise BadImage(f"{uri[:SHOWN]} does not exist") from None
-        except CorruptRun:  # by which a store says that a file is larger
+        except CorruptRun:  # how a store reports a file larger than the limit
             raise BadImage(_too_large(uri, self.max_bytes)) from None
         except (StoreUnavailable, CredentialsUnusable) as error:  # no row is to blame for these
             raise ImageUnavailable(str(error)) from None
@@ -96,14 +96,14 @@ class ImagePlaces:
         root = os.path.realpath(self.media_root.removeprefix("file://"))
         if ".." in plain.split("/"):
             raise BadImage(f"{path[:SHOWN]} contains '..', which is not allowed")
-        real = os.path.realpath(os.path.join(root, plain))  # with every link followed
+        real = os.path.realpath(os.path.join(root, plain))  # follows every symbolic link
         if real != root and not real.startswith(root.rstrip("/") + "/"):
             raise BadImage(f"{path[:SHOWN]} is outside of source.media_root")
         return _read(real, path, self.max_bytes)
 
 
 def _read(real: str, path: str, most: int) -> bytes:
-    # Neither waits for a pipe to be written to, nor follows a link put there since.
+    # Does not wait for the writer of a pipe, nor follow a link that replaced the file meanwhile.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(real, flags), "rb") as file:
@@ -111,7 +111,7 @@ def _read(real: str, path: str, most: int) -> bytes:
                 raise BadImage(f"{path[:SHOWN]} is not a file")
             data = file.read(most + 1)
     except OSError as error:
-        if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):  # a network's file system
+        if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):  # a network file system
             raise ImageUnavailable(f"{path[:SHOWN]}: {error.strerror}") from None
         raise BadImage(f"{path[:SHOWN]} cannot be read: {error.strerror}") from None
     if len(data) > most:

@@ -26,7 +26,7 @@ from prefect_raybatch.stages.images.http import ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.stages.vllm.multimodal import RENDERING, RowFeatures, renderer
 
-TOO_MANY_AWAY = 0.2  # share of a block's rows: more mean that a server is down
+TOO_MANY_AWAY = 0.2  # share of a block's rows that may lack images; more mean a server is down
 
 ImagePart = dict[str, object]  # part of a message's content: its type and the image
 MOST_SENT = 50_000_000  # characters; OpenAI's limit on a request is 50 MB
@@ -72,9 +72,10 @@ class RowImages:
     def rendered(
         self, shown: Sequence[Messages | Failure], model: models.PinnedModel
     ) -> tuple[list[list[int] | Failure], list[RowFeatures | None]]:
-        """Return (each row's prompt tokens, features of each row's images as in `MM_TYPE` or None).
+        """Return (each row's prompt tokens or failure, each row's image features or None).
 
-        `shown` comes from `fetched`; the tokens have placeholders for the images.
+        `shown` comes from `fetched`. The tokens have placeholders for the images; the features are
+        as in `MM_TYPE`.
         """
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
         return made.rows(shown)
@@ -85,8 +86,8 @@ class RowImages:
         """Return the rows' messages with decoded images; images of columns come before the text.
 
         `conversations` are the rows' messages without these images. A row whose images cannot be
-        used gets a `Failure`. Raises `TooManyAway` if the images of too many rows could not be
-        fetched for now.
+        used gets a `Failure`. Raises `TooManyAway` if too many rows have images that are
+        temporarily unavailable.
         """
         return self.fetched(table, conversations)[0]
 
@@ -98,7 +99,7 @@ class RowImages:
     ) -> tuple[list[Messages | Failure], list[Digests]]:
         """Return what `put` returns, and the digests of each row's images (if `self.digests`).
 
-        Raises `TooManyAway` if images could not be fetched for now for more than the share
+        Raises `TooManyAway` if images are temporarily unavailable for more than the share
         `too_many` of the rows.
         """
         rows = rows_of(table, list(self.images.columns))
@@ -144,7 +145,7 @@ class RowImages:
         return shown
 
     def _of(self, name: str, value: object) -> list[tuple[str, object]]:
-        """Return (place for errors, image) of each image in a value of column `name`.
+        """Return (name for error messages, image) of each image in a value of column `name`.
 
         Raises `BadImage` for a null, which is skipped instead if `self.empty`.
         """
@@ -214,12 +215,12 @@ def row_images(
 
 
 def is_image(part: object) -> TypeGuard[ImagePart]:
-    """Return whether a part of a message's content is an image, in any of the usual forms."""
+    """Return whether a part of a message's content has the type image or image_url."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def image_reference(part: ImagePart) -> object:
-    """Return what an image part holds: bytes, {bytes, path}, a path or a URL.
+    """Return the image in a part of a message: bytes, {bytes, path}, a path or a URL.
 
     Raises `BadImage` if the part has no image.
     """
