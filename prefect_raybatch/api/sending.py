@@ -139,18 +139,30 @@ def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
 def environment(job: BatchJob, api: str) -> dict[str, str]:
     """Return the environment variables of the Ray job, without secrets.
 
-    `api` is the URL of Prefect's API. Raises `ConfigError` if the job names credentials blocks and
+    `api` is the URL of Prefect's API. Raises `ConfigError` if the cluster must load a block and
     `api` is empty or contains a password.
     """
-    block = job.output.credentials_block
-    output = {"options": job.output.options, "credentials_block": block}
+    output = {
+        "options": job.output.options,
+        "credentials_block": job.output.credentials_block,
+    }
     env = {OUTPUT_ENV: json.dumps(output)}
-    if block or job.source.credentials_block:
+    if field := field_of_block(job):
         if not api or "@" in api.split("/api", 1)[0]:
             raise ConfigError(
-                "credentials_block with cluster.job_server: the cluster loads the block, so set "
+                f"{field} with cluster.job_server: the cluster loads the block, so set "
                 "PREFECT_API_URL to an API that it can reach, without a password in the URL. Set "
                 "PREFECT_API_KEY in the nodes' environment"
             )
         env["PREFECT_API_URL"] = api
     return env
+
+
+def field_of_block(job: BatchJob) -> str:
+    """Return a field with a Prefect block that the Ray job must load for its work; "" if none."""
+    blocks = {
+        "source.credentials_block": job.source.credentials_block,
+        "output.credentials_block": job.output.credentials_block,
+        "engine.endpoint.block": job.engine.endpoint.block,
+    }
+    return next((field for field, block in blocks.items() if block), "")

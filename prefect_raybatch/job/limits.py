@@ -146,7 +146,8 @@ class Limits(Group):
             most = int(value)
             if name == "max_failed_fraction":
                 share = _share(value, rows)
-                most = round(rows * value) if value in (0, 1) else min(max(1, share), rows - 1)
+                at_most = max(0, rows - 1)
+                most = round(rows * value) if value in (0, 1) else min(max(1, share), at_most)
             allowed.append(most)
         return min(allowed)
 

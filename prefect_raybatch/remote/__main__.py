@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from prefect_raybatch.api import infer_run
-from prefect_raybatch.api.sending import OUTPUT_ENV
+from prefect_raybatch.api.sending import OUTPUT_ENV, field_of_block
 from prefect_raybatch.api.submission import job_of_output, recorded_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
@@ -72,7 +72,7 @@ def _work(uri: str, number: int) -> int:
     # This process runs on the cluster: Ray has set its address in the environment.
     here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
     job = edited(job, here, f"job {number}")
-    if job.source.credentials_block or job.output.credentials_block:
+    if field_of_block(job):
         from prefect_raybatch.flow.tasks import with_blocks
 
         job = with_blocks(job)

@@ -39,6 +39,7 @@ from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.report.records import RunReport, read_report
 from prefect_raybatch.report.tally import Tally
+from prefect_raybatch.runs.drivers import most_gpus, read_attempts
 from prefect_raybatch.runs.listing import COMPLETED, RunLine, line_of, recency_key
 from prefect_raybatch.runs.run import run_keys
 from prefect_raybatch.sizing.sizes import Capacity, Sizing
@@ -206,18 +207,6 @@ def trial_fields(error: str, deaths: int) -> dict[str, object]:
     return {"trial": {"error": error, "deaths": deaths}}
 
 
-def attempt_notes(ledger: Ledger) -> list[JsonObject]:
-    """Return the records of all attempts at a run; {} for one that cannot be read."""
-    return [_attempt_note(ledger, name) for name in ledger.attempts()]
-
-
-def _attempt_note(ledger: Ledger, name: str) -> JsonObject:
-    try:
-        return ledger.read_attempt(name)
-    except (CorruptRun, FileNotFoundError):
-        return {}
-
-
 def _trial_error(notes: Sequence[JsonObject]) -> str:
     """Return from attempt records why the trial of another arrangement failed; "" if it worked."""
     if not any("trial" in note for note in notes):
@@ -247,10 +236,10 @@ def measured_arrangement(
     except CorruptRun as error:
         log.warning("nothing can be learned from this run: %s", error)
         return None
-    notes = [] if note is None else attempt_notes(ledger)
+    notes = [] if note is None else read_attempts(ledger)
     if note is None or not any(_arranged(one) for one in notes):
         return None
-    gpus = max((count for n in notes if isinstance(count := n.get("gpus"), int)), default=0)
+    gpus = most_gpus(notes)
     why = "" if note.challenger is None else _trial_error(notes)
     deaths = sum(_trial(n)[1] for n in notes)
     parts, has_trial = _shards_of(tally), note.challenger is not None and not why

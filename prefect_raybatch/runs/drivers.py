@@ -28,12 +28,14 @@ def read_attempts(ledger: Ledger) -> list[JsonObject]:
     for name in ledger.attempts():
         try:
             found.append({"attempt": name, **ledger.read_attempt(name)})
-        except (
-            CorruptRun,
-            FileNotFoundError,
-        ) as fault:  # the others are still shown
+        except (CorruptRun, FileNotFoundError) as fault:  # the others are still shown
             log.warning("the record of attempt %s is unreadable and not shown: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
+
+
+def most_gpus(attempts: Sequence[JsonObject]) -> int:
+    """Return the most GPUs that one of the `attempts` had, by their records; 0 if unknown."""
+    return max((n for one in attempts if isinstance(n := one.get("gpus"), int)), default=0)
 
 
 def unended_beats(store: Store, attempts: Sequence[JsonObject]) -> list[JsonObject]:

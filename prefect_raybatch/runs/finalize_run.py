@@ -38,6 +38,7 @@ from prefect_raybatch.runs.arrangement import measured_arrangement
 from prefect_raybatch.runs.cascade import with_shares, with_tokens_of
 from prefect_raybatch.runs.classifier_note import classifier_note
 from prefect_raybatch.runs.costs import with_cost
+from prefect_raybatch.runs.drivers import most_gpus, read_attempts
 from prefect_raybatch.runs.precision import precision_of
 from prefect_raybatch.runs.rejected_answers import rejected_answers
 from prefect_raybatch.runs.starts import attempts_seconds, engine_deaths, read_starts
@@ -242,9 +243,8 @@ def _with_reuse(
 
 def _seconds_an_answer(ledger: Ledger, phase_report: RunReport) -> float:
     """Return the GPU-seconds per answer of a requests phase, from its ledger and report."""
-    notes = [ledger.read_attempt(name) for name in ledger.attempts()]
-    gpus = max((note.get("gpus") or 0 for note in notes), default=0)
-    return round(phase_report.seconds * max(gpus, phase_report.engines, 1) / phase_report.good, 6)
+    gpus = max(most_gpus(read_attempts(ledger)), phase_report.engines, 1)
+    return round(phase_report.seconds * gpus / phase_report.good, 6)
 
 
 def _with_engine_figures(report: RunReport, phase_report: RunReport) -> RunReport:

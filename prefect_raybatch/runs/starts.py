@@ -15,6 +15,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.report.records import StartTimes
 from prefect_raybatch.report.tally import covered
+from prefect_raybatch.runs.drivers import read_attempts
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 
 log = logging.getLogger(__name__)
@@ -83,13 +84,11 @@ def engine_deaths(ledger: Ledger) -> int:
 
 
 def _notes(ledger: Ledger) -> list[JsonObject]:
-    notes: list[JsonObject] = []
     try:
-        for name in ledger.attempts():
-            notes.append({**ledger.read_attempt(name), "attempt": name})
+        return read_attempts(ledger)
     except (RayBatchError, FileNotFoundError) as error:  # they only inform people, so no run fails
         log.info("the records of attempts cannot be read: %s", error)
-    return notes
+        return []
 
 
 def _instant(text: object) -> float | None:

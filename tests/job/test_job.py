@@ -322,6 +322,8 @@ def test_the_known_fields_are_those_of_the_installed_vllm():
         ({}, 1_000_000, 10_000),
         ({"max_failed_fraction": 0.0}, 1_000, 0),
         ({"max_failed_fraction": 0.001}, 20, 1),
+        ({"max_failed_fraction": 0.01}, 1, 0),
+        ({"max_failed_fraction": 0.01}, 0, 0),
         ({"max_failed_fraction": 0.01}, 199, 1),
         ({"max_failed_fraction": 0.29}, 100, 29),
         ({"max_failed_fraction": 0.07}, 100, 7),

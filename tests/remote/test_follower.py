@@ -48,6 +48,7 @@ from prefect_raybatch.errors import (
     StoreUnavailable,
 )
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import with_endpoint_fields
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.layout import JOBS, heartbeat_path, job_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -839,11 +840,36 @@ def test_keys_of_blocks_reach_neither_record_nor_server(
     assert world.records.read(1).job["engine"]["env"] == {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def test_blocks_need_an_api_that_the_cluster_can_reach() -> None:
-    job = make_job(output={"uri": "o", "credentials_block": "a/b"}, cluster={"job_server": URL})
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"output": {"uri": "o", "credentials_block": "a/b"}}, "output.credentials_block"),
+        ({"engine": {"endpoint": {"block": "hosted-model/a"}}}, "engine.endpoint.block"),
+    ],
+)
+def test_blocks_need_an_api_that_the_cluster_can_reach(fields: dict[str, Any], named: str) -> None:
+    job = make_job(**fields, cluster={"job_server": URL})
     for url in ("", "http://me:pw@prefect/api"):
-        with pytest.raises(ConfigError, match="PREFECT_API_URL"):
+        with pytest.raises(ConfigError, match="PREFECT_API_URL") as caught:
             environment(job, url)
+        assert str(caught.value).startswith(named)
+    assert environment(job, "http://prefect/api")["PREFECT_API_URL"] == "http://prefect/api"
+
+
+def test_a_job_on_the_cluster_loads_the_block_of_its_hosted_model(
+    world: World, at_work: list[BatchJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recorded_job(record: Any, plan: Any) -> BatchJob:
+        return make_job(engine={"endpoint": {"block": "hosted-model/a"}})
+
+    def with_blocks(job: BatchJob) -> BatchJob:
+        return with_endpoint_fields(job, {"url": "http://model/v1", "model": "m"})
+
+    monkeypatch.setattr(remote, "recorded_job", recorded_job)
+    monkeypatch.setattr("prefect_raybatch.flow.tasks.with_blocks", with_blocks)
+    world.records.add(1, sendable(world.job()), URL, None)
+    assert remote.work(world.run.uri, 1) == 0
+    assert at_work[0].engine.endpoint.url == "http://model/v1"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from pathlib import Path
 from helpers.nights import Nights
 from helpers.small import small_run
 
-from prefect_raybatch.api import finalize_run
+from prefect_raybatch.api import finalize_run, plan_run
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Heartbeat
 from prefect_raybatch.job.edits import edited
-from prefect_raybatch.ledger.layout import heartbeat_path
+from prefect_raybatch.ledger.increments import requests_ledger
+from prefect_raybatch.ledger.layout import attempt_path, heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.runs.run import Run
@@ -41,6 +42,7 @@ def test_the_time_of_attempts_is_from_their_begin_to_their_last_heartbeat(tmp_pa
     assert attempts_seconds(run.ledger, run.plan) == 100.0
     run.ledger.note_attempt("odd", {"started": "yesterday"})
     run.store.put(heartbeat_path("odd"), b"{")
+    run.store.put(attempt_path("damaged"), b"{")  # listed before the others
     assert attempts_seconds(run.ledger, run.plan) == 100.0
 
 
@@ -66,3 +68,15 @@ def test_a_report_counts_the_engine_deaths_of_all_attempts(tmp_path: Path) -> No
     job = edited(run.job, {"output.uri": str(tmp_path.parent)}, "test")
     found = Run(run.store.uri, run.plan.run_key, run.plan.hash, run.plan.rows, 4, False)
     assert finalize_run(job, found, Progress(20, 4, process_deaths=1)).engine_deaths == 3
+
+
+def test_a_damaged_record_of_an_attempt_fails_no_run_that_reuses_answers(tmp_path: Path) -> None:
+    nights = Nights(tmp_path)
+    nights.write("a", "b", "c")
+    job = nights.job()
+    run = plan_run(job, "monday")
+    progress = nights.infer(job, run)
+    requests = requests_ledger(open_store(run.uri))
+    requests.store.put(attempt_path("f" * 32), b"{")
+    report = finalize_run(job, run, progress)
+    assert (report.state, report.good) == ("completed", 3)

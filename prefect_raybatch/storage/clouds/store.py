@@ -163,7 +163,7 @@ class CloudStore(BucketStore):
                     max_concurrency=bucket.PARALLEL_PARTS,
                 )
 
-        together = bucket.PARALLEL_PARTS * bucket.PART_BYTES
+        together = bucket.PARALLEL_PARTS * part_size(size)
         self._call("write", path, send, extra_seconds=together // bucket.SLOWEST)
 
     def delete(self, paths: Iterable[str]) -> None:
