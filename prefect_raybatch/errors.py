@@ -129,7 +129,7 @@ class PrefectUnavailable(RayBatchError):
 
 
 class EngineStartError(RayBatchError):
-    """The engine did not start (a bad model or argument), or died on every request."""
+    """The engine did not start (a bad model or argument), or died on its health check."""
 
     remedy = "Change what the engine rejects. Ray's logs on the node have the full traceback."
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prefect_raybatch import nvml
@@ -38,6 +39,7 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 KNOCK = 2.0  # seconds a node has to accept a connection
+CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own
 
 Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 
@@ -224,10 +226,23 @@ def end_by_sigterm() -> None:
 
 
 def usable_cpus() -> int:
-    """Return the number of logical CPUs that this process may use, by its CPU affinity."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many logical CPUs this process may use, by CPU affinity and container quota."""
+    affine = hasattr(os, "sched_getaffinity")
+    cpus = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
+    return max(1, int(min(cpus, _quota(CGROUP))))
+
+
+def _quota(cgroup: Path) -> float:
+    """Return the CPUs of the container's quota (cgroup v2 or v1); infinity without one."""
+    with suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota, period = (
+            (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+        )
+        return math.inf if int(quota) < 0 else int(quota) / int(period)
+    return math.inf
 
 
 def local_cpus(cluster: ClusterSpec) -> int:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from prefect_raybatch.job.yaml_text import YamlText
 
 MAX_JOB_BYTES = 4 << 20
-MAX_VALUES = 100_000  # in a job file; a few aliases of aliases can stand for billions
 
 
 def read_job_file(path: str | Path) -> YamlText:
@@ -42,11 +41,6 @@ def read_job_file(path: str | Path) -> YamlText:
         raise ConfigError("\n".join(f"{path}: {x}" for x in str(error).splitlines())) from None
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply; name a job file") from None
-    if not _fits(found.value):
-        raise ConfigError(
-            f"{path}: contains over {MAX_VALUES:,} values (aliases count each time); make it "
-            "smaller"
-        )
     if not isinstance(found.value, dict):
         glued = isinstance(found.value, str) and ":" in found.value
         space = ", and a space behind each colon" if glued else ""
@@ -93,16 +87,3 @@ def with_fields(value: Mapping[str, Any], changes: Mapping[str, object]) -> dict
                 raise ConfigError(f"{field}: {group} is not a group of fields; correct the name")
         at[last] = new
     return made
-
-
-def _fits(value: object) -> bool:
-    """Return whether `value` has at most MAX_VALUES values, counting nested ones and aliases."""
-    waiting, seen = [value], 0
-    while waiting and seen <= MAX_VALUES:
-        seen += 1
-        inner = waiting.pop()
-        if isinstance(inner, dict):
-            waiting += inner.values()
-        elif isinstance(inner, list):
-            waiting += inner
-    return seen <= MAX_VALUES

@@ -110,11 +110,11 @@ class PartialResult(StrictRecord):
     row_number: str = "_row"
 
     def of(self, kind: str) -> list[Part]:
-        """Return the files of `kind` (data or quarantine), sorted by path."""
+        """Return the files of `kind` (data or quarantine), sorted by number."""
         inside = partial_path(self.name, f"{DATA_FOLDER}/")
         return sorted(
             (part for part in self.parts if part.path.startswith(f"{inside}/") == (kind == "data")),
-            key=lambda part: part.path,
+            key=lambda part: part.order,
         )
 
     @property

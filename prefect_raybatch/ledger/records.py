@@ -437,6 +437,11 @@ class Part(StrictRecord):
     sums: str | None = None
     etag: str | None = None
 
+    @property
+    def order(self) -> tuple[int, str]:
+        """Key that sorts the files of a kind by number, which has more digits from 100,000 on."""
+        return len(self.path), self.path
+
 
 def _shallow(record: Receipt | Commit) -> dict[str, Any]:
     """Return a record's fields as values for JSON, except positions, which are encoded later.

@@ -117,14 +117,9 @@ class Success:
         return success
 
     def of(self, kind: str) -> list[Part]:
-        """Return the result files of `kind` (data or quarantine), sorted by path."""
-        return sorted(
-            (p for p in self.parts if (_folder_of(p) == DATA_FOLDER) == (kind == "data")), key=_path
-        )
-
-
-def _path(part: Part) -> str:
-    return part.path
+        """Return the result files of `kind` (data or quarantine), sorted by number."""
+        of_kind = (p for p in self.parts if (_folder_of(p) == DATA_FOLDER) == (kind == "data"))
+        return sorted(of_kind, key=lambda part: part.order)
 
 
 def _folder_of(part: Part) -> str:

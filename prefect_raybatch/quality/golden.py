@@ -299,7 +299,7 @@ def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):
             return list(_csv_rows(text))
-        return list(_json_rows(uri, text))
+        return list(_json_rows(text))
     except (pa.ArrowException, OSError, ValueError, csv.Error) as error:
         raise ConfigError(
             f"quality.golden: {uri} cannot be read as its ending says: {error}. Correct the file"
@@ -318,7 +318,7 @@ def _csv_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
         yield place, row
 
 
-def _json_rows(uri: str, text: str) -> Iterator[tuple[str, GoldenRow]]:
+def _json_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             row = json.loads(line)

@@ -76,8 +76,8 @@ class Verdict:
 def verify(store: Store) -> Verdict:
     """Check each row of a run, and everything that a later run depends on; return the findings.
 
-    Raises `NoSuchRun` without a plan, and `CorruptRun` only if the plan or `_SUCCESS` is malformed,
-    `_SUCCESS` is of another plan, or a commit is of a shard that the plan does not have.
+    Raises `NoSuchRun` without a plan, and `CorruptRun` only if the plan or `_SUCCESS` is malformed
+    or `_SUCCESS` is of another plan.
     """
     ledger = Ledger(store)
     plan = need_plan(ledger)
@@ -91,7 +91,11 @@ def verify(store: Store) -> Verdict:
         if not found.faults:
             _fault(found, str(error))
         return found  # without them rows cannot be identified
-    listing = ledger.listing(plan)
+    try:
+        listing = ledger.listing(plan)
+    except CorruptRun as error:
+        _fault(found, str(error))
+        return found
     found.committed_shards, found.strays = int(listing.done.sum()), listing.strays
     compact = success is not None and success.compact
     # Listed after the commits, because a piece is written before its commit.

@@ -120,7 +120,7 @@ def verify_chain(root: Store, key: str) -> ChainVerdict:
         if verdict.finished:
             link.retried = _member(family, member, taken, where, found)
     if not found.faults:
-        where.all_there(first.plan.rows)
+        where.all_there()
     return found
 
 
@@ -219,7 +219,7 @@ class _Where:
         self.names.append(name)
         self.file[numbers] = len(self.names) - 1
 
-    def all_there(self, rows: int) -> None:
+    def all_there(self) -> None:
         missing = np.flatnonzero(self.file == 0)
         if len(missing):
             self.found.fault(f"{name_rows(missing)} are in no run")

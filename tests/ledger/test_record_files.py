@@ -103,6 +103,16 @@ def test_a_success_of_40_000_parts_is_read_again(tmp_path):
     assert replace(found, parts_table=None) == success
 
 
+def test_files_are_in_the_order_of_their_numbers_which_may_have_six_digits(tmp_path):
+    run = small_run(tmp_path)
+    numbers = [0, 7, 99_999, 100_000, 100_001, 1_000_000]
+    parts = [Part(f"data/part-{n:05d}.parquet", 1, 9, "0" * 64) for n in numbers]
+    other = Part("quarantine/part-00000.parquet", 1, 9, "0" * 64)
+    mixed = (other, *sorted(parts, key=lambda part: part.path))
+    success = Success(7, 6, 1, 0, mixed, run.plan.hash, True, "_row", 1.0)
+    assert success.of("data") == parts and success.of("quarantine") == [other]
+
+
 # --- too large ----------------------------------------------------------------------------------
 
 

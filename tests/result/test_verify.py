@@ -258,6 +258,13 @@ def test_a_row_beyond_the_plan_is_named(run):
     assert name in fault and "row 20 is beyond the planned 20 rows" in fault
 
 
+def test_a_commit_beyond_the_plan_is_a_finding(run):
+    last = run.plan.shards
+    (run.root / commit_path(last)).write_bytes((run.root / commit_path(0)).read_bytes())
+    verdict = look(run)
+    assert not verdict.ok and f"{commit_path(last)} is beyond the last shard" in verdict.faults[0]
+
+
 def test_rows_out_of_order_are_told(run):
     edit(run, PARTS[0], lambda t: pa.concat_tables([t.slice(2), t.slice(0, 2)]), tell=True)
     (fault,) = look(run).faults
