@@ -90,9 +90,7 @@ class TrialEngine:
 
     def close(self) -> None:
         """End the engine, so that its GPU is free."""
-        inner = getattr(self.engine, "engine", None)
-        if inner is not None and hasattr(inner, "close"):
-            inner.close()
+        self.engine.close()
 
     def _prepared(self) -> list[pa.Table]:
         with ThreadPoolExecutor(READING) as pool:
