@@ -27,13 +27,25 @@ READERS_OF_RECORDS = (
     *("increments", "listing", "next_step", "partial", "precision", "repair", "retry"),
     "reuse_of_rows",
 )
+USERS_OF_THE_DRIVER = (
+    "attempts",
+    "attempts_seconds",
+    "code_version",
+    "drain",
+    "next_step",
+    "repair",
+)
 TESTS = {
     "ledger": [
-        *("tests/ledger", "tests/result", "tests/publish", "tests/flow/test_completion.py"),
+        *("tests/ledger", "tests/plan", "tests/result", "tests/publish"),
+        "tests/flow/test_completion.py",
         *(f"tests/runs/test_{name}.py" for name in READERS_OF_RECORDS),
     ],
     "storage": ["tests/storage", "tests/source"],
-    "driver": ["tests/driver", "tests/ledger"],
+    "driver": [
+        *("tests/driver", "tests/ledger", "tests/remote/test_follower.py"),
+        *(f"tests/runs/test_{name}.py" for name in USERS_OF_THE_DRIVER),
+    ],
     "publish": ["tests/publish"],
     "runs": ["tests/runs", "tests/plan", "tests/result"],
 }
