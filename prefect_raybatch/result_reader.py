@@ -61,11 +61,11 @@ class FinishedRows:
         return self._rows(options, quarantine).to_table()
 
     def to_pandas(self, options: Options = None, *, quarantine: bool = False) -> pandas.DataFrame:
-        """Return the answered rows as a pandas DataFrame, in memory."""
+        """Return the answered rows, or with `quarantine` the failed ones, as a pandas DataFrame."""
         return self.to_arrow(options, quarantine=quarantine).to_pandas()
 
     def to_polars(self, options: Options = None, *, quarantine: bool = False) -> polars.LazyFrame:
-        """Return the answered rows as a Polars LazyFrame; needs polars."""
+        """Return the answered rows, or with `quarantine` the failed ones, as a Polars LazyFrame."""
         try:
             import polars
         except ImportError:

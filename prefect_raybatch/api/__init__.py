@@ -327,9 +327,9 @@ def finalize_run(
     judge. Compares the share of checked rows on which a cascade's two models agree with the shares
     of earlier runs. `progress` is what `infer_run` returned. `written` is output.uri before
     {run_date} and {run_key} were filled in, by which earlier runs are found; by default the job's.
-    `sender` is needed if the judge runs on a cluster that receives jobs and the job names blocks
-    with credentials, or to observe the judge's run. Raises `IncompleteRun` while shards are
-    missing, `CorruptRun` if the coverage is wrong, and the errors of the judge's run.
+    `sender` says how the judge's job is sent to a Ray job server, and who observes its run; it is
+    needed if that job names blocks with credentials, or to observe the run. Raises `IncompleteRun`
+    while shards are missing, `CorruptRun` if the coverage is wrong, and the judge's run's errors.
     """
     report = _finalized(job, run, progress)
     report = with_agreement(report, job.output.options or None, written or job.output.uri)

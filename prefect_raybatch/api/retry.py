@@ -180,7 +180,11 @@ def planned_targets(
 
 
 def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the plan names targets or a cluster that `overrides` does not set."""
+    """Raise `ConfigError` if the parent's plan has targets or a cluster not set in `overrides`.
+
+    Others may write to a run directory, so its plan must not decide where rows and credentials are
+    sent: the caller has to confirm each of these job fields by setting it in `overrides`.
+    """
     lines = [
         f"  {field}: {hide_path(value)}"
         for field, value in operator_fields(parent.plan).items()

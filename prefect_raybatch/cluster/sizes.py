@@ -1,4 +1,7 @@
-"""Computes the sizes of a run from its cluster and its model."""
+"""Computes how many engines a run has, and how many shards each has in flight.
+
+They follow from the job's settings, the cluster's capacity and the memory that the model needs.
+"""
 
 from __future__ import annotations
 

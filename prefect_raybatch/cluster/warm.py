@@ -75,7 +75,10 @@ class HostAccess(Protocol):
         """Start and return a host for an engine of a `kind`; a run or `begin` starts the engine."""
 
     def begin(self, host: object, launch: EngineLaunch) -> object:
-        """Start the engine in a host before a run leases it; return a handle to pass to `begun`."""
+        """Start the engine in a host (a Ray actor) before a run leases it.
+
+        Returns a handle to pass to `begun`.
+        """
 
     def begun(self, starts: Sequence[object]) -> bool:
         """Return whether all these starts (handles of `begin`) have ended, even if by failing."""
@@ -90,7 +93,10 @@ class HostAccess(Protocol):
         """Return for each host whether its node is being drained."""
 
     def leftover_hosts(self) -> Sequence[tuple[WarmKind, object]]:
-        """Return (kind, host) of the engines that earlier commands left for this process."""
+        """Return (kind, actor) of each engine of an earlier command that still runs in the cluster.
+
+        Ends those that do not answer. Returns none if engines are not to outlast their command.
+        """
 
     def end(self, hosts: Sequence[object], kindly: bool) -> None:
         """End the hosts; with `kindly`, wait until each has closed its engine."""

@@ -175,8 +175,10 @@ def check_texts(
 ) -> int:
     """Return how many of these rows `distill` would test; call it before they are embedded.
 
-    Raises `ConfigError` if there are too few rows, or if those to learn from have fewer than two
-    labels. Rows without an answer are left out.
+    `agreement` is the share of texts that must keep the run's answer; `seed` decides which rows are
+    tested. Both are as in `distill`. Rows without an answer are left out, and of rows with equal
+    texts all but the first. Raises `ConfigError` if too few rows are left to test for `agreement`,
+    or if the rows to learn from have fewer than two different answers.
     """
     answered = np.flatnonzero(comparable_rows(answers)).tolist()
     learned, tested = halves([texts[at] for at in answered], seed)

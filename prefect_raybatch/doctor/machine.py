@@ -174,7 +174,11 @@ def _version(
 
 
 def check_gpus(context: CheckContext) -> Iterator[CheckResult]:
-    """Report the GPUs that the driver lists; without any, whether the CPU can run the engine."""
+    """Report the GPUs of this machine that NVIDIA's driver lists, with a warning for those in use.
+
+    Without GPUs, or for `engine.device: cpu`, report whether the CPU can run the engine. Missing
+    GPUs are a failure if the job needs them on this machine.
+    """
     job = context.keyed()
     engine = job.engine if job else None
     device = engine.device if engine else "auto"

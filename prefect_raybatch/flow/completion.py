@@ -53,8 +53,9 @@ class CompletionEvents:
     def send(self, name: str, version: str = "", **payload: object) -> None:
         """Send the event `name`, unless a confirmed send with this `version` is recorded.
 
-        An event that Prefect does not confirm is queued; it is sent again if the command is
-        repeated.
+        `version` is any text; with a new one the event is sent again. An event that Prefect does
+        not confirm is handed to Prefect's own queue and not recorded, so the same command sends it
+        again, with the same id.
         """
         if self.is_sent(name, version):
             return

@@ -23,7 +23,10 @@ def prefect_text(text: str) -> str:
 
 
 def prefect_text_in(value: Any) -> Any:
-    """Return the value with `prefect_text` applied to all its texts."""
+    """Return `value` with what Prefect cannot store or show escaped in all its strings.
+
+    `prefect_text` is applied to each string, also to those in lists, tuples and mappings.
+    """
     return change_texts(value, prefect_text)
 
 

@@ -68,7 +68,10 @@ def may_continue_answer(fields: Mapping[str, Any]) -> bool:
 
 
 def label_cap(labels: Sequence[str]) -> int:
-    """Return the number of tokens, in any tokenizer, after which only one label is possible."""
+    """Return a number of tokens after which an answer has ended or fits only one of the labels.
+
+    It is an upper bound that holds for every tokenizer; often fewer tokens are enough.
+    """
     texts = sorted({label.encode() for label in labels})
     return 1 + max((_shared(one, other) for one, other in pairwise(texts)), default=0)
 

@@ -32,7 +32,7 @@ DECILES = tuple(range(10, 100, 10))
 
 
 def arrangement_of(size: Sizing) -> Arrangement:
-    """Return how the engines of these sizes are arranged."""
+    """Return how many engines share a GPU in `size`, and the `max_num_seqs` of each engine."""
     return Arrangement(size.pool.engines_per_gpu, size.max_num_seqs)
 
 

@@ -26,7 +26,11 @@ class RowNumbers:
         self.rows, self.table = rows, table
 
     def of(self, positions: np.ndarray) -> np.ndarray:
-        """Return the int64 numbers of the rows at `positions` of the run's input."""
+        """Return the row numbers (int64) of the rows at `positions` of the run's input.
+
+        Without a table they are equal. In a run that retries failed rows, a row's number is its
+        place in the input of the root run.
+        """
         return positions if self.table is None else self.table[positions]
 
     def all(self) -> np.ndarray:

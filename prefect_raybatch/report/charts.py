@@ -1,4 +1,7 @@
-"""Computes the data of a run's plots from its summed commits, of bounded size for any run. Pure."""
+"""Computes the data of a run's plots from the totals and per-shard figures of its commits. Pure.
+
+The data has a bounded size, however many shards the run has.
+"""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ LABELS_SHOWN = 8  # most common labels in the table of answers
 
 @dataclass(frozen=True)
 class HistoryLine:
-    """A run of a job as the page shows it. Unknown values, e.g. of an incomplete run, are None.
+    """A run of a job, as the page of its recent runs shows it; unknown values are None.
 
     `run` is the run directory, "" for a run that Prefect scheduled and that never started. `began`
     is in seconds since 1970. `committed` is the share of its shards that are committed, `good` and
     `quarantined` are numbers of rows, `rate` is in rows/s. `seconds` is its working time, `elapsed`
     the time of all attempts with start-up and waits. `answers` is the `answer_counts` of the run,
-    `shifts` its differences from earlier completed runs. `compared`: it was compared with the
-    completed run before it; `is_first`: no earlier run counts answers.
+    `shifts` its differences from earlier completed runs. `compared`: its answers were compared
+    with those of the completed run before it; `is_first`: no such run counts answers.
 
     `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
     runs it again, once `first_step` is done ("": nothing to do). `undone` says which step of a
@@ -92,7 +92,10 @@ class HistoryLine:
 
     @property
     def distributions(self) -> dict[str, Mapping[str, float]]:
-        """Return {kind: {name: number}}: the kinds in `answers`, and answered and failed rows."""
+        """Return {kind: {name: number}}: `answers`, and the numbers of answered and failed rows.
+
+        The rows have the kind FAILED_ROWS and the names "answered" and "failed", 0 if unknown.
+        """
         failed = {"answered": float(self.good or 0), "failed": float(self.quarantined or 0)}
         return {**self.answers, FAILED_ROWS: failed}
 

@@ -77,7 +77,8 @@ def recorded_end(
     """Record an attempt of the job `name` when the block begins, and its end if the block raises.
 
     `phase` is PLANNING, INFERENCE or FINALIZING. With `begin=False`, the attempt is recorded only
-    if the block raises. A complete run gets no record of an end. Texts in `secrets` are masked.
+    if the block raises. If the block raises although the run is already complete, its end is not
+    recorded. Texts in `secrets` are masked.
     """
     attempt = _begun(run_key, name, phase, secrets)
     if begin:

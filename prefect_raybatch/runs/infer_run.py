@@ -370,7 +370,11 @@ class Attempt:
         self._arrange(joined)
 
     def _arrange(self, joined: JoinedCluster) -> None:
-        """Choose how many engines share a GPU, and their `max_num_seqs`, if that is learned."""
+        """Use the engines per GPU and the `max_num_seqs` that were learned from earlier runs.
+
+        Sets `arrangement`, to None if this run does not learn from earlier ones; then the sizes
+        stay as they are. The first attempt of a run decides, later ones use its decision.
+        """
         phase, spec = self.phase, self.spec
         learning = LearningSpec(spec.sizes, spec.engine, spec.output, phase.plan.job_name)
         parts = (phase.plan, phase.shards, phase.ledger)
@@ -533,10 +537,12 @@ class Attempt:
             cancel_batches(endpoint, self.phase.ledger.store, self.name)
 
     def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
-        """Return the sizes of this attempt, and the kind of running engines that it can reuse.
+        """Choose this attempt's sizes (engines, `max_num_seqs`, ...); return them and a kind.
 
-        The kind is None for a phase without engines. If running engines have nearly the best sizes,
-        their sizes are returned. Logs the sizes' warnings.
+        The kind is that of its engines: engines of an earlier run can be reused if theirs is equal.
+        It is None if the phase needs no engine, or if other runs cannot reuse its engines. If
+        engines of another kind are waiting whose sizes are nearly as good, returns their sizes and
+        kind. `engine` is the class of the engine stage. Logs the warnings about an engine's sizes.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.engine_reuse import closest_running

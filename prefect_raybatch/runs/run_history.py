@@ -130,8 +130,8 @@ def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
     """Return the newest `most` of the runs `found`, and earlier ones to compare them with.
 
-    The earlier ones go back to the MOST_RUNS-th complete run, because drift is computed from so
-    many.
+    `found` is newest first. The earlier ones end with the MOST_RUNS-th complete run before the
+    newest `most`, because drift is computed from so many; with fewer, all runs are returned.
     """
     completed = [number for number in range(most, len(found)) if found[number].state == COMPLETED]
     return found[: completed[MOST_RUNS - 1] + 1] if len(completed) >= MOST_RUNS else found

@@ -1,7 +1,8 @@
-"""Finds a job's earlier measured runs in their order, as a series of accuracies or agreements.
+"""Finds a job's earlier runs whose accuracy or agreement was measured, as a series.
 
-Each run counts once. A repaired run takes the place of the original. A run that is measured after
-later runs is added to the series of the next run that is measured.
+Each run counts once. A repaired run takes the place of the original. Each measured run records the
+series up to itself. If a run is measured only after runs that were planned later, their series lack
+it; the next run to be measured adds it at the end of its own.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def check_footer(metadata: pq.FileMetaData, file: File) -> None:
 def _all_are(metadata: pq.FileMetaData, field: pa.Field, value: str | None) -> bool:
     """Return whether statistics of all row groups prove that a column holds only `value`.
 
-    `value` is the text in the path, None for null.
+    `value` is the column's value in the file's path, as text, e.g. 2024 for year=2024; None: null.
     """
     kind = plain_type(field.type)
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):

@@ -272,8 +272,9 @@ class Finish:
 def quarantine(rows: pa.Table, failures: list[Failure], attempts: int = 1) -> pa.Table:
     """Return failed rows in the format of quarantine: position, reason, attempts and input row.
 
-    `rows` holds the position column and the input columns. The input columns become one struct
-    column, so that their names cannot collide with ours.
+    `rows` has the position column and the input columns of the failed rows only; `failures` has
+    their reasons, in the same order. `attempts` is the number of tries to record for each row. The
+    input columns become one struct column, so that their names cannot collide with ours.
     """
     names = input_columns(rows)
     arrays = [rows[name].combine_chunks() for name in names]

@@ -122,10 +122,11 @@ class LabelCutoff:
         return self._run(ask, requests, self._way == "first_token")
 
     def _run(self, ask: SendRequests, requests: Sequence[Request], once: bool) -> list[Completion]:
-        """Send requests with `ask`, and limit those for labels to `label_cap` tokens.
+        """Send requests with `ask`; return one answer for each, with its label complete.
 
-        With `once`, a request is limited to one token if its fields allow a second request for the
-        rest of the label (`may_continue_answer`). Returns answers with complete labels.
+        Requests for a label are first limited to `label_cap` tokens, or with `once` to one token if
+        their fields allow a second request for the rest of the label (`may_continue_answer`). Those
+        whose tokens do not decide a label are followed by further requests.
         """
         known: dict[int, Shortened | None] = {}
         for request in requests:

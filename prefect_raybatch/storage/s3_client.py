@@ -219,9 +219,10 @@ def request(operation: str, arguments: Mapping[str, Any], max_bytes: int | None)
 
 
 async def _read(body: Any, found: dict[str, Any], max_bytes: int | None) -> bytes | None:
-    """Return the body of the response `found`; None if it has more than `max_bytes`.
+    """Read and return a response's body; None if it has more than `max_bytes` (None: no limit).
 
-    Without a Content-Length, counts while reading, and sets `ContentLength` if it stops early.
+    `found` is the response. If it has no `ContentLength`, counts bytes while reading; when there
+    are too many, stops and sets `found["ContentLength"]` to the number of bytes read so far.
     """
     if max_bytes is None:
         return cast(bytes, await body.read())

@@ -1,4 +1,7 @@
-"""Opens a table source, and copies it to a snapshot or describes it for a plan beforehand."""
+"""Opens a source that is a table, such as Delta or SQL, and copies its rows to Parquet files.
+
+It can also estimate what the copy will hold, or read the first rows, without writing anything.
+"""
 
 from __future__ import annotations
 

@@ -342,7 +342,10 @@ def _compare(condition: Compare, value: Any) -> Any:
 
 
 def _value(value: Literal, field: pa.Field) -> Any:
-    """Return a literal as pyiceberg takes it; None if pyiceberg might compare it differently."""
+    """Convert a filter's literal to the Python value to give pyiceberg for the column `field`.
+
+    Returns None if pyiceberg might select other rows with it than the package's own filter does.
+    """
     types, kind = pa.types, field.type
     plain = (
         types.is_integer(kind) and isinstance(value, int),

@@ -92,7 +92,10 @@ class StartMarks:
                 self._marks, self._file = self.read(), None
 
     def stepped(self, at: float) -> None:
-        """Record that the first step was over at `at`, in seconds since 1970."""
+        """Record that the engine's first step (one call of vLLM's `step`) was over at `at`.
+
+        `at` is in seconds since 1970.
+        """
         self._marks[STEPPED] = at
 
     def read(self) -> dict[str, float]:

@@ -265,9 +265,10 @@ def _end(root_command: bytes, seen: EngineProcesses) -> None:
 
 
 def _wait(root_command: bytes, seen: EngineProcesses, besides: set[Process]) -> None:
-    """Wait up to `GRACE_S` until all seen processes except `besides` have ended.
+    """Wait up to `GRACE_S` until all processes in `seen`, except `besides`, have ended.
 
-    Adds new children of these processes to `seen`.
+    Meanwhile drops ended processes from `seen`, and adds new engine processes below those in it.
+    `root_command` is the command line of the watched process, by which its forks are recognized.
     """
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until and any(_alive(process) for process in seen.keys() - besides):
