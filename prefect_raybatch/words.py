@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,6 +19,12 @@ def money(value: float, currency: str = "") -> str:
     """Return e.g. `1,234.50 EUR`; sums below 1 with three significant digits: `0.00123`."""
     figure = f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
     return f"{figure} {currency}" if currency else figure
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return `; did you mean 'X'?` with the most similar known name, "" if none is similar."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def are(number: float) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from prefect.events import emit_event
@@ -56,23 +55,11 @@ class RunEvents:
         """Queue an event, which Prefect sends from another thread."""
         emit_event(**fields)
 
-    @contextmanager
-    def failures(self, retries: int) -> Iterator[None]:
-        """Emit an event if the `with` block exceeds a limit, is drained, or fails.
-
-        The limits are the error budget and the cost limit. A transient error counts as a failure
-        only on the last of the task's `retries`. The exception is raised again.
-        """
-        try:
-            yield
-        except Exception as error:
-            self.failed(error, retries)
-            raise
-
     def failed(self, error: Exception, retries: int) -> bool:
-        """Emit the events for an error (see `failures`); return whether the run failed for good.
+        """Emit the events for an error; return whether the run failed for good.
 
-        False if the run was drained, or if Prefect still retries the task.
+        They say whether it exceeded its error budget or cost limit, was drained, or failed. False
+        if the run was drained, or if Prefect retries the task, at most `retries` times in all.
         """
         text = str(error)[:EVENT_TEXT]
         if isinstance(error, RunDrained):  # requested by an operator, so no failure

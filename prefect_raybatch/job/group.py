@@ -132,7 +132,7 @@ class Group(BaseModel):
         """Serialize the group; in JSON mode, mask credentials.
 
         Credentials are not masked in Python mode, nor with the context {"clear": True}, which
-        `BatchJob.to_dict` uses.
+        `to_dict` of a job uses.
         """
         value: dict[str, Any] = handler(self)
         if info.mode != "json" or (info.context or {}).get("clear"):

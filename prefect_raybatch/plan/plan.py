@@ -42,6 +42,7 @@ from prefect_raybatch.spec.result import FinishSpec, ParsingSpec
 from prefect_raybatch.spec.run import Identity, RunSpec
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.result_columns import answer_columns
+from prefect_raybatch.words import did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -165,11 +166,8 @@ def _check_known(name: str, field: str, names: Sequence[str]) -> None:
 
     `field` is the job field that names the column.
     """
-    import difflib
-
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names)
         if {"custom_id", "body"} <= {*names}:
             hint += "; to answer an OpenAI batch file, set source.format: openai_batch"
         raise ConfigError(

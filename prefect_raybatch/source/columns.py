@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source.arrow_types import NUMBER_TEXT, common_type, plain_type
 from prefect_raybatch.source.json_numbers import exact_as_floats
 from prefect_raybatch.source.text_types import common_text_type, text_type
+from prefect_raybatch.words import did_you_mean
 
 
 def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
@@ -27,11 +27,9 @@ def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str
         if name in (wanted or ())[:number]:
             raise ConfigError(f"source.columns: duplicate column {name!r}. Remove one")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"source.columns: {where} has no column {name!r}{hint} (columns: "
-                f"{', '.join(map(str, known))})"
+                f"source.columns: {where} has no column {name!r}{did_you_mean(name, known)} "
+                f"(columns: {', '.join(map(str, known))})"
             )
     chosen = list(wanted or known)
     for name in chosen:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ from prefect_raybatch.job.table_formats import arrow_type
 from prefect_raybatch.source.arrow_types import cast_exactly
 from prefect_raybatch.source.hive import Values, path_types
 from prefect_raybatch.spec.read import ReadSpec
+from prefect_raybatch.words import did_you_mean
 
 TYPED = ("csv", "jsonl")  # formats without types of their own
 
@@ -38,11 +38,9 @@ def check_type_columns(columns: Collection[str], names: Collection[str]) -> None
     """Raise ConfigError if one of `columns` (source.types) is not in the input (`names`)."""
     for name in columns:
         if name not in names:
-            near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"source.types: the input has no column {name!r}{hint} (columns: "
-                f"{', '.join(names)})"
+                f"source.types: the input has no column {name!r}{did_you_mean(name, names)} "
+                f"(columns: {', '.join(names)})"
             )
 
 

@@ -32,6 +32,7 @@ from prefect_raybatch.job.filter_text import (
     columns_in,
     parse_filter,
 )
+from prefect_raybatch.words import did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -96,15 +97,11 @@ def _unequal_floats(condition: Condition, schema: pa.Schema) -> bool:
 
 
 def _field(name: str, schema: pa.Schema) -> pa.Field:
-    import difflib
-
     if name in schema.names:
         return schema.field(name)
-    near = difflib.get_close_matches(name, schema.names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"source.filter: the input has no column {name!r}{hint} (columns: "
-        f"{', '.join(schema.names)})"
+        f"source.filter: the input has no column {name!r}{did_you_mean(name, schema.names)} "
+        f"(columns: {', '.join(schema.names)})"
     )
 
 

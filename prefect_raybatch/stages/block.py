@@ -37,6 +37,12 @@ def tag(table: pa.Table, unit: Unit) -> pa.Table:
     return table.add_column(0, SHARD, pa.array(shards))
 
 
+def numbers_of(table: pa.Table, rows_per_shard: int) -> np.ndarray:
+    """Return int64[rows]: the number of each row of a block in the run's input, from 0."""
+    shards = table[SHARD].to_numpy().astype(np.int64)
+    return np.asarray(shards * rows_per_shard + table[POSITION].to_numpy())
+
+
 def timed(table: pa.Table, stage: str, began: float) -> pa.Table:
     """Return the block with a column of the seconds that `stage` has spent on it.
 

@@ -34,6 +34,7 @@ from prefect_raybatch.stages.block import (
     is_passthrough,
     losses,
     lost_block_like,
+    numbers_of,
     timed,
     with_failures,
 )
@@ -197,12 +198,6 @@ MEASURES: dict[str, Callable[[pa.Array], np.ndarray]] = {
     "probability": highest_probabilities,
     "logprob": mean_logprobs,
 }
-
-
-def numbers_of(table: pa.Table, rows_per_shard: int) -> np.ndarray:
-    """Return int64[rows]: the number of each row of a block in the run's input, from 0."""
-    shards = table[SHARD].to_numpy().astype(np.int64)
-    return np.asarray(shards * rows_per_shard + table[POSITION].to_numpy())
 
 
 @dataclass(frozen=True)

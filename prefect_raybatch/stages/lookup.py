@@ -19,6 +19,7 @@ from prefect_raybatch.stages.block import (
     Failure,
     is_passthrough,
     lost_block_like,
+    numbers_of,
     timed,
     with_failures,
 )
@@ -29,10 +30,8 @@ from prefect_raybatch.stages.columns import (
     FORMED,
     KEY,
     MERGED,
-    POSITION,
     REASONING_OPEN,
     REUSE,
-    SHARD,
     TRUNCATED,
     VECTOR,
 )
@@ -104,7 +103,7 @@ class LookUp:
 
     def _looked_up(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        rows = self._rows(table)
+        rows = numbers_of(table, self.rows_per_shard)
         kinds, at, digests = self._places(rows)
         requests = self.prepare.requests(table)
         if self.prepare.images is not None:
@@ -164,11 +163,6 @@ class LookUp:
             for i, found in zip(none, shown, strict=True):
                 requests[i] = found if isinstance(found, Failure) else IMAGE_LATE
         return requests
-
-    def _rows(self, table: pa.Table) -> np.ndarray:
-        """Return each row's number (int64) in the run's input, counted from 0 across all shards."""
-        shards = table[SHARD].to_numpy().astype(np.int64)
-        return np.asarray(shards * self.rows_per_shard + table[POSITION].to_numpy())
 
     def _places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Digests]]:
         """Return each row's `kind` and `at` (see `LookUp`), and the digests of its images.

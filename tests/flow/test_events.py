@@ -213,8 +213,7 @@ def test_a_deadline_counts_from_where_an_attempt_begins(emitted, phase):
 )
 def test_a_failure_is_told_when_nobody_will_try_again(emitted, error, tries, told, monkeypatch):
     monkeypatch.setattr(events.task_run, "get_run_count", lambda: tries, raising=False)
-    with pytest.raises(type(error)), RunEvents("k", "j").failures(3):
-        raise error
+    RunEvents("k", "j").failed(error, 3)
     assert [event["event"] for event in emitted] == told
 
 

@@ -30,8 +30,9 @@ from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import CorruptRun, PlanMismatch, UnsafeStore
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.layout import commit_path
-from prefect_raybatch.ledger.ledger import Coverage, Ledger
+from prefect_raybatch.ledger.ledger import FAILURES, Coverage, Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.positions import Positions, disjoint
 from prefect_raybatch.ledger.records import InputFile, Receipt, Unit
@@ -429,3 +430,16 @@ def test_an_attempt_on_a_store_that_no_longer_writes_if_absent_starts_nothing(
     run.commit_all()
     monkeypatch.setattr(LocalStore, "probe", never)
     assert infer_run(run.job, known).done == 20  # nothing to commit, so nothing to probe
+
+
+def test_a_commit_keeps_the_most_frequent_messages_and_sums_the_others_by_kind(tmp_path):
+    run = small_run(tmp_path)
+    often = {FailureKey("engine", "Often", str(n)): 3 for n in range(FAILURES)}
+    kinds = [("parse", "A"), ("parse", "A"), ("parse", "B"), ("engine", "A")]
+    seldom = {FailureKey(*kind, str(n)): n % 2 + 1 for n, kind in enumerate(kinds)}
+    receipt = replace(run.receipt(run.whole(0)), failures={**seldom, **often})
+    commit = run.ledger.commit(run.plan, run.shards[0].rows, [receipt])
+    assert commit is not None
+    others = {("parse", "A"): 3, ("parse", "B"): 1, ("engine", "A"): 2}
+    summed = {FailureKey(*kind, "(other messages)"): rows for kind, rows in others.items()}
+    assert commit.failures == {**often, **summed}
