@@ -329,7 +329,8 @@ def finalize_run(
     {run_date} and {run_key} were filled in, by which earlier runs are found; by default the job's.
     `sender` says how the judge's job is sent to a Ray job server, and who observes its run; it is
     needed if that job names blocks with credentials, or to observe the run. Raises `IncompleteRun`
-    while shards are missing, `CorruptRun` if the coverage is wrong, and the judge's run's errors.
+    while shards are missing, `CorruptRun` if the coverage is wrong, and the errors of the judge's
+    run.
     """
     report = _finalized(job, run, progress)
     report = with_agreement(report, job.output.options or None, written or job.output.uri)

@@ -83,8 +83,9 @@ def prepare_distill(
 
     `encoder` is the model that embeds, `changes` are fields of that job as {field: value}. Only
     prompt and labels are taken from the run: others may write to a run directory, so it must not
-    decide where rows are sent. Raises `ConfigError` for a run without labels or of several models,
-    for too few rows and for fields that cannot be set, `IncompleteRun` for an unfinished run.
+    decide where rows are sent. Raises `ConfigError` for a run without labels, of several models,
+    with images, without prompt.template, or with output.postprocess or sampling.n; for too few
+    rows; and for fields that cannot be set. Raises `IncompleteRun` for an unfinished run.
     """
     check_agreement(agreement)
     for name in changes or ():

@@ -24,7 +24,8 @@ def token_sent(access: ClusterAccess) -> str | None:
     """Return Ray's token for a cluster: from the RayCluster block, else from the environment.
 
     The environment has it in RAY_AUTH_TOKEN, the file at RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token.
-    None if there is no token, or if RAY_AUTH_MODE switches tokens off.
+    None if there is no token, or if RAY_AUTH_MODE switches tokens off. Raises `ConfigError` if the
+    token file is a pipe or a device.
     """
     if access.token is not None:
         return access.token

@@ -41,7 +41,9 @@ class WarmKind:
 
     Kinds are equal if `key` (a hash of settings), `engine` (the class of the engine stage) and
     `calls` (the most concurrent calls) are. `options` are Ray's for the actor, `takes` are the
-    resources that it holds, by Ray's names. `arguments` are vLLM's; `base` hashes all the others.
+    resources that it holds, by Ray's names. `arguments` are vLLM's; `base` is a hash of the
+    settings in `key` except these: kinds with an equal `base` differ at most in arguments and
+    `calls`.
     """
 
     key: str

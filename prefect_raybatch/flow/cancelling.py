@@ -33,7 +33,10 @@ NOTICED: set[UUID] = set()  # flow runs that this process ends
 
 
 class CancelWatch:
-    """Detects that this process's flow run was cancelled; call `look` every CANCEL_LOOK seconds."""
+    """Ends this process if its outermost flow run was cancelled.
+
+    Call `look` every CANCEL_LOOK seconds.
+    """
 
     def __init__(self, grace: float = CANCEL_GRACE, clock: Callable[[], float] = time.monotonic):
         self.run, self.grace, self.clock = root_run(), grace, clock

@@ -259,7 +259,7 @@ class Page(Listener):
             self.show(ImageArtifact(image_url=image, description=text), "plots")
 
     def image(self, beat: Heartbeat) -> str | None:
-        """Return the plots of the run so far as a data URI; None before the first progress."""
+        """Return the plots of the run so far as a data URI; None before the first commit."""
         if self.progress is None:
             return None
         engines = 0 if beat.phase == ENDED else alive(beat.engines)

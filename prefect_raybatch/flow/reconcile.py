@@ -122,7 +122,8 @@ def reconcile_jobs(
     Stops jobs whose flow run has ended and which no other flow run follows. Marks Crashed each flow
     run that is still Running and has followed its job for over `grace` seconds, if the server does
     not know the job, or it ended without success that long ago; before that, waits `settle` seconds
-    and checks again. `job_server` is a URL, or a saved RayCluster block (ray-cluster/NAME).
+    and checks again. `job_server` is a URL, or the name of a saved RayCluster block
+    (ray-cluster/NAME), whose credentials are then used.
 
     If it is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs have created
     there are checked instead: those whose lease has expired, because no live flow renews it, are

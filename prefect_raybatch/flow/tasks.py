@@ -373,7 +373,8 @@ def _is_allowed(job: BatchJob) -> bool:
 def _loaded(job: BatchJob, run_key: str) -> BatchJob:
     """Return the job with its placeholders filled in and its blocks loaded.
 
-    A step that fails is skipped, and so is the next. {run_date} is today if the key has no date.
+    If a step raises `RayBatchError`, returns the job as it was before that step. {run_date} is
+    today if the key has no date.
     """
     with suppress(RayBatchError):
         job = render_placeholders(job, run_key, date_of_key(run_key) or today())
@@ -387,7 +388,7 @@ def _recorded(job: BatchJob, run: Run, phase: str) -> AbstractContextManager[Non
 
 
 def _sender(job: BatchJob) -> Sender:
-    """Return a `Sender` that runs the judge's job on the cluster on behalf of this flow run."""
+    """Return the `Sender` that runs the judge's job for this flow run and reports its progress."""
     return Sender(job, flow_runs.owner(RETRY["retries"]), Listeners(_observers.get()))
 
 

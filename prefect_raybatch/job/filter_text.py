@@ -85,7 +85,11 @@ _OPPOSITE = {"=": "!=", "!=": "=", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 
 
 def parse_filter(text: str) -> Condition:
-    """Return the condition in the text of a filter; raise ValueError if the text is invalid."""
+    """Parse the text of a filter and return its condition.
+
+    Raises ValueError that says what is wrong; for a syntax error, with position and what is
+    expected.
+    """
     if not text.strip():
         raise ValueError("is empty; write a condition such as amount > 10, or remove it")
     if len(text) > LONGEST:

@@ -25,7 +25,7 @@ MOST_CHILDREN = 9999  # retry runs of a root run; their numbers have at most fou
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a family (a root run and its retries). `summary`: its `_SUCCESS`, if finished."""
+    """A run of a family (a root run and its retries); `summary` is its `_SUCCESS`, or None."""
 
     key: str
     ledger: Ledger

@@ -259,7 +259,7 @@ class RunReport(FinishedRows, StrictRecord):
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return the measured shares over time of "golden rows", "judge" and "larger model"."""
+        """Return {"golden rows", "judge" or "larger model": series}, for those that have one."""
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     @property

@@ -48,7 +48,8 @@ class HistoryLine:
     `quarantined` are numbers of rows, `rate` is in rows/s. `seconds` is its working time, `elapsed`
     the time of all attempts with start-up and waits. `answers` is the `answer_counts` of the run,
     `shifts` its differences from earlier completed runs. `compared`: its answers were compared
-    with those of the completed run before it; `is_first`: no such run counts answers.
+    with those of the newest earlier run that counts answers; `is_first`: it counts answers, and no
+    earlier completed run does.
 
     `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
     runs it again, once `first_step` is done ("": nothing to do). `undone` says which step of a
@@ -101,7 +102,7 @@ class HistoryLine:
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return the measured shares over time of "golden rows", "judge" and "larger model"."""
+        """Return {"golden rows", "judge" or "larger model": series}, for those that have one."""
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     def has_fallen(self, share: str) -> bool:

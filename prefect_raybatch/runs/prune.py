@@ -65,9 +65,10 @@ def prune_runs(
     With `job`, only runs of the job of this name are removed; with `dry_run`, nothing is. A run and
     the runs that retried its failed rows are removed together, once all are complete and the last
     finished over `older_than` seconds ago. An attempt that failed before there was a plan is
-    removed if its record is the only file, if it ended over `older_than` seconds ago, and if each
-    kept run finished later. Incomplete runs, unreadable directories and the targets of links are
-    never removed. Raises `ConfigError` for `keep` under 1, and the store's errors.
+    removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
+    job has kept runs, all of which finished later. Incomplete runs, unreadable directories and the
+    targets of links are never removed. Raises `ConfigError` for `keep` under 1, and the store's
+    errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -134,10 +135,10 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 
 
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """Return (run, the run with all its retries) for each run that is no retry, in their order.
+    """Return (run, the run with its retries) for each run that retries none of the other `lines`.
 
-    An unreadable directory counts as a retry if its key ends in .rNUMBER. Attempts without a plan
-    and half removed runs are left out.
+    Families are in the order of their first lines. An unreadable directory counts as a retry if its
+    key ends in .rNUMBER. Attempts without a plan and half removed runs are left out.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}

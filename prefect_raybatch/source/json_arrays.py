@@ -62,7 +62,7 @@ def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _items(file: File) -> Iterator[str]:
-    """Yield each item of the array as JSON text; raise SourceError unless all are objects."""
+    """Yield the JSON text of each item; raise SourceError unless it is an array of objects."""
     text = _Text(file)
     decoder = json.JSONDecoder()
     text.take("[", "array")

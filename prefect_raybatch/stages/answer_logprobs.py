@@ -1,4 +1,4 @@
-"""Converts log probabilities of answer tokens (`sampling.logprobs`) from vLLM's to a column."""
+"""Converts the log probabilities of answer tokens (`sampling.logprobs`) to the result's column."""
 
 from __future__ import annotations
 

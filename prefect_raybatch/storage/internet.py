@@ -98,8 +98,8 @@ def allowed(address: str, allow_private: bool) -> bool:
 def _never(address: Address) -> bool:
     """Return whether an address is never contacted.
 
-    Never contacted are link-local, site-local, multicast, unspecified and reserved addresses, and
-    the metadata services of clouds.
+    Never contacted are link-local, site-local, multicast and unspecified addresses, reserved IPv4
+    addresses, and the metadata services of clouds.
     """
     if isinstance(address, ipaddress.IPv6Address) and address.is_site_local:
         return True

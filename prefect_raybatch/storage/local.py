@@ -176,7 +176,8 @@ class LocalStore(Store):
     ) -> None:
         """Make a local file appear at `path` by `show(file, target)`, which renames or links it.
 
-        If that fails, for example across file systems, `show` gets a copy beside `target` instead.
+        Where the file system refuses that (across file systems, without permission or without hard
+        links), `show` gets a copy beside `target` instead. Other errors are raised.
         """
         source = os.fspath(local_path)
 

@@ -160,7 +160,7 @@ class EndpointEngine:
         await self._probe()
 
     async def _probe(self) -> None:
-        """Check by the server's list of models that it can be used and has this model.
+        """Ask the server for its list of models; check that the server has this model.
 
         Raises `EndpointUnavailable` if the server cannot be reached, `EndpointRefused` if it
         refuses or lists only other models.

@@ -277,9 +277,9 @@ def _wait(root_command: bytes, seen: EngineProcesses, besides: set[Process]) -> 
 
 
 def kill_all(pids: list[int]) -> None:
-    """Send SIGKILL to these processes and all their descendants, then wait up to `GRACE_S`.
+    """Send SIGKILL to these processes and all their descendants; wait for their end.
 
-    SIGKILL also ends a suspended process.
+    Waits up to `GRACE_S` seconds. SIGKILL also ends a suspended process.
     """
     seen = {(pid, stat.started): True for pid in pids if (stat := _read(pid)) is not None}
     _look(0, b"", seen)

@@ -402,7 +402,7 @@ class SteppedEngine:
             ]
         self._window = WINDOW * internals.most_sequences(engine)
         if not no_stats:
-            front = no_stats is not None  # disable_log_stats: false
+            front = no_stats is not None  # set to false: vLLM's own statistics stay on
             internals.keep_scheduler_stats(engine, self._keep_stats, front)
         # vLLM's own step() hangs for ever when its core is killed with SIGKILL (tried, 0.29).
         threading.Thread(target=self._watch, name="SteppedEngineWatch", daemon=True).start()

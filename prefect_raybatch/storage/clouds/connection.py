@@ -132,7 +132,7 @@ class CloudConnection:
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
 
     def clock(self) -> float | None:
-        """Return the store's time (seconds since 1970) from a Date header; None without one."""
+        """Return the store's time (seconds since 1970) from a Date header; None if unknown."""
         asked = urllib.request.Request(self.endpoint(), method="HEAD")
         try:
             with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:
