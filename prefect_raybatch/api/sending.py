@@ -7,6 +7,7 @@ the cluster reads.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from prefect_raybatch.compile.job import model_request, public_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import judging_job
+from prefect_raybatch.job.edits import judging_job, with_endpoint_of
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.ray_cluster import check_made_cluster
@@ -61,6 +62,8 @@ def submission_of(job: BatchJob, loaded: BatchJob, api: str = "") -> Submission:
     run directory. `api` is the URL of Prefect's API. Raises `ConfigError` like `sendable` and
     `environment`.
     """
+    if job.engine.endpoint.block is not None:  # its fields are in the plan; its key is not sent
+        job = with_endpoint_of(job, loaded)
     return Submission(
         name=job.name,
         job=sendable(job),
@@ -139,9 +142,10 @@ def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
 def environment(job: BatchJob, api: str) -> dict[str, str]:
     """Return the environment variables of the Ray job, without secrets.
 
-    `api` is the URL of Prefect's API. Raises `ConfigError` if the cluster must load a block and
-    `api` is empty or contains a password.
+    `api` is the URL of Prefect's API; if empty, PREFECT_API_URL is taken. Raises `ConfigError` if
+    the cluster must load a block and there is no URL, or one with a password.
     """
+    api = api or os.environ.get("PREFECT_API_URL", "")
     output = {
         "options": job.output.options,
         "credentials_block": job.output.credentials_block,

@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from prefect_raybatch import nvml
+from prefect_raybatch import cpu_limit, nvml
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON, RayProcess
 from prefect_raybatch.cluster.sharing import ClusterSession, Tenant
 from prefect_raybatch.cluster.warm import IDLE_SECONDS, WarmEngines, WarmKind, WarmLease
@@ -39,7 +38,6 @@ from prefect_raybatch.words import counted
 
 log = logging.getLogger(__name__)
 KNOCK = 2.0  # seconds a node has to accept a connection
-CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own
 
 Nodes = list[dict[str, Any]]  # rows of Ray's table of nodes
 
@@ -225,26 +223,6 @@ def end_by_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def usable_cpus() -> int:
-    """Return how many logical CPUs this process may use, by CPU affinity and container quota."""
-    affine = hasattr(os, "sched_getaffinity")
-    cpus = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
-    return max(1, int(min(cpus, _quota(CGROUP))))
-
-
-def _quota(cgroup: Path) -> float:
-    """Return the CPUs of the container's quota (cgroup v2 or v1); infinity without one."""
-    with suppress(OSError, ValueError):
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):
-        quota, period = (
-            (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-        )
-        return math.inf if int(quota) < 0 else int(quota) / int(period)
-    return math.inf
-
-
 def local_cpus(cluster: ClusterSpec) -> int:
     """Return how many logical CPUs a local cluster gets: all usable ones, or more for the stages.
 
@@ -252,7 +230,7 @@ def local_cpus(cluster: ClusterSpec) -> int:
     of them.
     """
     stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
-    return max(usable_cpus(), math.ceil(stage_cpus + cluster.engine_cpus))
+    return max(cpu_limit.usable_cpus(), math.ceil(stage_cpus + cluster.engine_cpus))
 
 
 def capacity() -> Capacity:

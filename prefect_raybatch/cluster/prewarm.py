@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.engine_reuse import EngineShape, sizes_for_shape
@@ -187,7 +188,7 @@ def _cpus(where: ClusterSpec, capacity: Capacity) -> float:
     These are all of the cluster's, but of a local cluster only those of this process.
     """
     local = cluster.address_of(where) is None
-    return min(capacity.cpus, float(cluster.usable_cpus())) if local else capacity.cpus
+    return min(capacity.cpus, float(cpu_limit.usable_cpus())) if local else capacity.cpus
 
 
 def spare_cpus(where: ClusterSpec, capacity: Capacity) -> float:

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.cluster.connect import (
     CLUSTER_SESSION,
     address_of,
     capacity,
     connected,
-    usable_cpus,
 )
 from prefect_raybatch.cluster.prewarm import current_prewarming
 from prefect_raybatch.cluster.sharing import Tenant
@@ -51,7 +51,7 @@ def copying_for(cluster: ClusterSpec, size: int, reachable: bool) -> Iterator[Ev
             room = None if early is None else partial(early.copy_room, workers)
             yield partial(_everywhere, TASKS_A_CPU * workers, room)
         else:
-            yield in_threads(usable_cpus(), reachable)
+            yield in_threads(cpu_limit.usable_cpus(), reachable)
 
 
 def _everywhere(
@@ -87,7 +87,7 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
                 found = stack.enter_context(connected(cluster, Tenant(f"{cluster.name}: {made}")))
                 # A local cluster may claim more CPUs than the machine has.
                 here = address_of(cluster) is None
-                workers = int(min(found.cpus, usable_cpus()) if here else found.cpus)
+                workers = int(min(found.cpus, cpu_limit.usable_cpus()) if here else found.cpus)
             except ClusterUnavailable as error:
                 log.warning("writing the %s without the cluster: %s", made, error)
         yield workers

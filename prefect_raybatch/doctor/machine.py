@@ -21,8 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from prefect_raybatch import demo, installed, nvml
-from prefect_raybatch.cluster.connect import usable_cpus
+from prefect_raybatch import cpu_limit, demo, installed, nvml
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.cluster.tokens import open_token_mode
 from prefect_raybatch.compile.job import model_request
@@ -283,7 +282,7 @@ def filesystem_of(path: str, mounted: Sequence[MountPoint]) -> str:
 
 
 def _cpu(in_float32: bool) -> CheckResult:
-    cpus = f"{counted(usable_cpus(), 'CPU')}, no GPU"
+    cpus = f"{counted(cpu_limit.usable_cpus(), 'CPU')}, no GPU"
     try:
         text = CPUINFO.read_text()
     except OSError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.reach import token_refusal, unreachable_reason
@@ -200,7 +201,7 @@ def check_cluster(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def _local(sizes: SizeSpec | None) -> CheckResult:
-    cpus = cluster.usable_cpus()
+    cpus = cpu_limit.usable_cpus()
     text = f"cluster.address is not set: each run starts a local one with {counted(cpus, 'CPU')}"
     if sizes is None:
         return passed("cluster", text)

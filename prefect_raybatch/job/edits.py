@@ -120,6 +120,12 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
 
 
+def with_endpoint_of(job: BatchJob, loaded: BatchJob) -> BatchJob:
+    """Return the job with `engine.endpoint` of `loaded`, the same job with its block's fields."""
+    endpoint = {"endpoint": loaded.engine.endpoint}
+    return job.model_copy(update={"engine": job.engine.model_copy(update=endpoint)})
+
+
 def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
     """Return the job with the `fields` of its Prefect block added to `quality.judge.endpoint`.
 

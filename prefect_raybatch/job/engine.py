@@ -266,7 +266,7 @@ class Engine(Group):
     def context(self) -> int | None:
         """`max_model_len` as a number of tokens; None if it is not set or `auto`.
 
-        For `auto`, planning the run determines the number and sets it with `RunSpec.decide`.
+        For `auto`, the number is decided when a run is planned.
         """
         return None if self.max_model_len == "auto" else self.max_model_len
 

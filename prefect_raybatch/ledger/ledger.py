@@ -131,12 +131,12 @@ class Ledger:
 
     # --- commits ----------------------------------------------------------------------------
 
-    def listing(self, plan: Plan) -> Listing:
+    def listing(self, plan: Plan, on_fault: Callable[[CorruptRun], None] | None = None) -> Listing:
         """List commits/ anew and return which shards have a commit record.
 
         Only names that this package writes count. Copies beside them, such as `00000001 2.json`,
-        prove nothing and are returned as strays. Raises `CorruptRun` for a shard that the plan does
-        not have.
+        prove nothing and are returned as strays. For a shard that the plan does not have, calls
+        `on_fault` with the error and continues; without `on_fault`, raises `CorruptRun`.
         """
         listing = Listing.empty(plan.shards)
         for info in self.store.list(COMMITS):
@@ -145,9 +145,12 @@ class Ledger:
                 listing.add_unexpected(info.path)
                 continue
             if int(match[1]) >= plan.shards:
-                raise CorruptRun(
-                    f"{info.path} is beyond the last shard of the plan ({plan.shards - 1})"
-                )
+                last = plan.shards - 1
+                fault = CorruptRun(f"{info.path} is beyond the last shard of the plan ({last})")
+                if on_fault is None:
+                    raise fault
+                on_fault(fault)
+                continue
             listing.note(int(match[1]), info)
         return listing
 

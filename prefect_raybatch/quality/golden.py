@@ -294,8 +294,10 @@ def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
 
     try:
         if uri.endswith(".parquet"):
-            rows = parquet_table(data).to_pylist()
-            return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
+            table = parquet_table(data)
+            if len(set(table.column_names)) < table.num_columns:
+                raise ValueError("two columns have one name")
+            return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):
             return list(_csv_rows(text))

@@ -91,11 +91,7 @@ def verify(store: Store) -> Verdict:
         if not found.faults:
             _fault(found, str(error))
         return found  # without them rows cannot be identified
-    try:
-        listing = ledger.listing(plan)
-    except CorruptRun as error:
-        _fault(found, str(error))
-        return found
+    listing = ledger.listing(plan, lambda error: _fault(found, str(error)))
     found.committed_shards, found.strays = int(listing.done.sum()), listing.strays
     compact = success is not None and success.compact
     # Listed after the commits, because a piece is written before its commit.

@@ -29,7 +29,7 @@ def read_attempts(ledger: Ledger) -> list[JsonObject]:
         try:
             found.append({"attempt": name, **ledger.read_attempt(name)})
         except (CorruptRun, FileNotFoundError) as fault:  # the others are still shown
-            log.warning("the record of attempt %s is unreadable and not shown: %s", name, fault)
+            log.warning("the record of attempt %s is unreadable and left out: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))
 
 

@@ -15,7 +15,6 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.report.records import StartTimes
 from prefect_raybatch.report.tally import covered
-from prefect_raybatch.runs.drivers import read_attempts
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 
 log = logging.getLogger(__name__)
@@ -84,11 +83,19 @@ def engine_deaths(ledger: Ledger) -> int:
 
 
 def _notes(ledger: Ledger) -> list[JsonObject]:
+    """Return the records of attempts that can be read; they only inform people."""
+    notes: list[JsonObject] = []
+    names: list[str] = []
     try:
-        return read_attempts(ledger)
-    except (RayBatchError, FileNotFoundError) as error:  # they only inform people, so no run fails
-        log.info("the records of attempts cannot be read: %s", error)
-        return []
+        names = ledger.attempts()
+    except RayBatchError as error:
+        log.info("the attempts cannot be listed: %s", error)
+    for name in names:
+        try:
+            notes.append({**ledger.read_attempt(name), "attempt": name})
+        except (RayBatchError, FileNotFoundError) as error:
+            log.info("the record of attempt %s cannot be read: %s", name, error)
+    return notes
 
 
 def _instant(text: object) -> float | None:

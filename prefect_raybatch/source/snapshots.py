@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.checks import is_web
@@ -137,7 +137,7 @@ def in_this_process(size: int, remote: bool) -> Iterator[Everywhere]:
 
     The default of `snapshot`; `size` is not used.
     """
-    yield in_threads(len(os.sched_getaffinity(0)), remote)
+    yield in_threads(cpu_limit.usable_cpus(), remote)
 
 
 def _side_by_side(

@@ -72,14 +72,14 @@ class HiddenColumn(str):
 
 
 SHARD = HiddenColumn(
-    "shard", pa.int32(), "block", "block cascade endpoint.stage finish load lookup parsing"
+    "shard", pa.int32(), "block", "block cascade endpoint.stage finish load parsing"
 )
 """The number of the row's shard; in every block."""
 POSITION = HiddenColumn(
     POSITION_COLUMN,
     pa.int32(),
     "block",
-    "block cascade endpoint.stage finish lookup parsing text_answers vectors",
+    "block cascade endpoint.stage finish parsing text_answers vectors",
 )
 """The row's position in its shard; in every block."""
 ERROR = HiddenColumn("error", ERROR_TYPE, "block", "block runs.preview trial")

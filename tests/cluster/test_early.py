@@ -24,7 +24,7 @@ from helpers.ray_head import start_head
 from helpers.small import MODEL, make_job
 from helpers.without_ray import instead_of_ray
 
-from prefect_raybatch import source
+from prefect_raybatch import cpu_limit, source
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster import prewarm
@@ -64,7 +64,7 @@ GUESS = Guess(1_000_000, (80.0, 100.0, 120.0))
 @pytest.fixture(autouse=True)
 def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process use four CPUs, as the cluster of these tests has, on any machine."""
-    monkeypatch.setattr(cluster, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 4)
 
 
 def held_model() -> tuple[threading.Event, Callable[[], dict[str, Any]]]:
@@ -158,7 +158,7 @@ def test_sizes_that_follow_from_the_length_of_rows_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sized, "model_sizes", lambda *_: (describe(LLAMA_8B, {}), ""))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 16)
     have = imagined("H200", 1, 16)
     unknown = Guess(1_000_000, prewarm.ANY_ROW)
     told = planned(have, unknown)
@@ -575,7 +575,7 @@ def named(thread: str) -> list[threading.Thread]:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 2)
     monkeypatch.setattr(prewarm, "WORTH_BYTES", 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from helpers.models import LLAMA_8B
 from helpers.small import MODEL, make_job
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.cluster.engine_reuse import EngineShape, closest_running, sizes_for_shape
 from prefect_raybatch.cluster.pipeline import warm_kind_of
@@ -106,7 +106,7 @@ def test_what_starts_beside_the_copy_is_taken_once_the_rows_are_known(
 ) -> None:
     """Whatever rows the guess allows for."""
     monkeypatch.setattr(sized, "model_sizes", lambda *_: (describe(LLAMA_8B, {}), ""))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 16)
     job, have, begun = job_of(sampling), imagined(kind, 1, 16), 0
     for usual in (40.0 * 1.3**n for n in range(24)):
         guess = Guess(1_000_000, tuple(usual * part for part in (0.67, 0.82, 1.0, 1.22, 1.5)))

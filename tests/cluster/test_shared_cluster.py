@@ -22,6 +22,7 @@ from helpers.hosts import FakeHosts
 from helpers.ray_head import ROOT
 from helpers.small import make_job
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.cluster import connect as cluster
 from prefect_raybatch.cluster.ray_process import START_TRIES
@@ -540,7 +541,7 @@ def test_two_jobs_at_once_share_a_cluster_that_the_last_one_ends(
     from ray.data import DataContext
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 2)
     events: list[str] = []  # without the starts that Ray gives up on a machine under load
     init, shutdown = ray.init, ray.shutdown
 

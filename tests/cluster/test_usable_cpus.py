@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_raybatch.cluster import connect
+from prefect_raybatch import cpu_limit
 
 V1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 
@@ -32,6 +32,6 @@ def test_a_containers_quota_counts(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(connect, "CGROUP", tmp_path)
+    monkeypatch.setattr(cpu_limit, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert connect.usable_cpus() == cpus
+    assert cpu_limit.usable_cpus() == cpus

@@ -35,9 +35,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from ray._private.utils import resolve_object_store_memory
 from s3server import S3Server, proxy
 
-from prefect_raybatch import doctor, installed
+from prefect_raybatch import cpu_limit, doctor, installed
 from prefect_raybatch.cli import commands as cli
-from prefect_raybatch.cluster import connect
 from prefect_raybatch.cluster.ray_process import WORKER_PYTHON
 from prefect_raybatch.doctor import CheckContext, CheckResult, machine, places, services, stores
 from prefect_raybatch.errors import ConfigError
@@ -710,7 +709,7 @@ def test_a_block_that_cannot_be_loaded_is_one_finding() -> None:
 def test_the_checks_of_a_hosted_model_take_the_fields_of_its_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connect, "usable_cpus", lambda: 2)  # as the job asks for
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 2)  # as the job asks for
     away = {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "large"}
     job = make_job(engine={"endpoint": {"block": "hosted-model/x"}})
     checks = {name: doctor.CHECKS[name] for name in ("blocks", "cluster", "GPUs", "model")}

@@ -213,7 +213,7 @@ def test_a_deadline_counts_from_where_an_attempt_begins(emitted, phase):
 )
 def test_a_failure_is_told_when_nobody_will_try_again(emitted, error, tries, told, monkeypatch):
     monkeypatch.setattr(events.task_run, "get_run_count", lambda: tries, raising=False)
-    RunEvents("k", "j").failed(error, 3)
+    assert RunEvents("k", "j").failed(error, 3) == bool(told)
     assert [event["event"] for event in emitted] == told
 
 

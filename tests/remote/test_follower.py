@@ -47,6 +47,7 @@ from prefect_raybatch.errors import (
     JobStopped,
     StoreUnavailable,
 )
+from prefect_raybatch.flow import tasks
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import with_endpoint_fields
 from prefect_raybatch.ledger.accepted import Accepted
@@ -67,8 +68,8 @@ URL, OTHER = "http://head:8265", "http://old-head:8265"
 class World:
     """A small run, its head and the job on it; `step` is what one sleep of a follower brings."""
 
-    def __init__(self, root: Path, shards: int = 4):
-        self.small: SmallRun = small_run(root, 5 * shards, 5)
+    def __init__(self, root: Path, shards: int = 4, **groups: Any):
+        self.small: SmallRun = small_run(root, 5 * shards, 5, **groups)
         self.head = FakeHead()
         self.heads = {URL: self.head}
         self.plan = self.small.plan
@@ -847,29 +848,61 @@ def test_keys_of_blocks_reach_neither_record_nor_server(
         ({"engine": {"endpoint": {"block": "hosted-model/a"}}}, "engine.endpoint.block"),
     ],
 )
-def test_blocks_need_an_api_that_the_cluster_can_reach(fields: dict[str, Any], named: str) -> None:
+def test_blocks_need_an_api_that_the_cluster_can_reach(
+    fields: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(**fields, cluster={"job_server": URL})
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
     for url in ("", "http://me:pw@prefect/api"):
         with pytest.raises(ConfigError, match="PREFECT_API_URL") as caught:
             environment(job, url)
         assert str(caught.value).startswith(named)
     assert environment(job, "http://prefect/api")["PREFECT_API_URL"] == "http://prefect/api"
+    monkeypatch.setenv("PREFECT_API_URL", "http://other/api")  # of a command
+    assert environment(job, "")["PREFECT_API_URL"] == "http://other/api"
 
 
-def test_a_job_on_the_cluster_loads_the_block_of_its_hosted_model(
+def test_a_job_on_the_cluster_gets_the_key_of_its_hosted_model_from_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"url": "http://model/v1", "model": "m"}
+    endpoint = {"block": "hosted-model/a"}
+    output = {"uri": str(tmp_path)}
+    job = make_job(engine={"endpoint": endpoint}, output=output, cluster={"job_server": URL})
+    loaded = with_endpoint_fields(job, {**fields, "key": "s3cr3t"})
+    world = World(tmp_path, engine={"endpoint": {**endpoint, **fields}})
+    seen: list[BatchJob] = []
+
+    def infer_run(job: BatchJob, run: Run, observe: Any) -> Any:
+        seen.append(job)
+        world.small.commit_all()
+        return jobs.Watch(world.small.ledger, world.plan, observe).progress
+
+    submission = submission_of(job, loaded, "http://prefect/api")
+    assert "s3cr3t" not in json.dumps([submission.job, submission.env])
+    assert submission.env["PREFECT_API_URL"] == "http://prefect/api"
+    world.records.add(1, submission.job, URL, None)
+    monkeypatch.setenv(OUTPUT_ENV, submission.env[OUTPUT_ENV])
+    monkeypatch.setattr(remote, "infer_run", infer_run)
+    monkeypatch.setattr(tasks, "endpoint_of", lambda *names: {**fields, "key": "s3cr3t"})
+    assert remote.work(world.run.uri, 1) == 0
+    assert seen[0].engine.endpoint.key == "s3cr3t" and seen[0].engine.endpoint.model == "m"
+
+
+def test_a_block_that_the_cluster_cannot_load_is_the_jobs_error(
     world: World, at_work: list[BatchJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def recorded_job(record: Any, plan: Any) -> BatchJob:
-        return make_job(engine={"endpoint": {"block": "hosted-model/a"}})
-
     def with_blocks(job: BatchJob) -> BatchJob:
-        return with_endpoint_fields(job, {"url": "http://model/v1", "model": "m"})
+        raise ConfigError("source.credentials_block: no block a/b")
 
-    monkeypatch.setattr(remote, "recorded_job", recorded_job)
-    monkeypatch.setattr("prefect_raybatch.flow.tasks.with_blocks", with_blocks)
-    world.records.add(1, sendable(world.job()), URL, None)
-    assert remote.work(world.run.uri, 1) == 0
-    assert at_work[0].engine.endpoint.url == "http://model/v1"
+    monkeypatch.setattr(tasks, "with_blocks", with_blocks)
+    job = make_job(source={"uri": "data/in.parquet", "credentials_block": "a/b"})
+    world.records.add(1, sendable(job), URL, None)
+    monkeypatch.delenv(jobs.DIGEST_ENV, raising=False)
+    with pytest.raises(ConfigError):
+        remote.work(world.run.uri, 1)
+    outcome = world.records.outcome(1)
+    assert outcome is not None and outcome.error == "ConfigError" and not at_work
 
 
 @pytest.mark.parametrize(

@@ -261,8 +261,10 @@ def test_a_row_beyond_the_plan_is_named(run):
 def test_a_commit_beyond_the_plan_is_a_finding(run):
     last = run.plan.shards
     (run.root / commit_path(last)).write_bytes((run.root / commit_path(0)).read_bytes())
+    edit(run, PARTS[0], lambda t: t.slice(0, t.num_rows - 1), tell=True)
     verdict = look(run)
-    assert not verdict.ok and f"{commit_path(last)} is beyond the last shard" in verdict.faults[0]
+    assert f"{commit_path(last)} is beyond the last shard" in verdict.faults[0]
+    assert "missing" in verdict.faults[1] and verdict.committed_shards == run.plan.shards
 
 
 def test_rows_out_of_order_are_told(run):

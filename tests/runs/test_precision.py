@@ -94,6 +94,7 @@ def here(engine: type, stages: Any, *_: Any) -> Iterator[Any]:
     trial = TrialEngine(engine, stages)
     yield trial.outcomes
     trial.close()
+    assert trial.engine.engine is None
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from helpers.small import make_job
 from helpers.specs import reads
 
+from prefect_raybatch import cpu_limit
 from prefect_raybatch.api import plan_run
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.ledger import Ledger
@@ -290,7 +291,7 @@ def copying(small, monkeypatch, tmp_path):
     """A function that copies `uri`, one share after the other, and gives (rows, files of the
     snapshot, places of the parts that were read to their end); killed once `kill_after` are."""
     read = snapshots.csv_tables
-    monkeypatch.setattr(snapshots.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(cpu_limit, "usable_cpus", lambda: 1)
 
     def copy(uri, kill_after=None, attempt="attempt", **fields):
         done = []
