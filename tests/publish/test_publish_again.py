@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from helpers.retries import FAILED, first_run
 from helpers.small import read_json
-from helpers.targets import TARGETS, catalog
+from helpers.targets import TARGETS, catalog, published_rows
 from pyiceberg.catalog import load_catalog
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -25,7 +26,10 @@ from prefect_raybatch.api import publish_run
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
+from prefect_raybatch.publish.publish import open_sink
+from prefect_raybatch.publish.sql import MARK_TABLE
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 INPUT = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("tags", pa.list_(pa.string()))])
@@ -214,6 +218,28 @@ def test_a_delta_table_that_is_restored_past_the_rows_and_back_has_them_once(run
     assert numbers("delta", tmp_path) == []
     publish_run(job, str(run))
     assert numbers("delta", tmp_path) == ANSWERED
+
+
+def test_a_mark_that_another_publisher_renews_meanwhile_is_kept(tmp_path):
+    """Its rows are in the table again, and must not be published once more."""
+    place, rows = tmp_path / "rows.db", pa.table({"id": [1, 2], "answer": ["a", "b"]})
+    target = {"format": "sql", "uri": f"sqlite:///{place}", "table": "answers"}
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+
+    def run(text: str) -> list[tuple[str, ...]]:
+        with closing(sqlite3.connect(place)) as base, base:
+            return base.execute(text).fetchall()
+
+    for plan in "ab":
+        sink.publish(published_rows(rows, plan * 64), lambda step: None)
+    run("DELETE FROM answers")
+
+    def meanwhile(step: str) -> None:
+        if step == "looked":
+            run(f"UPDATE {MARK_TABLE} SET published_at = 'later' WHERE plan LIKE 'b%'")
+
+    sink.publish(published_rows(rows, "a" * 64), meanwhile)
+    assert run(f"SELECT published_at FROM {MARK_TABLE} WHERE plan LIKE 'b%'") == [("later",)]
 
 
 def test_rows_that_somebody_deleted_from_a_table_stay_deleted(run, tmp_path):

@@ -12,7 +12,31 @@ from helpers.targets import published_rows
 from prefect_raybatch.errors import PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.base import PUBLISH_TRIES, Sink
+from prefect_raybatch.publish.delta import _restored_version
 from prefect_raybatch.publish.publish import open_sink
+
+COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("given", "version"),
+    [
+        ({"version": "3"}, 3),
+        ({"version": "null", "timestamp": "2000"}, 2),
+        ({"datetime": "2999"}, 2),
+        ({"timestamp": "1970-01-01 00:00:02.0"}, 2),
+        ({"timestamp": "1970-01-01T00:00:03+00:00"}, 3),
+        ({"timestamp": "9000"}, 3),  # not itself
+        ({"timestamp": "-1"}, None),
+        ({"timestamp": "yesterday"}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_a_restore_names_its_version_by_number_or_time(
+    given: dict[str, str] | None, version: int | None
+) -> None:
+    assert _restored_version({"version": 4, "operationParameters": given}, COMMITS) == version
 
 
 def sink_of(place: Path) -> Sink:
