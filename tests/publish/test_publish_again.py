@@ -27,9 +27,11 @@ from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish import files
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import open_sink
 from prefect_raybatch.publish.sql import MARK_TABLE
+from prefect_raybatch.storage import Store, open_store
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 INPUT = pa.schema([("id", pa.int64()), ("Company", pa.string()), ("tags", pa.list_(pa.string()))])
@@ -240,6 +242,35 @@ def test_a_mark_that_another_publisher_renews_meanwhile_is_kept(tmp_path):
 
     sink.publish(published_rows(rows, "a" * 64), meanwhile)
     assert run(f"SELECT published_at FROM {MARK_TABLE} WHERE plan LIKE 'b%'") == [("later",)]
+
+
+def test_files_are_written_with_the_options_of_the_target(tmp_path, monkeypatch):
+    options, opened = {"anon": True}, []
+
+    def recorded(uri: str, options: dict[str, Any]) -> Store:
+        opened.append(options)
+        return open_store(uri)
+
+    monkeypatch.setattr(files, "open_store", recorded)
+    target = PublishTarget.model_validate({"format": "parquet", "uri": str(tmp_path)})
+    rows = published_rows(pa.table({"id": [1]}), "a" * 64)
+    open_sink(target, "key", options).publish(rows, lambda step: None)
+    assert opened and all(given == options for given in opened)
+
+
+def test_rows_that_another_publisher_inserts_meanwhile_are_not_inserted_twice(tmp_path):
+    place, rows = tmp_path / "rows.db", pa.table({"id": [1, 2], "answer": ["a", "b"]})
+    target = {"format": "sql", "uri": f"sqlite:///{place}", "table": "answers"}
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    other = open_sink(PublishTarget.model_validate(target), "key", {})
+
+    def meanwhile(step: str) -> None:
+        if step == "looked":
+            other.publish(published_rows(rows, "a" * 64), lambda step: None)
+
+    assert sink.publish(published_rows(rows, "a" * 64), meanwhile) == ""
+    with closing(sqlite3.connect(place)) as base:
+        assert base.execute("SELECT id FROM answers").fetchall() == [(1,), (2,)]
 
 
 def test_rows_that_somebody_deleted_from_a_table_stay_deleted(run, tmp_path):

@@ -11,8 +11,9 @@ from helpers.targets import published_rows
 
 from prefect_raybatch.errors import PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish import delta
 from prefect_raybatch.publish.base import PUBLISH_TRIES, Sink
-from prefect_raybatch.publish.delta import _restored_version
+from prefect_raybatch.publish.delta import _empties, _restored_version, _version_with
 from prefect_raybatch.publish.publish import open_sink
 
 COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
@@ -37,6 +38,53 @@ def test_a_restore_names_its_version_by_number_or_time(
     given: dict[str, str] | None, version: int | None
 ) -> None:
     assert _restored_version({"version": 4, "operationParameters": given}, COMMITS) == version
+
+
+@pytest.mark.parametrize(
+    ("operation", "given", "emptied"),
+    [
+        ("TRUNCATE", None, True),
+        ("REPLACE TABLE AS SELECT", {}, True),
+        ("CREATE OR REPLACE TABLE", {}, True),
+        ("CREATE TABLE", {}, False),
+        ("DELETE", {}, True),
+        ("DELETE", {"predicate": '["true"]'}, True),
+        ("DELETE", {"predicate": "id > 1"}, False),
+        ("WRITE", {"mode": "Overwrite"}, True),
+        ("WRITE", {"mode": "Overwrite", "predicate": "id > 1"}, False),
+        ("WRITE", {"mode": "Append"}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_commit_that_empties_the_table_is_known_by_its_operation(
+    operation: str | None, given: dict[str, str] | None, emptied: bool, tmp_path: Path
+) -> None:
+    published(tmp_path / "t", "a")
+    table = DeltaTable(str(tmp_path / "t"))
+    assert _empties(table, {"operation": operation, "operationParameters": given}) == emptied
+
+
+@pytest.mark.parametrize(
+    ("recorded", "log", "version"),
+    [
+        ("3", {5: {"operation": "WRITE"}}, "3"),  # written before the log begins
+        ("", {5: {"operation": "WRITE"}}, "4"),
+        ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "4"}}}, "4"),
+        ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "3"}}}, None),
+    ],
+)
+def test_a_log_that_was_cleaned_proves_no_rows_that_a_restore_went_back_behind(
+    recorded: str,
+    log: dict[int, dict[str, str]],
+    version: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published(tmp_path / "t", "a")
+    commits = {number: {**commit, "version": number} for number, commit in log.items()}
+    monkeypatch.setattr(delta, "_commits", lambda handle: (max(log), commits))
+    table = DeltaTable(str(tmp_path / "t"))
+    assert _version_with(table, "a" * 64, recorded) == version
 
 
 def sink_of(place: Path) -> Sink:

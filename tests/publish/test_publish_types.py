@@ -14,6 +14,7 @@ import lance
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import sqlalchemy
 from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
 from helpers.targets import TARGETS, catalog, iceberg, published_rows
@@ -24,6 +25,8 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, open_sink
+from prefect_raybatch.publish.sql import _sql_type
+from prefect_raybatch.publish.types import to_schema
 from prefect_raybatch.source.hive import path_values
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -345,3 +348,17 @@ def test_a_catalog_cannot_name_python_to_load(tmp_path):
     target["catalog"] = {**target["catalog"], "py-io-impl": "os.path"}
     with pytest.raises(ValueError, match="py-io-impl names Python code to load"):
         PublishTarget.model_validate(target)
+
+
+def test_columns_that_rows_lack_are_null_wherever_the_schema_has_them():
+    schema = pa.schema([("a", pa.int64()), ("b", pa.string()), ("c", pa.int32())])
+    batch = pa.record_batch({"c": pa.array([1, 2], pa.int64()), "a": [3, 4]})
+    (made,) = to_schema([batch], schema)
+    assert made.schema == schema
+    assert made.to_pylist() == [{"a": 3, "b": None, "c": 1}, {"a": 4, "b": None, "c": 2}]
+
+
+def test_a_decimal_keeps_its_digits_in_a_database_that_has_decimals():
+    kind = _sql_type(pa.decimal128(10, 2), "postgresql")
+    assert (kind.precision, kind.scale) == (10, 2)
+    assert isinstance(_sql_type(pa.decimal128(10, 2), "sqlite"), sqlalchemy.Text)
