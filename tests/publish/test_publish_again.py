@@ -24,7 +24,7 @@ from sqlalchemy.pool import Pool
 
 from prefect_raybatch.api import publish_run
 from prefect_raybatch.compile.job import compile_job
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish import files
@@ -256,6 +256,27 @@ def test_files_are_written_with_the_options_of_the_target(tmp_path, monkeypatch)
     rows = published_rows(pa.table({"id": [1]}), "a" * 64)
     open_sink(target, "key", options).publish(rows, lambda step: None)
     assert opened and all(given == options for given in opened)
+
+
+def test_an_error_of_the_database_shows_no_row(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "rows.db")) as base:
+        base.execute("CREATE TABLE answers (id INTEGER, answer TEXT CHECK (length(answer) < 3))")
+    target = {"format": "sql", "uri": f"sqlite:///{tmp_path}/rows.db", "table": "answers"}
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    rows = published_rows(pa.table({"id": [1], "answer": ["private"]}), "a" * 64)
+    with pytest.raises(RayBatchError, match="CHECK constraint") as caught:
+        sink.publish(rows, lambda step: None)
+    assert "private" not in str(caught.value)
+
+
+def test_a_lance_set_of_the_run_is_no_table_to_append_to(tmp_path):
+    """With append each run makes a data set; with a key there is one for all of them."""
+    rows = published_rows(pa.table({"id": [1]}), "a" * 64)
+    for more, there in (({}, False), ({"mode": "merge", "key": ["id"]}, True)):
+        target = {"format": "lance", "uri": f"{tmp_path}/{there}-{{run_key}}", **more}
+        sink = open_sink(PublishTarget.model_validate(target), "key", {})
+        sink.publish(rows, lambda step: None)
+        assert (sink.existing() is not None) == there
 
 
 def test_rows_that_another_publisher_inserts_meanwhile_are_not_inserted_twice(tmp_path):
