@@ -216,9 +216,8 @@ def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
                 f"output.publish: {target.label}: key column {name!r} is null in {nulls:,} rows of "
                 f"{where}. Merge by a column without nulls, or fill it in output.postprocess"
             )
-    counted = keys.append_column("__n", pa.array([1] * len(keys), pa.int8()))
-    counts = counted.group_by(target.key, use_threads=False).aggregate([("__n", "count")])
-    twice = counts.filter(pc.greater(counts["__n_count"], 1))
+    counts = keys.group_by(target.key, use_threads=False).aggregate([([], "count_all")])
+    twice = counts.filter(pc.greater(counts["count_all"], 1))
     if len(twice):
         shown = twice.select(target.key).slice(0, KEYS_NAMED).to_pylist()
         named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)

@@ -493,7 +493,12 @@ def test_a_stray_file_of_the_result_stops_before_success(tmp_path, name, compact
     before = pieces_of(run)
     with pytest.raises(CorruptRun, match=name) as caught:
         end(run)
-    assert "run the same command again" in str(caught.value)
+    assert "run the same command again" in str(caught.value) and "more)" not in str(caught.value)
+    other = stray.with_name("zz.parquet")
+    other.write_bytes(b"x")
+    with pytest.raises(CorruptRun, match=r"\(and 1 more\)"):
+        end(run)
+    other.unlink()
     assert not (tmp_path / "_SUCCESS").exists() and pieces_of(run) == before
     stray.unlink()
     end(run)

@@ -258,6 +258,13 @@ def test_files_are_written_with_the_options_of_the_target(tmp_path, monkeypatch)
     assert opened and all(given == options for given in opened)
 
 
+def test_a_partition_by_a_column_that_postprocess_adds_may_pass(tmp_path):
+    """Its type is not known when the run is planned."""
+    target = {"format": "parquet", "uri": str(tmp_path), "partition_by": ["made"]}
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    assert sink.check(pa.schema([("id", pa.int64())]), whole=False) == "gets new files"
+
+
 def test_an_error_of_the_database_shows_no_row(tmp_path):
     with closing(sqlite3.connect(tmp_path / "rows.db")) as base:
         base.execute("CREATE TABLE answers (id INTEGER, answer TEXT CHECK (length(answer) < 3))")
@@ -277,6 +284,7 @@ def test_a_lance_set_of_the_run_is_no_table_to_append_to(tmp_path):
         sink = open_sink(PublishTarget.model_validate(target), "key", {})
         sink.publish(rows, lambda step: None)
         assert (sink.existing() is not None) == there
+        assert sink.holds("a" * 64, "") and not sink.holds("b" * 64, "9")
 
 
 def test_rows_that_another_publisher_inserts_meanwhile_are_not_inserted_twice(tmp_path):
