@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ from helpers.small import small_run
 from prefect_raybatch.api import retry
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
-from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError
+from prefect_raybatch.errors import CorruptRun, NoSuchRun, RayBatchError, StoreUnavailable
 from prefect_raybatch.ledger.family import load_family
+from prefect_raybatch.ledger.layout import PLAN
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.status import report_of, status
-from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage import LocalStore, open_store
 
 
 def said(root: Path, path: str) -> str:
@@ -100,3 +102,14 @@ def test_the_command_line_says_that_the_command_is_wrong(tmp_path, capsys):
         cli.main(["status", str(tmp_path / "gone")])
     assert stop.value.code == 2 == exit_status(NoSuchRun("x"))
     assert capsys.readouterr().err.startswith("NoSuchRun: ")
+
+
+def test_a_folder_whose_neighbours_cannot_be_listed_gets_no_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folders(store: LocalStore) -> Iterator[str]:
+        raise StoreUnavailable("the disk is away")
+
+    monkeypatch.setattr(LocalStore, "folders", folders)
+    (tmp_path / "gone").mkdir()
+    assert said(tmp_path, "gone").endswith(f"it has no {PLAN}")

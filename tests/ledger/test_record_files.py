@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.small import Passes, SmallRun, small_run, success_of
 
@@ -28,6 +29,7 @@ from prefect_raybatch.ledger.layout import (
     heartbeat_path,
 )
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.part_files import PartFiles
 from prefect_raybatch.ledger.positions import Positions
 from prefect_raybatch.ledger.record_files import (
     RECORD_KINDS,
@@ -101,6 +103,14 @@ def test_a_success_of_40_000_parts_is_read_again(tmp_path):
     found = run.ledger.finished()
     assert found is not None and found.parts_table is not None
     assert replace(found, parts_table=None) == success
+
+
+def test_only_columns_whose_values_repeat_get_a_dictionary_in_part_files(tmp_path):
+    parts = PartFiles(open_store(str(tmp_path)), "f")
+    parts.write(pa.table({"id": range(5000), "label": ["a", "b"] * 2500}))
+    assert parts.finish() is not None
+    group = pq.ParquetFile(tmp_path / "f/part-00000.parquet").metadata.row_group(0)
+    assert [group.column(n).has_dictionary_page for n in range(2)] == [False, True]
 
 
 def test_files_are_in_the_order_of_their_numbers_which_may_have_six_digits(tmp_path):
