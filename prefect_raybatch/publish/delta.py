@@ -70,7 +70,7 @@ class DeltaSink(FolderSink):
                 observe("opened")
                 if handle is None:
                     continue
-                if (version := _version_with(handle, rows.plan)) is not None:
+                if (version := version_with(handle, rows.plan)) is not None:
                     return version
                 observe("looked")
                 try:
@@ -99,7 +99,7 @@ class DeltaSink(FolderSink):
     def holds(self, plan: str, recorded: str) -> bool:
         with self.with_plain_errors():
             handle = self._open()
-            return handle is not None and _version_with(handle, plan, recorded) is not None
+            return handle is not None and version_with(handle, plan, recorded) is not None
 
     def _commit(self, handle: DeltaTable, rows: AnsweredRows) -> None:
         from deltalake import CommitProperties, Transaction, write_deltalake
@@ -172,7 +172,7 @@ def _app_id(plan: str) -> str:
     return f"{PROPERTY.rstrip('.')}:{plan}"
 
 
-def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | None:
+def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | None:
     """Return the version in the table's present history that wrote the rows of `plan`, or None.
 
     The application transaction alone is no proof: it survives a RESTORE to an earlier version. So
@@ -187,15 +187,15 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
         return None
     if not handle.file_uris():
         return None  # somebody emptied the table
-    version, commits = _commits(handle)
+    version, commits = commits_of_log(handle)
     while version in commits:
         commit = commits[version]
         if commit.get(f"{PROPERTY}plan") == plan:
             return str(version)
-        if _empties(handle, commit):
+        if empties_table(handle, commit):
             return None
         if commit.get("operation") == "RESTORE":
-            restored = _restored_version(commit, commits)
+            restored = restored_version(commit, commits)
             if restored is None:
                 return recorded or str(handle.version())
             version = restored
@@ -208,7 +208,7 @@ def _version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | No
     return recorded or str(version)
 
 
-def _commits(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
+def commits_of_log(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
     """Return (newest version, {version: commit in the table's log}); move `handle` to that version.
 
     The library lists the current log, but numbers its entries from the handle's version down, so
@@ -228,7 +228,7 @@ def _commits(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
     )
 
 
-def _empties(handle: DeltaTable, commit: JsonObject) -> bool:
+def empties_table(handle: DeltaTable, commit: JsonObject) -> bool:
     """Return whether a commit surely removed every earlier row from the table."""
     operation, given = str(commit.get("operation")), commit.get("operationParameters") or {}
     if operation.startswith(("TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE")):
@@ -240,7 +240,7 @@ def _empties(handle: DeltaTable, commit: JsonObject) -> bool:
     return operation == "DELETE" and everything
 
 
-def _restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
+def restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
     """Return the version that `commit`, a RESTORE, went back to; None if unknown.
 
     The commit gives that version by number or by time. `commits` are the log's, by version.

@@ -379,7 +379,7 @@ class SqlSink(Sink):
         table = self._reflected(engine)
         if table is None:
             columns = [
-                Column(_quoted(field.name, engine), _sql_type(field.type, engine.dialect.name))
+                Column(_quoted(field.name, engine), sql_type_of(field.type, engine.dialect.name))
                 for field in schema_to_write
             ]
             table = Table(_quoted(name, engine), MetaData(schema=schema or None), *columns)
@@ -445,7 +445,7 @@ class SqlSink(Sink):
             return denied
         if isinstance(error, (exc.TimeoutError, exc.DisconnectionError)):
             return None
-        if isinstance(error, exc.DBAPIError) and _passes(error):
+        if isinstance(error, exc.DBAPIError) and is_transient_database_error(error):
             return None
         if isinstance(error, (exc.SQLAlchemyError, ValueError, TypeError, OverflowError)):
             return f"the database rejects {'the table' if self.planned else 'the rows'}"
@@ -533,7 +533,7 @@ def _folded(name: str, dialect: str) -> str:
     return name.lower()
 
 
-def _passes(error: DBAPIError) -> bool:
+def is_transient_database_error(error: DBAPIError) -> bool:
     """Return whether a database error is transient, so that a retry may succeed.
 
     Decided by SQLSTATE, class, MySQL's error number or text. If none of these decides, the error
@@ -600,7 +600,7 @@ def _create(engine: Engine, table: Table) -> None:
             raise
 
 
-def _sql_type(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
+def sql_type_of(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
     import sqlalchemy as sql
 
     if kinds.is_decimal(kind):  # SQLite has no decimals, and would convert them to floats

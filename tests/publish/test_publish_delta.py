@@ -13,7 +13,7 @@ from prefect_raybatch.errors import PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish import delta
 from prefect_raybatch.publish.base import PUBLISH_TRIES, Sink
-from prefect_raybatch.publish.delta import _empties, _restored_version, _version_with
+from prefect_raybatch.publish.delta import empties_table, restored_version, version_with
 from prefect_raybatch.publish.publish import open_sink
 
 COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
@@ -37,7 +37,7 @@ COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
 def test_a_restore_names_its_version_by_number_or_time(
     given: dict[str, str] | None, version: int | None
 ) -> None:
-    assert _restored_version({"version": 4, "operationParameters": given}, COMMITS) == version
+    assert restored_version({"version": 4, "operationParameters": given}, COMMITS) == version
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_commit_that_empties_the_table_is_known_by_its_operation(
 ) -> None:
     published(tmp_path / "t", "a")
     table = DeltaTable(str(tmp_path / "t"))
-    assert _empties(table, {"operation": operation, "operationParameters": given}) == emptied
+    assert empties_table(table, {"operation": operation, "operationParameters": given}) == emptied
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_a_log_that_was_cleaned_proves_no_rows_that_a_restore_went_back_behind(
 ) -> None:
     published(tmp_path / "t", "a")
     commits = {number: {**commit, "version": number} for number, commit in log.items()}
-    monkeypatch.setattr(delta, "_commits", lambda handle: (max(log), commits))
+    monkeypatch.setattr(delta, "commits_of_log", lambda handle: (max(log), commits))
     table = DeltaTable(str(tmp_path / "t"))
-    assert _version_with(table, "a" * 64, recorded) == version
+    assert version_with(table, "a" * 64, recorded) == version
 
 
 def sink_of(place: Path) -> Sink:

@@ -25,7 +25,7 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, open_sink
-from prefect_raybatch.publish.sql import _sql_type
+from prefect_raybatch.publish.sql import sql_type_of
 from prefect_raybatch.publish.types import to_schema
 from prefect_raybatch.source.hive import path_values
 
@@ -359,6 +359,6 @@ def test_columns_that_rows_lack_are_null_wherever_the_schema_has_them():
 
 
 def test_a_decimal_keeps_its_digits_in_a_database_that_has_decimals():
-    kind = _sql_type(pa.decimal128(10, 2), "postgresql")
+    kind = sql_type_of(pa.decimal128(10, 2), "postgresql")
     assert (kind.precision, kind.scale) == (10, 2)
-    assert isinstance(_sql_type(pa.decimal128(10, 2), "sqlite"), sqlalchemy.Text)
+    assert isinstance(sql_type_of(pa.decimal128(10, 2), "sqlite"), sqlalchemy.Text)

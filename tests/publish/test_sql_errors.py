@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import exc
 
-from prefect_raybatch.publish.sql import MYSQL_PASSING, _passes
+from prefect_raybatch.publish.sql import MYSQL_PASSING, is_transient_database_error
 
 
 def raised(module: str, *args: Any, **fields: Any) -> Exception:
@@ -42,9 +42,9 @@ DEADLOCK = next(iter(MYSQL_PASSING))
 def test_an_error_is_transient_by_its_state_class_number_or_text(
     kind: type[exc.DBAPIError], original: Exception, transient: bool
 ) -> None:
-    assert _passes(kind("INSERT", {}, original)) == transient
+    assert is_transient_database_error(kind("INSERT", {}, original)) == transient
 
 
 def test_a_broken_connection_is_transient_whatever_the_error() -> None:
     error = exc.ProgrammingError("INSERT", {}, raised("sqlite3", "x"), connection_invalidated=True)
-    assert _passes(error)
+    assert is_transient_database_error(error)
