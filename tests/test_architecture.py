@@ -763,7 +763,7 @@ def test_pyarrow_reads_python_files_in_the_calling_thread(path):
         assert name != "read_table", f"{path}: {ast.unparse(call)} (call parquet_table)"
         if name == "ParquetFile":
             assert native or options.get("pre_buffer") == "False", f"{path}: {ast.unparse(call)}"
-            assert not native or name_of(path) in READERS_OF_BYTES, "call parquet_table"
+            assert not native or name_of(path) in READERS_OF_BYTES, f"{path}: call parquet_table"
         elif name in ("read_row_group", "read_row_groups") or (
             name == "iter_batches" and "dataset" not in ast.unparse(call.func) and call.args
         ):

@@ -58,9 +58,9 @@ def infer_on_cluster(
 def submission_of(job: BatchJob, loaded: BatchJob, api: str = "") -> Submission:
     """Return the job as it is sent to a cluster.
 
-    `loaded` is the same job with the credentials of its blocks, used to reach the cluster and the
-    run directory. `api` is the URL of Prefect's API. Raises `ConfigError` like `sendable` and
-    `environment`.
+    `loaded` is the same job with what its blocks hold: the hosted model's address and limits, and
+    credentials to reach the cluster and the run directory. `api` is the URL of Prefect's API, by
+    default PREFECT_API_URL. Raises `ConfigError` like `sendable` and `environment`.
     """
     if job.engine.endpoint.block is not None:  # its fields are in the plan; its key is not sent
         job = with_endpoint_of(job, loaded)

@@ -217,9 +217,11 @@ def check_unique(target: PublishTarget, keys: pa.Table, where: str) -> None:
                 f"{where}. Merge by a column without nulls, or fill it in output.postprocess"
             )
     counts = keys.group_by(target.key, use_threads=False).aggregate([([], "count_all")])
-    twice = counts.filter(pc.greater(counts["count_all"], 1))
+    # By position: a key may have the name of the count.
+    keyed = len(target.key)
+    twice = counts.filter(pc.greater(counts.column(keyed), 1)).select(range(keyed))
     if len(twice):
-        shown = twice.select(target.key).slice(0, KEYS_NAMED).to_pylist()
+        shown = twice.rename_columns(target.key).slice(0, KEYS_NAMED).to_pylist()
         named = "; ".join(", ".join(f"{k}={v!r}" for k, v in row.items()) for row in shown)
         raise ConfigError(
             f"output.publish: {target.label}: the key {', '.join(target.key)} is not unique in "

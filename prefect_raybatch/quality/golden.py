@@ -295,8 +295,9 @@ def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
     try:
         if uri.endswith(".parquet"):
             table = parquet_table(data)
-            if len(set(table.column_names)) < table.num_columns:
-                raise ValueError("two columns have one name")
+            for name in table.column_names:
+                if table.column_names.count(name) > 1:
+                    raise ValueError(f"it has several columns {name!r}")
             return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):

@@ -66,16 +66,16 @@ def _work(uri: str, number: int) -> int:
         accepted = record.accepted_fields
         _check_submitted(record)
         job = recorded_job(record, plan)
-        # This process runs on the cluster: Ray has set its address in the environment.
-        here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
-        job = edited(job, here, f"job {number}")
-        if field_of_block(job):
-            from prefect_raybatch.flow.tasks import with_blocks
-
-            job = with_blocks(job)
     except RayBatchError as error:
         records.end(number, Outcome(type(error).__name__, str(error)))
         raise
+    # This process runs on the cluster: Ray has set its address in the environment.
+    here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
+    job = edited(job, here, f"job {number}")
+    if field_of_block(job):
+        from prefect_raybatch.flow.tasks import with_blocks
+
+        job = with_blocks(job)
     run = replace(
         run_of(ledger.store, plan, ledger),
         accepted=accepted,

@@ -9,7 +9,7 @@ from datetime import datetime
 from pydantic import TypeAdapter
 
 from prefect_raybatch.driver.heartbeat import HEARTBEAT_SECONDS, read_heartbeats
-from prefect_raybatch.errors import RayBatchError
+from prefect_raybatch.errors import CorruptRun, RayBatchError
 from prefect_raybatch.ledger.increments import ledgers_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
@@ -83,18 +83,16 @@ def engine_deaths(ledger: Ledger) -> int:
 
 
 def _notes(ledger: Ledger) -> list[JsonObject]:
-    """Return the records of attempts that can be read; they only inform people."""
+    """Return the readable records of attempts; they only inform people, so no run fails."""
     notes: list[JsonObject] = []
-    names: list[str] = []
     try:
-        names = ledger.attempts()
+        for name in ledger.attempts():
+            try:
+                notes.append({**ledger.read_attempt(name), "attempt": name})
+            except (CorruptRun, FileNotFoundError) as error:
+                log.info("the record of attempt %s cannot be read: %s", name, error)
     except RayBatchError as error:
-        log.info("the attempts cannot be listed: %s", error)
-    for name in names:
-        try:
-            notes.append({**ledger.read_attempt(name), "attempt": name})
-        except (RayBatchError, FileNotFoundError) as error:
-            log.info("the record of attempt %s cannot be read: %s", name, error)
+        log.info("the records of attempts cannot be read: %s", error)
     return notes
 
 

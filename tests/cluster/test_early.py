@@ -748,13 +748,13 @@ import os, sys, time
 from pathlib import Path
 from cluster.test_early import noted
 from helpers.engines import NotedEngine
-from prefect_raybatch import source
+from prefect_raybatch import cpu_limit, source
 from prefect_raybatch.cluster import prewarm
 from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.api import plan_run
 
 prewarm.WORTH_BYTES = 0
-os.sched_getaffinity = lambda pid: {0, 1}
+cpu_limit.usable_cpus = lambda: 2
 folder = Path(sys.argv[1])
 source.snapshot = lambda *given: time.sleep(600)
 with prewarm_allowed(NotedEngine):

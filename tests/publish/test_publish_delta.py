@@ -28,7 +28,7 @@ COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
         ({"timestamp": "1970-01-01 00:00:02.0"}, 2),
         ({"timestamp": "1970-01-01T00:00:03+00:00"}, 3),
         ({"timestamp": "9000"}, 3),  # not itself
-        ({"timestamp": "-1"}, None),
+        ({"timestamp": "1969-12-31 23:59:59.0"}, None),
         ({"timestamp": "yesterday"}, None),
         ({}, None),
         (None, None),

@@ -24,7 +24,7 @@ from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
-from prefect_raybatch.publish.publish import check_publish, open_sink
+from prefect_raybatch.publish.publish import check_publish, check_unique, open_sink
 from prefect_raybatch.publish.sql import sql_type_of
 from prefect_raybatch.publish.types import to_schema
 from prefect_raybatch.source.hive import path_values
@@ -362,3 +362,12 @@ def test_a_decimal_keeps_its_digits_in_a_database_that_has_decimals():
     kind = sql_type_of(pa.decimal128(10, 2), "postgresql")
     assert (kind.precision, kind.scale) == (10, 2)
     assert isinstance(sql_type_of(pa.decimal128(10, 2), "sqlite"), sqlalchemy.Text)
+
+
+def test_a_key_may_have_any_name():
+    target = PublishTarget.model_validate(
+        {"format": "delta", "uri": "t", "mode": "merge", "key": ["count_all"]}
+    )
+    check_unique(target, pa.table({"count_all": [1, 2]}), "the input")
+    with pytest.raises(ConfigError, match=r"1 values occur more than once \(count_all=2\)"):
+        check_unique(target, pa.table({"count_all": [1, 2, 2]}), "the input")

@@ -883,26 +883,11 @@ def test_a_job_on_the_cluster_gets_the_key_of_its_hosted_model_from_the_block(
     assert submission.env["PREFECT_API_URL"] == "http://prefect/api"
     world.records.add(1, submission.job, URL, None)
     monkeypatch.setenv(OUTPUT_ENV, submission.env[OUTPUT_ENV])
+    monkeypatch.delenv(jobs.DIGEST_ENV, raising=False)
     monkeypatch.setattr(remote, "infer_run", infer_run)
     monkeypatch.setattr(tasks, "endpoint_of", lambda *names: {**fields, "key": "s3cr3t"})
     assert remote.work(world.run.uri, 1) == 0
     assert seen[0].engine.endpoint.key == "s3cr3t" and seen[0].engine.endpoint.model == "m"
-
-
-def test_a_block_that_the_cluster_cannot_load_is_the_jobs_error(
-    world: World, at_work: list[BatchJob], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def with_blocks(job: BatchJob) -> BatchJob:
-        raise ConfigError("source.credentials_block: no block a/b")
-
-    monkeypatch.setattr(tasks, "with_blocks", with_blocks)
-    job = make_job(source={"uri": "data/in.parquet", "credentials_block": "a/b"})
-    world.records.add(1, sendable(job), URL, None)
-    monkeypatch.delenv(jobs.DIGEST_ENV, raising=False)
-    with pytest.raises(ConfigError):
-        remote.work(world.run.uri, 1)
-    outcome = world.records.outcome(1)
-    assert outcome is not None and outcome.error == "ConfigError" and not at_work
 
 
 @pytest.mark.parametrize(
