@@ -87,7 +87,7 @@ SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 @dataclass(frozen=True)
 class Sender:
-    """How the judge's job is sent to a cluster that receives jobs, and who observes its run.
+    """How the judge's job is sent to a Ray job server, and who observes its run.
 
     `job` is the job without the credentials of its blocks, and `owner` the flow run on whose behalf
     it is sent (None: no flow run). `observe` receives the progress, also on a local cluster.

@@ -146,10 +146,8 @@ def environment(job: BatchJob, api: str) -> dict[str, str]:
     the cluster must load a block and there is no URL, or one with a password.
     """
     api = api or os.environ.get("PREFECT_API_URL", "")
-    output = {
-        "options": job.output.options,
-        "credentials_block": job.output.credentials_block,
-    }
+    block = job.output.credentials_block
+    output = {"options": job.output.options, "credentials_block": block}
     env = {OUTPUT_ENV: json.dumps(output)}
     if field := field_of_block(job):
         if not api or "@" in api.split("/api", 1)[0]:

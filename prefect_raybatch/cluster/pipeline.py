@@ -591,7 +591,7 @@ def warm_kind_of(
 
 
 def launch_of(spec: RunSpec, model: models.PinnedModel, size: Sizing, **more: Any) -> EngineLaunch:
-    """Return the settings with which engines of a run start; `more` replaces some of them."""
+    """Return the settings for starting a run's engines; `more` replaces some of them."""
     task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
 
