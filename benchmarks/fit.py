@@ -4,9 +4,9 @@
 
 The rates are those of `benchmarks/sweep.py` (by default `results/sweep-*.jsonl`) and
 `results/steady-8b-h200.jsonl`. Whole runs of `benchmarks/gpu.py` are compared; only the steady part
-of those of FITTED_RUNS is fitted to. With --refit it prints constants that come nearest: the least
-squares of the logarithms of rates, and of how busy the GPU was with one engine. --each prints every
-point.
+of those in the files FITTED_RUNS is fitted to. With --refit it prints constants that come nearest:
+the least squares of the logarithms of rates, and of how busy the GPU was with one engine. --each
+prints every point.
 
 At the end it prints, for each kind of work of a sweep, the best arrangement that was measured, the
 one that the model takes among those measured, and what that reached of the best.
@@ -37,7 +37,7 @@ LEAST_WARM = 0.9  # windows that began earlier hold answers that were cut short
 SHARES = ("apart", "apart_grammar", "sharing", "compute")  # at most 1
 # Of one arrangement; of 8B models, which keep a GPU busy by themselves.
 KEPT = ("fp8", "sharing", "apart_grammar")
-FITTED_RUNS = ("record",)  # whole runs of these kinds of work, of which no sweep is there
+FITTED_RUNS = ("record-15b", "record-8b")  # files of whole runs of work that no sweep measured
 # Until it was as large as the vocabulary, xgrammar searched all unused ids for each token.
 SMALL_TOKENIZER = 22e-6
 
@@ -57,10 +57,11 @@ class Point:
     busy: float | None
     fitted: bool
     small: bool = False
+    quantization: str | None = None
 
     @property
     def model(self) -> Model:
-        return model_of(self.size)
+        return model_of(self.size, self.quantization)
 
     def predicted(self) -> tuple[float, float]:
         """Return (rows/s, share of time that the GPU is busy) by the model."""
@@ -77,8 +78,9 @@ class Point:
 
 
 @cache
-def model_of(size: str) -> Model:
-    return describe({**DIMENSIONS[size], "torch_dtype": "bfloat16"}, {})
+def model_of(size: str, quantization: str | None) -> Model:
+    given = {} if quantization is None else {"quantization": quantization}
+    return describe({**DIMENSIONS[size], "torch_dtype": "bfloat16"}, given)
 
 
 def points(paths: Sequence[Path]) -> Iterator[Point]:
@@ -147,12 +149,12 @@ def run_point(found: dict[str, Any], kind: Card, name: str) -> Point:
     row = tokens(found, found["cached_share"] * found["prompt_tokens"], grammar)
     engines, seqs = found["engines_a_gpu"], found["sequences"]
     small = bool(grammar) and found["date"] < "2026-11-26"
-    fitted = found["work"] in FITTED_RUNS
+    fitted = name in FITTED_RUNS
     # The model knows no head and no tail: almost a third of a run of 12,000 rows on a 0.5B model.
     rate = found["steady_rows_s"] if fitted else found["rows_s"]
     return Point(
         *(f"run {name}", found["size"], kind, row, engines, seqs, f"{engines}x{seqs:.0f}"),
-        *(rate, found.get("gpu"), fitted, small),
+        *(rate, found.get("gpu"), fitted, small, found.get("quantization")),
     )
 
 

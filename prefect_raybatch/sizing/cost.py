@@ -57,7 +57,7 @@ class Constants:
     fp8: float = 1.3  # by one measured arrangement of engines
 
 
-# By benchmarks/fit.py, of 94 rates in benchmarks/results: sweep-h100.jsonl with vLLM 0.32, and with
+# By benchmarks/fit.py, of 90 rates in benchmarks/results: sweep-h100.jsonl with vLLM 0.32, and with
 # vLLM 0.26 steady-8b-h200.jsonl, steady-h100.jsonl, record-15b.jsonl and record-8b.jsonl. `sharing`
 # and `apart_grammar` are those of 8B models, which keep a GPU busy by themselves. No answer was
 # detokenized.

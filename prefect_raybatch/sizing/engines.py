@@ -18,10 +18,6 @@ from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
 SHORT = 32  # most output tokens of a short answer
-# Gain that the cost model must predict before engines with answers over SHORT share a GPU. With 8B
-# models it was off by 12 %, and more engines brought nothing or lost a tenth
-# (varied-8b-1500.jsonl); with a 1.5B five engines gave 2.4 to 2.9 times (record-15b.jsonl).
-LONG_GAIN = 0.3
 CORES = 3  # CPU cores per engine that shares a GPU: actor, core process, part of the CPU stages
 MOST_ENGINES = 6
 ENGINE_GAIN = 0.05  # least gain for more engines: the cost model is off by 5 % for 8B models
@@ -84,16 +80,6 @@ def fewest_sequences(
     return fewest([tried[0], *room], rate, SEQUENCE_GAIN)
 
 
-def _best_number(numbers: Sequence[int], rate: Callable[[int], float], out: int) -> int:
-    """Return the fewest engines of `numbers` that are nearly as fast as the best number.
-
-    Returns 1 if answers of `out` tokens are long and several engines gain less than LONG_GAIN.
-    """
-    best = fewest(numbers, rate, ENGINE_GAIN)
-    gains = out <= SHORT or rate(best) >= (1 + LONG_GAIN) * rate(1)
-    return best if gains else 1
-
-
 def _row_times(model: Model, card: Card, row: Tokens, seqs: int) -> str:
     host, gpu = host_seconds(model, row, seqs), gpu_seconds(model, card, row, seqs)
     return (
@@ -135,19 +121,15 @@ def choose_engines_per_gpu(
     def rate(n: int) -> float:
         return rows_per_second(model, card, row, n, seqs[n])
 
-    best = _best_number(numbers, rate, row.out)
+    best = fewest(numbers, rate, ENGINE_GAIN)
     times = _row_times(model, card, row, seqs[best])
     if best == 1:
-        fastest = max(numbers, key=rate)
-        gain = rate(fastest) / rate(1) - 1
-        if gain > ENGINE_GAIN:
-            return 1, f"{fastest} engines would gain {gain:.0%}, under {LONG_GAIN:.0%}: {times}"
         return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    chosen = best if best <= bound else _best_number(range(1, bound + 1), rate, row.out)
+    chosen = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
     reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
         reasons.append(f"{room} fit in {gib(gpu.memory)}")

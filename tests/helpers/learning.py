@@ -25,18 +25,20 @@ from prefect_raybatch.ledger.arrangement import (
     TrialOutcome,
     WorkKey,
 )
+from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, describe
 from prefect_raybatch.sizing import cost
 from prefect_raybatch.sizing.cards import Card, card
 from prefect_raybatch.sizing.cost import Tokens
 from prefect_raybatch.sizing.engines import (
     ENGINE_GAIN,
-    LONG_GAIN,
     MOST_EXPERTS,
     MOST_TOTAL,
-    SHORT,
     fewest,
+    holds_rows,
 )
+from prefect_raybatch.sizing.fit import Fit
+from prefect_raybatch.sizing.shards import SEQUENCES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 NOISE = 0.03  # standard deviation of the logarithm of a rate, per night and per shard
@@ -58,19 +60,26 @@ class Work:
     rates: dict[Arrangement, tuple[float, float | None]]
 
     def chosen(self) -> Arrangement:
-        """What the package chooses by the cost model, among the arrangements that were measured."""
+        """What the package chooses, among the measured arrangements whose rows fit."""
         most = MOST_EXPERTS if self.model.sparse else MOST_TOTAL
         best: dict[int, Arrangement] = {}
         for one in sorted(self.rates, key=self.expected_rate):
-            if one.max_num_seqs <= most:
+            if one.max_num_seqs <= most and self.fits(one):
                 best[one.engines_per_gpu] = one
 
         def rate(engines: int) -> float:
             return self.expected_rate(best[engines])
 
         number = fewest(sorted(best), rate, ENGINE_GAIN)
-        is_worth = self.row.out <= SHORT or rate(number) >= (1 + LONG_GAIN) * rate(min(best))
-        return best[number if is_worth else min(best)]
+        return best[number]
+
+    def fits(self, one: Arrangement) -> bool:
+        """Say whether the KV cache holds the rows of each engine, as the package estimates it."""
+        arguments = EngineArguments(
+            max_num_seqs=one.max_num_seqs, max_num_batched_tokens=8192, max_model_len=1024
+        )
+        fit = Fit(self.model, arguments, self.card.memory, 1024)
+        return one.max_num_seqs == SEQUENCES or holds_rows(fit, one.engines_per_gpu, self.row)
 
     def expected_rate(self, one: Arrangement) -> float:
         engines, seqs = one.engines_per_gpu, one.max_num_seqs
