@@ -115,12 +115,17 @@ def sendable(job: BatchJob) -> dict[str, Any]:
 
 
 def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) -> None:
-    """Add an engine's environment variables to the fields `value` that are sent to the cluster.
+    """Add an engine's environment variables, and the variable that holds a hosted model's key.
 
-    Raises `ConfigError` if a value in `engine.env` or an engine argument may be a secret. The
-    message names the field below `group` (`engine`, `output.escalate.to`) and says where to set it
-    instead: `nodes`, such as "in the environment of the cluster's nodes".
+    They are added to `value`, the fields of the engine that are sent to the cluster. Raises
+    `ConfigError` if a value in `engine.env`, an engine argument or the key itself may be a secret.
+    The message names the field below `group` (`engine`, `output.escalate.to`) and says where to set
+    it instead: `nodes`, such as "in the environment of the cluster's nodes".
     """
+    if key := engine.endpoint.key:
+        shown = hide_catalog({"key": key})
+        _refuse(f"{group}.endpoint", shown, f"Write ${{NAME}} there, and set the variable {nodes}")
+        value["endpoint"]["key"] = key
     _refuse(f"{group}.env", hide_env(engine.env), f"Set it {nodes}")
     if engine.env:
         value["env"] = dict(engine.env)

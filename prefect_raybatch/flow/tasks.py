@@ -493,7 +493,7 @@ def with_blocks(job: BatchJob) -> BatchJob:
     """Return the job with the credentials and addresses of the Prefect blocks that it names.
 
     Its source, output, hosted models and cluster may name blocks. Raises `ConfigError` if a block
-    cannot be loaded.
+    cannot be loaded, and `PrefectUnavailable` if Prefect's API does not answer or fails.
     """
     check_blocks(job)
     source, output = job.source.credentials_block, job.output.credentials_block

@@ -120,10 +120,13 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": made})})
 
 
-def with_endpoint_of(job: BatchJob, loaded: BatchJob) -> BatchJob:
-    """Return the job with `engine.endpoint` of `loaded`, the same job with its block's fields."""
-    endpoint = {"endpoint": loaded.engine.endpoint}
-    return job.model_copy(update={"engine": job.engine.model_copy(update=endpoint)})
+def with_endpoint_of(job: BatchJob, other: BatchJob) -> BatchJob:
+    """Return the job with `engine.endpoint` of the same job `other`, but with its own key.
+
+    One of them has what the Prefect block of the hosted model holds.
+    """
+    endpoint = other.engine.endpoint.model_copy(update={"key": job.engine.endpoint.key})
+    return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": endpoint})})
 
 
 def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:

@@ -22,7 +22,7 @@ from prefect_raybatch.api.sending import OUTPUT_ENV, field_of_block
 from prefect_raybatch.api.submission import job_of_output, recorded_job
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import CorruptRun, RayBatchError, RunDrained
-from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.edits import edited, with_endpoint_of
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.layout import job_path
 from prefect_raybatch.ledger.ledger import Ledger
@@ -44,6 +44,8 @@ log = logging.getLogger("prefect_raybatch.remote")
 NEWER_JOB_LOOK = 5.0  # seconds between looks for a newer job
 DASHBOARD_LINE_EVERY = 30.0  # seconds between progress lines in Ray's dashboard
 SUPERSEDED, DRAINED = 3, 4
+# This process runs on the cluster: Ray has set the cluster's address in the environment.
+HERE = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
 
 
 def work(uri: str, number: int) -> int:
@@ -65,17 +67,15 @@ def _work(uri: str, number: int) -> int:
     try:
         accepted = record.accepted_fields
         _check_submitted(record)
-        job = recorded_job(record, plan)
+        job = edited(recorded_job(record, plan), HERE, f"job {number}")
+        if field_of_block(job):
+            from prefect_raybatch.flow.tasks import with_blocks
+
+            # Only the keys: limits of a hosted model in its block may have changed since.
+            job = with_endpoint_of(with_blocks(job), job)
     except RayBatchError as error:
         records.end(number, Outcome(type(error).__name__, str(error)))
         raise
-    # This process runs on the cluster: Ray has set its address in the environment.
-    here = {"cluster.address": "auto", "cluster.job_server": None, "cluster.block": None}
-    job = edited(job, here, f"job {number}")
-    if field_of_block(job):
-        from prefect_raybatch.flow.tasks import with_blocks
-
-        job = with_blocks(job)
     run = replace(
         run_of(ledger.store, plan, ledger),
         accepted=accepted,

@@ -9,6 +9,7 @@ import logging
 import subprocess
 import tomllib
 import urllib.error
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,9 +17,11 @@ from uuid import UUID
 import httpx
 import pytest
 from helpers.small import make_job, small_run
+from helpers.web_server import served
 from prefect import flow
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.testing.cli import invoke_and_assert
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 from prefect.types import SecretDict
@@ -29,7 +32,7 @@ from prefect_raybatch import BatchJob
 from prefect_raybatch.api import finalize_run
 from prefect_raybatch.api.sending import sendable
 from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError
+from prefect_raybatch.errors import ConfigError, IncompleteRun, PrefectUnavailable, RayBatchError
 from prefect_raybatch.flow import tasks
 from prefect_raybatch.flow.blocks import (
     BatchInferenceJob,
@@ -239,6 +242,33 @@ def test_another_block_as_a_hosted_model_is_refused(prefect_api: None) -> None:
     wrong = make_job(engine={"endpoint": {"block": "object-store/keys"}})
     with pytest.raises(ConfigError, match="no HostedModel block"):
         with_blocks(wrong)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(0, PrefectUnavailable), (503, PrefectUnavailable), (401, ConfigError), (404, ConfigError)],
+)
+def test_an_outage_of_the_api_is_told_from_a_block_that_cannot_be_loaded(
+    status: int, error: type[RayBatchError]
+) -> None:
+    """Only an outage is tried again."""
+
+    class Api(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with served(Api) as url:
+        here = f"{url if status else 'http://127.0.0.1:9'}/api"
+        with temporary_settings({PREFECT_API_URL: here, PREFECT_CLIENT_MAX_RETRIES: 0}):
+            named = job(engine={"endpoint": {"block": "hosted-model/large"}})
+            with pytest.raises(error, match=r"^engine\.endpoint\.block: ") as raised:
+                with_blocks(named)
+    assert raised.value.transient is (error is PrefectUnavailable)
 
 
 def test_headers_carry_the_token() -> None:

@@ -45,6 +45,7 @@ from prefect_raybatch.errors import (
     JobLost,
     JobServerUnavailable,
     JobStopped,
+    PrefectUnavailable,
     StoreUnavailable,
 )
 from prefect_raybatch.flow import tasks
@@ -785,6 +786,8 @@ def test_a_record_that_is_not_ours_is_refused(world: World, damage: bytes) -> No
 
 # --- secrets ------------------------------------------------------------------------------------
 
+HOSTED = {"url": "http://model/v1", "model": "m"}
+
 
 @pytest.mark.parametrize(
     ("group", "fields", "field"),
@@ -803,6 +806,18 @@ def test_a_record_that_is_not_ours_is_refused(world: World, damage: bytes) -> No
         ),
         ("engine", {"env": {"HF_TOKEN": "s3cr3t"}}, "engine.env.HF_TOKEN"),
         ("engine", {"hf_token": "s3cr3t"}, "engine.hf_token"),
+        ("engine", {"endpoint": {**HOSTED, "key": "s3cr3t"}}, "engine.endpoint.key"),
+        (
+            "output",
+            {
+                "uri": "o",
+                "escalate": {
+                    "when": {"logprob_below": -0.5},
+                    "to": {"endpoint": {**HOSTED, "key": "s3cr3t"}},
+                },
+            },
+            "output.escalate.to.endpoint.key",
+        ),
     ],
 )
 def test_a_secret_is_refused_with_the_remedy(
@@ -862,15 +877,23 @@ def test_blocks_need_an_api_that_the_cluster_can_reach(
     assert environment(job, "")["PREFECT_API_URL"] == "http://other/api"
 
 
-def test_a_job_on_the_cluster_gets_the_key_of_its_hosted_model_from_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("own", "key", "most"),
+    [
+        ({}, "s3cr3t", 5),
+        ({"key": "${MY_KEY}"}, "${MY_KEY}", 5),
+        ({"max_in_flight": 64}, "s3cr3t", 64),
+    ],
+)
+def test_a_job_on_the_cluster_has_the_limits_of_its_record_and_its_own_key_or_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], key: str, most: int
 ) -> None:
-    fields = {"url": "http://model/v1", "model": "m"}
-    endpoint = {"block": "hosted-model/a"}
+    endpoint = {"block": "hosted-model/a", **own}
     output = {"uri": str(tmp_path)}
     job = make_job(engine={"endpoint": endpoint}, output=output, cluster={"job_server": URL})
-    loaded = with_endpoint_fields(job, {**fields, "key": "s3cr3t"})
-    world = World(tmp_path, engine={"endpoint": {**endpoint, **fields}})
+    block = {**HOSTED, "key": "s3cr3t", "max_in_flight": 5}
+    loaded = with_endpoint_fields(job, block)
+    world = World(tmp_path, engine={"endpoint": {**endpoint, **HOSTED}})
     seen: list[BatchJob] = []
 
     def infer_run(job: BatchJob, run: Run, observe: Any) -> Any:
@@ -885,9 +908,31 @@ def test_a_job_on_the_cluster_gets_the_key_of_its_hosted_model_from_the_block(
     monkeypatch.setenv(OUTPUT_ENV, submission.env[OUTPUT_ENV])
     monkeypatch.delenv(jobs.DIGEST_ENV, raising=False)
     monkeypatch.setattr(remote, "infer_run", infer_run)
-    monkeypatch.setattr(tasks, "endpoint_of", lambda *names: {**fields, "key": "s3cr3t"})
+    changed = {**block, "max_in_flight": 9, "requests_per_minute": 1}  # since the job was sent
+    monkeypatch.setattr(tasks, "endpoint_of", lambda *names: changed)
     assert remote.work(world.run.uri, 1) == 0
-    assert seen[0].engine.endpoint.key == "s3cr3t" and seen[0].engine.endpoint.model == "m"
+    at_work = seen[0].engine.endpoint
+    assert (at_work.key, at_work.max_in_flight) == (key, most)
+    assert (at_work.model, at_work.requests_per_minute) == ("m", None)
+
+
+def test_a_block_that_cannot_be_loaded_on_the_cluster_is_recorded_as_such(
+    world: World, at_work: list[BatchJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a lost job: a wrong block is not retried, and an outage of the API says so."""
+    monkeypatch.delenv(jobs.DIGEST_ENV)
+    source = {"uri": "data/in.parquet", "credentials_block": "object-store/a"}
+    world.records.add(1, sendable(make_job(source=source)), URL, None)
+
+    def options_of(name: str) -> dict[str, Any]:
+        raise PrefectUnavailable("no answer")
+
+    monkeypatch.setattr(tasks, "options_of", options_of)
+    with pytest.raises(PrefectUnavailable):
+        remote.work(world.run.uri, 1)
+    assert world.records.outcome(1) == Outcome("PrefectUnavailable", "no answer")
+    assert isinstance(jobs.error_of(Outcome("PrefectUnavailable", "x")), PrefectUnavailable)
+    assert at_work == []
 
 
 @pytest.mark.parametrize(

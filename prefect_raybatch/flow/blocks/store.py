@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from prefect.blocks.abstract import CredentialsBlock
 from prefect.blocks.core import Block
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, PrefectUnavailable
 from prefect_raybatch.flow.blocks.form import FormBlock
 from prefect_raybatch.job.group import field
 from prefect_raybatch.schemes import store_scheme
@@ -254,11 +255,17 @@ def _azure_options(name: str, block: object) -> dict[str, Any]:
 def load_block(field: str, name: str) -> Any:
     """Return the saved block type-slug/name that a job names in `field`.
 
-    Raises `ConfigError` if it cannot be loaded.
+    Raises `ConfigError` if it cannot be loaded, and `PrefectUnavailable` if Prefect's API does not
+    answer or fails.
     """
     try:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
+        if _is_outage(error):
+            raise PrefectUnavailable(
+                f"{field}: the block {name} could not be loaded from Prefect's API "
+                f"{PREFECT_API_URL.value()}: {_brief(error)}"
+            ) from None
         if isinstance(error.__cause__, ObjectNotFound):
             url = PREFECT_API_URL.value()
             remedy = f"Save it in Prefect ({url})" if url else "Set PREFECT_API_URL to its server"
@@ -274,6 +281,13 @@ def load_block(field: str, name: str) -> Any:
             f"{field}: {name!r} cannot be loaded ({_brief(error)}); save the block, and install "
             "the package that defines it"
         ) from None
+
+
+def _is_outage(error: Exception) -> bool:
+    """Return whether Prefect's API did not answer, or failed with a status of 500 or more."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.is_server_error
+    return isinstance(error, httpx.TransportError)
 
 
 def _brief(error: Exception) -> str:
