@@ -47,6 +47,7 @@ from prefect_raybatch.cli.drive import (
     retry_options,
     retry_rows,
     run_job,
+    sender_of,
     unusual_of,
     with_keys,
 )
@@ -530,7 +531,7 @@ def publish(
 
     The targets are those of `output.publish`. Each gets the rows once, however often it is called.
     """
-    from prefect_raybatch.api import Sender, other_targets, publish_run
+    from prefect_raybatch.api import other_targets, publish_run
 
     if set_ and job is None:
         raise ConfigError("--set needs a job file to change. Name it with --job.")
@@ -554,7 +555,7 @@ def publish(
             run_dir,
             run_date=when,
             targets_from_plan=targets_from_plan,
-            sender=Sender(plain, observe=show) if plain else None,
+            sender=sender_of(plain, loaded, show) if plain and loaded else None,
         )
     if as_json:
         print_json(report.to_dict())

@@ -56,6 +56,7 @@ from prefect_raybatch.uncollected import uncollected
 
 if TYPE_CHECKING:
     from prefect_raybatch.api.retry import RetryRequest
+    from prefect_raybatch.remote.follower import Owner
     from prefect_raybatch.runs.retry import NothingToRetry
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def run_job(
     if Ledger(store).finished() is not None:
         complete = plan_run(resolved, key, accept=accept)
         with closing(TerminalProgress(quiet)) as show:
-            report = finalize_run(loaded, complete, None, written, Sender(job, observe=show))
+            report = finalize_run(loaded, complete, None, written, sender_of(job, loaded, show))
             return _published(job, loaded, report, written, show), False
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
@@ -142,7 +143,7 @@ def _run_here(
         show.begin(planned.uri)
         store = open_store(planned.uri, loaded.output.options or None)
         with recorded_attempt(store, loaded, planned.run_key, INFERENCE, begin=False):
-            progress = infer_in_place(job, loaded, planned, show)
+            progress = infer_in_place(job, loaded, planned, show, _owner_of(loaded))
         waiting = outlast and cluster.RAY.is_standing and bool(cluster.CLUSTER_SESSION.warm.kinds)
     show.close()
     if waiting:
@@ -150,8 +151,24 @@ def _run_here(
             f"engines wait {duration(kept)} for the next command; raybatch engines stop ends them"
         )
     with recorded_attempt(store, loaded, planned.run_key, FINALIZING, begin=False):
-        report = finalize_run(loaded, planned, progress, written, Sender(job, observe=show))
+        report = finalize_run(loaded, planned, progress, written, sender_of(job, loaded, show))
     return _published(job, loaded, report, written, show)
+
+
+def sender_of(job: BatchJob, loaded: BatchJob, show: TerminalProgress) -> Sender:
+    """Return how a command without a flow sends a judge's job; `loaded` is `job` with its keys."""
+    return Sender(job, _owner_of(loaded), show)
+
+
+def _owner_of(loaded: BatchJob) -> Owner:
+    """Return the owner of Ray jobs that a command starts without a flow.
+
+    It has the URL of Prefect's API if the cluster may have to load blocks.
+    """
+    from prefect_raybatch.doctor.services import prefect_api
+    from prefect_raybatch.remote.follower import Owner
+
+    return Owner(api=(prefect_api() or "") if loaded.cluster.access.remote else "")
 
 
 def _as_flow(prefect: bool | None) -> bool:
@@ -213,7 +230,7 @@ def _published(
         return report
     from prefect_raybatch.api import publish_run
 
-    sender = Sender(job, observe=show)
+    sender = sender_of(job, loaded, show)
     with quality_shown(report.run, loaded.output.options or None, show.quiet), closing(show):
         return publish_run(loaded, report.run, written=written, sender=sender)
 

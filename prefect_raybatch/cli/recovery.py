@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_raybatch.cli.arguments import DryRunOnly, JobFile, Json, RunDir, in_catalog
-from prefect_raybatch.cli.drive import is_readable, job_of_file, retry_options, run_job, with_keys
+from prefect_raybatch.cli.drive import (
+    is_readable,
+    job_of_file,
+    retry_options,
+    run_job,
+    sender_of,
+    with_keys,
+)
 from prefect_raybatch.cli.ending import print_next, show_ending, show_partial_ending
 from prefect_raybatch.cli.show import TerminalProgress, print_json, show_rows
 from prefect_raybatch.cli.terminal import err, out
@@ -41,7 +48,7 @@ def finalize_command(
     With --partial, write what a run has committed so far. The run stays unfinished, and the exit
     status is 3.
     """
-    from prefect_raybatch.api import Sender, finalize_partial, finalize_whole
+    from prefect_raybatch.api import finalize_partial, finalize_whole
     from prefect_raybatch.ledger.ledger import Ledger
     from prefect_raybatch.ledger.missing import need_plan
     from prefect_raybatch.runs.retry import options_of_retry
@@ -54,7 +61,7 @@ def finalize_command(
         report = finalize_partial(run_dir, options, loaded)
     else:
         with closing(TerminalProgress(quiet=as_json)) as show:
-            sender = Sender(plain, observe=show) if plain else None
+            sender = sender_of(plain, loaded, show) if plain and loaded else None
             report = finalize_whole(run_dir, loaded, sender)
     if as_json:
         print_json(report.to_dict())

@@ -15,6 +15,8 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.small import make_job, small_run
 from helpers.web_server import served
@@ -29,8 +31,9 @@ from pydantic import SecretStr, ValidationError
 from s3server import S3Server
 
 from prefect_raybatch import BatchJob
-from prefect_raybatch.api import finalize_run
+from prefect_raybatch.api import finalize_run, sending
 from prefect_raybatch.api.sending import sendable
+from prefect_raybatch.cli.drive import run_job
 from prefect_raybatch.compile.job import model_request
 from prefect_raybatch.errors import ConfigError, IncompleteRun, PrefectUnavailable, RayBatchError
 from prefect_raybatch.flow import tasks
@@ -44,6 +47,7 @@ from prefect_raybatch.flow.blocks import (
 )
 from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
+from prefect_raybatch.remote.follower import Submission
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
@@ -269,6 +273,36 @@ def test_an_outage_of_the_api_is_told_from_a_block_that_cannot_be_loaded(
             with pytest.raises(error, match=r"^engine\.endpoint\.block: ") as raised:
                 with_blocks(named)
     assert raised.value.transient is (error is PrefectUnavailable)
+
+
+class NotSent(Exception):
+    """Raised in place of sending a job."""
+
+
+def test_a_command_tells_the_cluster_the_api_of_the_profile(
+    prefect_api: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which a job server needs for blocks; `raybatch run --no-prefect` has no flow to ask."""
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    HostedModel(url="http://host/v1", model="large", key=HUSH[0]).save("large", overwrite=True)
+    sent: list[Submission] = []
+
+    def send(submission: Submission, *args: Any) -> Any:
+        sent.append(submission)
+        raise NotSent
+
+    monkeypatch.setattr(sending, "infer_remotely", send)
+    pq.write_table(pa.table({"Company": ["a"]}), tmp_path / "in.parquet")
+    hosted = make_job(
+        source={"uri": str(tmp_path / "in.parquet")},
+        output={"uri": str(tmp_path / "out")},
+        engine={"endpoint": {"block": "hosted-model/large"}},
+        cluster={"job_server": "http://head:8265"},
+    )
+    with pytest.raises(NotSent):
+        run_job(hosted, "key", prefect=False, quiet=True)
+    assert sent[0].env["PREFECT_API_URL"] == PREFECT_API_URL.value()
+    assert not secret_in(json.dumps([sent[0].env, sent[0].job]))
 
 
 def test_headers_carry_the_token() -> None:
