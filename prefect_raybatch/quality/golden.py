@@ -7,9 +7,9 @@ import difflib
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.quality.accuracy import Accuracy, WrongAnswer, accuracy_of
@@ -295,9 +295,7 @@ def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
     try:
         if uri.endswith(".parquet"):
             table = parquet_table(data)
-            for name in table.column_names:
-                if table.column_names.count(name) > 1:
-                    raise ValueError(f"it has several columns {name!r}")
+            _check_unrepeated(table.column_names)
             return [(f"row {number}", row) for number, row in enumerate(table.to_pylist(), 1)]
         text = data.decode("utf-8-sig")
         if uri.endswith(".csv"):
@@ -311,6 +309,7 @@ def _rows(uri: str, data: bytes) -> list[tuple[str, GoldenRow]]:
 
 def _csv_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    _check_unrepeated(name for name in reader.fieldnames or () if name)
     for row in reader:
         place = f"line {reader.line_num}"  # the last one of a row with several lines
         if None in row:
@@ -324,7 +323,21 @@ def _csv_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
 def _json_rows(text: str) -> Iterator[tuple[str, GoldenRow]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is no JSON object")
             yield f"line {number}", row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_unrepeated(name for name, _ in pairs)
+    return dict(pairs)
+
+
+def _check_unrepeated(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that occurs twice: readers would keep only its last column."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"it has several columns {name!r}")
+        seen.add(name)

@@ -104,6 +104,7 @@ def golden_file(folder: Path, text: str, name: str = "golden.csv") -> str:
         ("id,answer\n1,a\n1,b\n", [], "line 3: an earlier row has the same id"),
         ('id,answer\n1,"a\n', [], "cannot be read"),
         ("id,answer\n1,Law, Finance\n", [], "line 2 has more cells than there are columns"),
+        ("id,answer,id\n1,a,2\n", [], "several columns 'id'"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, key: list[str], fault: str) -> None:
@@ -117,6 +118,12 @@ def test_a_missing_file_and_a_line_that_is_no_object_are_named(tmp_path: Path) -
         read_golden(str(tmp_path / "none.csv"), {}, [], "answer")
     with pytest.raises(ConfigError, match="line 2 is no JSON object"):
         read_golden(golden_file(tmp_path, '{"id": 1}\n[1]\n', "g.jsonl"), {}, [], "answer")
+
+
+def test_a_name_twice_in_a_line_of_json_is_refused(tmp_path: Path) -> None:
+    lines = '{"id": 1, "answer": "a", "id": 2}\n'
+    with pytest.raises(ConfigError, match=r"g\.jsonl .*several columns 'id'"):
+        read_golden(golden_file(tmp_path, lines, "g.jsonl"), {}, [], "answer")
 
 
 def test_a_line_of_json_ends_only_where_a_line_feed_is(tmp_path: Path) -> None:
