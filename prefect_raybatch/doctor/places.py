@@ -33,7 +33,7 @@ from prefect_raybatch.runs.plan_run import answer_spec
 from prefect_raybatch.runs.quality import check_quality_columns
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.engine import ModelRequest
-from prefect_raybatch.stages.hosted_batches.api import ask_for_model
+from prefect_raybatch.stages.hosted_batches.api import check_hosted_model
 from prefect_raybatch.storage import is_remote, open_store
 from prefect_raybatch.storage.uri import normalize
 from prefect_raybatch.words import counted
@@ -168,7 +168,7 @@ def _model_finding(engine: Engine, named: Callable[[str], str]) -> CheckResult:
 
 def _hosted_model(hosted: EndpointSpec, named: Callable[[str], str]) -> CheckResult:
     try:
-        ask_for_model(hosted)
+        check_hosted_model(hosted)
     except RayBatchError as error:
         return failed("model", f"{hosted.model}: {named(str(error))}", HOSTED_REMEDY)
     return passed("model", f"{hosted.model} is at {recorded(hosted.url)}")

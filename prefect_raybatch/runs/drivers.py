@@ -27,7 +27,7 @@ def read_attempts(ledger: Ledger) -> list[JsonObject]:
     found = []
     for name in ledger.attempts():
         try:
-            found.append({"attempt": name, **ledger.read_attempt(name)})
+            found.append({**ledger.read_attempt(name), "attempt": name})
         except (CorruptRun, FileNotFoundError) as fault:  # the others are still shown
             log.warning("the record of attempt %s is unreadable and left out: %s", name, fault)
     return sorted(found, key=lambda attempt: str(attempt.get("started")))

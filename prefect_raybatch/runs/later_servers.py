@@ -11,7 +11,7 @@ from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavai
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.judge import judge_fields
-from prefect_raybatch.stages.hosted_batches.api import ask_for_model
+from prefect_raybatch.stages.hosted_batches.api import check_hosted_model
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def _check_server(engine: Engine, named: Callable[[str], str]) -> None:
     if endpoint is None:
         return
     try:
-        ask_for_model(endpoint)
+        check_hosted_model(endpoint)
     except EndpointUnavailable as error:
         log.warning("%s. The run needs this server later", named(str(error)))
     except (ConfigError, EndpointRefused) as error:

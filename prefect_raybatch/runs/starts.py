@@ -9,12 +9,13 @@ from datetime import datetime
 from pydantic import TypeAdapter
 
 from prefect_raybatch.driver.heartbeat import HEARTBEAT_SECONDS, read_heartbeats
-from prefect_raybatch.errors import CorruptRun, RayBatchError
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.increments import ledgers_of
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.report.records import StartTimes
 from prefect_raybatch.report.tally import covered
+from prefect_raybatch.runs.drivers import read_attempts
 from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
 
     The oldest of these attempts comes first.
     """
-    return starts_of(sorted(_notes(ledger), key=lambda note: str(note.get("started"))))
+    return starts_of(_notes(ledger))
 
 
 def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
@@ -84,16 +85,11 @@ def engine_deaths(ledger: Ledger) -> int:
 
 def _notes(ledger: Ledger) -> list[JsonObject]:
     """Return the readable records of attempts; they only inform people, so no run fails."""
-    notes: list[JsonObject] = []
     try:
-        for name in ledger.attempts():
-            try:
-                notes.append({**ledger.read_attempt(name), "attempt": name})
-            except (CorruptRun, FileNotFoundError) as error:
-                log.info("the record of attempt %s cannot be read: %s", name, error)
+        return read_attempts(ledger)
     except RayBatchError as error:
         log.info("the records of attempts cannot be read: %s", error)
-    return notes
+        return []
 
 
 def _instant(text: object) -> float | None:

@@ -34,7 +34,7 @@ class Texts(Enum):
 
     ONE = "one"
     PAIR = "pair"
-    TWO = "two"
+    SEPARATE = "separate"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Pooling:
         asked = tasks.vllm_task(model, config)
         texts = Texts.ONE
         if model.task == "score" and spec.prompt.paired:
-            texts = Texts.PAIR if asked == "classify" else Texts.TWO
+            texts = Texts.PAIR if asked == "classify" else Texts.SEPARATE
         encodes = _encodes(model, config)
         longest = 0
         if encodes and not spec.sizes.max_num_batched_tokens:

@@ -108,7 +108,7 @@ class PrepareTexts(Prepare):
         if self.prompt.on_too_long != "quarantine":
             cut = [isinstance(m, Encoded) and m.cut for m in made]
             table = TRUNCATED.add_to(table, cut)
-        names = (TOKENS, SECOND) if self.texts is Texts.TWO else (TOKENS,)
+        names = (TOKENS, SECOND) if self.texts is Texts.SEPARATE else (TOKENS,)
         for at, name in enumerate(names):
             ids = [m.ids[at] if isinstance(m, Encoded) else [] for m in made]
             table = name.add_to(table, ids)
@@ -277,7 +277,7 @@ class PrepareTexts(Prepare):
                 for ids, kinds in zip(of(made["input_ids"]), types, strict=True)
             ]
         sides = [of(tokenizer(firsts, add_special_tokens=True, **cut)["input_ids"])]
-        if self.texts is Texts.TWO:
+        if self.texts is Texts.SEPARATE:
             seconds = [text[1] for text in texts]
             sides.append(of(tokenizer(seconds, add_special_tokens=True, **cut)["input_ids"]))
         return [Encoded(ids) for ids in zip(*sides, strict=True)]

@@ -475,8 +475,8 @@ def test_a_store_that_is_away_for_over_a_fifth_loses_the_shard(
         images = RowImages(images_of(Images(columns=["image"])), in_store(s3, between.endpoint))
         if lost:
             with pytest.raises(TooManyAway, match="503"):
-                images.put(table, asked)
+                images.fetched(table, asked)
             return
-        rows = images.put(table, asked)
+        rows = images.fetched(table, asked)[0]
     kinds = [row.kind if isinstance(row, Failure) else "" for row in rows]
     assert kinds == ["ImageUnavailable"] * away + [""] * (10 - away)

@@ -64,7 +64,7 @@ def put(rows: dict[str, Any], messages: Any = None, **given: Any) -> list[Any]:
     empty = given.pop("empty", False)
     given.setdefault("columns", list(rows))
     images = RowImages(images_of(Images(**given)), ImagePlaces(), empty)
-    return images.put(table, [messages or conversation()] * table.num_rows)
+    return images.fetched(table, [messages or conversation()] * table.num_rows)[0]
 
 
 # --- gathering ----------------------------------------------------------------------------------
@@ -134,13 +134,13 @@ def test_a_place_that_is_away_loses_the_block_and_not_the_rows(away, lost):
     images = RowImages(images_of(Images(columns=["A"])), Away())
     if lost:
         with pytest.raises(TooManyAway, match="503"):
-            images.put(table, [conversation()] * 10)
+            images.fetched(table, [conversation()] * 10)
         job = make_job(prompt={"template": "What?", "images": {"columns": "A"}})
         made = prepare_stage(job.prompt, {}, 100, images=images)(tag(table, Unit(0, 0, 10)))
         (why,) = losses(made)
         assert is_lost(made) and why.kind == "TooManyAway" and not why.fatal
     else:
-        rows = images.put(table, [conversation()] * 10)
+        rows = images.fetched(table, [conversation()] * 10)[0]
         assert [r.kind for r in rows if isinstance(r, Failure)] == ["ImageUnavailable"] * away
 
 

@@ -131,7 +131,7 @@ def test_many_rows_go_to_the_tokenizer_in_parts(counted):
     assert counted.most <= CHARACTERS_AT_ONCE
 
 
-@pytest.mark.parametrize("texts", [Texts.ONE, Texts.PAIR, Texts.TWO])
+@pytest.mark.parametrize("texts", [Texts.ONE, Texts.PAIR, Texts.SEPARATE])
 @pytest.mark.parametrize("side", ["quarantine", "truncate_left", "truncate_right"])
 def test_texts_that_are_embedded_or_compared_are_bounded_too(texts, side, monkeypatch, tmp_path):
     counting = Counting(write_tokenizer(tmp_path))

@@ -338,7 +338,7 @@ def test_the_bundled_tokenizer_is_guarded_too():
 # --- tasks that pool ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("texts", [Texts.ONE, Texts.PAIR, Texts.TWO])
+@pytest.mark.parametrize("texts", [Texts.ONE, Texts.PAIR, Texts.SEPARATE])
 @pytest.mark.parametrize("side", ["quarantine", "truncate_left", "truncate_right"])
 def test_texts_that_are_embedded_or_compared_hold_no_control_tokens(texts, side, tmp_path):
     write_tokenizer(tmp_path)

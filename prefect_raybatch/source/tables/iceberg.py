@@ -55,7 +55,7 @@ METADATA_FILE = re.compile(
 )
 FILE_URL = re.compile(r"file:/(?!/)")  # as Hadoop writes it
 SQLITE = "sqlite:///"
-SHORTEST_KEY = 3  # characters: values up to this length occur in words, so they are not hidden
+LEAST_HIDDEN = 4  # characters: shorter secrets occur in ordinary words, so they are shown
 
 
 def open_iceberg(source: ReadSpec) -> TableSource:
@@ -83,7 +83,7 @@ def _scrub(keys: S3Settings | None, properties: Mapping[str, Any]) -> Callable[[
 
     def scrub(text: str) -> str:
         for secret in secrets:
-            text = text.replace(secret, "***") if len(secret) > SHORTEST_KEY else text
+            text = text.replace(secret, "***") if len(secret) >= LEAST_HIDDEN else text
         return keys.scrub(text) if keys else text
 
     return scrub

@@ -38,7 +38,7 @@ def serve(fd: int, parent: int, field: str) -> None:
     function cannot be loaded, after reporting the error to `parent`.
     """
     _end_with(parent)
-    _leave_nobody()
+    _watch_for_orphans()
     faulthandler.enable()  # a segmentation fault shows in the worker's log where it was
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.set_inheritable(fd, False)
@@ -69,7 +69,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _leave_nobody() -> None:
+def _watch_for_orphans() -> None:
     """Start a watcher process that kills the children of this process once this process has ended.
 
     The parent-death signal does not reach these children. Does nothing on kernels without

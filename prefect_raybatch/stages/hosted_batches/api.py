@@ -340,7 +340,7 @@ class BatchEngine(EndpointEngine):
         return found
 
 
-def ask_for_model(spec: EndpointSpec) -> None:
+def check_hosted_model(spec: EndpointSpec) -> None:
     """Check that the server has the model, and the batch API if the job uses it.
 
     Raises what `EndpointEngine` raises, and `ConfigError` if the environment variable with the API

@@ -80,27 +80,18 @@ class RowImages:
         made = renderer(models.local_path(model), model.get("revision"), self.arguments)
         return made.rows(shown)
 
-    def put(
-        self, table: pa.Table, conversations: Sequence[Messages | Failure]
-    ) -> list[Messages | Failure]:
-        """Return the rows' messages with decoded images; images of columns come before the text.
-
-        `conversations` are the rows' messages without these images. A row whose images cannot be
-        used gets a `Failure`. Raises `TooManyAway` if too many rows have images that are
-        temporarily unavailable.
-        """
-        return self.fetched(table, conversations)[0]
-
     def fetched(
         self,
         table: pa.Table,
         conversations: Sequence[Messages | Failure],
         too_many: float = TOO_MANY_AWAY,
     ) -> tuple[list[Messages | Failure], list[Digests]]:
-        """Return what `put` returns, and the digests of each row's images (if `self.digests`).
+        """Return the rows' messages with decoded images, and the digests of each row's images.
 
-        Raises `TooManyAway` if images are temporarily unavailable for more than the share
-        `too_many` of the rows.
+        `conversations` are the rows' messages without the images of columns, which come before the
+        text. A row whose images cannot be used gets a `Failure`. The digests are empty unless
+        `self.digests`. Raises `TooManyAway` if images are temporarily unavailable for more than the
+        share `too_many` of the rows.
         """
         rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
