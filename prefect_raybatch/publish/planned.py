@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -95,15 +96,16 @@ class _InputColumns:
         strict = [name for name in strict if self._input_schema.field(name).nullable]
         if not strict and not key:
             return
-        tables = list(self._read(self._inventory, [*strict, *key]))
-        if not tables:
-            return
-        values = pa.concat_tables(tables)
-        for name in strict:
-            if nulls := values[name].null_count:
-                raise _may_be_null(target, name, f"it is null in {nulls:,} rows of the input")
-        if key:
-            check_unique(target, values.select(key), "the input")
+        keys = []  # the other columns may be long texts: they are not kept
+        nulls = Counter[str]()
+        for table in self._read(self._inventory, [*strict, *key]):
+            nulls.update({name: table[name].null_count for name in strict})
+            keys.append(table.select(key))
+        for name, count in nulls.items():
+            if count:
+                raise _may_be_null(target, name, f"it is null in {count:,} rows of the input")
+        if key and keys:
+            check_unique(target, pa.concat_tables(keys), "the input")
 
     def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
         form = self._finish.schema
