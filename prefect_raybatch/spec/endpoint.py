@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.endpoint import HEADER_TEXT
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.options import HiddenOptions
 
@@ -42,6 +44,14 @@ class EndpointSpec:
     def api_key(self) -> str:
         """Return the API key, "" for none, from its environment variable if it names one.
 
-        Raises `ConfigError` if that variable is not set.
+        Space around it is removed, such as the line end of a file with a secret. Raises
+        `ConfigError` if the variable is not set, or holds what cannot be sent in a header.
         """
-        return str(fill_variables(self.secret.get("key", ""), "engine.endpoint.key"))
+        written = self.secret.get("key", "")
+        key = str(fill_variables(written, "engine.endpoint.key")).strip()
+        if written and not HEADER_TEXT.fullmatch(key):
+            raise ConfigError(
+                f"engine.endpoint.key: the value of {written} is empty, or has spaces, control "
+                "characters or letters outside ASCII. Correct the variable where the flow runs"
+            )
+        return key

@@ -88,6 +88,8 @@ def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
         reason = "length" if finish == "length" else "stop"
         choices.append(HostedChoice(content, reason, _steps_in(choice.get("logprobs"), path)))
     if not choices:
+        if prompt:
+            return row_error("NoAnswer", "the answer has no choices", prompt, output)
         raise ValueError("no choices")
     return HostedAnswer(tuple(choices), prompt, output)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +38,11 @@ MOST_ANSWER_BYTES = 64 << 20  # size limit of a response
 QUOTED_TEXT = 300  # characters of a server's message that are quoted
 ROW_TRIES = 6  # tries of a request that fails while others are answered
 ROW_TRIES_ALONE = 12  # tries while the server answers only GET /models
+LIMITED_TRIES = 20  # answers of 429 to a request while others are answered
 MODEL_LIST_TRIES = 3
 SERVER_CONNECT = 10.0  # seconds to connect to a server
 MODEL_LIST_SECONDS = 60.0  # seconds for its list of models
-SERVER_OUTAGE = 600.0  # seconds without any answer after which the run ends
+SERVER_OUTAGE = 600.0  # seconds without any answer after which the attempt ends
 FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
 ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
 OF_PROBE = {
@@ -47,6 +50,8 @@ OF_PROBE = {
     404: "check engine.endpoint.url",
 }
 QUOTA = "insufficient_quota"
+# What OpenAI and Groq say to a request of more tokens than the account has in a minute.
+LIMIT_AND_REQUESTED = re.compile(r"\bLimit:? ([\d,]+)\b.{0,40}?\bRequested:? ([\d,]+)", re.DOTALL)
 
 
 class SharedLimiter(Protocol):
@@ -76,7 +81,8 @@ class SharedLimiter(Protocol):
 class HostedRequest:
     """One request: its JSON body, the tokens to reserve, and its idempotency key.
 
-    `answered` is called with the answer as soon as it arrives, unless it is an error.
+    `answered` is called with the answer as soon as it arrives, unless it is an error that the
+    server did not bill.
     """
 
     body: Mapping[str, Any]
@@ -94,7 +100,8 @@ class EndpointEngine:
 
     def __init__(self, spec: EndpointSpec, key: str, limiter: SharedLimiter):
         self.spec, self.limiter = spec, limiter
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = _client_of(spec, key)
+        self._turn = asyncio.Lock()
         self._counts = {"rows": 0, "refused": 0, "waiting": 0}
         self._first_answer = 0.0  # seconds since 1970
         self._answered_at = 0.0
@@ -147,15 +154,6 @@ class EndpointEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _open(self) -> None:
-        import httpx
-
-        self._turn = asyncio.Lock()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        connect = min(SERVER_CONNECT, self.spec.timeout)
-        timeout = httpx.Timeout(self.spec.timeout, connect=connect)
-        self._client = httpx.AsyncClient(
-            headers=self._headers, timeout=timeout, limits=limits, follow_redirects=False
-        )
         self._answered_at = self._loop.time()
         await self._probe()
 
@@ -169,9 +167,7 @@ class EndpointEngine:
 
         for attempt in range(1, MODEL_LIST_TRIES + 1):
             try:
-                response = await self._client.get(
-                    f"{self.spec.url}/models", timeout=min(MODEL_LIST_SECONDS, self.spec.timeout)
-                )
+                response = await self._list_models()
                 break
             except httpx.InvalidURL as error:
                 raise EndpointRefused(f"engine.endpoint.url: {error}. Correct it") from None
@@ -217,7 +213,7 @@ class EndpointEngine:
         self._first_answer = self._first_answer or time.time()
         if answer.error is not None:
             self._counts["refused"] += 1
-        else:
+        if answer.error is None or answer.prompt_tokens:
             request.answered(answer)
         return answer
 
@@ -226,23 +222,18 @@ class EndpointEngine:
 
         limit = self.spec.tokens_per_minute
         if limit is not None and request.tokens > limit:
-            return row_error(
-                "PromptTooLong",
-                f"the prompt and sampling.max_tokens of each answer have about {request.tokens:,} "
-                f"tokens, more than engine.endpoint.tokens_per_minute ({limit:,}). Shorten the "
-                "row, or lower sampling.max_tokens or sampling.n",
-            )
-        failures, first_failure = 0, 0.0
+            return _too_long(request.tokens, f"engine.endpoint.tokens_per_minute ({limit:,})")
+        failures, first_failure, timeouts = 0, 0.0, 0
+        limited, first_limited = 0, 0.0
         while True:
             number = await self._leave(request.tokens)
+            if not number:
+                return _too_long(request.tokens, "the server's limit of tokens per minute")
             try:
-                response = await self._client.post(
-                    f"{self.spec.url}/{self.spec.path}",
-                    json=request.body,
-                    headers={"Idempotency-Key": request.key},
-                )
-            except httpx.HTTPError as error:
+                response = await self._post(request)
+            except (httpx.HTTPError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
+                timeouts += isinstance(error, (TimeoutError, httpx.ReadTimeout))
                 await self._tell(number, "failed", None, 0.0, type(error).__name__)
             except BaseException:
                 await self._tell(number, "failed")
@@ -253,33 +244,62 @@ class EndpointEngine:
                     return found
                 problem = found
                 if response.status_code == 429:  # the limiter waits; this is no try of the row
+                    limited, first_limited = limited + 1, first_limited or self._loop.time()
+                    if _never_fits(response.text) or (
+                        limited >= LIMITED_TRIES and self._answered_at > first_limited
+                    ):
+                        return row_error(
+                            "RequestRefused", f"{problem} ({limited} tries). Shorten the row"
+                        )
                     continue
             first_failure = first_failure or self._loop.time()
             failures += 1
-            if await self._is_of_row(failures, first_failure):
+            if await self._is_of_row(failures, first_failure, timeouts):
                 return row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
-            self._check_outage(problem)
+            self._check_outage(problem, first_failure)
             await asyncio.sleep(backoff(failures))
 
-    async def _is_of_row(self, failures: int, first_failure: float) -> bool:
+    async def _post(self, request: HostedRequest) -> httpx.Response:
+        """Send a request; raise TimeoutError if it is not answered whole within the timeout.
+
+        httpx limits only each wait for a part of the answer.
+        """
+        async with asyncio.timeout(self.spec.timeout):
+            return await self._client.post(
+                f"{self.spec.url}/{self.spec.path}",
+                json=request.body,
+                headers={"Idempotency-Key": request.key},
+            )
+
+    async def _is_of_row(self, failures: int, first_failure: float, timeouts: int) -> bool:
         """Return whether a request fails because of its row, not because of the server.
 
         True after ROW_TRIES `failures` if the server has answered other requests since
-        `first_failure` (loop time), or after ROW_TRIES_ALONE if it at least lists its models.
+        `first_failure` (loop time). If it at least lists its models, true after ROW_TRIES_ALONE, or
+        if two of the failures or more are timeouts, more than SERVER_OUTAGE seconds after the first
+        failure.
         """
         import httpx
 
         if failures >= ROW_TRIES and self._answered_at > first_failure:
             return True
-        if failures < ROW_TRIES_ALONE:
+        is_long = timeouts > 1 and self._loop.time() - first_failure > SERVER_OUTAGE
+        if failures < ROW_TRIES_ALONE and not is_long:
             return False
         try:
-            return (await self._client.get(f"{self.spec.url}/models")).is_success
+            return (await self._list_models()).is_success
         except httpx.HTTPError:
             return False
 
+    async def _list_models(self) -> httpx.Response:
+        most = min(MODEL_LIST_SECONDS, self.spec.timeout)
+        return await self._client.get(f"{self.spec.url}/models", timeout=most)
+
     async def _leave(self, tokens: int) -> int:
-        """Wait until the limits allow a request of `tokens`; return its number for `settle`."""
+        """Wait until the limits allow a request of `tokens`; return its number for `settle`.
+
+        0 if they never allow it.
+        """
         async with self._turn:
             while True:
                 asked = asyncio.ensure_future(asyncio.to_thread(self.limiter.ask, tokens))
@@ -290,6 +310,8 @@ class EndpointEngine:
                     raise
                 if number:
                     return number
+                if wait == math.inf:
+                    return 0
                 await asyncio.sleep(min(wait, 1.0))
 
     def _give_back(self, asked: asyncio.Future[tuple[float, int]]) -> None:
@@ -358,6 +380,35 @@ class EndpointEngine:
                 f"engine.endpoint: {self.spec.url} has answered nothing for {silent / 60:.0f} "
                 f"minutes ({problem})"
             )
+
+
+def _client_of(spec: EndpointSpec, key: str) -> httpx.AsyncClient:
+    import httpx
+
+    return httpx.AsyncClient(
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(spec.timeout, connect=min(SERVER_CONNECT, spec.timeout)),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        follow_redirects=False,
+    )
+
+
+def _too_long(tokens: int, limit: str) -> HostedAnswer:
+    return row_error(
+        "PromptTooLong",
+        f"the prompt and sampling.max_tokens of each answer have about {tokens:,} tokens, more "
+        f"than {limit}. Shorten the row, or lower sampling.max_tokens or sampling.n",
+    )
+
+
+def _never_fits(text: str) -> bool:
+    """Return whether a 429 says that the request alone has more tokens than its limit."""
+    found = LIMIT_AND_REQUESTED.search(text)
+    return found is not None and _number(found[2]) > _number(found[1])
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", "") or 0)
 
 
 def _parsed(response: httpx.Response, path: EndpointPath) -> HostedAnswer | str:

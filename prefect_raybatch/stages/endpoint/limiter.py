@@ -7,6 +7,7 @@ was sent. Requests are also paced: at most as many are sent at once as the limit
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -128,9 +129,12 @@ class Limiter:
     def ask(self, tokens: int) -> tuple[float, int]:
         """Return (0, number) if a request of `tokens` may be sent now, else (seconds to wait, 0).
 
-        In the first case, the request counts from now on; report its end with `settle`.
+        In the first case, the request counts from now on; report its end with `settle`. The seconds
+        are infinite if the request has more tokens than the limit per minute.
         """
         with self._lock:
+            if self.tokens and tokens > self.tokens:
+                return math.inf, 0
             now = self.clock()
             self._forget(now)
             wait = self._wait(now, tokens)
@@ -245,7 +249,7 @@ class Limiter:
         if self.requests:
             which = f"limit {self.requests:g} requests per minute"
             by_limit.append((self._request_pace.wait(now, 1, self.requests), which))
-            over = len(self._sent) + 1 - self.requests
+            over = len(self._sent) + 1 - max(1, self.requests)
             by_limit.append((self._until_room(now, over, False), which))
         if self.tokens:
             which = f"limit {self.tokens:g} tokens per minute"

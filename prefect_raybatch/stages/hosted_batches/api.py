@@ -261,8 +261,8 @@ class BatchEngine(EndpointEngine):
             try:
                 return future.result(CLOSED_LOOK)
             except TimeoutError:
-                if future.done():
-                    raise
+                if future.done():  # since the wait ended; or its own error
+                    return future.result()
                 if self._loop.is_closed():
                     raise CancelledError from None
             except RuntimeError:
