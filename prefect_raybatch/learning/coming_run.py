@@ -143,6 +143,7 @@ class _Sizes:
         if self.spec.max_num_seqs is not None:
             return sequences == self.spec.max_num_seqs
         most = min(TRIED[-1], MOST_EXPERTS if self.model.sparse else MOST_TOTAL // engines)
+        most = min(most, self.spec.max_num_batched_tokens or most)
         return TRIED[0] <= sequences <= most
 
     def _of(self, spec: SizeSpec) -> Sizing:

@@ -203,8 +203,10 @@ def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
     last, winner = runs[0], runs[0].winner
     if winner is not None and coming.fits(winner):
         return Incumbent(winner, f"it won its trial in run {last.key}")
-    if last.used == last.decided.model or not coming.fits(last.used):
+    if not coming.fits(last.used):
         return Incumbent(coming.model, "by the cost model")
+    if last.used == last.decided.model:
+        return _instead_of_models_choice(coming, runs)
     before = next((run.used for run in runs if run.used != last.used), last.decided.model)
     before = before if coming.fits(before) else coming.model
     if last.broke:
@@ -215,6 +217,20 @@ def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
         return Incumbent(before, slower, last.used)
     same = sum(run.used == last.used for run in runs)
     return Incumbent(last.used, f"as in {counted(same, 'earlier run')}")
+
+
+def _instead_of_models_choice(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
+    """Return the cost model's choice, or what ran before if the last run failed with that choice.
+
+    An engine that died in a run that was completed is no reason.
+    """
+    last = runs[0]
+    has_failed = last.broke and last.outcome is None and last.used == coming.model
+    others = (run.used for run in runs if run.used != last.used and run.score is not None)
+    before = next(filter(coming.fits, others), None) if has_failed else None
+    if before is None:
+        return Incumbent(coming.model, "by the cost model")
+    return Incumbent(before, f"run {last.key} failed with {last.used}", last.used)
 
 
 def usual_score(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
@@ -229,7 +245,9 @@ def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
     given_up = {
         run.used
         for newer, run in pairwise(runs[: BARRED_RUNS + 1])
-        if newer.used != run.used and run.winner is None and run.used != run.decided.model
+        if newer.used != run.used
+        and run.winner is None
+        and (run.used != run.decided.model or (run.broke and run.outcome is None))
     }
     return {arrangement for arrangement in lost | given_up if arrangement is not None}
 

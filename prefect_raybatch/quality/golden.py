@@ -8,7 +8,8 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError
@@ -74,7 +75,7 @@ def read_golden(
     rows = _rows(uri, _bytes(uri, options))
     if not rows:
         raise ConfigError(f"quality.golden: {uri} has no rows. Add rows with right answers")
-    there = list(rows[0][1])
+    there = list(dict.fromkeys(name for _, row in rows for name in row))
     columns = _key_columns(uri, there, key, answer, answer_field)
     answers: dict[GoldenKey, str] = {}
     for place, row in rows:
@@ -128,13 +129,51 @@ def as_text(value: object) -> str:
     """Return a value as the text by which it is compared.
 
     Surrounding spaces are removed, null is "", booleans are "true" and "false", and whole numbers
-    have no decimal point.
+    have no decimal point. Objects and lists are JSON, without fields that are null.
     """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
+    if isinstance(value, (dict, list)):
+        return json.dumps(_plain(value), sort_keys=True, ensure_ascii=False, default=str)
     return "" if value is None else str(value).strip()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _as_typed(golden: Golden, schema: pa.Schema) -> Golden:
+    """Return the golden rows with the texts that columns of the types in `schema` have.
+
+    A CSV file may have 4.0 or True, where the result has the number 4 or true.
+    """
+
+    def typed(name: str, text: str) -> str:
+        return _typed_text(text, schema.field(name).type)
+
+    answers: dict[GoldenKey, str] = {}
+    for key, answer in golden.answers.items():
+        made = tuple(map(typed, golden.columns, key))
+        answers.setdefault(made, typed(golden.answer, answer))
+    return replace(golden, answers=answers)
+
+
+def _typed_text(text: str, kind: pa.DataType) -> str:
+    import pyarrow as pa
+
+    if pa.types.is_boolean(kind) and text.casefold() in ("true", "false"):
+        return text.casefold()
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        for number in (int, float):
+            with suppress(ValueError, OverflowError):
+                return as_text(number(text))
+    return text
 
 
 def accuracy_on(
@@ -149,6 +188,7 @@ def accuracy_on(
     rows are no independent evidence. `quarantine` has the failed rows, None if there are none.
     `plan` is the hash of the run's plan. Raises `ConfigError` if the result lacks a column.
     """
+    golden = _typed_by(golden, result)
     answers = {key: text for key, (_, text) in _answers(golden, result).items()}
     for key in _failed(golden, quarantine):
         answers.setdefault(key, FAILED_ANSWER)
@@ -161,6 +201,14 @@ def accuracy_on(
     return accuracy_of(plan, right, len(answers), unanswered, wrong[:WRONG_SHOWN])
 
 
+def _typed_by(golden: Golden, result: pyarrow.dataset.Dataset) -> Golden:
+    """Return the golden rows as `result` has them; raise `ConfigError` if it lacks a column."""
+    if not result.count_rows():  # it has no columns either
+        return golden
+    check_golden_columns(golden, result.schema.names)
+    return _as_typed(golden, result.schema)
+
+
 def golden_numbers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str
 ) -> dict[int, bool]:
@@ -169,6 +217,7 @@ def golden_numbers(
     `row_number` is the column with the row's number. Raises `ConfigError` if the result lacks a
     column.
     """
+    golden = _typed_by(golden, result)
     answers = _answers(golden, result, row_number)
     return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
 
@@ -230,11 +279,10 @@ def _answers(
     """Return {key: (row number, answer)} of the golden rows in a result.
 
     `row_number` is the column with a row's number; if it is None, the numbers are 0. The first row
-    with a key counts. Raises `ConfigError` if the result lacks a column.
+    with a key counts.
     """
     if not result.count_rows():  # it has no columns either
         return {}
-    check_golden_columns(golden, result.schema.names)
     answers: dict[GoldenKey, tuple[int, str]] = {}
     first = {key[0] for key in golden.answers}
     columns = dict.fromkeys([*golden.columns, golden.answer, *([row_number] if row_number else [])])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.arguments import EngineArguments
@@ -118,10 +120,18 @@ def choose_engines_per_gpu(
     numbers = range(1, MOST_ENGINES + 1)
     seqs = {n: fewest_sequences(fit, card, row, n, sequences) for n in numbers}
 
-    def rate(n: int) -> float:
+    def rate(n: int, row: Tokens = row) -> float:
         return rows_per_second(model, card, row, n, seqs[n])
 
-    best = fewest(numbers, rate, ENGINE_GAIN)
+    def fewest_of(numbers: Sequence[int]) -> int:
+        found = fewest(numbers, rate, ENGINE_GAIN)
+        if row.form or row.mean:
+            return found
+        # Free answers are often shorter than max_tokens; then more engines must be as fast, too.
+        shorter = replace(row, mean=row.out / 2)
+        return min(found, fewest(numbers, partial(rate, row=shorter), ENGINE_GAIN))
+
+    best = fewest_of(numbers)
     times = _row_times(model, card, row, seqs[best])
     if best == 1:
         return 1, f"one engine keeps the GPU busy: {times}"
@@ -129,7 +139,7 @@ def choose_engines_per_gpu(
     cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
     most = MOST_POOLING if pools else MOST_ENGINES
     bound = min(room, cores, most)
-    chosen = best if best <= bound else fewest(range(1, bound + 1), rate, ENGINE_GAIN)
+    chosen = fewest_of(range(1, bound + 1))
     reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
         reasons.append(f"{room} fit in {gib(gpu.memory)}")

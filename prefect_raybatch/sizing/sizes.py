@@ -178,6 +178,14 @@ def expected_engines(
     return each * spec.replicas[1]
 
 
+def _asked_engines(spec: SizeSpec, pool: Pool) -> int:
+    """Return how many engines the job asks for.
+
+    Engines that share a GPU by default do not count: only as many of them start as are needed.
+    """
+    return pool.replicas[1] * (spec.engines_per_gpu or 1)
+
+
 def certain_engines(spec: SizeSpec) -> int:
     """Return the number of engines that a run has at least, by the settings of its job alone."""
     each = spec.engines_per_gpu if spec.device == "gpu" else None
@@ -247,6 +255,17 @@ def gpu_of(accelerator: str | None, capacity: Capacity) -> EngineGpu:
     return EngineGpu(kinds[0], found, memory, found.most if found and not capacity.gpu_bytes else 0)
 
 
+def _sequences_tried(spec: SizeSpec) -> tuple[int, ...]:
+    """Return the values of max_num_seqs among which the cost model chooses.
+
+    None has more sequences than a step may have tokens, which vLLM refuses.
+    """
+    if spec.max_num_seqs:
+        return (spec.max_num_seqs,)
+    most = spec.max_num_batched_tokens or packing.TRIED[-1]
+    return tuple(n for n in packing.TRIED if n <= most) or (most,)
+
+
 def choose_pool(
     spec: SizeSpec,
     capacity: Capacity,
@@ -275,7 +294,7 @@ def choose_pool(
             row=row,
             length=length,
             pools=spec.pools,
-            sequences=(spec.max_num_seqs,) if spec.max_num_seqs else packing.TRIED,
+            sequences=_sequences_tried(spec),
         )
         if model is None and unknown:
             packed_why = f"{packed_why} ({unknown})"
@@ -361,7 +380,7 @@ def sizes_of(
     uneven = row.out > packing.SHORT
     concurrent = concurrent_batches(spec.max_concurrent_batches, chosen, seqs, uneven)
     shards = math.ceil(rows / chosen)
-    known = certain_engines(spec) if capacity.assumed else pool.engines
+    known = certain_engines(spec) if capacity.assumed else _asked_engines(spec, pool)
     idle = problems(
         rows=rows, rows_per_shard=chosen, concurrent=concurrent, engines=known, seqs=seqs
     )

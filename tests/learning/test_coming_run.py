@@ -52,6 +52,8 @@ def test_what_fits_on_a_gpu():
 def test_what_a_job_sets_stays():
     assert fitting(max_num_seqs=300) <= {f"{n}x300" for n in range(1, 7)}
     assert fitting(engines_per_gpu=2) == {"2x256", "2x512"}
+    # vLLM refuses more sequences than tokens in a step.
+    assert fitting(max_num_batched_tokens=512) <= {"1x256", "1x300", "1x512", "2x256", "2x512"}
 
 
 @pytest.mark.parametrize(

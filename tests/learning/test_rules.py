@@ -104,6 +104,13 @@ SLOW = [run(WINNER, 11.2), run(MODEL, 10.0, WINNER, WON)]
             "failed with 2 engines of 512 sequences",
         ),
         ([run(MODEL, None, has_failed=True)], MODEL, "by the cost model"),
+        (
+            [run(MODEL, None, has_failed=True), run(WINNER)],
+            WINNER,
+            "failed with 1 engine of 512 sequences",
+        ),
+        ([run(MODEL, 9.0, has_deaths=True), run(WINNER)], MODEL, "by the cost model"),
+        ([run(MODEL, None, has_failed=True), run(WINNER, None)], MODEL, "by the cost model"),
         (SLOW, MODEL, "was 12% slower with 2 engines of 512 sequences"),
         ([run(WINNER, 10.9), *SLOW[1:]], WINNER, "as in 1 earlier run"),
         (
@@ -117,6 +124,16 @@ SLOW = [run(WINNER, 11.2), run(MODEL, 10.0, WINNER, WON)]
 def test_the_incumbent(runs, used, why):
     found = incumbent_of(coming(), runs)
     assert found.arrangement == used and why in found.why
+
+
+def test_a_choice_of_the_model_that_does_not_start_is_left_for_seven_runs() -> None:
+    """A new version may choose engines that do not start where others ran well."""
+    runs = [run(MODEL, None, has_failed=True), run(WINNER)]
+    for _ in range(BARRED_RUNS):
+        decided = decide(faster(MODEL), runs, "attempt")
+        assert (decided.incumbent, decided.challenger) == (WINNER, None)
+        runs.insert(0, run(WINNER))
+    assert decide(faster(MODEL), [run(WINNER), *runs], "attempt").challenger == MODEL
 
 
 def test_a_failure_in_a_run_with_a_trial_bars_the_challenger_and_keeps_the_incumbent():

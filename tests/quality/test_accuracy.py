@@ -32,7 +32,12 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.job_file import with_line
 from prefect_raybatch.quality.accuracy import accuracy_of, interval
-from prefect_raybatch.quality.golden import accuracy_on, check_golden_columns, read_golden
+from prefect_raybatch.quality.golden import (
+    accuracy_on,
+    check_golden_columns,
+    golden_numbers,
+    read_golden,
+)
 from prefect_raybatch.quality.judgement import JudgedRow, judgement_of
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
@@ -163,6 +168,34 @@ def test_a_wrong_row_is_named_by_its_line_or_in_parquet_by_its_number(
     golden_file(tmp_path, "id,answer\n7,a\n\n8,\n", "g.csv")
     with pytest.raises(ConfigError, match=f"{place}, {message}: column 'answer' is empty"):
         read_golden(str(tmp_path / place), {}, [], "answer")
+
+
+def test_texts_of_a_csv_file_are_compared_as_the_result_has_them(tmp_path: Path) -> None:
+    lines = "id,paid,answer\n1.0,True,4.0\n2,FALSE,2.50\n3,false,5\n"
+    table = pa.table({"id": [1, 2, 3], "paid": [True, False, False], "answer": [4.0, 2.5, 1.0]})
+    golden = read_golden(golden_file(tmp_path, lines), {}, [], "answer")
+    accuracy = accuracy_on(golden, ds.dataset(table), None, "plan")
+    assert (accuracy.right, accuracy.rows, accuracy.unanswered) == (2, 3, 0)
+    texts = pa.table({"id": ["1.0", "2", "03"], "paid": ["True"] * 3, "answer": ["4", "2", "5"]})
+    assert accuracy_on(golden, ds.dataset(texts), None, "plan").unanswered == 2  # texts stay
+    numbers = golden_numbers(golden, ds.dataset(table.append_column("n", [[7, 8, 9]])), "n")
+    assert numbers == {7: True, 8: True, 9: False}
+
+
+def test_objects_and_lists_are_compared_by_what_they_hold(tmp_path: Path) -> None:
+    lines = '{"id": 1, "answer": {"b": 1, "a": [2, 3]}}\n{"id": 2, "answer": {"a": [1]}}\n'
+    golden = read_golden(golden_file(tmp_path, lines, "g.jsonl"), {}, [], "answer")
+    answers = [{"a": [2.0, 3.0], "b": 1}, {"a": [1.0], "b": None}]
+    accuracy = accuracy_on(
+        golden, ds.dataset(pa.table({"id": [1, 2], "answer": answers})), None, ""
+    )
+    assert (accuracy.right, accuracy.rows) == (2, 2)
+
+
+def test_a_column_that_the_first_line_lacks_is_a_key_too(tmp_path: Path) -> None:
+    lines = '{"t": "x", "answer": "a"}\n{"t": "x", "lang": "de", "answer": "b"}\n'
+    golden = read_golden(golden_file(tmp_path, lines, "g.jsonl"), {}, [], "answer")
+    assert golden.answers == {("x", ""): "a", ("x", "de"): "b"}
 
 
 def test_rows_are_found_by_key_and_equal_rows_count_once(tmp_path: Path) -> None:

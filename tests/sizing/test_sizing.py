@@ -360,6 +360,41 @@ def test_engines_on_a_gpu(config, changes, engines, why):
     assert why in found.pool.packing_why
 
 
+def test_free_answers_that_may_be_shorter_do_not_share_a_gpu_for_little() -> None:
+    """The model predicts 13 % of two engines for answers of 64 tokens, and a loss for 32."""
+    a100 = imagined("A100-80G", 1, 16)
+    found = sized(LLAMA_05B, a100, {"max_tokens": 64}, row_bytes=2000)
+    assert found.pool.engines_per_gpu == 1
+    held = {"max_tokens": 64, "structured_outputs": {"regex": "[a-z]{200}"}}
+    assert sized(LLAMA_05B, a100, held, row_bytes=2000).pool.engines_per_gpu > 1
+
+
+def test_engines_share_a_gpu_for_a_gain_of_those_that_fit() -> None:
+    """More would gain over 5 %, but two of 256 sequences, which fit, gain 3 %."""
+    record = {"max_tokens": 48, "structured_outputs": {"regex": "[a-z]{200}"}}
+    found = sized(
+        *(LLAMA_8B, imagined("H100", 1, 16), record),
+        row_bytes=600,
+        quantization="fp8",
+        max_model_len=1024,
+    )
+    assert found.pool.engines_per_gpu == 1
+
+
+def test_no_more_sequences_are_tried_than_a_step_has_tokens() -> None:
+    step = {"max_num_batched_tokens": 512}
+    assert sized(LLAMA_8B, **step, early_stop="off").max_num_seqs <= 512
+    packed = sized(LLAMA_8B, early_stop="off")
+    assert packed.max_num_seqs == 1024
+
+
+@pytest.mark.parametrize("rows", [1, 50, 300])
+def test_engines_that_share_a_gpu_by_themselves_are_not_called_idle(rows: int) -> None:
+    """Only as many start as there are shards, and no setting of the job would help."""
+    found = sized(sampling=RECORD, row_bytes=800, rows=rows)
+    assert found.pool.engines_per_gpu == 2 and not found.problems
+
+
 def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
     embeds = {"prompt": {"template": "{Company}"}, "task": "embed", "sampling": {}}
     found = sized(LLAMA_05B, **embeds)
