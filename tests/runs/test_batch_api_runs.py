@@ -40,6 +40,7 @@ from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.endpoint import client
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter
 from prefect_raybatch.stages.hosted_batches import shard
+from prefect_raybatch.stages.hosted_batches.api import BatchEngine
 from prefect_raybatch.stages.hosted_batches.lines import request_line
 from prefect_raybatch.stages.hosted_batches.stage import BatchStage
 from prefect_raybatch.storage import open_store
@@ -283,6 +284,19 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
             assert table.result(60).num_rows == ROWS // SHARDS
     assert pipeline.server_wait() == ""
     stage.close()
+
+
+def test_a_driver_whose_run_another_one_finishes_while_it_waits_returns_no_row_and_pays_none(
+    server, tmp_path, monkeypatch
+):
+    job = job_of(server, tmp_path)
+    _, stage, blocks = stages_of(job)
+    others = iter([lambda: finished_run(job)])
+    monkeypatch.setattr(BatchEngine, "pause", lambda self, seconds: next(others, lambda: None)())
+    assert [stage(block).num_rows for block in blocks] == [0] * SHARDS
+    check_result(tmp_path / "out" / "night")
+    assert not (tmp_path / "out" / "night" / BATCHES).exists()
+    assert len(server.service.batches) == SHARDS and server.service.paid.total() == ROWS
 
 
 def test_counts_of_all_shards_are_added_up():

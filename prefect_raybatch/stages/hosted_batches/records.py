@@ -185,7 +185,11 @@ def _put_record(store: Store, path: str, text: str) -> bool:
     data = text.encode()
     if not store.put_if_absent(path, data):
         return False
-    if not holds(store, store.stat(path), Sums.of(data)):
+    try:
+        is_intact = holds(store, store.stat(path), Sums.of(data))
+    except FileNotFoundError:  # another driver finished the run and removed the record
+        return True
+    if not is_intact:
         raise bad_upload(store, path)
     return True
 

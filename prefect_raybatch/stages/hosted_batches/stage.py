@@ -27,7 +27,7 @@ from prefect_raybatch.stages.hosted_batches.records import (
     open_slots,
     remove_records,
 )
-from prefect_raybatch.stages.hosted_batches.shard import ShardBatches
+from prefect_raybatch.stages.hosted_batches.shard import ShardBatches, ShardCommitted
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -47,6 +47,8 @@ class BatchStage(EndpointStage):
             return super().__call__(table)
         except StoreError as error:  # sent batches are recorded; the next pass waits for them
             return lost_block_like(table, Loss(type(error).__name__, str(error)))
+        except ShardCommitted:
+            return table.slice(0, 0)
 
     def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
