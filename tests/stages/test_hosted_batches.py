@@ -59,6 +59,7 @@ class World:
     lose: Callable[[str, int], bool] = lambda call, number: False
     calls: Counter[str] = field(default_factory=Counter)
     uncertain: int = 0  # creations without a recorded answer
+    billed: int = 0  # tokens that all drivers have added to their runs' usage
     at_point: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -186,7 +187,8 @@ class ApiInMemory:
 
     def note_batches(self, shard: int, batches: BatchCounts) -> None: ...
 
-    def bill(self, prompt_tokens: int, output_tokens: int) -> None: ...
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.world.billed += prompt_tokens + output_tokens
 
 
 def request_of(text: str) -> HostedRequest:
@@ -331,12 +333,13 @@ SLOW = Scenario("slow", takes=1_000.0)
 
 
 @pytest.mark.parametrize("lag", [0.0, LOOKED * 1.5])
-def test_two_drivers_of_a_shard_give_the_same_answers_and_pay_once(lag):
+def test_two_drivers_of_a_shard_give_the_same_answers_and_pay_and_bill_once(lag):
     """A second driver does all of its work at one point of the first one's, for each point."""
     for other_at in range(1, points_of(SLOW) + 1):
         world = replace(SLOW, lag=lag).world()
         two_drivers(world, other_at, None)
         assert paid_again(world) == 0, other_at
+        assert world.billed == len(REQUESTS) * (11 + 7), other_at
         purposes = {file["purpose"] for file in world.service.files.values()}
         assert purposes <= {"batch_output"}, other_at  # of a duplicate that was cancelled
 

@@ -327,8 +327,7 @@ class ShardBatches:
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
         """Record a slot's outcome, add its tokens to the run's usage, and delete `files` remotely.
 
-        If another driver recorded a different outcome before, that one is kept and no tokens are
-        added.
+        If another driver recorded an outcome before, that one is kept and no tokens are added.
         """
         if put_outcome(self.store, slot, outcome):
             slot.outcome = outcome
