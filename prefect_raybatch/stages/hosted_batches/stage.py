@@ -88,10 +88,7 @@ def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
     """
     try:
         store.put(cancel_path(attempt), b"{}")
-        slots = open_slots(store)
-        if slots:
-            log.warning("cancelling %s", counted(len(slots), "batch", "batches"))
-            within(CANCEL_SECONDS, lambda: _cancel_all(spec, slots))
+        within(CANCEL_SECONDS, lambda: _cancel_all(spec, store))
     except (RayBatchError, TimeoutError) as error:
         log.warning(
             "not all batches are known to be cancelled: %s. Look at the server's list of batches, "
@@ -100,7 +97,12 @@ def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
         )
 
 
-def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
+def _cancel_all(spec: EndpointSpec, store: Store) -> None:
+    """Cancel all open batches of the run; then raise the first error, if there was any."""
+    slots = open_slots(store)
+    if not slots:
+        return
+    log.warning("cancelling %s", counted(len(slots), "batch", "batches"))
     engine = _Unprobed(spec, spec.api_key(), Limiter(None, None, CANCELS_AT_ONCE, spec.timeout))
 
     def cancel(slot: Slot) -> None:
@@ -112,9 +114,12 @@ def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
 
     try:
         with ThreadPoolExecutor(CANCELS_AT_ONCE) as pool:
-            list(pool.map(cancel, slots))
+            # Not pool.map: at the first error, it would cancel the calls that wait for a thread.
+            calls = [pool.submit(cancel, slot) for slot in slots]
     finally:
         engine.close()
+    for call in calls:
+        call.result()
 
 
 def forget_batches(spec: EndpointSpec, store: Store) -> None:
