@@ -30,6 +30,10 @@ class NotFound(Exception):
     """There is no such object."""
 
 
+class Forbidden(Exception):
+    """The caller may not do this."""
+
+
 @dataclass
 class BatchService:
     """`fate` returns how a batch (its number from 0) ends:
@@ -210,13 +214,15 @@ def _failed(status: int, message: str) -> dict[str, Any]:
 @dataclass
 class BatchServer:
     """`drop` returns for a call (method and path) whether its answer is dropped, the call itself
-    ("before" it has an effect), or nothing. `calls` has all of them in order."""
+    ("before" it has an effect), or nothing. `calls` has all of them in order. Batches in
+    `uncancellable` (ids) are of another project: nobody here may cancel them."""
 
     service: BatchService
     url: str = ""
     drop: Callable[[str, str], str] = lambda method, path: ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     has_batches: bool = True
+    uncancellable: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -252,6 +258,8 @@ def batch_server(service: BatchService | None = None) -> Iterator[BatchServer]:
                     status, value = 200, self.answer(method, path, query, data)
                 except NotFound:
                     status, value = 404, {"error": {"message": f"no {path}", "code": None}}
+                except Forbidden:
+                    status, value = 403, {"error": {"message": f"not {path}", "code": None}}
             if how:
                 self.close_connection = True
                 return
@@ -289,6 +297,8 @@ def batch_server(service: BatchService | None = None) -> Iterator[BatchServer]:
                 case ("GET", "batches", name):
                     return service.get(name)
                 case ("POST", "batches", name, "cancel"):
+                    if name in server.uncancellable:
+                        raise Forbidden
                     return service.cancel(name)
             raise NotFound
 

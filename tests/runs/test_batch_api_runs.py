@@ -39,9 +39,10 @@ from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import assumed
 from prefect_raybatch.stages.endpoint import client
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter
-from prefect_raybatch.stages.hosted_batches import shard
+from prefect_raybatch.stages.hosted_batches import records, shard
+from prefect_raybatch.stages.hosted_batches.api import BatchEngine
 from prefect_raybatch.stages.hosted_batches.lines import request_line
-from prefect_raybatch.stages.hosted_batches.stage import BatchStage
+from prefect_raybatch.stages.hosted_batches.stage import BatchStage, cancel_batches
 from prefect_raybatch.storage import open_store
 
 ROWS, SHARDS = 20, 4
@@ -285,6 +286,19 @@ def test_all_shards_wait_at_once_and_tell_how_many_requests_are_done(server, tmp
     stage.close()
 
 
+def test_a_driver_whose_run_another_one_finishes_while_it_waits_returns_no_row_and_pays_none(
+    server, tmp_path, monkeypatch
+):
+    job = job_of(server, tmp_path)
+    _, stage, blocks = stages_of(job)
+    others = iter([lambda: finished_run(job)])
+    monkeypatch.setattr(BatchEngine, "pause", lambda self, seconds: next(others, lambda: None)())
+    assert [stage(block).num_rows for block in blocks] == [0] * SHARDS
+    check_result(tmp_path / "out" / "night")
+    assert not (tmp_path / "out" / "night" / BATCHES).exists()
+    assert len(server.service.batches) == SHARDS and server.service.paid.total() == ROWS
+
+
 def test_counts_of_all_shards_are_added_up():
     limiter = Limiter(None, None, 8, 60.0)
     limiter.note_batches(1, BatchCounts(1, 200, 1000))
@@ -335,6 +349,47 @@ def test_a_cancelled_run_cancels_its_batches_and_the_next_one_goes_on(
     _, folder = finished_run(job)
     check_result(folder)
     assert server.service.paid.total() == ROWS
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_batch_that_cannot_be_cancelled_keeps_no_other_from_it(
+    recorded, server, tmp_path, caplog
+):
+    server.service.takes = 3600.0
+    _, stage, _ = stages_of(job_of(server, tmp_path))
+    store, endpoint = stage.launch.store, stage.launch.endpoint
+    for number in range(50):
+        file_id = server.service.upload("in.jsonl", b"")["id"]
+        batch = server.service.create(
+            {"input_file_id": file_id, "endpoint": "", "completion_window": "24h"}
+        )
+        slot = records.Slot(number, 0, file_id, ["key"])
+        records.put_slot(store, slot)
+        if recorded:
+            records.put_batch(store, slot, batch["id"], False)
+    server.uncancellable = {"batch_0", "batch_7"}
+    cancel_batches(endpoint, store, "attempt")
+    open_batches = {i for i, one in server.service.batches.items() if one["status"] != "cancelled"}
+    assert open_batches == server.uncancellable
+    assert "not all batches are known to be cancelled" in caplog.text
+    assert "not /batches/batch_0/cancel" in caplog.text
+
+
+def test_a_store_that_hangs_keeps_no_cancelled_run_from_its_end(
+    server, tmp_path, monkeypatch, caplog
+):
+    _, stage, _ = stages_of(job_of(server, tmp_path))
+    store, answers = stage.launch.store, threading.Event()
+
+    def listed(prefix: str) -> Iterator[Any]:
+        assert answers.wait(10)
+        return iter(())
+
+    monkeypatch.setattr(store, "list", listed)
+    monkeypatch.setattr("prefect_raybatch.stages.hosted_batches.stage.CANCEL_SECONDS", 0.01)
+    cancel_batches(stage.launch.endpoint, store, "attempt")
+    answers.set()
+    assert "no answer within 0.01 s" in caplog.text
 
 
 def test_files_that_a_crash_left_at_the_server_are_removed_at_the_end(server, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from helpers.batch_server import BatchService, NotFound
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.client import HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts
@@ -26,6 +27,7 @@ from prefect_raybatch.stages.hosted_batches.shard import (
     LIST_LOOKS,
     ROUNDS,
     ShardBatches,
+    ShardCommitted,
 )
 from prefect_raybatch.storage import Store
 from prefect_raybatch.storage.base import FileInfo
@@ -57,6 +59,7 @@ class World:
     lose: Callable[[str, int], bool] = lambda call, number: False
     calls: Counter[str] = field(default_factory=Counter)
     uncertain: int = 0  # creations without a recorded answer
+    billed: int = 0  # tokens that all drivers have added to their runs' usage
     at_point: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -93,8 +96,7 @@ class FilesInMemory:
                 yield FileInfo(path, 1, None, 1)
 
     def stat(self, path: str) -> FileInfo:
-        self.world.point()
-        data = self.world.files[path]
+        data = self.read(path)
         return FileInfo(path, len(data), hashlib.md5(data).hexdigest(), None)
 
     def holds(self, path: str) -> bool:
@@ -185,7 +187,8 @@ class ApiInMemory:
 
     def note_batches(self, shard: int, batches: BatchCounts) -> None: ...
 
-    def bill(self, prompt_tokens: int, output_tokens: int) -> None: ...
+    def bill(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.world.billed += prompt_tokens + output_tokens
 
 
 def request_of(text: str) -> HostedRequest:
@@ -330,14 +333,33 @@ SLOW = Scenario("slow", takes=1_000.0)
 
 
 @pytest.mark.parametrize("lag", [0.0, LOOKED * 1.5])
-def test_two_drivers_of_a_shard_give_the_same_answers_and_pay_once(lag):
+def test_two_drivers_of_a_shard_give_the_same_answers_and_pay_and_bill_once(lag):
     """A second driver does all of its work at one point of the first one's, for each point."""
     for other_at in range(1, points_of(SLOW) + 1):
         world = replace(SLOW, lag=lag).world()
         two_drivers(world, other_at, None)
         assert paid_again(world) == 0, other_at
+        assert world.billed == len(REQUESTS) * (11 + 7), other_at
         purposes = {file["purpose"] for file in world.service.files.values()}
         assert purposes <= {"batch_output"}, other_at  # of a duplicate that was cancelled
+
+
+def test_a_driver_beside_one_that_finishes_the_run_pays_for_no_row_again():
+    """A second driver finishes the whole run at one point of the first one's, for each point."""
+    for other_at in range(1, points_of(SLOW) + 1):
+        world = SLOW.world()
+
+        def finish(world: World = world, at: int = other_at) -> None:
+            if world.points != at:
+                return
+            world.at_point = lambda: None
+            check_answers(shard_of(world, "b").answer(REQUESTS))
+            world.files = {commit_path(3): b"{}"}  # the records of its batches are removed
+
+        world.at_point = finish
+        with suppress(ShardCommitted):
+            check_answers(lived(world))
+        assert paid_again(world) == 0, other_at
 
 
 def test_a_driver_that_dies_beside_another_leaves_it_all_rows():

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.layout import BATCHES
@@ -93,8 +94,10 @@ def read_batch(store: Store, slot: Slot) -> bool:
 
 
 def put_outcome(store: Store, slot: Slot, outcome: BatchOutcome) -> bool:
-    """Record the outcome of a slot's batch; return False if a different one is recorded already."""
-    lines: list[dict[str, Any]] = [{"why": outcome.why, "counts": outcome.counts}]
+    """Record the outcome of a slot's batch; return False if one is recorded already."""
+    # Only with a unique token does the store tell apart equal outcomes of two drivers.
+    head = {"why": outcome.why, "counts": outcome.counts, "token": uuid4().hex}
+    lines: list[dict[str, Any]] = [head]
     for key, answer in outcome.answers.items():
         lines.append({"key": key, **answer.to_json()})
     text = "\n".join(json.dumps(line) for line in lines)
@@ -185,7 +188,11 @@ def _put_record(store: Store, path: str, text: str) -> bool:
     data = text.encode()
     if not store.put_if_absent(path, data):
         return False
-    if not holds(store, store.stat(path), Sums.of(data)):
+    try:
+        is_intact = holds(store, store.stat(path), Sums.of(data))
+    except FileNotFoundError:  # another driver finished the run and removed the record
+        return True
+    if not is_intact:
         raise bad_upload(store, path)
     return True
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.spec.endpoint import EndpointPath
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.client import HostedRequest
@@ -51,6 +52,10 @@ LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
 FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0
 
 
+class ShardCommitted(Exception):
+    """Another driver committed the shard meanwhile, so nobody needs these answers any more."""
+
+
 class ShardBatches:
     """Answers the requests of one shard by means of batches.
 
@@ -77,8 +82,8 @@ class ShardBatches:
         """Send the requests in batches, wait for them, and return {request key: answer}.
 
         A request without an answer after ROUNDS batches gets an error as its answer. Raises
-        `EndpointRefused` and `EndpointUnavailable`, the latter also once the attempt is
-        cancelled.
+        `EndpointRefused`, `EndpointUnavailable` (also once the attempt is cancelled), and
+        `ShardCommitted`.
         """
         asked = {request.key: request for request in requests}
         wait = FIRST_POLL
@@ -99,6 +104,7 @@ class ShardBatches:
                 self._report()
                 self.api.pause(wait * random.uniform(0.8, 1.0))
                 wait = min(MOST_POLL, wait * SLOWER_POLL)
+                self._check_committed()
                 for slot in self._open():
                     self._poll(slot)
         finally:
@@ -157,7 +163,7 @@ class ShardBatches:
         `asked` has all requests of the shard by key. If another driver has sent some of them
         meanwhile, take over its slots and send none.
         """
-        self._check_cancelled()
+        self._check_needed()
         if self._full:
             self.api.pause(min(MOST_FULL_PAUSE, FULL_PAUSE * 2.0 ** min(self._full - 1, 10)))
         is_behind, number = self._adopt(asked)
@@ -194,7 +200,7 @@ class ShardBatches:
                     self._keep(slot, _best(found), found, again=True)
                     return
                 self.api.pause(LIST_LOOK_EVERY)
-            self._check_cancelled()
+            self._check_needed()
             try:
                 batch = self.api.create(slot.file_id, f"{slot.file_id}-{slot.number}")
             except AnswerLost as error:
@@ -234,7 +240,18 @@ class ShardBatches:
         )
         self.api.cancel(batch.id)
 
-    def _check_cancelled(self) -> None:
+    def _check_committed(self) -> None:
+        """Raise `ShardCommitted` if the shard is committed.
+
+        The driver that finishes a run removes the records of batches, and their files at the
+        server. Without this check, all rows would then look as if they were never sent.
+        """
+        if self.store.holds(commit_path(self.shard)):
+            raise ShardCommitted
+
+    def _check_needed(self) -> None:
+        """Raise an error if no further batch may be created."""
+        self._check_committed()
         if was_cancelled(self.store, self.attempt):
             raise EndpointUnavailable("this attempt was cancelled, and its batches with it")
 
@@ -310,8 +327,7 @@ class ShardBatches:
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
         """Record a slot's outcome, add its tokens to the run's usage, and delete `files` remotely.
 
-        If another driver recorded a different outcome before, that one is kept and no tokens are
-        added.
+        If another driver recorded an outcome before, that one is kept and no tokens are added.
         """
         if put_outcome(self.store, slot, outcome):
             slot.outcome = outcome

@@ -27,7 +27,7 @@ from prefect_raybatch.stages.hosted_batches.records import (
     open_slots,
     remove_records,
 )
-from prefect_raybatch.stages.hosted_batches.shard import ShardBatches
+from prefect_raybatch.stages.hosted_batches.shard import ShardBatches, ShardCommitted
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -47,6 +47,8 @@ class BatchStage(EndpointStage):
             return super().__call__(table)
         except StoreError as error:  # sent batches are recorded; the next pass waits for them
             return lost_block_like(table, Loss(type(error).__name__, str(error)))
+        except ShardCommitted:
+            return table.slice(0, 0)
 
     def _ask_server(
         self, engine: EndpointEngine, shards: Sequence[int], requests: Sequence[HostedRequest]
@@ -86,10 +88,7 @@ def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
     """
     try:
         store.put(cancel_path(attempt), b"{}")
-        slots = open_slots(store)
-        if slots:
-            log.warning("cancelling %s", counted(len(slots), "batch", "batches"))
-            within(CANCEL_SECONDS, lambda: _cancel_all(spec, slots))
+        within(CANCEL_SECONDS, lambda: _cancel_all(spec, store))
     except (RayBatchError, TimeoutError) as error:
         log.warning(
             "not all batches are known to be cancelled: %s. Look at the server's list of batches, "
@@ -98,7 +97,12 @@ def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
         )
 
 
-def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
+def _cancel_all(spec: EndpointSpec, store: Store) -> None:
+    """Cancel all open batches of the run; then raise the first error, if there was any."""
+    slots = open_slots(store)
+    if not slots:
+        return
+    log.warning("cancelling %s", counted(len(slots), "batch", "batches"))
     engine = _Unprobed(spec, spec.api_key(), Limiter(None, None, CANCELS_AT_ONCE, spec.timeout))
 
     def cancel(slot: Slot) -> None:
@@ -110,9 +114,12 @@ def _cancel_all(spec: EndpointSpec, slots: Sequence[Slot]) -> None:
 
     try:
         with ThreadPoolExecutor(CANCELS_AT_ONCE) as pool:
-            list(pool.map(cancel, slots))
+            # Not pool.map: at the first error, it would cancel the calls that wait for a thread.
+            calls = [pool.submit(cancel, slot) for slot in slots]
     finally:
         engine.close()
+    for call in calls:
+        call.result()
 
 
 def forget_batches(spec: EndpointSpec, store: Store) -> None:
