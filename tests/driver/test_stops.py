@@ -60,3 +60,17 @@ def test_the_stop_of_a_run_is_that_of_its_latest_attempt(tmp_path: Path) -> None
     assert last_stop(str(tmp_path), None) == stop
     run.ledger.note_attempt("a" * 32, {"started": "2026-03-02"})
     assert last_stop(str(tmp_path), None) is None
+
+
+def test_a_stop_says_how_many_rows_failed_and_which_shard_was_not_committed() -> None:
+    all_of_them = Stop(49, 49, 10, 100, 1, tried=100)
+    assert all_of_them.line() == (
+        "49 of 100 rows tried failed, at most 10 may; all in shard 1, which was therefore not "
+        "committed"
+    )
+    some = Stop(1003, 2, 1001, 2000, 7, tried=1999)
+    assert some.line() == (
+        "1,003 of 1,999 rows tried failed, at most 1,001 may; 1 was not tried; 2 of them in shard "
+        "7, which was therefore not committed"
+    )
+    assert Stop(3, 0, 2, 40).line() == "3 of 40 rows failed, at most 2 may"

@@ -837,8 +837,20 @@ def test_open_store_normalizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert open_store("rel/./x/").uri == str(tmp_path / "rel" / "x")
     assert open_store("file:///a%20b/c").uri == "/a b/c"
     assert open_store("file://localhost/x").uri == open_store("//x").uri == "/x"
-    assert open_store("/").uri == "/"
+    assert open_store("/").uri == "/" and open_store("//X/y").uri == "/X/y"
     assert open_store("~/x").uri == os.path.expanduser("~/x")
+
+
+def test_arrow_reads_what_a_store_holds(store: Store) -> None:
+    if isinstance(store, storage.CloudStore):
+        with pytest.raises(ConfigError, match=r"run.dataset\(\)"):
+            storage.arrow_filesystem(store)
+        return
+    pq.write_table(pa.table({"x": [1, 2]}), body := pa.BufferOutputStream())
+    store.put("d/t.parquet", body.getvalue().to_pybytes())
+    filesystem, root = storage.arrow_filesystem(store)
+    found = pq.read_table(f"{root}/d/t.parquet", filesystem=filesystem)
+    assert found["x"].to_pylist() == [1, 2]
 
 
 @pytest.mark.parametrize(
