@@ -56,9 +56,9 @@ def test_the_stop_of_a_run_is_that_of_its_latest_attempt(tmp_path: Path) -> None
     run.ledger.note_attempt("b" * 32, {"started": "2026-03-01", "stopped": stop.to_dict()})
     run.store.put(attempt_path("d" * 32), b"no record")
     assert last_stop(str(tmp_path), None) == stop
-    run.ledger.note_attempt("c" * 32, {"started": "2026-02-01"})
+    run.ledger.note_attempt("a" * 32, {"started": "2026-02-01"})
     assert last_stop(str(tmp_path), None) == stop
-    run.ledger.note_attempt("a" * 32, {"started": "2026-03-02"})
+    run.ledger.note_attempt("c" * 32, {"started": "2026-03-02"})
     assert last_stop(str(tmp_path), None) is None
 
 

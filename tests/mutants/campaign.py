@@ -45,6 +45,14 @@ USERS_OF_THE_DRIVER = (
     "next_step",
     "repair",
 )
+# Four minutes on a shared core. Left out are tests with servers of models or killed processes, and
+# the largest files.
+QUICK_RUNS = (
+    *("arrangement", "attempts", "attempts_seconds", "cascade", "code_version", "drain"),
+    *("increments", "increments_of_images", "listing", "min_rows", "next_step", "open_run"),
+    *("partial", "precision", "repair", "resolved", "reuse_of_rows", "run_words"),
+    "typed_answers_runs",
+)
 TESTS = {
     "ledger": [
         *("tests/ledger", "tests/plan", "tests/result", "tests/publish"),
@@ -57,7 +65,7 @@ TESTS = {
         *(f"tests/runs/test_{name}.py" for name in USERS_OF_THE_DRIVER),
     ],
     "publish": ["tests/publish"],
-    "runs": ["tests/runs", "tests/plan", "tests/result"],
+    "runs": [f"tests/runs/test_{name}.py" for name in QUICK_RUNS],
 }
 # Beside the project's own settings. A mutant that loops is ended by its time, not by pytest's.
 SETTINGS = """
