@@ -88,7 +88,8 @@ class Monitor:
         self.attempt, self.plan, self.store, self.limits = attempt, plan, store, limits
         self.starts: Callable[[], Sequence[Marks]] = list
         self.deaths: Callable[[], Mapping[str, tuple[int, str]]] = dict
-        self._dead: Mapping[str, tuple[int, str]] | None = None  # last result of `deaths`
+        # Last result of `deaths`; None before the first one of the present engines.
+        self._dead: Mapping[str, tuple[int, str]] | None = None
         self._counting = threading.Lock()  # deaths are looked at from two threads
         self.leaving: Callable[[], Mapping[str, float | None]] = dict  # nodes, and seconds left
         self.ray_died: Callable[[], bool] = lambda: False  # on this host
@@ -147,7 +148,9 @@ class Monitor:
         """Query these engines from now on, e.g. those of a new pipeline."""
         self.engines, self.starts = engines.engines, engines.starts
         self._states, self._asked = {}, float("-inf")  # those of earlier engines
-        self.deaths, self.server_wait = engines.deaths, engines.server_wait
+        with self._counting:
+            self.deaths, self._dead = engines.deaths, None
+        self.server_wait = engines.server_wait
 
     def set_waiting(self, why: str) -> None:
         """Record why the run waits, e.g. for resources; `why` is "" once it continues.
@@ -164,8 +167,9 @@ class Monitor:
             self.note_start()
             self.starting = Starting()
         self.starting.again()
-        if self._dead is None:  # the table also has the engines of earlier runs of this process
-            self._dead = self._ask_deaths()
+        with self._counting:
+            if self._dead is None:  # as in `look_at_deaths`
+                self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
         """Call `on_started`, once, with the phases of the first start that led to a commit.
@@ -329,8 +333,10 @@ class Monitor:
             dead = self._ask_deaths()
             if dead is None:
                 return
+            # The first table also has the engines of earlier runs of this process.
+            known = dead if self._dead is None else self._dead
             for engine, (times, now) in dead.items():
-                before, place = (self._dead or {}).get(engine, (0, now))
+                before, place = known.get(engine, (0, now))
                 if times > before and not self._ended:
                     self._died(times - before, times, place)
             self._dead = dead

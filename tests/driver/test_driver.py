@@ -324,6 +324,23 @@ def test_what_the_store_lost_is_neither_cut_nor_quarantined(tmp_path):
     assert progress.engine_deaths == 0 and progress.done == 20
 
 
+def test_a_store_that_stays_away_ends_a_run_that_had_worked(tmp_path):
+    run = small_run(tmp_path)
+    calls: list[int] = []
+
+    def passes(units, isolated):
+        calls.append(len(units))
+        assert len(calls) <= 1 + STRIKES, "it goes on for ever"
+        if len(calls) == 1:
+            yield run.receipt(units[0])
+        for unit in units[len(calls) == 1 :]:
+            yield Receipt.of_lost(unit, "a", Loss("StoreUnavailable", "no answer"))
+
+    with pytest.raises(EngineFailure, match=r"in 3 passes; 3 units .*no answer"):
+        drive(run, passes)
+    assert calls == [4, 3, 3, 3]
+
+
 def test_a_death_is_seen_whatever_the_pass_before_lost_the_shard_to(tmp_path):
     """The process of a row ends without a word, once the store is back."""
     run = small_run(tmp_path, rows=20, per_shard=5)

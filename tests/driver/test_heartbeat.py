@@ -14,13 +14,15 @@ from helpers.small import Passes, SmallRun, small_run, success_of
 
 from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.driver import heartbeat, monitor
-from prefect_raybatch.driver.driver import Driver, Progress
+from prefect_raybatch.driver.driver import Driver, PhaseProgress, Progress
 from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
     STARTING,
     Counts,
     Heartbeat,
+    Listener,
+    Listeners,
     Ticker,
     newest,
     read_heartbeats,
@@ -58,6 +60,55 @@ def test_counts_are_those_of_the_progress(tmp_path):
     last = seen[-1]
     assert (last.failed, last.committed, last.commits, last.window_rows) == (1, 4, 4, 20)
     assert last.output_tokens == (progress.tally.stats.output_tokens or 0) > 0
+
+
+def test_a_beat_says_all_that_was_counted():
+    names = "rows shards done failed skipped committed passes engine_deaths held_back to_larger"
+    numbers = {name: at for at, name in enumerate(names.split(), start=1)}
+    beat = Heartbeat.of(counts(**numbers), 100.0)
+    assert {name: getattr(beat, name) for name in numbers} == numbers
+
+
+def test_counts_of_a_whole_run_add_its_other_phases(tmp_path):
+    run = small_run(tmp_path)
+    passes = Passes(run, failed={(1, 2)})
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(max_failed_fraction=0.5))
+    driver.resume()
+    progress = driver.run(passes, passes.quarantine)
+    progress.before, progress.later = PhaseProgress(7, 2, failed=3), PhaseProgress(100, 30)
+    whole = Counts.whole(progress)
+    assert (whole.rows, whole.done, whole.before, whole.later) == (127, 27, 7, 100)
+    assert (whole.shards, whole.committed, whole.failed) == (36, 6, 3)
+
+
+def test_listeners_are_all_told_of_everything_in_their_order():
+    heard: list[tuple[str, object]] = []
+
+    class Named(Listener):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, progress: Progress) -> None:
+            heard.append((self.name, progress))
+
+        def on_heartbeat(self, beat: Heartbeat) -> None:
+            heard.append((self.name, beat))
+
+        def on_process_end(self, cause: str) -> None:
+            heard.append((self.name, cause))
+
+        def on_judge(self, uri: str) -> None:
+            heard.append((self.name, uri))
+
+    every = Listeners([Named("a"), lambda progress: heard.append(("b", progress)), Named("c")])
+    progress, beat = Progress(1, 1), Heartbeat(1.0)
+    every(progress)
+    every.on_heartbeat(beat)
+    every.on_process_end("killed")
+    every.on_judge("s3://b/judge")
+    assert heard[:3] == [("a", progress), ("b", progress), ("c", progress)]
+    told = (beat, "killed", "s3://b/judge")
+    assert heard[3:] == [(name, what) for what in told for name in "ac"]
 
 
 def test_a_beat_survives_its_record():

@@ -148,6 +148,18 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
     assert "a listing failed after 0.0 s: 503 for a minute" in probe(store)
 
 
+def test_a_stall_names_an_error_of_the_listing(tmp_path):
+    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0)
+
+    def broken(*_):
+        raise ConnectionResetError("by peer")
+
+    made.store.list = broken
+    clock.now = 30.0
+    made.look()
+    assert "Store: listing it failed: ConnectionResetError: by peer" in heard.beats[-1].about
+
+
 def test_a_stall_can_end_the_run(tmp_path):
     made, clock, _ = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
     clock.now = 30.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from helpers.heard import counts
@@ -129,9 +129,10 @@ def test_a_monitor_tells_the_start_while_it_lasts_and_notes_it_once(
     driver.run(Passes(run), Passes(run).quarantine)
     for _ in range(3):
         watch.look()
+    assert told == [(1, ["cluster", "workers", "imports"])]
     watch.note_start()
     assert (watch.beat().phase, watch.beat().about) == (INFERRING, "")
-    assert told == [(1, ["cluster", "workers", "imports"])]
+    assert len(told) == 1
 
 
 def test_an_engine_that_dies_before_a_shard_came_through_is_warned_of_at_once(
@@ -167,6 +168,35 @@ def test_an_engine_that_dies_before_a_shard_came_through_is_warned_of_at_once(
     watch.deaths = lambda: {"b": (1, "")}  # told with the shards it cost
     watch.look()
     assert sum("died before its first shard" in r.getMessage() for r in caplog.records) == 3
+
+
+def test_engines_that_died_in_an_earlier_run_of_the_process_are_not_counted(
+    tmp_path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Engines:
+        died: ClassVar = {"earlier": (1, "process 3 on node n1")}
+
+        def deaths(self) -> dict[str, tuple[int, str]]:
+            return dict(self.died)
+
+        engines = dict
+        starts = list
+        server_wait = str
+
+    run = small_run(tmp_path)
+    watch = Monitor("me", run.plan, run.store, Limits(), lambda progress: None)
+    driver = Driver(run.plan, run.shards, run.ledger, Limits(), watch)
+    progress = driver.resume()
+    watch(progress)
+    watch.look()  # while the run joins the cluster, before it has engines
+    watch.watch(Engines())
+    watch.look()
+    watch.pass_began()
+    watch.look_at_deaths()
+    assert progress.engine_deaths == 0 and "died" not in caplog.text
+    Engines.died["own"] = (1, "process 7 on node n1")
+    watch.look_at_deaths()
+    assert progress.engine_deaths == 1 and "(process 7 on node n1), 1 time so far" in caplog.text
 
 
 def test_a_beat_that_counts_a_commit_never_says_that_engines_start(tmp_path) -> None:

@@ -27,6 +27,16 @@ READERS_OF_RECORDS = (
     *("increments", "listing", "next_step", "partial", "precision", "repair", "retry"),
     "reuse_of_rows",
 )
+USERS_OF_STORES = (
+    "doctor/test_stores.py",
+    "job/test_clouds_of_jobs.py",
+    "publish/test_publish_clouds.py",
+    "result/test_reap.py",
+    "runs/test_listing.py",
+    "security/test_node_cache.py",
+    "security/test_private_files.py",
+    "security/test_redirects.py",
+)
 USERS_OF_THE_DRIVER = (
     "attempts",
     "attempts_seconds",
@@ -35,19 +45,27 @@ USERS_OF_THE_DRIVER = (
     "next_step",
     "repair",
 )
+# Four minutes on a shared core. Left out are tests with servers of models or killed processes, and
+# the largest files.
+QUICK_RUNS = (
+    *("arrangement", "attempts", "attempts_seconds", "cascade", "code_version", "drain"),
+    *("increments", "increments_of_images", "listing", "min_rows", "next_step", "open_run"),
+    *("partial", "precision", "repair", "resolved", "reuse_of_rows", "run_words"),
+    "typed_answers_runs",
+)
 TESTS = {
     "ledger": [
         *("tests/ledger", "tests/plan", "tests/result", "tests/publish"),
         "tests/flow/test_completion.py",
         *(f"tests/runs/test_{name}.py" for name in READERS_OF_RECORDS),
     ],
-    "storage": ["tests/storage", "tests/source"],
+    "storage": ["tests/storage", "tests/source", *(f"tests/{name}" for name in USERS_OF_STORES)],
     "driver": [
         *("tests/driver", "tests/ledger", "tests/remote/test_follower.py"),
         *(f"tests/runs/test_{name}.py" for name in USERS_OF_THE_DRIVER),
     ],
     "publish": ["tests/publish"],
-    "runs": ["tests/runs", "tests/plan", "tests/result"],
+    "runs": [f"tests/runs/test_{name}.py" for name in QUICK_RUNS],
 }
 # Beside the project's own settings. A mutant that loops is ended by its time, not by pytest's.
 SETTINGS = """
@@ -133,9 +151,10 @@ def sample(candidates: Sequence[Mutant], size: int | None, seed: str) -> list[Mu
 
 def inside(copy: Path, *arguments: str) -> None:
     """Run mutmut's steps in the room's copy, its output in a file."""
-    temporary = copy / "tmp"  # of killed tests
+    # Of killed tests. Jobs of the tests may write here: see `write` in tests/data/policy.yaml.
+    temporary = copy / "mutants/tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary.mkdir(parents=True)
     # The tests import the copy, and so do the processes that they start.
     path = os.pathsep.join(map(str, [copy / "mutants", WORK / "tools"]))
     environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.last_attempt import LastAttempt, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, SUCCESS
 from prefect_raybatch.report.html import history_html
+from prefect_raybatch.report.records import put_report
 from prefect_raybatch.report.run_history import headlines, history_markdown
 from prefect_raybatch.runs.listing import latest_complete, list_runs
 from prefect_raybatch.runs.prune import prune_runs
@@ -416,3 +418,13 @@ def test_on_s3(nights, s3: S3Server):
     nights.write("a")
     assert nights.night("n1", job).good == 1
     assert list_runs(output["uri"], s3.options)[0].state == "completed"
+
+
+def test_a_page_of_nights_names_the_currency_of_the_costs(nights: Nights) -> None:
+    nights.write("a", "b")
+    report = nights.night("n1")
+    put_report(open_store(report.run), replace(report, cost={"total": 1.5}, currency="EUR"))
+    (page,) = history_of(str(nights.folder / "out"))
+    (run,) = page.runs
+    assert (run.good, run.quarantined, run.cost, run.currency) == (2, 0, 1.5, "EUR")
+    assert "1.50 EUR" in history_markdown(page)

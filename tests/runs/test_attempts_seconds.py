@@ -11,13 +11,15 @@ from helpers.small import small_run
 from prefect_raybatch.api import finalize_run, plan_run
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Heartbeat
+from prefect_raybatch.driver.starting import Starting
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.ledger.increments import requests_ledger
 from prefect_raybatch.ledger.layout import attempt_path, heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.runs.attempts import AttemptLog
 from prefect_raybatch.runs.run import Run
-from prefect_raybatch.runs.starts import attempts_seconds
+from prefect_raybatch.runs.starts import attempts_seconds, read_starts
 from prefect_raybatch.runs.status import report_of
 from prefect_raybatch.storage import open_store
 
@@ -80,3 +82,19 @@ def test_a_damaged_record_of_an_attempt_fails_no_run_that_reuses_answers(tmp_pat
     requests.store.put(attempt_path("f" * 32), b"{")
     report = finalize_run(job, run, progress)
     assert (report.state, report.good) == ("completed", 3)
+
+
+def test_how_long_engines_took_to_start_is_recorded_unless_none_was_started(tmp_path: Path) -> None:
+    run = small_run(tmp_path)
+    now = [100.0]
+    starting = Starting(lambda: now[0])
+    begun = AttemptLog(run.ledger, "a" * 32, {"attempt": "a" * 32, "started": "2026-03-01"})
+    begun.note_start(starting)
+    assert read_starts(run.ledger) == ()
+    starting.enter("workers")
+    starting.heard([{"imports": 102.0}])
+    now[0] = 105.0
+    begun.note_start(starting)
+    (told,) = read_starts(run.ledger)
+    assert (told.attempt, told.engines) == ("a" * 32, 1)
+    assert told.seconds == {"cluster": 0.0, "workers": 2.0, "imports": 3.0}

@@ -21,7 +21,7 @@ from prefect_raybatch.runs import tune
 from prefect_raybatch.runs.attempts import INFERENCE
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.stages.vllm import process_note
-from prefect_raybatch.storage.private import write_private
+from prefect_raybatch.storage.private import open_lock, write_private
 
 PLANTED = "PLANTEDvalue0008"
 
@@ -45,6 +45,19 @@ def test_a_file_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     path.chmod(0o644)
     write_private(path, "second")
     assert (path.read_text(), mode(path)) == ("second", 0o600)
+
+
+def test_a_lock_is_a_regular_file_and_no_link(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(pipe)
+    for path in (link, pipe):
+        with pytest.raises(OSError, match=path.name):
+            open_lock(path)
+    assert not (tmp_path / "elsewhere").exists()
+    for _ in range(2):
+        open_lock(tmp_path / "lock").close()
+    assert mode(tmp_path / "lock") == 0o600
 
 
 def test_a_tuned_job_file_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

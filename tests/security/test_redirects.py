@@ -28,6 +28,7 @@ from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http
 from prefect_raybatch.storage import Store, open_store
 from prefect_raybatch.storage.internet import MOVED
+from prefect_raybatch.storage.redirects import redirect_problem
 
 KEY = PLANTED
 
@@ -108,6 +109,12 @@ def test_a_redirect_is_refused_with_its_host(request_name: str, status: int) -> 
         with pytest.raises(ConfigError, match=f"redirects to {server.place}, ") as caught:
             REQUESTS[request_name](server.url)
         assert server.arrived == [] and KEY not in str(caught.value)
+
+
+def test_a_redirect_on_the_same_host_names_it_without_user_and_query() -> None:
+    problem = redirect_problem(f"http://nightly:{KEY}@h:81/a", f"/b?sig={KEY}")
+    assert problem.fault.startswith("http://h:81 redirects to http://h:81, but requests with ")
+    assert "an invalid URL" in redirect_problem("http://h", "http://h:port/").fault
 
 
 def test_the_doctor_follows_no_redirect_with_keys() -> None:

@@ -165,6 +165,7 @@ def test_a_file_that_changes_meanwhile_is_not_patched_together(server, tmp_path)
     ("path", "error", "words"),
     [
         ("/status/404.csv", SourceError, "HTTP 404 Not Found. Check the URL"),
+        ("/status/410.csv", SourceError, "HTTP 410 Gone. Check the URL"),
         ("/status/503.csv", StoreUnavailable, "HTTP 503 .*5 tries"),
         ("/login/a.csv", SourceError, "HTTP 401 .*source.options.headers"),
         ("/page/a.csv", SourceError, "a web page"),

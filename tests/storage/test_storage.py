@@ -29,6 +29,7 @@ from s3server import S3Server, proxy
 
 from prefect_raybatch import storage
 from prefect_raybatch.errors import (
+    AccessDenied,
     BadUpload,
     ConfigError,
     CorruptRun,
@@ -361,6 +362,24 @@ def test_full_disk_and_lost_permission_say_so(
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError):
         store.put("file/below", b"")
+
+
+def test_a_folder_that_is_deleted_while_it_is_empty_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the `delete` of another process."""
+    store, make = open_store(str(tmp_path)), os.mkdir
+    left = [3]
+
+    def deleted_at_once(path: str, *mode: int) -> None:
+        make(path, *mode)
+        if left[0]:
+            left[0] -= 1
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", deleted_at_once)
+    store.put("folder/x", b"x")
+    assert store.read("folder/x") == b"x" and left == [0]
 
 
 def test_no_hard_links_is_unsafe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -837,8 +856,20 @@ def test_open_store_normalizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert open_store("rel/./x/").uri == str(tmp_path / "rel" / "x")
     assert open_store("file:///a%20b/c").uri == "/a b/c"
     assert open_store("file://localhost/x").uri == open_store("//x").uri == "/x"
-    assert open_store("/").uri == "/"
+    assert open_store("/").uri == "/" and open_store("//X/y").uri == "/X/y"
     assert open_store("~/x").uri == os.path.expanduser("~/x")
+
+
+def test_arrow_reads_what_a_store_holds(store: Store) -> None:
+    if isinstance(store, storage.CloudStore):
+        with pytest.raises(ConfigError, match=r"run.dataset\(\)"):
+            storage.arrow_filesystem(store)
+        return
+    pq.write_table(pa.table({"x": [1, 2]}), body := pa.BufferOutputStream())
+    store.put("d/t.parquet", body.getvalue().to_pybytes())
+    filesystem, root = storage.arrow_filesystem(store)
+    found = pq.read_table(f"{root}/d/t.parquet", filesystem=filesystem)
+    assert found["x"].to_pylist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -948,6 +979,17 @@ class _Answers(BaseHTTPRequestHandler):
     spoil: list[str] = []
     etag = hashlib.md5(WHOLE).hexdigest()
     seen: list[str] = []
+    refused: list[str] = []  # codes with which the next deletes fail for their key
+
+    def do_POST(self) -> None:
+        self.seen.append(self.command)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        code = self.refused.pop(0)
+        body = f"<DeleteResult><Error><Key>x</Key><Code>{code}</Code></Error></DeleteResult>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
         self.seen.append(self.command)
@@ -979,7 +1021,7 @@ class _Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def answers() -> Iterator[tuple[type[_Answers], Store]]:
-    handler = type("Answers", (_Answers,), {"spoil": [], "seen": []})
+    handler = type("Answers", (_Answers,), {"spoil": [], "seen": [], "refused": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -1030,6 +1072,16 @@ def test_a_body_without_a_length_is_read_within_the_limit(answers) -> None:
         store.read("x", len(WHOLE) - 1)
 
 
+def test_a_file_that_a_batch_could_not_delete_is_told(answers) -> None:
+    handler, store = answers
+    handler.refused[:] = ["SlowDown", "AccessDenied"]
+    with pytest.raises(AccessDenied, match=r"403 AccessDenied.*s3:DeleteObject"):
+        store.delete(["x"])
+    assert handler.seen.count("POST") == 2
+    handler.refused[:] = ["NoSuchKey"]
+    store.delete(["x"])
+
+
 # --- a store that is away -----------------------------------------------------------------------
 
 
@@ -1046,21 +1098,30 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("away", ["refused", "silent", "no such host", "busy"])
+@pytest.mark.parametrize(
+    ("away", "error"),
+    [
+        ("refused", "EndpointConnectionError"),
+        ("silent", "ReadTimeoutError"),
+        ("no such host", "EndpointConnectionError"),
+        ("busy", "ShortBody"),
+        ("named with a user", "HTTPClientError"),  # which the client cannot send
+    ],
+)
 def test_a_store_that_is_away_is_told_in_time_and_named(
-    away: str, silent: str, answers, monkeypatch: pytest.MonkeyPatch, caplog
+    away: str, error: str, silent: str, answers, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     assert answers[1].read("x") == WHOLE  # the client is imported
     monkeypatch.setattr(s3_silence, "WARN_AFTER", 0.3)
     endpoint = {
-        "refused": "http://127.0.0.1:9",
         "silent": silent,
         "no such host": "http://store.invalid:9000",
         "busy": answers[1].connection.options["endpoint_url"],
-    }[away]
+    }.get(away, "http://127.0.0.1:9")
     answers[0].spoil[:] = ["short"] * 1000
     keys = {"key": "AKEY", "secret": "ASECRET", "config_kwargs": {"read_timeout": 0.6}}
-    given = endpoint.replace("http://", "http://user:PASSWORD@")
+    user = "user:PASSWORD@" if away == "named with a user" else ""
+    given = endpoint.replace("http://", f"http://{user}")
     store = open_store("s3://bucket/run", {**keys, "endpoint_url": given, "region": "r"})
     store.retry_seconds = 1.5
     with (
@@ -1070,6 +1131,7 @@ def test_a_store_that_is_away_is_told_in_time_and_named(
         store.read("x", 10**6)
     (warning,) = ours(caplog)
     assert warning.levelname == "WARNING"
+    assert f"(the last: {error}: " in str(found.value)
     for text in (warning.getMessage(), str(found.value)):
         assert endpoint in text and "s3://bucket/run/x" in text
         assert "Check that the store is up" in text and "endpoint_url" in text
