@@ -144,7 +144,8 @@ class Reach:
         `writes`: the job writes to the catalog's tables.
         """
         self.variables(field, catalog)
-        kind = catalog.get("type")
+        is_sql = format_of_scheme(scheme_of(str(catalog.get("uri")))) == "sql"
+        kind = catalog.get("type", "sql" if is_sql else None)  # as pyiceberg infers it
         if kind is not None and kind not in CATALOG_TYPES:
             self._refuse(f"{field}.type", f"name a catalog of type {kind}", CATALOG_BY_NAME)
         for name, value in catalog.items():
@@ -222,6 +223,15 @@ def check_run_place(uri: str) -> None:
         reach.write("run directory", uri)
 
 
+def check_written(field: str, uri: str) -> None:
+    """Raise `ConfigError` if the policy in force does not allow writing to a place.
+
+    `field` names what leads there, for the error.
+    """
+    if reach := limited_reach():
+        reach.write(field, uri)
+
+
 def check_output_place(uri: str, options: Mapping[str, object]) -> None:
     """Raise `ConfigError` if the policy in force does not allow an output or its store options."""
     if reach := limited_reach():
@@ -287,11 +297,12 @@ def check_server(field: str, url: str) -> None:
 def database_file(url: str) -> str | None:
     """Return the path of a SQLite or DuckDB URL's file; None for a database in memory.
 
-    A `file:` before the path and parameters after it are removed.
+    A `file:` before the path and parameters after it are removed; after `file:`, also a fragment,
+    as SQLite does.
     """
     place = url.partition("://")[2].partition("?")[0].partition("/")[2]
     if place.startswith("file:"):
-        place = unquote(place.removeprefix("file:"))
+        place = unquote(place.removeprefix("file:").partition("#")[0])
         if place.startswith("//"):
             place = "/" + place.removeprefix("//").partition("/")[2]
     return None if place in ("", ":memory:") else place

@@ -179,7 +179,10 @@ def canonical_place(uri: str) -> str | None:
     fixed = _before_wildcard(rest)
     if fixed is None or "\0" in fixed:
         return None
-    if {".", ".."} & {*re.split(r"[/\\]", _unquoted(rest))} - {*rest.split("/")}:
+    parts = {*re.split(r"[/\\]", _unquoted(rest))}
+    if {".", ".."} & parts - {*rest.split("/")}:
+        return None
+    if ".." in parts and "#" in _unquoted(rest):  # some libraries leave out what follows a #
         return None
     path = os.path.expanduser(fixed)
     place = os.path.realpath(path)

@@ -16,12 +16,14 @@ import json
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.job.trusted_places import check_written
 from prefect_raybatch.publish.base import PROPERTY, PUBLISH_TRIES, AnsweredRows, Observe, Sink
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.schemes import options_for
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from pyiceberg.table.snapshots import Snapshot
 
 MOST_GROUPS = 1000  # groups of a key of several columns; the library tests each for every row
+LOCATION_CODE = "write.py-location-provider.impl"  # a table's property: a Python class to import
+PLACE_PROPERTIES = ("write.data.path", "write.metadata.path")  # where a table's files lie
 
 
 class IcebergSink(Sink):
@@ -203,9 +207,32 @@ class IcebergSink(Sink):
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
         try:
-            return catalog.load_table(str(self.target.table))
+            table = catalog.load_table(str(self.target.table))
         except (NoSuchTableError, NoSuchNamespaceError):
             return None
+        self._check_places(table)
+        return table
+
+    def _check_places(self, table: Table) -> None:
+        """Raise `ConfigError` for Python code that a table names, and for places not allowed."""
+        properties = table.metadata.properties
+        if LOCATION_CODE in properties:
+            raise ConfigError(
+                f"{self.what}: the existing table names Python code to load ({LOCATION_CODE}), "
+                "which is not done. Remove that property of the table"
+            )
+        for place in (table.location(), *map(properties.get, PLACE_PROPERTIES)):
+            if place:
+                check_written(f"{self.what}: the table's files", place)
+
+    def _check_namespace_place(self, catalog: Catalog) -> None:
+        """Raise `ConfigError` if new tables of the namespace lie in a place not allowed."""
+        from pyiceberg.exceptions import ForbiddenError
+
+        namespace = str(self.target.table).rpartition(".")[0]
+        with suppress(ForbiddenError):
+            if place := catalog.load_namespace_properties(namespace).get("location"):
+                check_written(f"{self.what}: the tables of {namespace}", place)
 
     def _need_namespace(self, catalog: Catalog) -> None:
         """Raise `ConfigError` if the namespace of a new table is missing.
@@ -231,9 +258,12 @@ class IcebergSink(Sink):
         from pyiceberg.exceptions import NoSuchNamespaceError, TableAlreadyExistsError
 
         try:
-            return catalog.create_table(
+            self._check_namespace_place(catalog)
+            table = catalog.create_table(
                 str(self.target.table), schema=converted_schema(rows.schema, self.target)
             )
+            self._check_places(table)  # a REST catalog chooses the place
+            return table
         except TableAlreadyExistsError:
             return None
         except NoSuchNamespaceError:

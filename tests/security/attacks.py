@@ -489,6 +489,28 @@ ATTACKS = (
     _target(r"may not write", format="jsonl", uri="s3://evil/x"),
     _target(r"may not write", format="delta", uri="{folder}/in/t"),
     _target(r"may not write", format="sql", table="t", uri="sqlite:////etc/x.db"),
+    _target(
+        r"may not write",
+        format="sql",
+        table="t",
+        uri="sqlite:///file:/etc/x#/../..{folder}/out/y?uri=true",
+    ),
+    _target(
+        r"may not write",
+        format="iceberg",
+        table="a.b",
+        catalog={
+            "type": "sql",
+            "uri": "sqlite:///{folder}/out/c.db",
+            "warehouse": "file:///etc/x#/../..{folder}/out",
+        },
+    ),
+    _target(  # pyiceberg takes it for a SQL catalog, and the name for a folder
+        r"may not write",
+        format="iceberg",
+        table="a.b",
+        catalog={"uri": "sqlite:///{folder}/out/c.db", "warehouse": "flows"},
+    ),
     _target(r"may not write", format="sql", table="t", uri="sqlite:///file:/etc/x?mode=rwc&uri=1"),
     _target(r"host evil", format="sql", table="t", uri="postgresql://evil/db"),
     _target(r"variable HOME", format="parquet", uri="{folder}/out/${{HOME}}"),

@@ -47,6 +47,7 @@ from prefect_raybatch.storage.redirects import redirect_problem
 
 if TYPE_CHECKING:
     from pyiceberg.catalog import Catalog
+    from pyiceberg.io import FileIO
     from pyiceberg.table import Table
     from pyiceberg.table.snapshots import Snapshot
 
@@ -93,9 +94,10 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     """Return pyiceberg's catalog with these properties.
 
     Redirects of a REST catalog raise ConfigError, because pyiceberg would send the client's secret
-    and headers to another host.
+    and headers to another host. Python code that a table's metadata names is not loaded.
     """
     from pyiceberg.catalog import load_catalog, rest
+    from pyiceberg.io import PY_IO_IMPL
     from requests import Response, Session
 
     class NoRedirects(Session):
@@ -108,7 +110,14 @@ def open_catalog(properties: Mapping[str, Any]) -> Catalog:
     # pyiceberg has no option for this.
     rest.Session = NoRedirects  # type: ignore[attr-defined]
     given = dict(properties)
-    return load_catalog(given.pop("name", None), **given)
+    catalog = load_catalog(given.pop("name", None), **given)
+    load = catalog._load_file_io
+
+    def without_code(properties: Mapping[str, str] = {}, location: str | None = None) -> FileIO:
+        return load({n: v for n, v in properties.items() if n != PY_IO_IMPL}, location)
+
+    catalog._load_file_io = without_code  # type: ignore[method-assign]
+    return catalog
 
 
 def file_properties(options: StoreOptions, keys: S3Settings | None) -> dict[str, str]:
