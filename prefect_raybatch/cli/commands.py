@@ -173,6 +173,8 @@ def demo(
     from prefect_raybatch.api.first_job import demo_job
     from prefect_raybatch.demo.customers import write_customers
 
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--folder: {folder} is a file. Name a folder")
     data = folder / f"customers-{rows}-{seed}.csv"
     job = demo_job(data, folder / "out", model)
     if not data.exists():

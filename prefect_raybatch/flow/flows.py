@@ -25,7 +25,13 @@ from prefect_raybatch.api import (
 from prefect_raybatch.cluster.connect import end_by_sigterm
 from prefect_raybatch.cluster.prewarm import prewarm_allowed
 from prefect_raybatch.driver.driver import DRAINED_TEXT, Progress
-from prefect_raybatch.errors import ConfigError, IncompleteRun, RayBatchError, RunDrained
+from prefect_raybatch.errors import (
+    ConfigError,
+    IncompleteRun,
+    JobStopped,
+    RayBatchError,
+    RunDrained,
+)
 from prefect_raybatch.flow.artifacts import artifact_key, put
 from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
 from prefect_raybatch.flow.continuing import command
@@ -313,14 +319,16 @@ def _ended_cancelled(signal: TerminationSignal, key: str) -> Any:
 
 
 def call_flow(flow: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call the flow and return its result; raise `RunDrained` if its run was drained."""
+    """Call the flow and return its result.
+
+    Raises `RunDrained` if its run was drained, and `JobStopped` if it was cancelled in Prefect.
+    """
     end_by_sigterm()
     try:
         return flow(*arguments, **options)
     except CancelledRun as error:
-        if str(error).startswith(DRAINED_TEXT):
-            raise RunDrained(str(error)) from None
-        raise
+        ended = RunDrained if str(error).startswith(DRAINED_TEXT) else JobStopped
+        raise ended(str(error)) from None
 
 
 def _finalize_and_publish(

@@ -44,3 +44,9 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     Path("job.yaml").write_text(yaml.safe_dump(FIELDS))
     code, _, err = called(capsys, *words, place)
     assert code == 2 and message in " ".join(err.split())
+
+
+def test_a_demo_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    code, _, err = called(capsys, "demo", "--folder", str(tmp_path / "file"))
+    assert code == 2 and "--folder:" in err and "Name a folder" in " ".join(err.split())

@@ -19,12 +19,13 @@ from helpers.retries import first_run
 from helpers.small import Passes, make_job, small_run
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.exceptions import CancelledRun
 
 from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.api import finalize_run, infer_run, plan_run, submission
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Driver, Progress
-from prefect_raybatch.errors import ConfigError, RunDrained
+from prefect_raybatch.errors import ConfigError, JobStopped, RunDrained
 from prefect_raybatch.flow.flows import call_flow as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
@@ -39,6 +40,16 @@ from prefect_raybatch.storage import open_store
 ROWS = 60
 FREE, IN_FLIGHT = 3, 3  # blocks that the engine answers at once, and those that it holds
 WAITING = 40  # rows that are prepared when the run is drained
+
+
+def test_a_command_whose_flow_run_is_cancelled_says_so() -> None:
+    """Not with a traceback: its exit status is that of a stopped run."""
+
+    def cancelled() -> None:
+        raise CancelledRun("The run was cancelled.")
+
+    with pytest.raises(JobStopped, match="was cancelled"):
+        called_flow(cancelled)
 
 
 def test_a_driver_ends_between_passes_and_keeps_what_is_committed(tmp_path):
