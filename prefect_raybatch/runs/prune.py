@@ -22,6 +22,7 @@ from prefect_raybatch.runs.listing import (
     PRUNING,
     RunLine,
     lines_of,
+    recency_key,
 )
 from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.spec.options import StoreOptions
@@ -137,8 +138,9 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     """Return (run, the run with its retries) for each run that retries none of the other `lines`.
 
-    Families are in the order of their first lines. An unreadable directory counts as a retry if its
-    key ends in .rNUMBER. Attempts without a plan and half removed runs are left out.
+    The family whose first run was planned last comes first; a run that continues a damaged one
+    counts as planned when that one was. An unreadable directory counts as a retry if its key ends
+    in .rNUMBER. Attempts without a plan and half removed runs are left out.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}
@@ -148,7 +150,13 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
             first = by_key[parent]
             seen.add(first.run_key)
         found.setdefault(first.run_key, []).append(line)
-    return [(by_key[key], members) for key, members in found.items()]
+    families = [(by_key[key], members) for key, members in found.items()]
+    return sorted(families, key=lambda family: _age_key(family[0]), reverse=True)
+
+
+def _age_key(first: RunLine) -> tuple[object, ...]:
+    """Return the sort key of a family by its `first` run; later planned runs have greater keys."""
+    return first.first_created or 0.0, *recency_key(first)
 
 
 def _parent(line: RunLine) -> str:

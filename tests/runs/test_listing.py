@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.retries import FAILED, first_run, retried
+from helpers.retries import FAILED, commit, end, first_run, retried
 from s3server import S3Server
 
 from prefect_raybatch import open_run
@@ -118,6 +118,32 @@ def test_a_family_stays_while_a_retry_of_it_is_not_complete(out):
     found = prune_runs(str(out), 1)
     assert set(found.removed) == {"two"}
     assert found.kept["one"] == "one.r1 is not complete (unfinished)"
+
+
+def test_an_old_run_is_no_newer_after_its_retry(tmp_path):
+    for number in (1, 2, 3):
+        first_run(tmp_path, key=f"night{number}", created=f"2026-01-0{number}T00:00:00+00:00")
+    retried(str(tmp_path / "night1"))
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"night1", "night1.r1", "night2"}
+    assert set(found.kept) == {"night3"}
+
+
+def test_a_repaired_run_is_as_old_as_its_original(tmp_path):
+    for number in (1, 2):
+        run = first_run(tmp_path, key=f"night{number}", created=f"2026-01-0{number}T00:00:00+00:00")
+    (tmp_path / "night1/data/part-00000.parquet").write_bytes(b"broken")
+    repair_run(str(tmp_path / "night1"))
+    fork = Ledger(open_store(str(tmp_path / "night1.m1")))
+    plan = fork.load_plan()
+    assert plan is not None
+    for shard in (~fork.committed(plan)).nonzero()[0].tolist():
+        rows = run.block(run.whole(shard)).select(["id", "Company", "tags"])
+        commit(fork, run.job, shard, rows, FAILED)
+    end(run.job, fork.store.uri)
+    assert set(prune_runs(str(tmp_path), 2, dry_run=True).removed) == {"night1"}
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"night1", "night1.m1"} and set(found.kept) == {"night2"}
 
 
 def test_young_runs_and_other_jobs_stay(out):
