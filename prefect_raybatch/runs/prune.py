@@ -13,9 +13,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from prefect_raybatch.errors import ConfigError, StoreError
+from prefect_raybatch.compile.job import planned_job
+from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
+from prefect_raybatch.ledger.last_attempt import read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.runs.attempts import open_step_of
 from prefect_raybatch.runs.listing import (
     COMPLETED,
     DAMAGED,
@@ -67,9 +73,9 @@ def prune_runs(
     the runs that retried its failed rows are removed together, once all are complete and the last
     finished over `older_than` seconds ago. An attempt that failed before there was a plan is
     removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
-    job has kept runs, all of which finished later. Incomplete runs, unreadable directories and the
-    targets of links are never removed. Raises `ConfigError` for `keep` under 1, and the store's
-    errors.
+    job has kept runs, all of which finished later. Incomplete runs, runs that are not yet published
+    or judged, unreadable directories and the targets of links are never removed. Raises
+    `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -89,6 +95,8 @@ def prune_runs(
             complete.append(first)
             if len(complete) <= keep:
                 reason = f"one of the newest {keep} of {first.job}"
+            else:
+                reason = _steps_left(root, members)
         _note(root, found, members, reason)
     for line in lines:
         if line.state == PRUNING and job is None:
@@ -180,6 +188,43 @@ def _reason_to_keep(members: list[RunLine], before: float) -> str | None:
             return f"{line.run_key} is not complete ({state})"
     latest = max(line.finished or line.created or 0.0 for line in members)
     return "younger than asked for" if latest > before else None
+
+
+def _steps_left(root: Store, members: list[RunLine]) -> str | None:
+    """Return what is left to do for one of the complete runs `members`; None if nothing is.
+
+    A run may still be measured, judged or published. If its records cannot be read, returns why.
+    """
+    for line in members:
+        try:
+            step = _step_left(root.sub(line.run_key), line.run_key)
+        except STORE_AWAY:
+            raise
+        except RayBatchError as error:
+            return (
+                f"the records of {line.run_key} cannot be read ({error}); delete its folder if you "
+                "no longer need it"
+            )
+        if step is not None:
+            return step
+    return None
+
+
+def _step_left(store: Store, key: str) -> str | None:
+    """Return what is left to do for the complete run `key` in `store`, or None."""
+    read_last_attempt(store)  # raises if it is damaged, which `open_step_of` ignores
+    step = open_step_of(store)
+    if step is not None and step.under_way:
+        return f"{key} is {step.under_way}; wait, or delete its folder if that process is gone"
+    if step is not None:
+        return f"{key}: {step.undone_advice}, or delete its folder"
+    missing = unpublished_labels(store, planned_job(need_plan(Ledger(store))).output.publish)
+    if missing:
+        return (
+            f"{key} is not published to {', '.join(missing)}; run `raybatch publish` on it, or "
+            "delete its folder"
+        )
+    return None
 
 
 def _reason_to_keep_attempt(
