@@ -651,13 +651,16 @@ def _planned(job: BatchJob, day: date) -> DatedRun:
     filled, key = resolve_run(job, None, None, day)
     check_trust(filled)
     root = open_store(filled.output.uri, filled.output.options or None)
+    quality = filled.quality
     return dated_run(
         root,
         key,
         day,
         lambda: resolve(filled).identity,
-        # The run itself finds what is not published yet; it publishes each target once.
-        has_targets=bool(filled.output.publish),
+        # The run itself finds which of these is not done yet; it does each once.
+        has_later_steps=quality.golden is not None
+        or quality.judge.asked
+        or bool(filled.output.publish),
     )
 
 
