@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from prefect_raybatch.compile.job import planned_job
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
-from prefect_raybatch.ledger.last_attempt import read_last_attempt
+from prefect_raybatch.ledger.last_attempt import advice, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -217,7 +217,8 @@ def _step_left(store: Store, key: str) -> str | None:
     if step is not None and step.under_way:
         return f"{key} is {step.under_way}; wait, or delete its folder if that process is gone"
     if step is not None:
-        return f"{key}: {step.undone_advice}, or delete its folder"
+        todo = advice(step.first_step)
+        return f"a step of {key} is not done ({step.undone}); {todo}, or delete its folder"
     missing = unpublished_labels(store, planned_job(need_plan(Ledger(store))).output.publish)
     if missing:
         return (

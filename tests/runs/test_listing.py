@@ -185,7 +185,7 @@ def test_a_retry_that_is_not_published_keeps_its_run(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"phase": JUDGING, "outcome": "failed"}, "night1: not judged: "),
+        ({"phase": JUDGING, "outcome": "failed"}, "a step of night1 is not done (not judged: "),
         ({"phase": MEASURING, "by": "me@elsewhere"}, "night1 is being measured since "),
         ({"phase": PUBLISHING, "by": "me@elsewhere"}, "night1 is being published since "),
     ],
