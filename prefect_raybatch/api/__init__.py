@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.compile.job import (
@@ -131,7 +131,7 @@ def resolve_run(
     start, else today, all in UTC.
     """
     if run_date is not None and run_key is None:  # so that the same date finds the same run
-        scheduled = datetime.combine(run_date, time(), UTC)
+        scheduled = attempts.midnight(run_date)
     words = job_placeholders(job)
     if not words:
         return job, run_key or default_run_key(job, scheduled)
@@ -177,10 +177,10 @@ def record_unplanned(
     """Record an attempt that failed before its plan existed; return (run directory, run key).
 
     Returns None, after a warning in the log, if the attempt cannot be recorded. Without `run_key`,
-    the key is made from the job's name and the current second. `run_date` is the value of
-    {run_date}, by default the date in the key, else today.
+    the key is made from the job's name and midnight of `run_date`, else the current second.
+    `run_date` is the value of {run_date}, by default the date in the key, else today.
     """
-    key = run_key or attempts.key_for_start(job.name)
+    key = run_key or attempts.key_for_start(job.name, attempts.midnight(run_date))
     try:
         check_reach(job, policy_in_force())  # a refused job writes nothing, not even this record
         uri = render_text(job.output.uri, key, run_date or date_of_key(key) or today())
@@ -651,13 +651,16 @@ def _planned(job: BatchJob, day: date) -> DatedRun:
     filled, key = resolve_run(job, None, None, day)
     check_trust(filled)
     root = open_store(filled.output.uri, filled.output.options or None)
+    quality = filled.quality
     return dated_run(
         root,
         key,
         day,
         lambda: resolve(filled).identity,
-        # The run itself finds what is not published yet; it publishes each target once.
-        has_targets=bool(filled.output.publish),
+        # The run itself finds which of these is not done yet; it does each once.
+        has_later_steps=quality.golden is not None
+        or quality.judge.asked
+        or bool(filled.output.publish),
     )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -360,12 +361,12 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a job; the same command resumes it after a failure."""
+    when, day = date_of(run_date) if run_date else None, today()
     try:
         loaded = job_of_file(job, set_)
     except ConfigError as error:
-        _record_bad_job(job, run_key, error)
+        _record_bad_job(job, run_key, error, when)
         raise
-    when, day = date_of(run_date) if run_date else None, today()
     if accept and run_key is None:
         raise ConfigError("--accept needs a run to resume. Name it with --run-key.")
     report, fresh = run_job(
@@ -700,13 +701,15 @@ def _verify_chain(run_dir: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _record_bad_job(path: str, run_key: str | None, error: ConfigError) -> None:
+def _record_bad_job(
+    path: str, run_key: str | None, error: ConfigError, run_date: date | None
+) -> None:
     """Record that an attempt failed because the job file at `path` is invalid.
 
     Records nothing if the file cannot be read, or does not contain output.uri.
     """
     with suppress(ConfigError):
-        record_bad_job(expanded(_raw(path))[0], run_key, error)
+        record_bad_job(expanded(_raw(path))[0], run_key, error, run_date=run_date)
 
 
 def write_tuned(job: str, path: Path, text_of: Callable[[dict[str, Any]], str]) -> None:

@@ -94,7 +94,7 @@ def run_job(
         resolved = resolve(loaded)
         key = key or default_run_key(resolved)
     except Exception as error:
-        record_unplanned(loaded, key, error)
+        record_unplanned(loaded, key, error, run_date)
         raise
     name_typed_run(key)
     store = run_store(loaded.output, key)

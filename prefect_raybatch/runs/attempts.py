@@ -221,10 +221,10 @@ def record_bad_job(
 ) -> None:
     """Record an attempt that failed because its job is invalid; `value` is the job file's content.
 
-    Without a valid `run_key`, the key is that of the time `scheduled`, by default now. `run_date`
-    fills in {run_date} in output.uri; by default it is the date in the run key, else today. Records
-    nothing if `value` has no output.uri, and logs a warning if its output.uri is invalid or not
-    allowed by the policy.
+    Without a valid `run_key`, the key is that of the time `scheduled`, by default midnight of
+    `run_date`, else now. `run_date` fills in {run_date} in output.uri; by default it is the date in
+    the run key, else today. Records nothing if `value` has no output.uri, and logs a warning if
+    its output.uri is invalid or not allowed by the policy.
     """
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None
@@ -235,8 +235,9 @@ def record_bad_job(
     options = output.get("options")
     inputs = source.get("uri") if isinstance(source, Mapping) else None
     uris = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, list) else []
+    start = scheduled or midnight(run_date)
     try:
-        key = run_key if run_key and NAME.match(run_key) else key_for_start(name, scheduled)
+        key = run_key if run_key and NAME.match(run_key) else key_for_start(name, start)
         place = render_text(check_uri(uri), key, run_date or date_of_key(key) or today())
         given = dict(options) if isinstance(options, Mapping) and options else None
         check_output_place(place, given or {})
@@ -249,6 +250,11 @@ def record_bad_job(
 def key_for_start(name: str, start: datetime | None = None) -> str:
     """Return the run key of job `name` for the scheduled `start`, by default the current second."""
     return f"{name}-{(start or datetime.now(UTC)).astimezone(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def midnight(day: date | None) -> datetime | None:
+    """Return the time at which `day` begins in UTC; None without a day."""
+    return None if day is None else datetime(day.year, day.month, day.day, tzinfo=UTC)
 
 
 def record_command(store: Store, command: str) -> None:

@@ -32,10 +32,10 @@ class DatedRun:
     """The run for one date of a backfill; `run` is its directory's URI.
 
     `state` is the state of the run directory, or "failed" or "stopped" if the run ended so in this
-    backfill. `done`: the run was complete before this backfill, and the job has no publish targets,
-    so it is skipped. `rows`, `quarantined` and `seconds` (duration) are known for a complete run;
-    for one that failed in this backfill, `seconds` is known too. `trouble` says why the run is not
-    complete, or "". `transient`: a retry may help.
+    backfill. `done`: the run was complete before this backfill, and the job has no golden rows,
+    judge or publish targets, so it is skipped. `rows`, `quarantined` and `seconds` (duration) are
+    known for a complete run; for one that failed in this backfill, `seconds` is known too.
+    `trouble` says why the run is not complete, or "". `transient`: a retry may help.
     """
 
     date: date
@@ -55,13 +55,13 @@ class DatedRun:
 
 
 def dated_run(
-    root: Store, key: str, day: date, identity: Callable[[], Identity], has_targets: bool
+    root: Store, key: str, day: date, identity: Callable[[], Identity], has_later_steps: bool
 ) -> DatedRun:
     """Return the run of the date `day`, with its state; its directory is `key` below `root`.
 
     `identity` computes the current job's fingerprint. The state of a complete run with another
-    fingerprint is "failed". Other complete runs are `done`, unless the job has publish targets
-    (`has_targets`).
+    fingerprint is "failed". Other complete runs are `done`, unless the job has steps that follow
+    completion (`has_later_steps`): measuring, judging or publishing.
     """
     run = DatedRun(day, key, root.sub(key).uri)
     line = line_of(root, key)
@@ -77,7 +77,7 @@ def dated_run(
         report = load_report(root.sub(key))
     except RayBatchError as error:
         return _failed(run, error, None)
-    return _completed(run, report, done=not has_targets)
+    return _completed(run, report, done=not has_later_steps)
 
 
 def _completed(run: DatedRun, report: RunReport, done: bool) -> DatedRun:

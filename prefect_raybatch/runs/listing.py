@@ -36,7 +36,8 @@ class RunLine:
     `run` is its directory's URI; `state` is e.g. "completed", "failed" or "not readable". `rows`
     and `shards` are planned; `committed` counts shards. `good` (answered) and `quarantined` rows
     are None until the run is complete. `created` and `finished` are when it was planned and
-    completed, or an attempt's start and end, in seconds since 1970. `parent` is the key of the run
+    completed, or an attempt's start and end, in seconds since 1970; `first_created` is when it was
+    planned or, if it continues a damaged run, when that one was. `parent` is the key of the run
     whose failed rows this one retries. `trouble` says why the directory is unreadable, or "".
     `failure` says why the last attempt at an incomplete run failed; `command` runs it again, once
     `first_step` is done. Each may be "".
@@ -53,6 +54,7 @@ class RunLine:
     quarantined: int | None = None
     created: float | None = None
     finished: float | None = None
+    first_created: float | None = None
     parent: str | None = None
     trouble: str = ""
     failure: str = ""
@@ -170,6 +172,7 @@ def _line_of(store: Store, key: str) -> RunLine | None:
         quarantined=success.quarantine if success is not None else None,
         created=_seconds(plan.created),
         finished=success.finished or None if success is not None else None,
+        first_created=_seconds(plan.first_created),
         parent=plan.parent,
         failure=failure,
         command=attempt.command if attempt is not None else "",

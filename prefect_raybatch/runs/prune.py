@@ -13,15 +13,22 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from prefect_raybatch.errors import ConfigError, StoreError
+from prefect_raybatch.compile.job import planned_job
+from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
+from prefect_raybatch.ledger.last_attempt import advice, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
+from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.ledger.records import dump
+from prefect_raybatch.runs.attempts import open_step_of
 from prefect_raybatch.runs.listing import (
     COMPLETED,
     DAMAGED,
     PRUNING,
     RunLine,
     lines_of,
+    recency_key,
 )
 from prefect_raybatch.runs.run import STORE_AWAY
 from prefect_raybatch.spec.options import StoreOptions
@@ -66,9 +73,9 @@ def prune_runs(
     the runs that retried its failed rows are removed together, once all are complete and the last
     finished over `older_than` seconds ago. An attempt that failed before there was a plan is
     removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
-    job has kept runs, all of which finished later. Incomplete runs, unreadable directories and the
-    targets of links are never removed. Raises `ConfigError` for `keep` under 1, and the store's
-    errors.
+    job has kept runs, all of which finished later. Incomplete runs, runs that are not yet published
+    or judged, unreadable directories and the targets of links are never removed. Raises
+    `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -88,6 +95,8 @@ def prune_runs(
             complete.append(first)
             if len(complete) <= keep:
                 reason = f"one of the newest {keep} of {first.job}"
+            else:
+                reason = _steps_left(root, members)
         _note(root, found, members, reason)
     for line in lines:
         if line.state == PRUNING and job is None:
@@ -137,8 +146,9 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     """Return (run, the run with its retries) for each run that retries none of the other `lines`.
 
-    Families are in the order of their first lines. An unreadable directory counts as a retry if its
-    key ends in .rNUMBER. Attempts without a plan and half removed runs are left out.
+    The family whose first run was planned last comes first; a run that continues a damaged one
+    counts as planned when that one was. An unreadable directory counts as a retry if its key ends
+    in .rNUMBER. Attempts without a plan and half removed runs are left out.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}
@@ -148,7 +158,13 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
             first = by_key[parent]
             seen.add(first.run_key)
         found.setdefault(first.run_key, []).append(line)
-    return [(by_key[key], members) for key, members in found.items()]
+    families = [(by_key[key], members) for key, members in found.items()]
+    return sorted(families, key=lambda family: _age_key(family[0]), reverse=True)
+
+
+def _age_key(first: RunLine) -> tuple[object, ...]:
+    """Return the sort key of a family by its `first` run; later planned runs have greater keys."""
+    return first.first_created or 0.0, *recency_key(first)
 
 
 def _parent(line: RunLine) -> str:
@@ -172,6 +188,44 @@ def _reason_to_keep(members: list[RunLine], before: float) -> str | None:
             return f"{line.run_key} is not complete ({state})"
     latest = max(line.finished or line.created or 0.0 for line in members)
     return "younger than asked for" if latest > before else None
+
+
+def _steps_left(root: Store, members: list[RunLine]) -> str | None:
+    """Return what is left to do for one of the complete runs `members`; None if nothing is.
+
+    A run may still be measured, judged or published. If its records cannot be read, returns why.
+    """
+    for line in members:
+        try:
+            step = _step_left(root.sub(line.run_key), line.run_key)
+        except STORE_AWAY:
+            raise
+        except RayBatchError as error:
+            return (
+                f"the records of {line.run_key} cannot be read ({error}); delete its folder if you "
+                "no longer need it"
+            )
+        if step is not None:
+            return step
+    return None
+
+
+def _step_left(store: Store, key: str) -> str | None:
+    """Return what is left to do for the complete run `key` in `store`, or None."""
+    read_last_attempt(store)  # raises if it is damaged, which `open_step_of` ignores
+    step = open_step_of(store)
+    if step is not None and step.under_way:
+        return f"{key} is {step.under_way}; wait, or delete its folder if that process is gone"
+    if step is not None:
+        todo = advice(step.first_step)
+        return f"a step of {key} is not done ({step.undone}); {todo}, or delete its folder"
+    missing = unpublished_labels(store, planned_job(need_plan(Ledger(store))).output.publish)
+    if missing:
+        return (
+            f"{key} is not published to {', '.join(missing)}; run `raybatch publish` on it, or "
+            "delete its folder"
+        )
+    return None
 
 
 def _reason_to_keep_attempt(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,15 @@ def receipts(table: pa.Table) -> list[Receipt]:
 
 
 def small_run(
-    root: Path, rows: int = 20, per_shard: int = 5, key: str = "key", **groups: Any
+    root: Path,
+    rows: int = 20,
+    per_shard: int = 5,
+    key: str = "key",
+    created: str | None = None,
+    **groups: Any,
 ) -> SmallRun:
-    """A plan over `rows` rows with its tables in a store at `root`."""
+    """A plan over `rows` rows with its tables in a store at `root`; it is made now, or `created`
+    (an ISO time)."""
     groups.setdefault("source", {"uri": "data/in.parquet", "rows_per_shard": per_shard})
     job = make_job(**groups)
     files = [InputFile("data/in.parquet", 1000, None, 1, rows)]
@@ -115,7 +121,7 @@ def small_run(
     plan, tables = new_plan_of(Resolved.of(job, MODEL), key, files, schema, 50.0, snapshot=False)
     store = open_store(str(root))
     ledger = Ledger(store)
-    plan = ledger.create_plan(plan, tables)
+    plan = ledger.create_plan(replace(plan, created=created or plan.created), tables)
     return SmallRun(root, plan, ledger.shards(plan), ledger, store, job)
 
 

@@ -324,6 +324,19 @@ def test_a_dated_output_has_the_attempt_in_the_folder_of_its_night(nights):
     assert page.runs[0].state == "failed"
 
 
+NO_SUCH_BLOCK = {"uri": "s3://bucket/in.parquet", "credentials_block": "aws-credentials/none"}
+
+
+@pytest.mark.parametrize("changes", [{"promt": 1}, {"source": NO_SUCH_BLOCK}])
+def test_a_failed_attempt_for_a_date_is_recorded_in_its_folder(nights, changes):
+    nights.write("a")
+    output = {"uri": str(nights.folder / "out/{run_date}")}
+    code, _ = command(nights, "--run-date", "2026-11-01", output=output, **changes)
+    assert code and [path.name for path in (nights.folder / "out").iterdir()] == ["2026-11-01"]
+    (line,) = list_runs(str(nights.folder / "out/2026-11-01"))
+    assert (line.state, line.run_key) == ("failed", "nightly-20261101T000000Z")
+
+
 def test_no_record_lands_in_the_input(nights):
     nights.write("a")
     for more in ({}, {"promt": 1}):

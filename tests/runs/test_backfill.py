@@ -21,11 +21,20 @@ from helpers.retries import first_run
 from helpers.small import job_dict
 
 from prefect_raybatch import BatchJob
-from prefect_raybatch.api import backfill, infer_run, planned_runs, submission
+from prefect_raybatch.api import (
+    backfill,
+    finalize_run,
+    infer_run,
+    plan_run,
+    planned_runs,
+    resolve_run,
+    submission,
+)
 from prefect_raybatch.cluster.connect import CLUSTER_SESSION
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.flow.flows import backfill_job
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.backfill import DatedRun, summary
 from prefect_raybatch.storage import open_store
@@ -227,6 +236,19 @@ def test_what_is_no_back_fill_is_refused_at_once(tmp_path, uri, first, last, sai
         planned_runs(BatchJob.from_yaml(path), day(first), day(last))
     code, _, told = called(capsys, "backfill", path, "--from", day(first), "--to", day(last))
     assert code == 2 and "ConfigError" in told
+
+
+JUDGE = {"endpoint": {"url": "http://judge", "model": "large"}, "prompt": "Is {answer} right?"}
+
+
+@pytest.mark.parametrize("quality", [{}, {"golden": "golden.csv"}, {"judge": JUDGE}])
+def test_a_date_that_may_still_be_judged_or_measured_is_not_done(without_ray, tmp_path, quality):
+    job = BatchJob.from_yaml(write_job(tmp_path, 1))
+    filled, key = resolve_run(job, None, None, day(1))
+    run = plan_run(filled, key)
+    finalize_run(filled, run, infer_run(filled, run, engine=FakeEngine))
+    (night,) = planned_runs(edited(job, {"quality": quality}, "the job"), day(1), day(1))
+    assert night.complete and night.done is (quality == {})
 
 
 def test_a_run_of_another_job_is_not_taken_for_done(tmp_path):

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.retries import FAILED, first_run, retried
+from helpers.retries import FAILED, commit, end, first_run, retried
+from helpers.small import SmallRun
 from s3server import S3Server
 
 from prefect_raybatch import open_run
-from prefect_raybatch.api import default_run_key, finalize_whole
+from prefect_raybatch.api import default_run_key, finalize_whole, publish_run
 from prefect_raybatch.cli.commands import main
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import (
@@ -27,7 +28,13 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.family import locate_run
-from prefect_raybatch.ledger.layout import PLAN, PRUNED, SUCCESS
+from prefect_raybatch.ledger.last_attempt import (
+    JUDGING,
+    MEASURING,
+    PUBLISHING,
+    read_last_attempt,
+)
+from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS, published_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
@@ -118,6 +125,88 @@ def test_a_family_stays_while_a_retry_of_it_is_not_complete(out):
     found = prune_runs(str(out), 1)
     assert set(found.removed) == {"two"}
     assert found.kept["one"] == "one.r1 is not complete (unfinished)"
+
+
+def test_an_old_run_is_no_newer_after_its_retry(tmp_path):
+    for number in (1, 2, 3):
+        first_run(tmp_path, key=f"night{number}", created=f"2026-01-0{number}T00:00:00+00:00")
+    retried(str(tmp_path / "night1"))
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"night1", "night1.r1", "night2"}
+    assert set(found.kept) == {"night3"}
+
+
+def test_a_repaired_run_is_as_old_as_its_original(tmp_path):
+    for number in (1, 2):
+        run = first_run(tmp_path, key=f"night{number}", created=f"2026-01-0{number}T00:00:00+00:00")
+    (tmp_path / "night1/data/part-00000.parquet").write_bytes(b"broken")
+    repair_run(str(tmp_path / "night1"))
+    fork = Ledger(open_store(str(tmp_path / "night1.m1")))
+    plan = fork.load_plan()
+    assert plan is not None
+    for shard in (~fork.committed(plan)).nonzero()[0].tolist():
+        rows = run.block(run.whole(shard)).select(["id", "Company", "tags"])
+        commit(fork, run.job, shard, rows, FAILED)
+    end(run.job, fork.store.uri)
+    assert set(prune_runs(str(tmp_path), 2, dry_run=True).removed) == {"night1"}
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"night1", "night1.m1"} and set(found.kept) == {"night2"}
+
+
+def unpublished(root: Path) -> SmallRun:
+    """An old complete run that is not published to its target; returns it. A newer one is there."""
+    output = {"publish": [{"name": "lake", "format": "jsonl", "uri": f"{root}/lake/{{run_key}}"}]}
+    run = first_run(root / "out", key="night1", created="2026-01-01T00:00:00+00:00", output=output)
+    first_run(root / "out", key="night2", output=output)
+    return run
+
+
+def test_a_run_that_is_not_published_stays_until_it_is(tmp_path):
+    run = unpublished(tmp_path)
+    out = str(tmp_path / "out")
+    found = prune_runs(out, 1)
+    assert not found.removed
+    assert found.kept["night1"] == (
+        "night1 is not published to lake; run `raybatch publish` on it, or delete its folder"
+    )
+    assert found.kept["night2"].startswith("one of the newest"), "also unpublished, but not read"
+    publish_run(run.job, run.store.uri)
+    assert set(prune_runs(out, 1).removed) == {"night1"}
+
+
+def test_a_retry_that_is_not_published_keeps_its_run(tmp_path):
+    run = unpublished(tmp_path)
+    publish_run(run.job, run.store.uri)
+    retried(run.store.uri, job=run.job)
+    found = prune_runs(str(tmp_path / "out"), 1)
+    assert not found.removed and "night1.r1 is not published to lake" in found.kept["night1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"phase": JUDGING, "outcome": "failed"}, "a step of night1 is not done (not judged: "),
+        ({"phase": MEASURING, "by": "me@elsewhere"}, "night1 is being measured since "),
+        ({"phase": PUBLISHING, "by": "me@elsewhere"}, "night1 is being published since "),
+    ],
+)
+def test_a_run_with_a_step_that_is_not_done_stays(tmp_path, changes, reason):
+    run = unpublished(tmp_path)
+    publish_run(run.job, run.store.uri)
+    attempt = read_last_attempt(run.store)
+    assert attempt is not None
+    replace(attempt, ended=None, **changes).put(run.store)
+    found = prune_runs(str(tmp_path / "out"), 1)
+    assert not found.removed and found.kept["night1"].startswith(reason)
+
+
+@pytest.mark.parametrize("path", [LAST_ATTEMPT, published_path("lake")])
+def test_a_run_whose_records_cannot_be_read_stays(tmp_path, path):
+    run = unpublished(tmp_path)
+    publish_run(run.job, run.store.uri)
+    run.store.put(path, b"{")
+    found = prune_runs(str(tmp_path / "out"), 1)
+    assert not found.removed and "cannot be read" in found.kept["night1"]
 
 
 def test_young_runs_and_other_jobs_stay(out):
