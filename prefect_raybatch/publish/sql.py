@@ -52,7 +52,11 @@ FITTING_KINDS: dict[pa.DataType, tuple[Callable[[pa.DataType], bool], ...]] = {
     **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
+    **{pa.timestamp("us", "UTC"): (lambda kind: kinds.is_timestamp(kind) and kind.tz is not None,)},
 }
+# Statements that set a transaction's time zone, by dialect. In it the database converts times with
+# a zone for columns without one, and the other way round.
+USE_UTC = {"postgresql": "SET LOCAL TIME ZONE 'UTC'", "duckdb": "SET TimeZone = 'UTC'"}
 # Dialects that tell names apart by case where SQLAlchemy quotes them, and those that read a name in
 # lower case as one in upper case. To all others names that differ only in case are the same.
 CASE_COUNTS = ("postgresql", "cockroachdb", "clickhouse", "clickhousedb")
@@ -258,6 +262,9 @@ class SqlSink(Sink):
 
         wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
+            use_utc = USE_UTC.get(engine.dialect.name)
+            if use_utc and any(kinds.is_timestamp(field.type) for field in wanted):
+                connection.exec_driver_sql(use_utc)
             note = {"run_key": rows.run_key, "rows": rows.count}
             note["published_at"] = datetime.now(UTC).isoformat()
             if (
@@ -567,6 +574,8 @@ def _columns(table: Table) -> pa.Schema:
 
 def _kind(column: Column[Any]) -> pa.DataType:
     try:
+        if column.type.python_type is datetime and getattr(column.type, "timezone", False):
+            return pa.timestamp("us", "UTC")
         return COLUMN_KINDS.get(column.type.python_type, pa.null())
     except NotImplementedError:
         return pa.null()
