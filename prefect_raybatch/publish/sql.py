@@ -610,25 +610,33 @@ def _create(engine: Engine, table: Table) -> None:
 
 
 def sql_type_of(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
+    """Return the type of a column that keeps values of `kind` whole, to the microsecond."""
     import sqlalchemy as sql
+    from sqlalchemy.dialects import mssql, mysql, oracle
 
     if kinds.is_decimal(kind):  # SQLite has no decimals, and would convert them to floats
         if dialect == "sqlite":
             return sql.Text()
         return sql.Numeric(kind.precision, kind.scale)
+    mysqls = "mysql", "mariadb"
     if kinds.is_timestamp(kind):
-        return sql.DateTime(timezone=kind.tz is not None)
+        moments = sql.DateTime(timezone=kind.tz is not None)
+        moments = moments.with_variant(mysql.DATETIME(fsp=6), *mysqls)
+        moments = moments.with_variant(oracle.TIMESTAMP(), "oracle")
+        return moments if kind.tz else moments.with_variant(mssql.DATETIME2, "mssql")
+    times = sql.Time().with_variant(mysql.TIME(fsp=6), *mysqls)
     for test, made in (
         (kinds.is_boolean, sql.Boolean()),
         (kinds.is_integer, sql.BigInteger()),
         (kinds.is_floating, sql.Double()),
         (kinds.is_date, sql.Date()),
-        (kinds.is_time, sql.Time()),
-        (kinds.is_binary, sql.LargeBinary()),
+        (kinds.is_time, times.with_variant(mssql.TIME, "mssql")),
+        (kinds.is_binary, sql.LargeBinary().with_variant(mysql.LONGBLOB(), *mysqls)),
     ):
         if test(kind):
             return made
-    return sql.Text()
+    texts = sql.Text().with_variant(mysql.LONGTEXT(), *mysqls)
+    return texts.with_variant(sql.UnicodeText(), "mssql")
 
 
 def _values(

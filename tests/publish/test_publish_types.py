@@ -364,6 +364,37 @@ def test_a_decimal_keeps_its_digits_in_a_database_that_has_decimals():
     assert isinstance(sql_type_of(pa.decimal128(10, 2), "sqlite"), sqlalchemy.Text)
 
 
+WHOLE = [
+    ("mysql", pa.timestamp("us"), "DATETIME(6)"),
+    ("mysql", pa.timestamp("us", "UTC"), "DATETIME(6)"),
+    ("mysql", pa.time64("us"), "TIME(6)"),
+    ("mysql", pa.string(), "LONGTEXT"),
+    ("mysql", pa.binary(), "LONGBLOB"),
+    ("mariadb", pa.timestamp("us"), "DATETIME(6)"),
+    ("mariadb", pa.string(), "LONGTEXT"),
+    ("oracle", pa.timestamp("us"), "TIMESTAMP"),
+    ("oracle", pa.timestamp("us", "UTC"), "TIMESTAMP"),
+    ("mssql", pa.timestamp("us"), "DATETIME2"),
+    ("mssql", pa.timestamp("us", "UTC"), "DATETIMEOFFSET"),
+    ("mssql", pa.time64("us"), "TIME"),
+    ("mssql", pa.string(), "NVARCHAR(max)"),
+    ("mssql", pa.binary(), "VARBINARY(max)"),
+    ("postgresql", pa.timestamp("us", "UTC"), "TIMESTAMP WITH TIME ZONE"),
+    ("postgresql", pa.string(), "TEXT"),
+    ("sqlite", pa.timestamp("us"), "DATETIME"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "kind", "wanted"), WHOLE, ids=str)
+def test_a_created_column_keeps_long_texts_and_fractions_of_seconds(dialect, kind, wanted):
+    compiler = sqlalchemy.URL.create(dialect.replace("mssql", "mssql+pymssql")).get_dialect()()
+    compiler.deprecate_large_types = True  # as SQL Server later than 2008 sets it
+    column = sqlalchemy.Column("a", sql_type_of(kind, dialect))
+    table = sqlalchemy.Table("t", sqlalchemy.MetaData(), column)
+    lines = str(sqlalchemy.schema.CreateTable(table).compile(dialect=compiler)).splitlines()
+    assert lines[2].strip().removesuffix(" NULL") == f"a {wanted}"
+
+
 def test_a_key_may_have_any_name():
     target = PublishTarget.model_validate(
         {"format": "delta", "uri": "t", "mode": "merge", "key": ["count_all"]}
