@@ -29,7 +29,7 @@ from prefect_raybatch.words import storable_in
 
 if TYPE_CHECKING:
     from sqlalchemy import Column, ColumnElement, Table
-    from sqlalchemy.engine import URL, Engine
+    from sqlalchemy.engine import URL, Connection, Engine
     from sqlalchemy.engine.interfaces import ReflectedColumn
     from sqlalchemy.exc import DBAPIError
     from sqlalchemy.types import TypeEngine
@@ -258,7 +258,7 @@ class SqlSink(Sink):
         rows: AnsweredRows,
         observe: Observe,
     ) -> bool:
-        from sqlalchemy import and_, bindparam, true
+        from sqlalchemy import and_
 
         wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
@@ -281,18 +281,31 @@ class SqlSink(Sink):
                     one = and_(*self._mark(marks, plan), marks.c.published_at == at)
                     connection.execute(marks.delete().where(one))
             observe("in transaction")
-            keys = self.target.key
-            if keys:  # without the lock, two runs might both find a key absent, and both add it
+            if self.target.key:
+                # Without the lock, two runs might both find a key absent, and both add it.
                 turn = and_(*self._mark(marks, TURN))
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
-            where = and_(true(), *(table.c[name] == bindparam(f"k_{name}") for name in keys))
+                self._delete(connection, table, rows, wanted)
             for batch in _values(rows, wanted, engine.dialect.name, _unpacked(table)):
-                if keys:
-                    named = [{f"k_{name}": row[name] for name in keys} for row in batch]
-                    connection.execute(table.delete().where(where), named)
                 connection.execute(table.insert(), batch)
             observe("inserted")
         return True
+
+    def _delete(
+        self, connection: Connection, table: Table, rows: AnsweredRows, wanted: pa.Schema
+    ) -> None:
+        """Delete the table's rows that have a key of `rows`.
+
+        A merge does this before its first insert: a database may compare keys without case, and
+        would delete a row just inserted for another one.
+        """
+        from sqlalchemy import and_, bindparam
+
+        columns = pa.schema([wanted.field(name) for name in self.target.key])
+        where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in columns.names))
+        for batch in _values(rows, columns, connection.dialect.name, _unpacked(table)):
+            keys = [{f"k_{name}": value for name, value in row.items()} for row in batch]
+            connection.execute(table.delete().where(where), keys)
 
     def _published(
         self, engine: Engine, table: Table, marks: Table
@@ -648,11 +661,12 @@ def _values(
     """Yield lists of at most INSERT_ROWS rows, with values as the database's driver accepts them.
 
     Nested values become JSON text unless `unpacked` has a converter for their column; times with a
-    zone become UTC; in SQLite, decimals become text. `schema` has the columns with the types in
-    which the target stores them.
+    zone become UTC; in SQLite, decimals become text. `schema` has the columns to yield, with the
+    types in which the target stores them.
     """
     change: dict[str, Convert] = {}
-    for given, kept in zip(rows.schema, schema, strict=True):
+    for kept in schema:
+        given = rows.schema.field(kept.name)
         if kinds.is_nested(given.type):
             change[given.name] = unpacked.get(given.name, _json)
         elif kinds.is_timestamp(given.type) and given.type.tz:
@@ -661,7 +675,7 @@ def _values(
             change[given.name] = str
     for batch in rows.read():
         for start in range(0, len(batch), INSERT_ROWS):
-            values = batch.slice(start, INSERT_ROWS).to_pylist()
+            values = batch.select(schema.names).slice(start, INSERT_ROWS).to_pylist()
             for row in values:
                 for name, changed in change.items():
                     if row[name] is not None:

@@ -25,7 +25,7 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, check_unique, open_sink
-from prefect_raybatch.publish.sql import sql_type_of
+from prefect_raybatch.publish.sql import INSERT_ROWS, sql_type_of
 from prefect_raybatch.publish.types import to_schema
 from prefect_raybatch.source.hive import path_values
 
@@ -195,6 +195,27 @@ def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(for
     rows = sorted(tuple(row.values()) for row in TARGETS[format][1](tmp_path))
     kept = "m2" if format == "delta" else None
     assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_a_merge_loses_no_row_where_the_database_compares_keys_without_case(unique, tmp_path):
+    target = TARGETS["sql"][0](tmp_path, mode="merge", key=["id"])
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        key = "COLLATE NOCASE" + " UNIQUE" * unique
+        base.execute(f"CREATE TABLE answers (id TEXT {key}, a TEXT)")
+        base.execute("INSERT INTO answers VALUES ('A1', 'old'), ('other', 'old')")
+    ids = [f"{letter}{n}" for letter in "Aa" for n in range(INSERT_ROWS)]
+    rows = pa.table({"id": ids, "a": ["new"] * len(ids)})
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    if unique:
+        with pytest.raises(ConfigError, match=r"rejects the rows.*UNIQUE constraint"):
+            sink.publish(published_rows(rows), lambda step: None)
+    else:
+        sink.publish(published_rows(rows), lambda step: None)
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        found = sorted(base.execute("SELECT id, a FROM answers"))
+    new = [(id, "new") for id in ids]
+    assert found == sorted([("other", "old"), *([("A1", "old")] if unique else new)])
 
 
 def test_iceberg_merges_by_keys_of_several_columns_and_of_each_type(tmp_path, monkeypatch):
