@@ -29,7 +29,7 @@ from prefect_raybatch.words import storable_in
 
 if TYPE_CHECKING:
     from sqlalchemy import Column, ColumnElement, Table
-    from sqlalchemy.engine import URL, Engine
+    from sqlalchemy.engine import URL, Connection, Engine
     from sqlalchemy.engine.interfaces import ReflectedColumn
     from sqlalchemy.exc import DBAPIError
     from sqlalchemy.types import TypeEngine
@@ -52,7 +52,11 @@ FITTING_KINDS: dict[pa.DataType, tuple[Callable[[pa.DataType], bool], ...]] = {
     **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
+    **{pa.timestamp("us", "UTC"): (lambda kind: kinds.is_timestamp(kind) and kind.tz is not None,)},
 }
+# Statements that set a transaction's time zone, by dialect. In it the database converts times with
+# a zone for columns without one, and the other way round.
+USE_UTC = {"postgresql": "SET LOCAL TIME ZONE 'UTC'", "duckdb": "SET TimeZone = 'UTC'"}
 # Dialects that tell names apart by case where SQLAlchemy quotes them, and those that read a name in
 # lower case as one in upper case. To all others names that differ only in case are the same.
 CASE_COUNTS = ("postgresql", "cockroachdb", "clickhouse", "clickhousedb")
@@ -254,10 +258,13 @@ class SqlSink(Sink):
         rows: AnsweredRows,
         observe: Observe,
     ) -> bool:
-        from sqlalchemy import and_, bindparam, true
+        from sqlalchemy import and_
 
         wanted = converted_schema(rows.schema, self.target)
         with engine.begin() as connection:
+            use_utc = USE_UTC.get(engine.dialect.name)
+            if use_utc and any(kinds.is_timestamp(field.type) for field in wanted):
+                connection.exec_driver_sql(use_utc)
             note = {"run_key": rows.run_key, "rows": rows.count}
             note["published_at"] = datetime.now(UTC).isoformat()
             if (
@@ -274,18 +281,31 @@ class SqlSink(Sink):
                     one = and_(*self._mark(marks, plan), marks.c.published_at == at)
                     connection.execute(marks.delete().where(one))
             observe("in transaction")
-            keys = self.target.key
-            if keys:  # without the lock, two runs might both find a key absent, and both add it
+            if self.target.key:
+                # Without the lock, two runs might both find a key absent, and both add it.
                 turn = and_(*self._mark(marks, TURN))
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
-            where = and_(true(), *(table.c[name] == bindparam(f"k_{name}") for name in keys))
+                self._delete(connection, table, rows, wanted)
             for batch in _values(rows, wanted, engine.dialect.name, _unpacked(table)):
-                if keys:
-                    named = [{f"k_{name}": row[name] for name in keys} for row in batch]
-                    connection.execute(table.delete().where(where), named)
                 connection.execute(table.insert(), batch)
             observe("inserted")
         return True
+
+    def _delete(
+        self, connection: Connection, table: Table, rows: AnsweredRows, wanted: pa.Schema
+    ) -> None:
+        """Delete the table's rows that have a key of `rows`.
+
+        A merge does this before its first insert: a database may compare keys without case, and
+        would delete a row just inserted for another one.
+        """
+        from sqlalchemy import and_, bindparam
+
+        columns = pa.schema([wanted.field(name) for name in self.target.key])
+        where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in columns.names))
+        for batch in _values(rows, columns, connection.dialect.name, _unpacked(table)):
+            keys = [{f"k_{name}": value for name, value in row.items()} for row in batch]
+            connection.execute(table.delete().where(where), keys)
 
     def _published(
         self, engine: Engine, table: Table, marks: Table
@@ -567,6 +587,8 @@ def _columns(table: Table) -> pa.Schema:
 
 def _kind(column: Column[Any]) -> pa.DataType:
     try:
+        if column.type.python_type is datetime and getattr(column.type, "timezone", False):
+            return pa.timestamp("us", "UTC")
         return COLUMN_KINDS.get(column.type.python_type, pa.null())
     except NotImplementedError:
         return pa.null()
@@ -601,25 +623,33 @@ def _create(engine: Engine, table: Table) -> None:
 
 
 def sql_type_of(kind: pa.DataType, dialect: str) -> TypeEngine[Any]:
+    """Return the type of a column that keeps values of `kind` whole, to the microsecond."""
     import sqlalchemy as sql
+    from sqlalchemy.dialects import mssql, mysql, oracle
 
     if kinds.is_decimal(kind):  # SQLite has no decimals, and would convert them to floats
         if dialect == "sqlite":
             return sql.Text()
         return sql.Numeric(kind.precision, kind.scale)
+    mysqls = "mysql", "mariadb"
     if kinds.is_timestamp(kind):
-        return sql.DateTime(timezone=kind.tz is not None)
+        moments = sql.DateTime(timezone=kind.tz is not None)
+        moments = moments.with_variant(mysql.DATETIME(fsp=6), *mysqls)
+        moments = moments.with_variant(oracle.TIMESTAMP(), "oracle")
+        return moments if kind.tz else moments.with_variant(mssql.DATETIME2, "mssql")
+    times = sql.Time().with_variant(mysql.TIME(fsp=6), *mysqls)
     for test, made in (
         (kinds.is_boolean, sql.Boolean()),
         (kinds.is_integer, sql.BigInteger()),
         (kinds.is_floating, sql.Double()),
         (kinds.is_date, sql.Date()),
-        (kinds.is_time, sql.Time()),
-        (kinds.is_binary, sql.LargeBinary()),
+        (kinds.is_time, times.with_variant(mssql.TIME, "mssql")),
+        (kinds.is_binary, sql.LargeBinary().with_variant(mysql.LONGBLOB(), *mysqls)),
     ):
         if test(kind):
             return made
-    return sql.Text()
+    texts = sql.Text().with_variant(mysql.LONGTEXT(), *mysqls)
+    return texts.with_variant(sql.UnicodeText(), "mssql")
 
 
 def _values(
@@ -631,11 +661,12 @@ def _values(
     """Yield lists of at most INSERT_ROWS rows, with values as the database's driver accepts them.
 
     Nested values become JSON text unless `unpacked` has a converter for their column; times with a
-    zone become UTC; in SQLite, decimals become text. `schema` has the columns with the types in
-    which the target stores them.
+    zone become UTC; in SQLite, decimals become text. `schema` has the columns to yield, with the
+    types in which the target stores them.
     """
     change: dict[str, Convert] = {}
-    for given, kept in zip(rows.schema, schema, strict=True):
+    for kept in schema:
+        given = rows.schema.field(kept.name)
         if kinds.is_nested(given.type):
             change[given.name] = unpacked.get(given.name, _json)
         elif kinds.is_timestamp(given.type) and given.type.tz:
@@ -644,7 +675,7 @@ def _values(
             change[given.name] = str
     for batch in rows.read():
         for start in range(0, len(batch), INSERT_ROWS):
-            values = batch.slice(start, INSERT_ROWS).to_pylist()
+            values = batch.select(schema.names).slice(start, INSERT_ROWS).to_pylist()
             for row in values:
                 for name, changed in change.items():
                     if row[name] is not None:

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +377,38 @@ def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
         schema = rows.schema.set(rows.schema.names.index(column), pa.field(column, kind))
         with pytest.raises(ConfigError, match=f"column '{column}' is .* in the existing table"):
             sink.check(schema)
+
+
+def test_times_do_not_depend_on_the_time_zone_of_the_server(server):
+    noon, names = datetime(2026, 7, 1, 12), ["plain", "zoned"]
+    with connect(server) as own:
+        own.execute("CREATE TABLE times (plain timestamp, zoned timestamptz)")
+        own.execute("ALTER ROLE reader SET timezone = 'America/New_York'")
+    forget(server)
+    try:
+        for key, plan in zip(names, "pq", strict=True):
+            merge = target(server, "times", mode="merge", key=[key])
+            sink = open_sink(PublishTarget.model_validate(merge), "key", {})
+            rows = pa.table({name: pa.array([noon], pa.timestamp("us", "UTC")) for name in names})
+            sink.check(rows.schema)
+            sink.publish(published_rows(rows, plan * 64), lambda step: None)
+        with connect(server) as own:
+            found = own.execute("SELECT plain, zoned FROM times").fetchall()
+    finally:
+        with connect(server) as own:
+            own.execute("ALTER ROLE reader RESET timezone")
+    assert found == [(noon, noon.replace(tzinfo=UTC))]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.date32()], ids=str)
+def test_times_without_a_zone_do_not_go_into_a_column_with_one(server, kind):
+    with connect(server) as own:
+        own.execute("DROP TABLE IF EXISTS moments")
+        own.execute("CREATE TABLE moments (plain timestamp, zoned timestamptz)")
+    sink = open_sink(PublishTarget.model_validate(target(server, "moments")), "key", {})
+    sink.check(pa.schema([("plain", kind)]))
+    with pytest.raises(ConfigError, match=r"'zoned' is timestamp\[us, tz=UTC\] in the existing"):
+        sink.check(pa.schema([("zoned", kind)]))
 
 
 def test_a_job_with_a_password_in_its_url_is_none():

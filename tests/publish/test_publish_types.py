@@ -25,7 +25,7 @@ from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, check_unique, open_sink
-from prefect_raybatch.publish.sql import sql_type_of
+from prefect_raybatch.publish.sql import INSERT_ROWS, sql_type_of
 from prefect_raybatch.publish.types import to_schema
 from prefect_raybatch.source.hive import path_values
 
@@ -197,6 +197,27 @@ def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(for
     assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
 
 
+@pytest.mark.parametrize("unique", [False, True])
+def test_a_merge_loses_no_row_where_the_database_compares_keys_without_case(unique, tmp_path):
+    target = TARGETS["sql"][0](tmp_path, mode="merge", key=["id"])
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        key = "COLLATE NOCASE" + " UNIQUE" * unique
+        base.execute(f"CREATE TABLE answers (id TEXT {key}, a TEXT)")
+        base.execute("INSERT INTO answers VALUES ('A1', 'old'), ('other', 'old')")
+    ids = [f"{letter}{n}" for letter in "Aa" for n in range(INSERT_ROWS)]
+    rows = pa.table({"id": ids, "a": ["new"] * len(ids)})
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    if unique:
+        with pytest.raises(ConfigError, match=r"rejects the rows.*UNIQUE constraint"):
+            sink.publish(published_rows(rows), lambda step: None)
+    else:
+        sink.publish(published_rows(rows), lambda step: None)
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        found = sorted(base.execute("SELECT id, a FROM answers"))
+    new = [(id, "new") for id in ids]
+    assert found == sorted([("other", "old"), *([("A1", "old")] if unique else new)])
+
+
 def test_iceberg_merges_by_keys_of_several_columns_and_of_each_type(tmp_path, monkeypatch):
     def merged(key: list[str], table: pa.Table, plan: str) -> list[dict[str, Any]]:
         target = iceberg(tmp_path, mode="merge", key=key) | {"table": f"db.{'_'.join(key)}"}
@@ -362,6 +383,37 @@ def test_a_decimal_keeps_its_digits_in_a_database_that_has_decimals():
     kind = sql_type_of(pa.decimal128(10, 2), "postgresql")
     assert (kind.precision, kind.scale) == (10, 2)
     assert isinstance(sql_type_of(pa.decimal128(10, 2), "sqlite"), sqlalchemy.Text)
+
+
+WHOLE = [
+    ("mysql", pa.timestamp("us"), "DATETIME(6)"),
+    ("mysql", pa.timestamp("us", "UTC"), "DATETIME(6)"),
+    ("mysql", pa.time64("us"), "TIME(6)"),
+    ("mysql", pa.string(), "LONGTEXT"),
+    ("mysql", pa.binary(), "LONGBLOB"),
+    ("mariadb", pa.timestamp("us"), "DATETIME(6)"),
+    ("mariadb", pa.string(), "LONGTEXT"),
+    ("oracle", pa.timestamp("us"), "TIMESTAMP"),
+    ("oracle", pa.timestamp("us", "UTC"), "TIMESTAMP"),
+    ("mssql", pa.timestamp("us"), "DATETIME2"),
+    ("mssql", pa.timestamp("us", "UTC"), "DATETIMEOFFSET"),
+    ("mssql", pa.time64("us"), "TIME"),
+    ("mssql", pa.string(), "NVARCHAR(max)"),
+    ("mssql", pa.binary(), "VARBINARY(max)"),
+    ("postgresql", pa.timestamp("us", "UTC"), "TIMESTAMP WITH TIME ZONE"),
+    ("postgresql", pa.string(), "TEXT"),
+    ("sqlite", pa.timestamp("us"), "DATETIME"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "kind", "wanted"), WHOLE, ids=str)
+def test_a_created_column_keeps_long_texts_and_fractions_of_seconds(dialect, kind, wanted):
+    compiler = sqlalchemy.URL.create(dialect.replace("mssql", "mssql+pymssql")).get_dialect()()
+    compiler.deprecate_large_types = True  # as SQL Server later than 2008 sets it
+    column = sqlalchemy.Column("a", sql_type_of(kind, dialect))
+    table = sqlalchemy.Table("t", sqlalchemy.MetaData(), column)
+    lines = str(sqlalchemy.schema.CreateTable(table).compile(dialect=compiler)).splitlines()
+    assert lines[2].strip().removesuffix(" NULL") == f"a {wanted}"
 
 
 def test_a_key_may_have_any_name():

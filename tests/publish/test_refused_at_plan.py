@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deltalake import DeltaTable, Schema, write_deltalake
 from helpers.small import make_job
 from helpers.specs import reads
 from helpers.targets import TARGETS, published_rows
+from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
 from prefect_raybatch.compile.job import compile_job, read_spec
@@ -261,6 +263,27 @@ def test_duckdb_is_published_to_and_read(tmp_path):
     found = open_sql(reads(uri=uri, format="sql", query="select * from answers order by _row"))
     assert pa.Table.from_batches(found.batches(None, None)).to_pylist() == table.to_pylist()
     found.close()
+
+
+def test_duckdb_stores_times_in_utc_whatever_its_time_zone(tmp_path):
+    import duckdb as base
+
+    noon, path = datetime(2026, 7, 1, 12), str(tmp_path / "rows.duckdb")
+    with base.connect(path) as connection:
+        connection.execute("CREATE TABLE answers (plain timestamp, zoned timestamptz)")
+
+    def in_new_york(connection: Any, record: object) -> None:
+        connection.execute("SET TimeZone = 'America/New_York'")
+
+    zoned = pa.array([noon], pa.timestamp("us", "UTC"))
+    event.listen(Engine, "connect", in_new_york)
+    try:
+        publish(pa.table({"plain": zoned, "zoned": zoned}), duckdb(tmp_path))
+    finally:
+        event.remove(Engine, "connect", in_new_york)
+    with base.connect(path) as connection:
+        found = connection.execute("SELECT plain, epoch_us(zoned) FROM answers").fetchall()
+    assert found == [(noon, zoned.cast(pa.int64())[0].as_py())]
 
 
 # --- refused for good ---------------------------------------------------------------------------
