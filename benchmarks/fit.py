@@ -3,8 +3,8 @@
     python benchmarks/fit.py [--refit] [--each] [FILE ...]
 
 The rates are those of `benchmarks/sweep.py` (by default `results/sweep-*.jsonl`) and
-`results/steady-8b-h200.jsonl`. Whole runs of `benchmarks/gpu.py` are compared; only the steady part
-of those in the files FITTED_RUNS is fitted to. With --refit it prints constants that come nearest:
+`results/steady-8b-h200.jsonl`. Whole runs of `benchmarks/gpu.py` are compared; of those in the
+files FITTED_RUNS, the steady part is fitted to. With --refit it prints constants that come nearest:
 the least squares of the logarithms of rates, and of how busy the GPU was with one engine. --each
 prints every point.
 

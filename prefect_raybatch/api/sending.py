@@ -115,7 +115,7 @@ def sendable(job: BatchJob) -> dict[str, Any]:
 
 
 def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) -> None:
-    """Add an engine's environment variables, and the variable that holds a hosted model's key.
+    """Add an engine's environment variables, and the ${NAME} of a hosted model's key.
 
     They are added to `value`, the fields of the engine that are sent to the cluster. Raises
     `ConfigError` if a value in `engine.env`, an engine argument or the key itself may be a secret.

@@ -121,9 +121,9 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
 
 
 def with_endpoint_of(job: BatchJob, other: BatchJob) -> BatchJob:
-    """Return the job with `engine.endpoint` of the same job `other`, but with its own key.
+    """Return `job` with `engine.endpoint` of `other`, but keep the key of `job`.
 
-    One of them has what the Prefect block of the hosted model holds.
+    Both are the same job, one of them with the fields of the hosted model's Prefect block.
     """
     endpoint = other.engine.endpoint.model_copy(update={"key": job.engine.endpoint.key})
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": endpoint})})

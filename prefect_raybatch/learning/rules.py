@@ -222,7 +222,7 @@ def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
 def _instead_of_models_choice(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
     """Return the cost model's choice, or what ran before if the last run failed with that choice.
 
-    An engine that died in a run that was completed is no reason.
+    An engine that died in a run that was completed is no reason to leave the model's choice.
     """
     last = runs[0]
     has_failed = last.broke and last.outcome is None and last.used == coming.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import difflib
 import hashlib
@@ -167,6 +168,11 @@ def _as_typed(golden: Golden, schema: pa.Schema) -> Golden:
 def _typed_text(text: str, kind: pa.DataType) -> str:
     import pyarrow as pa
 
+    if pa.types.is_nested(kind):
+        for read in (json.loads, ast.literal_eval):  # JSON, or as pandas writes it
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                found = read(text)
+                return as_text(found) if isinstance(found, (dict, list)) else text
     if pa.types.is_boolean(kind) and text.casefold() in ("true", "false"):
         return text.casefold()
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):

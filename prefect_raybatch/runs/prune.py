@@ -73,9 +73,9 @@ def prune_runs(
     the runs that retried its failed rows are removed together, once all are complete and the last
     finished over `older_than` seconds ago. An attempt that failed before there was a plan is
     removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
-    job has kept runs, all of which finished later. Incomplete runs, runs that are not yet published
-    or judged, unreadable directories and the targets of links are never removed. Raises
-    `ConfigError` for `keep` under 1, and the store's errors.
+    job has kept runs, all of which finished later. Incomplete runs, runs that are not yet
+    published, judged or measured, unreadable directories and the targets of links are never
+    removed. Raises `ConfigError` for `keep` under 1, and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -219,7 +219,10 @@ def _step_left(store: Store, key: str) -> str | None:
     if step is not None:
         todo = advice(step.first_step)
         return f"a step of {key} is not done ({step.undone}); {todo}, or delete its folder"
-    missing = unpublished_labels(store, planned_job(need_plan(Ledger(store))).output.publish)
+    plan = need_plan(Ledger(store))
+    # Only then is the whole job parsed: it may be one of another version of this package.
+    has_targets = bool(plan.job.get("output", {}).get("publish"))
+    missing = unpublished_labels(store, planned_job(plan).output.publish) if has_targets else []
     if missing:
         return (
             f"{key} is not published to {', '.join(missing)}; run `raybatch publish` on it, or "

@@ -456,7 +456,7 @@ def test_plan_for_a_cluster_that_is_not_there(tmp_path, call):
     path = write_job(tmp_path, engine={"model": str(tmp_path / "model")}, sampling=choice)
     asked = ("plan", path, "--gpu", "H200", "--gpus", "2", "--cpus", "32")
     code, out, err = call(*asked)
-    assert code == 1 and err == ""  # 4 shards for 6 engines: fewer than two each
+    assert code == 0 and err == ""
     for words in (
         "2 GPUs H200",
         "3 engines keep the GPU busy",

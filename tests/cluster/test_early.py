@@ -164,7 +164,7 @@ def test_sizes_that_follow_from_the_length_of_rows_are_named(
     told = planned(have, unknown)
     both = "set engine.engines_per_gpu [1, 2]; engine.max_num_seqs [1024, 256, 512]"
     assert f"depend on the length of rows ({both})" in told
-    both = "set engine.engines_per_gpu [1, 4]; engine.max_num_seqs [1024, 256, 512]"
+    both = "set engine.engines_per_gpu [1, 3, 4]; engine.max_num_seqs [1024, 256, 512]"
     told = planned(imagined("B200", 1, 16), unknown)
     assert f"depend on the length of rows ({both})" in told
     named = {"engines_per_gpu": 1, "max_num_seqs": 256, "max_num_batched_tokens": 8192}

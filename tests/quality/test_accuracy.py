@@ -192,6 +192,14 @@ def test_objects_and_lists_are_compared_by_what_they_hold(tmp_path: Path) -> Non
     assert (accuracy.right, accuracy.rows) == (2, 2)
 
 
+def test_lists_in_a_csv_file_are_those_of_the_result(tmp_path: Path) -> None:
+    lines = """id,answer\n1,"['a', 'b']"\n2,"[""a"",""b""]"\n3,"[""b""]"\n"""
+    golden = read_golden(golden_file(tmp_path, lines), {}, [], "answer")
+    result = ds.dataset(pa.table({"id": [1, 2, 3], "answer": [["a", "b"]] * 3}))
+    accuracy = accuracy_on(golden, result, None, "plan")
+    assert (accuracy.right, accuracy.rows) == (2, 3)
+
+
 def test_a_column_that_the_first_line_lacks_is_a_key_too(tmp_path: Path) -> None:
     lines = '{"t": "x", "answer": "a"}\n{"t": "x", "lang": "de", "answer": "b"}\n'
     golden = read_golden(golden_file(tmp_path, lines, "g.jsonl"), {}, [], "answer")

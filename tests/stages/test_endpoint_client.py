@@ -119,6 +119,26 @@ def test_a_row_that_always_gets_429_while_others_are_answered_ends(server: OpenA
     assert server.bodies.count(LONG) >= client.LIMITED_TRIES
 
 
+def test_rows_wait_while_the_quota_of_all_is_used_up(server: OpenAIServer) -> None:
+    """Whatever was answered before: a row waits for its limit, however often it gets 429."""
+    asked: list[int] = []
+
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        if body == LONG:
+            asked.append(number)
+            if len(asked) == 2:
+                engine_of[0].ask([request(SHORT)])  # answered between the first two
+            if len(asked) <= client.LIMITED_TRIES + 5:
+                return failing(429, "used up", retry_after_ms="1")
+
+    server.fault = fault
+    with engine_for(server.url) as engine:
+        engine_of = [engine]
+        assert engine.ask([request(SHORT)])[0].error is None
+        (long,) = engine.ask([request(LONG)])
+    assert long.error is None and len(asked) == client.LIMITED_TRIES + 6
+
+
 @pytest.mark.parametrize("value", ["s3cr3t\n", " s3cr3t "])
 def test_space_around_a_key_is_not_sent(
     value: str, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch

@@ -287,7 +287,8 @@ def _is_outage(error: Exception) -> bool:
     """Return whether Prefect's API did not answer, or failed with a status of 500 or more."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.is_server_error
-    return isinstance(error, httpx.TransportError)
+    wrong_url_or_key = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+    return isinstance(error, httpx.TransportError) and not isinstance(error, wrong_url_or_key)
 
 
 def _brief(error: Exception) -> str:

@@ -38,7 +38,7 @@ MOST_ANSWER_BYTES = 64 << 20  # size limit of a response
 QUOTED_TEXT = 300  # characters of a server's message that are quoted
 ROW_TRIES = 6  # tries of a request that fails while others are answered
 ROW_TRIES_ALONE = 12  # tries while the server answers only GET /models
-LIMITED_TRIES = 20  # answers of 429 to a request while others are answered
+LIMITED_TRIES = 20  # answers of 429 to a request, with answers to others between them
 MODEL_LIST_TRIES = 3
 SERVER_CONNECT = 10.0  # seconds to connect to a server
 MODEL_LIST_SECONDS = 60.0  # seconds for its list of models
@@ -224,11 +224,12 @@ class EndpointEngine:
         if limit is not None and request.tokens > limit:
             return _too_long(request.tokens, f"engine.endpoint.tokens_per_minute ({limit:,})")
         failures, first_failure, timeouts = 0, 0.0, 0
-        limited, first_limited = 0, 0.0
+        tries, limited, last_limited = 0, 0, math.inf
         while True:
             number = await self._leave(request.tokens)
             if not number:
                 return _too_long(request.tokens, "the server's limit of tokens per minute")
+            tries += 1
             try:
                 response = await self._post(request)
             except (httpx.HTTPError, TimeoutError) as error:
@@ -244,13 +245,12 @@ class EndpointEngine:
                     return found
                 problem = found
                 if response.status_code == 429:  # the limiter waits; this is no try of the row
-                    limited, first_limited = limited + 1, first_limited or self._loop.time()
-                    if _never_fits(response.text) or (
-                        limited >= LIMITED_TRIES and self._answered_at > first_limited
-                    ):
-                        return row_error(
-                            "RequestRefused", f"{problem} ({limited} tries). Shorten the row"
-                        )
+                    if _never_fits(response.text):
+                        return row_error("RequestRefused", f"{problem}. Shorten the row")
+                    limited += self._answered_at > last_limited  # others were answered meanwhile
+                    last_limited = self._loop.time()
+                    if limited >= LIMITED_TRIES:
+                        return row_error("RequestRefused", f"{problem} ({tries} tries). Retry it")
                     continue
             first_failure = first_failure or self._loop.time()
             failures += 1
@@ -264,26 +264,30 @@ class EndpointEngine:
 
         httpx limits only each wait for a part of the answer.
         """
-        async with asyncio.timeout(self.spec.timeout):
-            return await self._client.post(
-                f"{self.spec.url}/{self.spec.path}",
-                json=request.body,
-                headers={"Idempotency-Key": request.key},
-            )
+        try:
+            async with asyncio.timeout(self.spec.timeout):
+                return await self._client.post(
+                    f"{self.spec.url}/{self.spec.path}",
+                    json=request.body,
+                    headers={"Idempotency-Key": request.key},
+                )
+        except TimeoutError:
+            raise TimeoutError(f"no whole answer within {self.spec.timeout:g} s") from None
 
     async def _is_of_row(self, failures: int, first_failure: float, timeouts: int) -> bool:
         """Return whether a request fails because of its row, not because of the server.
 
         True after ROW_TRIES `failures` if the server has answered other requests since
-        `first_failure` (loop time). If it at least lists its models, true after ROW_TRIES_ALONE, or
-        if two of the failures or more are timeouts, more than SERVER_OUTAGE seconds after the first
-        failure.
+        `first_failure` (loop time). If it at least lists its models, true after ROW_TRIES_ALONE; or
+        if only this request is under way, at least two of its failures were timeouts, and over
+        SERVER_OUTAGE seconds have passed since the first one.
         """
         import httpx
 
         if failures >= ROW_TRIES and self._answered_at > first_failure:
             return True
         is_long = timeouts > 1 and self._loop.time() - first_failure > SERVER_OUTAGE
+        is_long = is_long and self._counts["waiting"] == 1
         if failures < ROW_TRIES_ALONE and not is_long:
             return False
         try:
