@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 CANCEL_LOOK = 15.0  # seconds between looks at the state
 CANCEL_GRACE = 30.0  # seconds in which a worker that notices a cancellation ends the process
 ENDED_BY_ITSELF = (
-    "The run was cancelled. No worker ended it, so it ended itself. Committed shards are kept."
+    "Its worker did not notice the cancellation, so the run ended itself. Committed shards are "
+    "kept."
 )
 
 NOTICED: set[UUID] = set()  # flow runs that this process ends

@@ -435,7 +435,7 @@ def test_a_cancellation_that_no_worker_notices_ends_the_run(
     job = make_job(name="unheeded", output={"uri": str(tmp_path)})
     state = batch_inference(job, run.run_key, return_state=True)
     assert state.is_cancelled(), state
-    assert "No worker ended it" in str(state.message)
+    assert "did not notice the cancellation" in str(state.message)
     assert "Committed shards are kept. Continue with: " in str(state.message)
 
 
