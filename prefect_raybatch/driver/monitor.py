@@ -147,7 +147,7 @@ class Monitor:
     def watch(self, engines: EngineStates) -> None:
         """Query these engines from now on, e.g. those of a new pipeline."""
         self.engines, self.starts = engines.engines, engines.starts
-        self._states, self._asked = {}, float("-inf")  # those of earlier engines
+        self._states, self._asked = {}, float("-inf")  # forget earlier engines
         with self._counting:
             self.deaths, self._dead = engines.deaths, None
         self.server_wait = engines.server_wait

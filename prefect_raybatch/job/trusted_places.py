@@ -145,7 +145,7 @@ class Reach:
         """
         self.variables(field, catalog)
         is_sql = format_of_scheme(scheme_of(str(catalog.get("uri")))) == "sql"
-        kind = catalog.get("type", "sql" if is_sql else None)  # as pyiceberg infers it
+        kind = catalog.get("type") or ("sql" if is_sql else None)  # as pyiceberg infers it
         if kind is not None and kind not in CATALOG_TYPES:
             self._refuse(f"{field}.type", f"name a catalog of type {kind}", CATALOG_BY_NAME)
         for name, value in catalog.items():

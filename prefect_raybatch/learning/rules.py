@@ -97,9 +97,12 @@ class EarlierRun:
     @property
     def broke(self) -> bool:
         """Return whether the run failed without a trial, or an engine of its incumbent died."""
-        if self.outcome is None:
-            return self.has_failed and self.decided.challenger is None
-        return self.outcome.has_deaths
+        return self.has_broken_off if self.outcome is None else self.outcome.has_deaths
+
+    @property
+    def has_broken_off(self) -> bool:
+        """Return whether the run failed without a trial, and was never completed."""
+        return self.outcome is None and self.has_failed and self.decided.challenger is None
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def _instead_of_models_choice(coming: ComingRun, runs: Sequence[EarlierRun]) -> 
     An engine that died in a run that was completed is no reason to leave the model's choice.
     """
     last = runs[0]
-    has_failed = last.broke and last.outcome is None and last.used == coming.model
+    has_failed = last.has_broken_off and last.used == coming.model
     others = (run.used for run in runs if run.used != last.used and run.score is not None)
     before = next(filter(coming.fits, others), None) if has_failed else None
     if before is None:
@@ -247,7 +250,7 @@ def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
         for newer, run in pairwise(runs[: BARRED_RUNS + 1])
         if newer.used != run.used
         and run.winner is None
-        and (run.used != run.decided.model or (run.broke and run.outcome is None))
+        and (run.used != run.decided.model or run.has_broken_off)
     }
     return {arrangement for arrangement in lost | given_up if arrangement is not None}
 

@@ -194,8 +194,8 @@ def accuracy_on(
     rows are no independent evidence. `quarantine` has the failed rows, None if there are none.
     `plan` is the hash of the run's plan. Raises `ConfigError` if the result lacks a column.
     """
-    golden = _typed_by(golden, result)
-    answers = {key: text for key, (_, text) in _answers(golden, result).items()}
+    golden, found = _answers(golden, result)
+    answers = {key: text for key, (_, text) in found.items()}
     for key in _failed(golden, quarantine):
         answers.setdefault(key, FAILED_ANSWER)
     wrong = [
@@ -207,14 +207,6 @@ def accuracy_on(
     return accuracy_of(plan, right, len(answers), unanswered, wrong[:WRONG_SHOWN])
 
 
-def _typed_by(golden: Golden, result: pyarrow.dataset.Dataset) -> Golden:
-    """Return the golden rows as `result` has them; raise `ConfigError` if it lacks a column."""
-    if not result.count_rows():  # it has no columns either
-        return golden
-    check_golden_columns(golden, result.schema.names)
-    return _as_typed(golden, result.schema)
-
-
 def golden_numbers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str
 ) -> dict[int, bool]:
@@ -223,8 +215,7 @@ def golden_numbers(
     `row_number` is the column with the row's number. Raises `ConfigError` if the result lacks a
     column.
     """
-    golden = _typed_by(golden, result)
-    answers = _answers(golden, result, row_number)
+    golden, answers = _answers(golden, result, row_number)
     return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
 
 
@@ -281,14 +272,16 @@ def _nearest(answer: str, texts: Sequence[str]) -> str:
 
 def _answers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str | None = None
-) -> dict[GoldenKey, tuple[int, str]]:
-    """Return {key: (row number, answer)} of the golden rows in a result.
+) -> tuple[Golden, dict[GoldenKey, tuple[int, str]]]:
+    """Return golden rows with the result's types, and {key: (row number, answer)} of those found.
 
     `row_number` is the column with a row's number; if it is None, the numbers are 0. The first row
-    with a key counts.
+    with a key counts. Raises `ConfigError` if the result lacks a column.
     """
     if not result.count_rows():  # it has no columns either
-        return {}
+        return golden, {}
+    check_golden_columns(golden, result.schema.names)
+    golden = _as_typed(golden, result.schema)
     answers: dict[GoldenKey, tuple[int, str]] = {}
     first = {key[0] for key in golden.answers}
     columns = dict.fromkeys([*golden.columns, golden.answer, *([row_number] if row_number else [])])
@@ -298,7 +291,7 @@ def _answers(
             if key in golden.answers:
                 number = int(row[row_number]) if row_number else 0
                 answers.setdefault(key, (number, as_text(row[golden.answer])))
-    return answers
+    return golden, answers
 
 
 def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Iterator[GoldenKey]:

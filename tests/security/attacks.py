@@ -511,6 +511,12 @@ ATTACKS = (
         table="a.b",
         catalog={"uri": "sqlite:///{folder}/out/c.db", "warehouse": "flows"},
     ),
+    _target(
+        r"may not write",
+        format="iceberg",
+        table="a.b",
+        catalog={"type": None, "uri": "sqlite:///{folder}/out/c.db", "warehouse": "flows"},
+    ),
     _target(r"may not write", format="sql", table="t", uri="sqlite:///file:/etc/x?mode=rwc&uri=1"),
     _target(r"host evil", format="sql", table="t", uri="postgresql://evil/db"),
     _target(r"variable HOME", format="parquet", uri="{folder}/out/${{HOME}}"),

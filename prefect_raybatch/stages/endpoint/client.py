@@ -286,8 +286,8 @@ class EndpointEngine:
 
         if failures >= ROW_TRIES and self._answered_at > first_failure:
             return True
-        is_long = timeouts > 1 and self._loop.time() - first_failure > SERVER_OUTAGE
-        is_long = is_long and self._counts["waiting"] == 1
+        is_alone = self._counts["waiting"] == 1
+        is_long = is_alone and timeouts > 1 and self._loop.time() - first_failure > SERVER_OUTAGE
         if failures < ROW_TRIES_ALONE and not is_long:
             return False
         try:
