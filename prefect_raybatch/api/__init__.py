@@ -51,10 +51,11 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.policy.in_force import policy_in_force
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import attempts
 from prefect_raybatch.runs.agreement import with_agreement
-from prefect_raybatch.runs.backfill import DatedRun, dated_run, run_dates
+from prefect_raybatch.runs.backfill import DatedRun, dated_run, plans_below, run_dates
 from prefect_raybatch.runs.dry_run import DryRun, dry_run_resolved
 from prefect_raybatch.runs.finalize_run import finalize_spec, load_report
 from prefect_raybatch.runs.infer_run import infer_spec
@@ -644,19 +645,27 @@ def planned_runs(job: BatchJob, first: date, last: date) -> list[DatedRun]:
             f"from {first} to {last} are {max(0, days):,} dates. Give a first date that is not "
             f"after the last, and at most {MOST_DATES:,} dates."
         )
-    return [_planned(job, first + timedelta(days=number)) for number in range(days)]
+    plans: dict[str, list[Plan]] = {}  # by folder; most jobs have one folder for all dates
+    return [_planned(job, first + timedelta(days=number), plans) for number in range(days)]
 
 
-def _planned(job: BatchJob, day: date) -> DatedRun:
+def _planned(job: BatchJob, day: date, plans: dict[str, list[Plan]]) -> DatedRun:
     filled, key = resolve_run(job, None, None, day)
     check_trust(filled)
     root = open_store(filled.output.uri, filled.output.options or None)
     quality = filled.quality
+
+    def plans_of_root() -> list[Plan]:
+        if root.uri not in plans:
+            plans[root.uri] = plans_below(root)
+        return plans[root.uri]
+
     return dated_run(
         root,
         key,
         day,
         lambda: resolve(filled).identity,
+        plans_of_root,
         # The run itself finds which of these is not done yet; it does each once.
         has_later_steps=quality.golden is not None
         or quality.judge.asked

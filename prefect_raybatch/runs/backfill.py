@@ -14,16 +14,19 @@ from datetime import date
 
 from prefect_raybatch.errors import JobStopped, RayBatchError, is_transient
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report
-from prefect_raybatch.runs.listing import COMPLETED, line_of
+from prefect_raybatch.runs.listing import COMPLETED, DAMAGED, PRUNING, RunLine, line_of
+from prefect_raybatch.runs.run import STORE_AWAY, run_keys
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import Store
 
 log = logging.getLogger(__name__)
 
+_READERS = 8  # plans read at once
 NOT_STARTED, DATE_FAILED, STOPPED = "not started", "failed", "stopped"
 
 
@@ -54,30 +57,77 @@ class DatedRun:
         return self.state == COMPLETED
 
 
-def dated_run(
-    root: Store, key: str, day: date, identity: Callable[[], Identity], has_later_steps: bool
-) -> DatedRun:
-    """Return the run of the date `day`, with its state; its directory is `key` below `root`.
+def plans_below(root: Store) -> list[Plan]:
+    """Return the readable plans of the runs below `root`, without retries, newest first."""
 
-    `identity` computes the current job's fingerprint. The state of a complete run with another
-    fingerprint is "failed". Other complete runs are `done`, unless the job has steps that follow
-    completion (`has_later_steps`): measuring, judging or publishing.
+    def plan_of(key: str) -> Plan | None:
+        try:
+            return Ledger(root.sub(key)).load_plan()
+        except STORE_AWAY:
+            raise
+        except RayBatchError:  # not readable; the list of runs shows it
+            return None
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        plans = [plan for plan in pool.map(plan_of, run_keys(root)) if plan is not None]
+    runs = [plan for plan in plans if plan.parent is None]
+    return sorted(runs, key=lambda plan: (plan.created, plan.run_key), reverse=True)
+
+
+def dated_run(
+    root: Store,
+    key: str,
+    day: date,
+    identity: Callable[[], Identity],
+    plans: Callable[[], Sequence[Plan]],
+    has_later_steps: bool,
+) -> DatedRun:
+    """Return the run of the date `day`, with its state.
+
+    It is the run `key` below `root`, unless that one is not complete and another run below `root`
+    has the same fingerprint, such as one that a schedule started: then the complete one of these,
+    or, if there is no run `key`, the newest. `plans` returns the plans of the runs below `root`,
+    and `identity` computes the current job's fingerprint. The state of a complete run `key` with
+    another fingerprint is "failed". Other complete runs are `done`, unless the job has steps that
+    follow completion (`has_later_steps`): measuring, judging or publishing.
     """
     run = DatedRun(day, key, root.sub(key).uri)
-    line = line_of(root, key)
-    if line is None:
-        return run
-    run = replace(run, state=line.state, trouble=line.trouble or line.failure)
-    if line.state != COMPLETED:
-        return run
-    plan = Ledger(root.sub(key)).load_plan()
     try:
+        line = line_of(root, key)
+        if line is None or line.state != COMPLETED:
+            line = _line_of_same_job(root, line, identity, plans())
+        if line is None:
+            return run
+        trouble = line.trouble or line.failure
+        run = DatedRun(day, line.run_key, line.run, state=line.state, trouble=trouble)
+        if line.state != COMPLETED:
+            return run
+        plan = Ledger(root.sub(line.run_key)).load_plan()
         if plan is not None:
             check_same(plan, identity(), run.run)
-        report = load_report(root.sub(key))
+        report = load_report(root.sub(line.run_key))
+    except STORE_AWAY:
+        raise
     except RayBatchError as error:
         return _failed(run, error, None)
     return _completed(run, report, done=not has_later_steps)
+
+
+def _line_of_same_job(
+    root: Store, line: RunLine | None, identity: Callable[[], Identity], plans: Sequence[Plan]
+) -> RunLine | None:
+    """Return the complete run of the same job, else `line`, else the newest run of the same job.
+
+    `line` is the run under the key of the date, None if there is none.
+    """
+    if not plans:
+        return line
+    fingerprint = identity().fingerprint
+    keys = [plan.run_key for plan in plans if plan.fingerprint == fingerprint]
+    lines = [found for key in keys if (found := line_of(root, key)) is not None]
+    complete = [found for found in lines if found.state == COMPLETED]
+    begun = [found for found in lines if found.state not in (PRUNING, DAMAGED)]
+    return next(iter([*complete, *([line] if line is not None else begun)]), None)
 
 
 def _completed(run: DatedRun, report: RunReport, done: bool) -> DatedRun:

@@ -256,3 +256,31 @@ def test_a_run_of_another_job_is_not_taken_for_done(tmp_path):
     first_run(tmp_path / "out", key="nightly-20261101T000000Z")
     (night,) = planned_runs(job, day(1), day(1))
     assert (night.state, night.done) == ("failed", False) and "PlanMismatch" in night.trouble
+
+
+SCHEDULED = "nightly-20261101T013000Z"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_date_that_its_schedule_ran_is_continued_under_the_key_of_that_run(
+    without_ray, tmp_path, finished
+):
+    job = BatchJob.from_yaml(write_job(tmp_path, 2))
+    filled, _ = resolve_run(job, SCHEDULED, None, day(1))
+    run = plan_run(filled, SCHEDULED)
+    if finished:
+        finalize_run(filled, run, infer_run(filled, run, engine=FakeEngine))
+    first, second = planned_runs(job, day(1), day(2))
+    assert (first.run_key, first.run, first.done) == (SCHEDULED, run.uri, finished)
+    assert first.state == ("completed" if finished else "planned")
+    assert (second.run_key, second.state) == ("nightly-20261102T000000Z", "not started")
+
+
+def test_a_complete_run_of_the_date_counts_more_than_a_started_one(without_ray, tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path, 1))
+    filled, key = resolve_run(job, None, None, day(1))
+    plan_run(filled, key)  # a backfill that was stopped
+    run = plan_run(filled, SCHEDULED)
+    finalize_run(filled, run, infer_run(filled, run, engine=FakeEngine))
+    (night,) = planned_runs(job, day(1), day(1))
+    assert (night.run_key, night.done) == (SCHEDULED, True)
