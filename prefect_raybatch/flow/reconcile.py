@@ -187,20 +187,20 @@ def restart_crashed(
     """Reschedule flow runs of deployments that crashed within the last `hours`.
 
     Each keeps its parameters and its run key, so it continues from the committed shards. A flow run
-    is left alone if it has started more than `most` times, or if another flow run with its run key
-    is active or completed. With `dry_run`, nothing is changed.
+    is left alone if it has started more than `most` times, or if another flow run of its name is
+    active or completed after the crash. With `dry_run`, nothing is changed.
     """
     since = time.time() - hours * 3600
     actions = []
     with get_client(sync_client=True) as client:
         for run in _crashed_runs(client):
-            if run.state is None or run.state.timestamp.timestamp() < since:
+            if run.state is None or _changed(run) < since:
                 continue
             if run.run_count > most:
                 why = f"it crashed {run.run_count} times; see its log before you retry it"
                 actions.append(Action("kept", run.name, str(run.id), why))
-            elif _at_work(client, run.name):
-                why = "another flow run is working on its run key"
+            elif _is_continued(client, run):
+                why = "another flow run is working on its run key, or has completed it"
                 actions.append(Action("kept", run.name, str(run.id), why))
             else:
                 if not dry_run:
@@ -230,18 +230,31 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
     return list(newest.values())
 
 
-def _at_work(client: SyncPrefectClient, run_key: str) -> bool:
-    """Return whether a flow run named `run_key` is active or has completed."""
+def _is_continued(client: SyncPrefectClient, crashed: FlowRun) -> bool:
+    """Return whether a flow run of the same name is active, or completed after the crash.
+
+    One that completed before does not count: it may be an earlier retry of the same run.
+    """
     ours = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
-            name=FlowRunFilterName(any_=[run_key]),
+            name=FlowRunFilterName(any_=[crashed.name]),
             state=FlowRunFilterState(
                 type=FlowRunFilterStateType(any_=[*OPEN, StateType.COMPLETED])
             ),
         ),
-        limit=1,
+        sort=FlowRunSort.END_TIME_DESC,
+        limit=FLOW_RUNS_PAGE,
     )
-    return bool(ours)
+    return any(not _has_completed(run) or _changed(run) > _changed(crashed) for run in ours)
+
+
+def _has_completed(run: FlowRun) -> bool:
+    return run.state is not None and run.state.is_completed()
+
+
+def _changed(run: FlowRun) -> float:
+    """Return when the flow run's state was set, in seconds since 1970; 0 without a state."""
+    return run.state.timestamp.timestamp() if run.state is not None else 0.0
 
 
 def _stop_orphans(

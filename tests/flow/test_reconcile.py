@@ -260,14 +260,20 @@ def test_a_crashed_run_of_a_deployment_is_scheduled_again_under_its_run_key() ->
         forget()
         night, often, taken = crashed("a"), crashed("b", 3), crashed("c")
         crashed("c", state=Running())
+        crashed("d", state=Completed())  # an earlier retry of the same run
+        crashed("d")
+        crashed("e")
+        crashed("e", state=Completed())
         elsewhere = flow_run(Crashed())  # has no deployment: nobody would start it
-        assert whats(restart_crashed(dry_run=True)).count("restarted") == 1
+        assert whats(restart_crashed(dry_run=True)).count("restarted") == 2
         assert state_of(night).is_crashed()
         found = {action.job: action for action in restart_crashed()}
         assert {key: found[key].what for key in found} == {
             "a": "restarted",
             "b": "kept",
             "c": "kept",
+            "d": "restarted",
+            "e": "kept",
         }
         assert "crashed 3 times" in found["b"].why and "another flow run" in found["c"].why
         assert state_of(night).is_scheduled() and state_of(often).is_crashed()
