@@ -50,8 +50,8 @@ from prefect_raybatch.ledger.last_attempt import JUDGING, MEASURING, PUBLISHING
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.published import unpublished_labels
-from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs import attempts
 from prefect_raybatch.runs.agreement import with_agreement

@@ -7,7 +7,6 @@ same files. A marker file, which readers ignore, is written last: without it, fi
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
-from prefect_raybatch.publish.sql import as_json
+from prefect_raybatch.publish.sql import json_text
 from prefect_raybatch.publish.stores import folder_place
 from prefect_raybatch.publish.types import converted_schema, to_schema
 from prefect_raybatch.schemes import with_account
@@ -211,7 +210,7 @@ class _File:
             self._parquet.write_table(table)
         elif self._text is not None:
             for row in table.to_pylist():
-                self._text.write(json.dumps(_finite(row), default=as_json, ensure_ascii=False))
+                self._text.write(json_text(row))
                 self._text.write("\n")
 
     def close(self) -> None:
@@ -230,12 +229,3 @@ def _quoted(value: object) -> str:
         return NULL_FOLDER
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return quote(text, safe="") if text != NULL_FOLDER else text.replace("_", "%5F", 1)
-
-
-def _finite(value: object) -> object:
-    """Return a value with null for NaN and infinity at any depth, which JSON cannot express."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -604,7 +605,7 @@ def _unpacked(table: Table) -> dict[str, Convert]:
     found: dict[str, Convert] = {}
     for column in table.columns:
         if isinstance(column.type, JSON):
-            found[column.name] = lambda value: json.loads(_json(value))
+            found[column.name] = lambda value: json.loads(json_text(value))
         elif isinstance(column.type, ARRAY):
             found[column.name] = lambda value: value
     return found
@@ -668,7 +669,7 @@ def _values(
     for kept in schema:
         given = rows.schema.field(kept.name)
         if kinds.is_nested(given.type):
-            change[given.name] = unpacked.get(given.name, _json)
+            change[given.name] = unpacked.get(given.name, json_text)
         elif kinds.is_timestamp(given.type) and given.type.tz:
             change[given.name] = _utc
         elif kinds.is_decimal(kept.type) and dialect == "sqlite":
@@ -703,12 +704,24 @@ def _utc(value: datetime) -> datetime:
     return value.astimezone(UTC)
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, default=as_json, ensure_ascii=False)
+def json_text(value: object) -> str:
+    """Return a value as JSON text.
+
+    NaN and infinity, which JSON cannot express, become null at any depth. Decimals and
+    times become texts, bytes base64.
+    """
+    return json.dumps(_finite(value), default=_as_text, ensure_ascii=False)
 
 
-def as_json(value: object) -> object:
-    """Convert a value that JSON has no type for: decimals and times to text, bytes to base64."""
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_text(value: object) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -88,6 +88,14 @@ def test_what_a_target_keeps_comes_back(format, tmp_path):
     assert {v for n, v in second.items() if n not in ("_row", "byte")} == {None}
 
 
+@pytest.mark.parametrize("format", ["jsonl", "sql"])
+def test_nested_numbers_that_json_cannot_express_become_null(format, tmp_path):
+    odd = pa.array([[0.5, float("nan"), float("-inf")]])
+    put(format, tmp_path, pa.table({"_row": [0], "ratios": odd}))
+    (row,) = TARGETS[format][1](tmp_path)
+    assert row["ratios"] in ([0.5, None, None], "[0.5, null, null]")
+
+
 BAD = [
     ("delta", pa.float16(), "float32"),
     ("delta", pa.time64("us"), "postprocess"),
