@@ -560,6 +560,8 @@ def test_a_missing_input_and_a_missing_job_are_named(tmp_path, call):
     assert code == 2 and err.startswith("SourceError: ") and "in.parquet" in err
     code, _, err = call("plan", tmp_path / "no.yaml")
     assert code == 2 and "no such job file" in err
+    code, _, err = call("doctor", "--set", "engine.model=m")  # changes nothing without a job
+    assert code == 2 and "Name the job" in err
 
 
 def test_an_output_inside_the_input_is_refused(tmp_path, call):
