@@ -134,7 +134,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         ledger = Ledger(self.store)
-        self._done = partial(_is_unwanted, self.store, Draining(self.store, self.attempt))
+        self._draining = Draining(self.store, self.attempt)
         self._running: Dataset | None = None
         self._limiter: SharedLimiter | None = None
         self._used, self._usage_lock = Usage(), threading.Lock()
@@ -148,7 +148,6 @@ class Pipeline:
             decode_schema(self.plan.input_schema),
             input_store(self.store, self.plan) if self.plan.snapshot else None,
             {} if self.plan.snapshot else dict(self.spec.read.options),
-            done=self._done,
         )
         self.model = models.with_tokenizer(self.plan.model, self.spec.engine.model)
         self.task = Pooling.of(self.spec, self.model)
@@ -294,7 +293,7 @@ class Pipeline:
         called in a separate process.
         """
         spec, limits, increment = self.spec, self.spec.limits, self.increment
-        launch, hosted = self._launch(), spec.engine.model.endpoint is not None
+        launch, hosted = self._launch(isolated), spec.engine.model.endpoint is not None
         calls = Calls(limits.function_seconds or None, isolated, limits.engine_deaths)
         prepare = prepare_of(
             self.task,
@@ -325,12 +324,21 @@ class Pipeline:
         pools = spec.engine.model.pools
         return look_up(pools, self.plan, increment, self.store, prepare, keying), None, finish
 
-    def _launch(self) -> EngineLaunch:
+    def skips(self, isolated: bool) -> Callable[[int], bool]:
+        """Return a function that tells the stages of a pass whether to skip a shard, by its number.
+
+        An isolated pass skips no committed shard: the driver sends rows of such shards to see
+        whether engines work at all.
+        """
+        if isolated:
+            return partial(_is_draining, self._draining)
+        return partial(_is_unwanted, self.store, self._draining)
+
+    def _launch(self, isolated: bool) -> EngineLaunch:
         """Return all settings with which an engine, or the client of a hosted model, is started."""
         model, tell = dict(self.plan.model), partial(report_start, self.attempt)
-        launch = engine_launch(
-            self.spec, model, self.size, self._done, self.attempt, self.task, tell
-        )
+        skips = self.skips(isolated)
+        launch = engine_launch(self.spec, model, self.size, skips, self.attempt, self.task, tell)
         if self.warm is None:  # else the engine's actor checks, for all its runs
             launch = replace(launch, leaving=node_is_leaving)
         endpoint = self.spec.engine.model.endpoint
@@ -346,7 +354,7 @@ class Pipeline:
         first, launch, finish = self.stages(isolated)
         takes = self.spec.cluster
         prepared = (
-            ShardDatasource(self.reader, self.read_tasks(units, isolated))
+            ShardDatasource(self.reader, self.read_tasks(units, isolated), self.skips(isolated))
             .dataset(**_resources(takes.prepare), ray_remote_args=ONCE)
             .map_batches(first, **_batches(), **_stage(takes.prepare))
         )
@@ -483,7 +491,7 @@ class Pipeline:
         committed the shard meanwhile.
         """
         (task,) = self.reader.tasks(self._starts([unit]))
-        table = next(self.reader.read(task), None)
+        table = next(self.reader.bind(task, self.skips(isolated=False))(), None)
         if table is None:  # another driver committed the shard meanwhile
             return Receipt(unit.shard, self.attempt)
         if is_lost(table):
@@ -615,6 +623,10 @@ def _threshold(size: Sizing, isolated: bool) -> float:
     its minimum (measured). `isolated`: an engine has one unit at a time.
     """
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
+
+
+def _is_draining(draining: Draining, _shard: int) -> bool:
+    return draining()
 
 
 def _is_unwanted(store: Store, draining: Draining, shard: int) -> bool:

@@ -511,10 +511,12 @@ class Driver:
 
         `units` are those that got no receipt. A unit of several rows that may have killed its
         engine is split. A single row is counted in `deaths`, and quarantined at its
-        `limits.engine_deaths`th death. Units that failed for other reasons are returned as they
-        are.
+        `limits.engine_deaths`th death, unless engines died of all rows of committed shards too.
+        Units that failed for other reasons are returned as they are.
         """
         rest: list[Unit] = []
+        # Without committed shards there are no probes; a fixed prompt then shows that engines work.
+        works = self._answered or not self.done.any()
         for unit in units:
             why = self._why_lost(unit)
             if not why.may_be_caused_by_row:
@@ -523,7 +525,7 @@ class Driver:
                 rest += split_unit(unit)
             else:
                 deaths[unit] += 1
-                if deaths[unit] < self.limits.engine_deaths:
+                if deaths[unit] < self.limits.engine_deaths or not works:
                     rest.append(unit)
                 else:
                     self._accept(quarantine(unit, why))

@@ -75,7 +75,7 @@ class ShardReader:
     `files` are in the plan's order. `schema` has the columns to read, in this order, and the types
     to cast them to. `store` is the run's store if the files are a snapshot (their URIs are then
     relative to it, and only their size is checked); else None, and `options` are the input's store
-    options. `done` (optional, picklable) returns on the worker whether a shard is committed.
+    options.
     """
 
     def __init__(
@@ -84,10 +84,9 @@ class ShardReader:
         schema: pa.Schema,
         store: Store | None = None,
         options: StoreOptions | None = None,
-        done: Done | None = None,
     ) -> None:
         self.files, self.schema, self.store = tuple(files), schema, store
-        self.options, self.done = HiddenOptions(options), done
+        self.options = HiddenOptions(options)
         self._stops = np.cumsum([file.rows for file in self.files], dtype=np.int64)
 
     @property
@@ -151,9 +150,12 @@ class ShardReader:
         """Yield the blocks of a task's units, as `read_units` does."""
         return self.bind(task)()
 
-    def bind(self, task: Task) -> Callable[[], Iterator[pa.Table]]:
-        """Return a small picklable function that yields the blocks of a task's units."""
-        return partial(read_units, task, self.schema, self.store, self.options, self.done)
+    def bind(self, task: Task, done: Done | None = None) -> Callable[[], Iterator[pa.Table]]:
+        """Return a small picklable function that yields the blocks of a task's units.
+
+        `done` is as in `read_units`.
+        """
+        return partial(read_units, task, self.schema, self.store, self.options, done)
 
 
 def read_units(
@@ -165,7 +167,8 @@ def read_units(
 ) -> Iterator[pa.Table]:
     """Yield a block for each unit, in order: rows, tagged and cast to `schema`, or a lost block.
 
-    The arguments are as in `ShardReader`; a unit whose shard is `done` gets no block. Each file is
+    `schema`, `store` and `options` are as in `ShardReader`. `done` (picklable) returns whether to
+    skip a shard: its units get no block. Each file is
     compared with the plan's record of it before its first use and again before a unit read from it
     is yielded. Memory: a unit, a decoded batch (`batch_rows`), and the column chunks of a row group
     as stored (at most CHUNK_BYTES each).
@@ -507,9 +510,11 @@ def _cast(batch: pa.RecordBatch, schema: pa.Schema, values: Mapping[str, str | N
 class ShardDatasource(UnjoinedBlocks):
     """A data source with one Ray read task for each `Task`; Ray displays it as "ReadShards"."""
 
-    def __init__(self, reader: ShardReader, tasks: Sequence[Task]) -> None:
+    def __init__(
+        self, reader: ShardReader, tasks: Sequence[Task], done: Done | None = None
+    ) -> None:
         super().__init__()
-        self._read_tasks = [ReadTask(reader.bind(task), _metadata()) for task in tasks]
+        self._read_tasks = [ReadTask(reader.bind(task, done), _metadata()) for task in tasks]
 
     def get_name(self) -> str:
         return "Shards"  # Ray puts "Read" in front

@@ -18,6 +18,7 @@ from prefect_raybatch.api import finalize_run, infer_run, plan_run
 from prefect_raybatch.driver import monitor
 from prefect_raybatch.errors import EngineFailure
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.engine import EngineLaunch
@@ -54,12 +55,23 @@ class MortalEngine(FineEngine):
         return super().__call__(table)
 
 
-def job_in(folder: Path, lives: str, **limits: Any) -> BatchJob:
+class DeadlyRows(FineEngine):
+    """Dies of the rows whose ids are in DEADLY."""
+
+    DEADLY = {ROWS - 2, ROWS - 1}
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if not is_passthrough(table) and self.DEADLY & set(table["id"].to_pylist()):
+            die()
+        return super().__call__(table)
+
+
+def job_in(folder: Path, lives: str, shard_rows: int = 1, **limits: Any) -> BatchJob:
     pq.write_table(input_rows(0, ROWS), folder / "in.parquet")
     (folder / "notes").mkdir()
     env = {"NOTES": str(folder / "notes"), LIVES: lives}
     return make_job(
-        source={"uri": str(folder / "in.parquet"), "rows_per_shard": 1},
+        source={"uri": str(folder / "in.parquet"), "rows_per_shard": shard_rows},
         engine={
             "model": "demo",
             "max_model_len": 64,
@@ -104,3 +116,17 @@ def test_a_run_ends_with_engine_failure_where_engines_die_for_ever(
     with pytest.raises(EngineFailure, match="died"):
         infer_run(job, run, engine=MortalEngine)
     assert 2 * STARTS <= starts(tmp_path) < 10 * STARTS
+
+
+@pytest.mark.whole
+def test_a_run_that_has_only_rows_left_that_kill_engines_quarantines_them(
+    tmp_path: Path, local_ray: Any
+) -> None:
+    job = job_in(tmp_path, "well", shard_rows=(ROWS - 2) // 2, max_failed_rows=2)
+    run = plan_run(job, "key")
+    infer_run(job, run, engine=FineEngine)
+    Path(run.uri, commit_path(2)).unlink()
+    progress = infer_run(job, run, engine=DeadlyRows)
+    assert progress.done == ROWS and progress.tally.failed == len(DeadlyRows.DEADLY)
+    report = finalize_run(job, run, progress)
+    assert {failure.error for failure in report.failures} == {"EngineDied"}

@@ -54,5 +54,5 @@ def one_pass(self: Pipeline, units: Sequence[Unit], isolated: bool) -> Iterator[
         if spec is not None:  # a hosted model's connections would stay open until the last test
             held.callback(engine.close)
         for task in self.read_tasks(units, isolated):
-            for table in self.reader.read(task):
+            for table in self.reader.bind(task, self.skips(isolated))():
                 yield from receipts(finish(engine(first(table))))

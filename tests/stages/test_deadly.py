@@ -372,3 +372,13 @@ def test_a_unit_that_is_isolated_is_alone_in_its_read_task_too(tmp_path: Path) -
     units = [run.whole(shard) for shard in range(300)]
     assert [len(task.units) for task in pipeline.read_tasks(units, True)] == [1] * 300
     assert len(pipeline.read_tasks(units, False)) < 300
+
+
+def test_an_isolated_pass_asks_rows_of_committed_shards(tmp_path: Path) -> None:
+    """The driver sends them to see whether engines work at all."""
+    run = small_run(tmp_path, rows=4, per_shard=2)
+    run.commit(0)
+    size: Any = None
+    pipeline = Pipeline(compile_job(run.job), run.plan, run.shards, run.store, "a", size)
+    assert [pipeline.skips(False)(shard) for shard in (0, 1)] == [True, False]
+    assert [pipeline.skips(True)(shard) for shard in (0, 1)] == [False, False]
