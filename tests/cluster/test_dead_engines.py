@@ -129,4 +129,4 @@ def test_a_run_that_has_only_rows_left_that_kill_engines_quarantines_them(
     progress = infer_run(job, run, engine=DeadlyRows)
     assert progress.done == ROWS and progress.tally.failed == len(DeadlyRows.DEADLY)
     report = finalize_run(job, run, progress)
-    assert {failure.error for failure in report.failures} == {"EngineDied"}
+    assert report.failures and all("EngineDied" in failure for failure in report.failures)
