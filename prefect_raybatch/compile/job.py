@@ -51,11 +51,12 @@ class Planned:
     """Values that the plan fixes, so that a resumed run does not determine them again.
 
     The files and classes that the job names may have changed since the plan was made. `context` is
-    the context length that `auto` resolved to; `schema` and `chat_template` are the texts that were
-    read from files or classes; each is None if the job does not use it. `names` maps `row_number`
-    and `column` (AUTO_RENAMED_COLUMNS) to the column names in the plan; a missing key stands for
-    the default name. `layout` is the layout of the result's files. `check` is how many rows both
-    models of a cascade answer: all attempts must choose the same random sample.
+    the context length that `max_model_len: auto` resolved to, None without `auto`. `schema` and
+    `chat_template` are the texts that were read from files or classes, None if the job has no
+    answer schema or no chat template. `names` maps `row_number` and `column`
+    (AUTO_RENAMED_COLUMNS) to the column names in the plan; a missing key stands for the default
+    name. `layout` is the layout of the result's files. `check` is how many rows both models of a
+    cascade answer: all attempts must choose the same random sample.
     """
 
     context: int | None
@@ -83,11 +84,12 @@ def compile_job(
 ) -> RunSpec:
     """Return the `RunSpec` of a job.
 
-    `columns` are the input's column names; None if they are not known yet, and then the result
-    keeps all columns that the job does not exclude by name. `planned` has the values that the run's
-    plan fixed; without it, chat template and answer schema are read from the job's files and
-    classes. Raises `CorruptRun` if the job leaves the context length to the plan and the plan has
-    none.
+    `columns` are the input's column names. While they are unknown (None), image columns are not
+    left out of the result, and a result column is renamed only if output.columns has its name.
+    `planned` has the values that the run's plan fixed. Without it, the answer schema is read from
+    the job's file or class, and the chat template is the job's value, which may still be a file
+    name. Raises `CorruptRun` if `planned` lacks a context length or chat template that the job
+    needs.
     """
     if job.output.escalate.engine is not None:
         return _compile_cascade(job, columns, planned)

@@ -49,9 +49,11 @@ class Resolved:
     `job` has the texts of its chat template and answer schema. `pinned_model` is the model as a
     plan records it; None until `pinned` looks up the commit of a Hugging Face model. `checked`:
     `model.check` has checked the model's files. In a cascade, `first` is the job of the first
-    model, and `pinned_model` is the larger model. `classifier` has the bytes of the job's
-    classifier file, and `training` the record of its training. `of` has checked that the job has
-    the fields and the model in that record (only the model's name while it is not pinned).
+    model, and `pinned_model` is the larger model.
+
+    `classifier` has the bytes of the job's classifier file, and `training` the record of its
+    training: the fields and the model that it was trained with. `of` compares the job with this
+    record; while the model is not pinned, only by the model's name.
     """
 
     job: BatchJob
@@ -72,8 +74,9 @@ class Resolved:
         """Return the job resolved with `model`; `retry` names the failed rows of a retry run.
 
         `model` is as a plan records it, None if it is not pinned yet. For `retry`, see
-        `fingerprint`. Reads the files of the chat template and the classifier. Raises `ConfigError`
-        for a classifier that was trained for other fields or another model.
+        `fingerprint`. Reads the files of the chat template and the classifier; `resolve` also loads
+        the answer schema. Raises `ConfigError` for a classifier that was trained for other fields,
+        other labels or another model.
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
@@ -135,9 +138,9 @@ class Resolved:
         return found
 
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
-        """Return the job with failed rows as its input in place of the source.
+        """Return the job with the failed rows in `retry` as its input, in place of the source.
 
-        `retry` names the rows, in the form that `fingerprint` takes; None names none.
+        For the form of `retry`, see `fingerprint`. If it is None, the input is the source.
         """
         if retry == self.identity.retry:
             return self
@@ -148,9 +151,9 @@ class Resolved:
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
     """Return the job resolved; `retry` names the failed rows of a retry run (see `fingerprint`).
 
-    A job that is resolved already is not resolved again. Uses the network only for files in remote
-    folders. Raises `ConfigError` for anything that the policy forbids, a missing model, and
-    functions that cannot be imported.
+    A job that is resolved already is not resolved again; only a `retry` replaces its input. Uses
+    the network only for files in remote folders. Raises `ConfigError` for anything that the policy
+    forbids, a missing model, and functions that cannot be imported.
     """
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
@@ -225,7 +228,7 @@ def _engine_parts(job: BatchJob) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name.split(".")[0] == "engine"}
 
 
-# Fields of FINGERPRINTED that count with something else than their value, and what that is.
+# Fields of FINGERPRINTED that count with another value than their own: functions that return it.
 FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "source.uri": _uris,
     "source.catalog": _catalog,
@@ -271,8 +274,8 @@ def fingerprint(
 
     For a classifier, and for a model in a local or s3:// folder, the content of the files is
     hashed; a Hugging Face name is hashed as written, because the plan pins its commit when the run
-    begins. `model` is the model as a plan records it, None if it is not pinned yet. `retry`
-    ({parent, errors}) names failed rows that are the input, in place of the source.
+    begins. `model` is the model as a plan records it, None if it is not pinned yet. `retry` names
+    failed rows that are the input, in place of the source (see `Identity.retry`).
     """
     parts = answer_fields(job)
     if found := adapters.identities(model_request(job.engine)):

@@ -49,8 +49,8 @@ def check_form(value: str | dict[str, Any]) -> str:
     """Check the value of output.schema_model, and return it as text.
 
     It may be a JSON Schema (a mapping or its text), the name of a .json file, or
-    package.module:Class. A mapping becomes JSON text, because Prefect takes each mapping with a
-    `$ref` in a flow's parameters for a block, and sorts the keys of other mappings. Raises
+    package.module:Class. A mapping becomes JSON text, because in a flow's parameters Prefect treats
+    a mapping with a `$ref` as a reference to a block, and sorts the keys of other mappings. Raises
     ValueError for anything else.
     """
     if isinstance(value, dict):
@@ -230,7 +230,8 @@ def schema_engine_fields(given: Mapping[str, object], schema: str | None) -> dic
 
     Adds nothing if `schema` is None. Keeps what the job sets itself. The added arguments choose the
     grammar's backend and forbid blanks between the parts of the JSON, because models can continue
-    with blanks until max_tokens. vLLM accepts this setting only for a whole engine.
+    with blanks until max_tokens. vLLM reads both settings only from an engine's arguments, not from
+    a request.
     """
     if schema is None:
         return dict(given)

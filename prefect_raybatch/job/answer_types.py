@@ -146,8 +146,9 @@ def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
 def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
     """Return the only non-null member of a union, and whether the union allows null.
 
-    A union is an anyOf, oneOf or allOf, or a list of types. Returns None if it has several members,
-    and if `part` is no union.
+    A union is an anyOf, oneOf or allOf, or a list of types. Returns None if it has several non-null
+    members, if an anyOf, oneOf or allOf stands beside a type or other rules, and if `part` is no
+    union.
     """
     composed = [word for word in COMPOSED if word in part]
     if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):

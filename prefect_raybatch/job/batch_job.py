@@ -343,7 +343,7 @@ def check_precision(job: BatchJob) -> None:
 def check_quality(job: BatchJob) -> None:
     """Raise ValueError if golden rows or a judge cannot be used with this job.
 
-    This includes other fields of `quality` that are set without them.
+    Raises it as well for a field of `quality` that has no effect without golden rows or a judge.
     """
     quality, output = job.quality, job.output
     if quality.golden is None:
@@ -425,7 +425,8 @@ def check_reasoning_parser(job: BatchJob) -> None:
 def check_logprobs(job: BatchJob) -> None:
     """Raise ValueError if sampling.logprobs is not a number from 0 to the maximum.
 
-    Raises it as well for sampling.logprobs beside output.probabilities.
+    The maximum is engine.max_logprobs, by default 20, and always 20 for a hosted model. Raises it
+    as well for sampling.logprobs beside output.probabilities.
     """
     logprobs = job.sampling.extra.get("logprobs")
     if logprobs is None:
@@ -572,7 +573,10 @@ def check_endpoint(job: BatchJob) -> None:
 
 
 def check_batch(job: BatchJob) -> None:
-    """Raise ValueError for fields that an OpenAI batch file as input forbids, or that need one."""
+    """Raise ValueError for a field that conflicts with an OpenAI batch file as input.
+
+    If the input is not such a file, raises it for a field that applies only to batch files.
+    """
     check_batch_file(job.source, job.prompt.function, job.sampling, job.engine.task, job.output)
 
 
@@ -586,7 +590,10 @@ def check_max_tokens(job: BatchJob) -> None:
 
 
 def check_cascade(job: BatchJob) -> None:
-    """Raise ValueError for fields that conflict with output.escalate, and for missing ones."""
+    """Raise ValueError if a field conflicts with output.escalate, or if one that it needs is unset.
+
+    Also raises it if the job of the first model or of the larger model is invalid.
+    """
     escalate = job.output.escalate
     if escalate.engine is None:
         return

@@ -95,7 +95,8 @@ def check_duration(text: str | None) -> str | None:
 def without_user(uri: str) -> str:
     """Return `uri`; raise ValueError if it contains a user or a password.
 
-    The message does not quote `uri`. An account in an abfss:// or similar URI is allowed.
+    The message does not quote `uri`. A valid Azure account in an abfss:// or similar URI is
+    allowed.
     """
     if names_account(uri):
         return uri
@@ -239,10 +240,11 @@ def refuse_unknown(
 def with_unknown_fields(
     kind: type[BaseModel], value: object, known: Callable[[], frozenset[str] | None]
 ) -> Iterator[None]:
-    """If the block raises a ValidationError, add the unknown fields of the validated group to it.
+    """Add a group's unknown fields to a ValidationError that the `with` block raises.
 
-    So they are reported together with the other errors. `kind` is the class of the group, and
-    `value` its plain values; `known` returns the names of vLLM's fields, None for no check.
+    Unknown fields are then reported together with the group's other errors. `kind` is the class of
+    the group, and `value` its plain values. `known` returns the names of vLLM's fields; if it
+    returns None, nothing is added.
     """
     try:
         yield
@@ -264,7 +266,7 @@ def _again(line: ErrorDetails) -> InitErrorDetails:
 
 
 def nearest(name: str, known: set[str] | frozenset[str]) -> str:
-    """Return "; did you mean 'X'?" for the most similar known name; "; remove it" if none is."""
+    """Return "; did you mean 'X'?" with the most similar of the `known` names, or "; remove it"."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else "; remove it"
 

@@ -23,10 +23,10 @@ RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 class ClusterAccess:
     """How to reach a cluster: by `address`, by `job_server`, or by creating it from `kubernetes`.
 
-    All three are None for a local cluster. `token` is Ray's authentication token; None stands for
-    the environment's token. `headers`, which include the token, are sent with each request to the
-    job server. `block` names the Prefect block with these settings, None if the job has them. The
-    repr hides token and headers.
+    If all three are None, the cluster is that of RAY_ADDRESS or, without this variable, a local
+    one. `token` is Ray's authentication token; None stands for the environment's token. `headers`,
+    which include the token, are sent with each request to the job server. `block` names the Prefect
+    block with these settings, None if the job has them. The repr hides token and headers.
     """
 
     address: str | None = None
@@ -157,9 +157,10 @@ class Cluster(Group):
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether the engines run on other machines than the one that starts the job.
+        """Return whether the engines may run on other machines than the one that starts the job.
 
-        They do if the job sets an address other than local, a job server, a block or Kubernetes.
+        True if the job sets an address other than local, a job server, a block or Kubernetes. The
+        environment variable RAY_ADDRESS is not considered.
         """
         address = self.address not in (None, LOCAL)
         return bool(address or self.job_server or self.block or self.kubernetes.asked)

@@ -59,7 +59,8 @@ def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = No
     """Return the job in which the judge of `job` judges the answers in the file `rows`.
 
     Its runs are written to the folder `runs` and cost at most `max_cost` (None: no limit). It uses
-    the cluster of `job`, but if that takes only Ray jobs, this machine calls a hosted judge.
+    the cluster of `job`; but if runs are submitted there as Ray jobs, a hosted judge is called from
+    this machine.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
     access = job.cluster.access_if_loaded
@@ -123,7 +124,7 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
 def with_endpoint_of(job: BatchJob, other: BatchJob) -> BatchJob:
     """Return `job` with `engine.endpoint` of `other`, but keep the key of `job`.
 
-    Both are the same job, one of them with the fields of the hosted model's Prefect block.
+    Both are the same job; the Prefect block of the hosted model is loaded in only one of them.
     """
     endpoint = other.engine.endpoint.model_copy(update={"key": job.engine.endpoint.key})
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": endpoint})})
@@ -153,8 +154,8 @@ def _endpoint_of_block(
 ) -> ModelEndpoint:
     """Return `endpoint` with missing fields filled in from `fields`, those of its Prefect block.
 
-    Raises `ConfigError` if it has another URL than the block, because the block's key must not be
-    sent there. `where` is the job field that the message names.
+    Raises `ConfigError` if `endpoint` has another URL than the block, because the block's key must
+    not be sent to that URL. `where` is the job field that the message names.
     """
     own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
     own = {name: value for name, value in own.items() if value is not None}
@@ -233,8 +234,9 @@ def render_for_today(job: BatchJob) -> BatchJob:
 def render_placeholders(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """Return the job with {run_date} and {run_key} filled in; unchanged without placeholders.
 
-    A {run_key} in publish targets is filled in later, when publishing. Without `run_date`, the date
-    in the run key is used; raises `ConfigError` if there is none.
+    A {run_key} in publish targets is filled in later, when publishing. Without `run_date`,
+    {run_date} is the date in the run key. Raises `ConfigError` if {run_date} is used and the key
+    has no date, or if {run_key} is used and the key is not valid.
     """
     return render_targets(render_locations(job, run_key, run_date), run_key, run_date)
 

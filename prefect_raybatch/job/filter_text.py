@@ -129,7 +129,7 @@ class _Token:
 
     @property
     def keyword(self) -> str:
-        """Return a word or sign in capitals; "" for a number, a quoted text or the end."""
+        """Return the token in capitals if it is a word or sign, otherwise ""."""
         return self.value.upper() if self.kind in ("word", "sign") else ""
 
 

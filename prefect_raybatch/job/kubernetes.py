@@ -41,7 +41,7 @@ SHAPE = (
 
 
 def quantity(text: object) -> Decimal:
-    """Return the value of a Kubernetes quantity such as 500m, 8 or 32Gi.
+    """Return a Kubernetes quantity as a number: 0.5 for 500m, 8 for 8, 2**35 for 32Gi.
 
     Raises ValueError for anything else.
     """

@@ -138,8 +138,8 @@ class Limits(Group):
     def allowed(self, rows: int) -> int:
         """Return how many of `rows` planned rows may fail; the lowest of several limits counts.
 
-        A fraction is rounded down, but above 0 it allows at least one row, and below 1 never all of
-        them. So one failed row of 20 does not fail a run, and a run whose only row failed fails.
+        A fraction is rounded down. Above 0 it allows at least one row, but below 1 never all rows.
+        So one failed row of 20 does not fail a run, and a run whose only row failed fails.
         """
         allowed = []
         for name, value in self._limits().items():

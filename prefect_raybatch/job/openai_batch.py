@@ -88,9 +88,10 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
     """Return the fields of a job without those that `with_batch_fields` added.
 
     Used before other fields are changed: `with_batch_fields` then adds them again, to suit the
-    change. Fields with another value than the added one stay. `job` has the validated groups,
-    `fields` their plain values without defaults. Returns `fields` if the source is no batch file,
-    or if prompt.function is not the one that `with_batch_fields` would set.
+    change. Fields with another value than the added one stay, and so do all fields of `limits`.
+    `job` has the validated groups, `fields` their plain values without defaults. Returns `fields`
+    if the source is no batch file, or if prompt.function is not the one that `with_batch_fields`
+    would set.
     """
     decided = _decided_fields(fields.get("engine", {}))
     own_function = job["prompt"].function != decided["prompt"]["function"]
@@ -116,7 +117,10 @@ def _unset(group: Mapping[str, Any], *names: str) -> bool:
 
 
 def _fields(group: object) -> dict[str, Any] | None:
-    """Return the fields that are set in a group, a model or a mapping; None for any other value."""
+    """Return the fields that are set in a group, {name: value}.
+
+    Returns None if `group` is neither a pydantic model nor a mapping.
+    """
     if isinstance(group, BaseModel):
         return {name: value for name, value in group if name in group.model_fields_set}
     return dict(group) if isinstance(group, Mapping) else None
@@ -125,7 +129,10 @@ def _fields(group: object) -> dict[str, Any] | None:
 def check_batch_file(
     source: Source, function: str | None, sampling: Sampling, task: str, output: Output
 ) -> None:
-    """Raise ValueError for fields that an OpenAI batch file as input forbids, or that need one."""
+    """Raise ValueError for a field that conflicts with an OpenAI batch file as input.
+
+    If the input is not such a file, raises it for a field that applies only to batch files.
+    """
     if source.format != BATCH_FORMAT:
         if source.served_as is not None:
             raise ValueError(

@@ -135,7 +135,10 @@ def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
 
 
 def day_of_run(run_key: str, run_date: date | None) -> date:
-    """Return `run_date`, else the date in the run key; raise `ConfigError` if neither is there."""
+    """Return `run_date`, or if it is None the date in the run key.
+
+    Raises `ConfigError` if the key has no date.
+    """
     when = run_date or date_of_key(run_key)
     if when is None:
         raise ConfigError(

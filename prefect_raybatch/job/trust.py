@@ -47,7 +47,8 @@ def check_trust(job: BatchJob) -> None:
 def check_reach(job: BatchJob, policy: JobPolicy) -> None:
     """Raise `ConfigError` for the first folder, host, variable or block that the policy rejects.
 
-    Does nothing under the policy of a job's owner.
+    Also checks store options and access to private addresses. Does nothing for a job that its owner
+    runs: the owner's policy does not limit any of this.
     """
     if not policy.limited:
         return
@@ -98,9 +99,10 @@ def _check_model(reach: Reach, group: str, engine: Engine) -> None:
 
 
 def check_blocks(job: BatchJob) -> None:
-    """Raise `ConfigError` for a saved Prefect block that the policy in force does not allow.
+    """Raise `ConfigError` if the job names a saved Prefect block that the policy does not allow.
 
-    Does nothing under the policy of a job's owner.
+    Checks only the names of blocks, so no block needs to be loaded. Does nothing for a job that its
+    owner runs: the owner's policy allows all blocks.
     """
     if reach := limited_reach():
         _check_blocks(reach, job)

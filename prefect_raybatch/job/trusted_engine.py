@@ -87,9 +87,10 @@ def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> 
 
 
 def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of set arguments that run code (ENGINE_CODE) and are not allowed.
+    """Yield the dotted names of switches of ENGINE_CODE that are on and that are not allowed.
 
-    Looks into `value`, the value of argument `name`, at any depth.
+    Looks at the argument `name` itself, and into its `value` if that is a mapping, at any depth of
+    mappings.
     """
     last = name.rpartition(".")[2]
     if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
@@ -101,7 +102,10 @@ def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
 
 
 def _allows(policy: JobPolicy, name: str) -> bool:
-    """Return whether the policy names the argument itself, not only a mapping around it."""
+    """Return whether the policy lists the dotted `name` itself, or the last part of it.
+
+    A mapping around the argument is not enough, nor is a `*`.
+    """
     return bool({name, name.rpartition(".")[2]} & set(policy.engine_arguments))
 
 
@@ -145,7 +149,8 @@ def _is_word_list(kind: object) -> bool:
 def _kind_in(kind: object, key: str) -> object:
     """Return the type of the value at `key`, where `kind` is the type of the mapping around it.
 
-    `kind` is a dict or a class. Returns Any for a key that the class lacks, None if unknown.
+    `kind` is a dict type, a pydantic class or a union with one of them. Returns Any for a key that
+    the class lacks; None if the type is unknown, for example in a dict of any values.
     """
     for option in _options(kind):
         if isinstance(option, type) and issubclass(option, BaseModel):

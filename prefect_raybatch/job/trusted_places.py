@@ -209,31 +209,34 @@ def _add(what: str) -> str:
 
 
 def limited_reach() -> Reach | None:
-    """Return a `Reach` for the policy in force; None under the policy of a job's owner.
+    """Return a `Reach` for the policy in force; None for a job that its owner runs.
 
-    That policy limits no folders, hosts, variables or blocks.
+    The owner's policy sets no limits on folders, hosts, variables or blocks.
     """
     policy = policy_in_force()
     return Reach(policy) if policy.limited else None
 
 
 def check_run_place(uri: str) -> None:
-    """Raise `ConfigError` if the policy in force does not allow writing to a run directory."""
+    """Raise `ConfigError` if the policy in force does not allow writing to run directory `uri`."""
     if reach := limited_reach():
         reach.write("run directory", uri)
 
 
 def check_written(field: str, uri: str) -> None:
-    """Raise `ConfigError` if the policy in force does not allow writing to a place.
+    """Raise `ConfigError` if the policy in force does not allow writing to the folder `uri`.
 
-    `field` names what leads there, for the error.
+    `field` begins the message. It says what the folder is, e.g. "TARGET: the table's files".
     """
     if reach := limited_reach():
         reach.write(field, uri)
 
 
 def check_output_place(uri: str, options: Mapping[str, object]) -> None:
-    """Raise `ConfigError` if the policy in force does not allow an output or its store options."""
+    """Raise `ConfigError` if the policy in force does not allow writing to `uri` with `options`.
+
+    `uri` is the output folder of a job, `options` are the options of its store.
+    """
     if reach := limited_reach():
         reach.write("output.uri", uri)
         reach.options("output.options", options)
@@ -297,8 +300,8 @@ def check_server(field: str, url: str) -> None:
 def database_file(url: str) -> str | None:
     """Return the path of a SQLite or DuckDB URL's file; None for a database in memory.
 
-    A `file:` before the path and parameters after it are removed; after `file:`, also a fragment,
-    as SQLite does.
+    The URL's parameters are left out. If the path begins with `file:`, this prefix, a host after it
+    and a fragment are left out as well, and percent escapes are decoded, as in SQLite.
     """
     place = url.partition("://")[2].partition("?")[0].partition("/")[2]
     if place.startswith("file:"):

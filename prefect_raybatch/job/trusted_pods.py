@@ -77,8 +77,9 @@ def check_pods(kubernetes: Kubernetes, policy: JobPolicy) -> None:
 def _pods_of(spec: Mapping[str, Any]) -> Iterator[int]:
     """Yield the maximum number of pods of each worker group in the spec of a RayCluster.
 
-    Includes what an autoscaler may add, and `minReplicas`, which KubeRay creates even without one.
-    Raises `ConfigError` for a number that is no integer.
+    This is the largest of `replicas`, `minReplicas` and, with an autoscaler, `maxReplicas`, times
+    `numOfHosts`. KubeRay creates `minReplicas` pods even without an autoscaler. Raises
+    `ConfigError` for a number that is no integer.
     """
     for at, group in enumerate(spec["workerGroupSpecs"]):
         numbers = {name: group.get(name) for name in POD_NUMBERS if group.get(name) is not None}
@@ -105,7 +106,8 @@ def _check_names(
 def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> None:
     """Raise `ConfigError` for an environment variable that a job may not set on pods.
 
-    Such a variable could decide which code a process loads. Does nothing under the owner's policy.
+    Such a variable could decide which code a process loads. Does nothing for a job that its owner
+    runs.
     """
     for name in names:
         if policy.limited and not policy.may_set_variable(name):

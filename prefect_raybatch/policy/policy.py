@@ -116,7 +116,7 @@ STRICT_POLICY = JobPolicy("the built-in policy, which allows no folder and no ho
 
 
 def owner_policy_of(operator: JobPolicy) -> JobPolicy:
-    """Return the policy of a job's owner, given the policy of the operator.
+    """Return the policy for jobs that their owner runs, derived from the `operator` policy.
 
     It allows all files, hosts, functions, secrets and blocks. Engine settings that run code, and
     privileged pods, are allowed only if the `operator` policy allows them.
@@ -153,11 +153,12 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 
 def canonical_place(uri: str) -> str | None:
-    """Return a local path, file:// or bucket URI in canonical form, with links and `..` resolved.
+    """Return a local path, file:// or bucket URI in canonical form.
 
-    For a glob, return the canonical form of the last folder before its first wildcard. None for any
-    other URI, such as `simplecache::file://`, and for a path that different libraries may resolve
-    to different files.
+    In a local path, symbolic links and `..` are resolved; a file:// URI becomes a path. For a glob,
+    returns the canonical form of the last folder before its first wildcard. Returns None for any
+    other URI, such as `simplecache::file://`, for a bucket URI with an empty part, `.` or `..`, and
+    for a path that different libraries may resolve to different files.
     """
     if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
         return None
@@ -186,8 +187,8 @@ def canonical_place(uri: str) -> str | None:
         return None
     path = os.path.expanduser(fixed)
     place = os.path.realpath(path)
-    # Behind a link, `..` is the folder around the link to stores, and to the kernel the one around
-    # what the link leads to.
+    # After a symbolic link, some libraries resolve `..` to the folder that holds the link; the
+    # kernel resolves it to the folder that holds the link's target.
     return place if os.path.realpath(os.path.abspath(path)) == place else None
 
 

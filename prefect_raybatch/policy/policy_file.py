@@ -100,8 +100,8 @@ def _boolean(value: object, where: str) -> bool:
 def _place(text: str, folder: str, where: str) -> str:
     """Return an entry of `read` or `write`; a relative local path is resolved against `folder`.
 
-    URIs and `*` are returned unchanged. Raises `ConfigError`, which begins with `where`, for a
-    wildcard in a longer text or a scheme that is not supported.
+    URIs and the entry `*` are returned unchanged. Raises `ConfigError`, which begins with `where`,
+    for any other entry that contains `*`, and for a scheme that is not supported.
     """
     if text == ANY:
         return text

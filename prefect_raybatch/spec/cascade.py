@@ -11,16 +11,16 @@ from fractions import Fraction
 class CascadeSpec:
     """The rule by which rows of a cascade go to the larger model, and the names of both models.
 
-    Unsure rows go there. A row is unsure if the `measure` of its answer (probability or logprob) is
-    under `below`; without such a bound both are None. A row whose answer does not fit the schema is
-    unsure if `fails_schema` is set. `at_most` is the largest share (0 to 1) of the rows that may go
-    to the larger model. `check` is the number of further rows that the larger model answers, to
-    compare both models. `classifies`: the first model embeds, and rows that it cannot embed are
-    unsure.
+    Rows go to the larger model if the first model's answer is unsure. It is unsure if its `measure`
+    (probability or logprob) is under `below`; if the job sets no such bound, `measure` and `below`
+    are None. With `fails_schema`, an answer that does not fit the schema is unsure as well.
+    `at_most` is the largest share (0 to 1) of the rows that may go to the larger model. `check` is
+    the number of further rows that the larger model answers, to compare both models. `classifies`:
+    the first model embeds, and rows that it cannot embed are unsure.
 
-    In the first model's result, `column` holds the answers and `measure_column` the values of the
-    measure. `columns` are columns of that result that only this rule needs, so the run's result
-    drops them.
+    In the first model's result, `column` holds the answers and `measure_column` ("" without a
+    measure) the values of the measure. `columns` are columns of that result that only this rule
+    needs, so the run's result drops them.
     """
 
     measure: str | None

@@ -42,10 +42,10 @@ class EndpointSpec:
         return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
     def api_key(self) -> str:
-        """Return the API key, "" for none, from its environment variable if it names one.
+        """Return the API key, "" for none; a key written as ${NAME} is read from that variable.
 
-        Space around it is removed, such as the line end of a file with a secret. Raises
-        `ConfigError` if the variable is not set, or holds what cannot be sent in a header.
+        Space around the key is removed, such as the line end of a file with a secret. Raises
+        `ConfigError` if the variable is not set, or if the key cannot be sent in a header.
         """
         written = self.secret.get("key", "")
         key = str(fill_variables(written, "engine.endpoint.key")).strip()

@@ -101,9 +101,9 @@ class SamplingSpec:
     pools. `answers` is the number of answers to a row (n). `logprobs` is the number of most
     probable tokens written for each token, None to write none. `choices` are the labels of which an
     answer must be one, and `labels` the labels whose probabilities are written. `form` is
-    sampling.structured_outputs, None if the job sets no form or sets it by an answer schema (then
-    only `fields` has it). `fixed_form` is the job field that requires one form for all rows, so
-    that no row may set another; None if rows may.
+    sampling.structured_outputs as the job sets it, None if it is not set; the form that an answer
+    schema requires is only in `fields`. `fixed_form` names the job field that requires one form for
+    all rows; None if each row may set a form of its own.
     """
 
     fields: SamplingFields

@@ -15,8 +15,8 @@ from prefect_raybatch.spec.options import HiddenOptions
 class ParsingSpec:
     """vLLM's parsers that separate reasoning and tool calls from answers, and their columns.
 
-    `reasoning` and `tool` name one parser each, None for none. `arguments` are the chat template's;
-    they and `tools` are passed to the parsers.
+    `reasoning` and `tool` name one parser each, None for none. The parsers get `tools` and, as
+    `arguments`, the job's chat_template_kwargs.
     """
 
     reasoning: str | None
@@ -45,10 +45,11 @@ class FinishSpec:
     number in the input. `columns` are the input columns that the result keeps, None for all.
     `types` are the Arrow types of the columns that the function `postprocess` returns, by column;
     None takes them from the first shard. `extras` are the further columns that the job asks for,
-    e.g. finish_reason; `probabilities`: one more holds the probability of each label. `schema` is
-    the text of the JSON Schema that each answer must fit, None for free text. `keeps_cut_off`: a
-    truncated answer is valid even if it does not fit the schema; `fails_cut_off`: it fails its row.
-    `inputs` are the input columns whose nulls and common values are counted, None for all.
+    e.g. finish_reason. `probabilities`: the result has a column with the probability of each label.
+    `schema` is the text of the JSON Schema that each answer must fit, None for free text.
+    `keeps_cut_off`: a truncated answer is valid even if it does not fit the form that sampling
+    requires, such as a label or JSON; `fails_cut_off`: a truncated answer fails its row. `inputs`
+    are the input columns whose nulls and common values are counted, None for all.
     `answered_by`: a column names the model of a cascade that answered. `classifier` is the file
     that turns vectors into labels, None if there is none.
     """

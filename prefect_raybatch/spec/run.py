@@ -97,11 +97,11 @@ class RunSpec:
         precision: Mapping[str, str] | None = None,
         sizes: SizeSpec | None = None,
     ) -> RunSpec:
-        """Return the spec with open decisions settled.
+        """Return the spec with open decisions settled; None leaves a decision open.
 
-        `context` is the context length in tokens that `auto` resolved to; `precision` are the
-        engine arguments that a trial chose, {} for the model as it is stored. `sizes` are the
-        sizes with what was learned from earlier runs.
+        `context` is the context length in tokens that `auto` resolved to. `precision` has the
+        engine arguments that a trial chose, {} for the model as it is stored. `sizes` replaces the
+        job's sizes by those that earlier runs led to.
         """
         engine, sizes = self.engine, sizes or self.sizes
         if context is not None:

@@ -189,7 +189,10 @@ def _texts(first: object) -> Iterator[tuple[str, str]]:
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    """Yield the code of a function or of all methods of a class, and of functions inside them."""
+    """Yield the code of a function, or of the plain methods of a class, and of inner functions.
+
+    Class methods, static methods and properties are left out.
+    """
     members = list(vars(value).values()) if isinstance(value, type) else [value]
     codes = [inspect.unwrap(one).__code__ for one in members if inspect.isfunction(one)]
     while codes:

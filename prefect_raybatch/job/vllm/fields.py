@@ -117,7 +117,10 @@ def _tables(file: str, *names: str) -> list[ast.Dict]:
 
 
 def _asked_about(file: str, name: str) -> str | None:
-    """Return the class in `info=` of a decorator of the model class `name`; None without one."""
+    """Return the name of the class that a decorator of model class `name` gets as `info`.
+
+    Returns None without such a decorator.
+    """
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for call in node.decorator_list:
