@@ -17,7 +17,8 @@ LONGEST_REASON, LONGEST_LABEL = 20, 80  # characters
 def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[str, float]:
     """Return the number of answers by label; the keys are ANSWER_LABELS + label.
 
-    An answer that is none of `labels`, or None, counts under the label "".
+    A label is cut to LONGEST_LABEL characters. An answer that is None or none of `labels` counts
+    under the label "".
     """
     names = {label: label[:LONGEST_LABEL] for label in labels}
     found = Counter(names.get(answer or "", "") for answer in answers)

@@ -225,7 +225,10 @@ They return None if the grammar's library is not installed or cannot read the gr
 
 @lru_cache(maxsize=64)
 def by_llguidance(kind: str, value: str) -> Matches:
-    """Return llguidance's check of texts against `value`, of a `kind` such as "regex"."""
+    """Return a function that checks with llguidance whether a text matches `value`.
+
+    `kind` is what `value` is: "regex", "grammar" or "structural_tag".
+    """
     try:
         from llguidance import LLMatcher, LLTokenizer, grammar_from
     except ImportError:
@@ -250,7 +253,11 @@ def by_llguidance(kind: str, value: str) -> Matches:
 
 @lru_cache(maxsize=64)
 def by_xgrammar(kind: str, value: str) -> Matches:
-    """Return xgrammar's check of texts against `value`, of a `kind` such as "regex"."""
+    """Return a function that checks with xgrammar whether a text matches `value`.
+
+    `kind` is what `value` is: "regex", "grammar" or "structural_tag". The function also returns
+    None if the check takes longer than XGRAMMAR_SECONDS.
+    """
     try:
         import xgrammar  # which imports torch, so only where the other library did not match
     except ImportError:

@@ -105,8 +105,8 @@ class FirstAnswers:
     def chosen(self, numbers: np.ndarray) -> np.ndarray:
         """Return bool[rows]: whether each row gets the larger model's answer, by row `numbers`.
 
-        A row does if it is unsure and `last` does not exclude it (see the class). A row that is
-        only checked does not.
+        These are the unsure rows: all of them if `last` is None, else those up to `last` and those
+        in `again` (see the class). Rows that are only checked are not among them.
         """
         sureness = sureness_of(self, numbers)
         chosen = np.asarray(sureness < np.inf)
@@ -344,10 +344,11 @@ class EscalateFinish(Finish):
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         """Return {name: count}: the counts of `Finish._counts`, and those of the larger model.
 
-        The larger model's counts are: rows of the result that it answered, and that it failed;
-        checked rows that it answered, that both models answered equally, and that it did not
-        answer. Answers are equal if all columns but the thinking are. Lengths and finish reasons of
-        the first model's answers are not counted, because its result does not have them.
+        Of the rows that get the larger model's answer, it counts those that succeeded and those
+        that failed. Of the checked rows, it counts those that the larger model answered, those that
+        both models answered equally, and those that the larger model did not answer. Answers are
+        equal if all columns but the thinking are equal. Lengths and finish reasons of the first
+        model's answers are not counted, because its result does not have them.
         """
         kept = set(self._kept_rows(table))
         decided = [outcome for i, outcome in enumerate(outcomes) if i not in kept]

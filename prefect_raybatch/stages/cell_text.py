@@ -35,7 +35,7 @@ def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]
 
 
 def _written_out(kind: pa.DataType) -> pa.DataType:
-    """Return string for a time in nanoseconds, which Python lacks; else the type unchanged."""
+    """Return Arrow's string type for a time in nanoseconds, which Python lacks; else `kind`."""
     return pa.string() if kind == pa.time64("ns") else kind
 
 

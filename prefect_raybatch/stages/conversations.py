@@ -53,7 +53,8 @@ def messages_of(cell: object, name: str) -> Messages:
 def documents_of(cell: object, name: str) -> list[Document] | None:
     """Return the documents of a cell of column `name`; None for a null.
 
-    A document that is only a text becomes {"text": ...}. Raises the errors of `messages_of`.
+    A document that is only a text becomes {"text": ...}. Raises ValueError or TypeError that names
+    the place of the fault.
     """
     if cell is None:
         return None

@@ -117,10 +117,11 @@ class EngineLaunch:
     """Everything that an engine actor needs.
 
     `arguments` are vLLM's EngineArgs without the model. With `engines_per_gpu` above 1, this engine
-    takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes` (0:
-    unknown, so the engine looks itself). `done` (picklable) returns whether a shard, by id, is
-    committed. `sort` puts a block's rows in the best order for the engine; `merge` sends equal
-    requests of a block once. `hang_seconds` limits one step of vLLM, None for no limit.
+    takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes`. If
+    `share` is empty or the GPU has less memory, the engine computes them itself. `done` (picklable)
+    returns whether a shard, by id, is committed. `sort` puts a block's rows in the best order for
+    the engine; `merge` sends equal requests of a block once. `hang_seconds` limits one step of
+    vLLM, None for no limit.
     `labels` are the labels whose probabilities are written. `early_stop`: when to stop generating
     an answer that is one of several labels (see `label_cutoff`). By `attempt`, an actor finds the
     note (`process_note`) that a dead actor of the same driver left on its node. `encodes`: the
@@ -319,7 +320,10 @@ class EngineStage:
             engine.close()
 
     def ready(self) -> SteppedEngine | None:
-        """Return the live engine, restarted after a death; None (see `_refused`) if that fails."""
+        """Return the live engine; start one if there is none.
+
+        Return None if no engine starts: `_refused` has the reason.
+        """
         with self._lock:
             if self.engine is None and self._refused is None:
                 self._begin()
@@ -482,7 +486,9 @@ class EngineStage:
     def __call__(self, table: pa.Table) -> pa.Table:
         """Answer the valid rows of a block; add answers, finish reasons and token counts.
 
-        Returns a lost block if there is no engine, or if it dies meanwhile.
+        Returns a lost block if there is no engine, if it dies meanwhile, if the node is being
+        drained, or if another version of vLLM prepared the images. Returns an empty block if its
+        shards are committed already.
         """
         from prefect_raybatch.stages.vllm.stepper import EngineDied
 
@@ -519,8 +525,8 @@ class EngineStage:
         """Have the engine answer a block's valid rows; return [(row, rows, answer), ...].
 
         `row` is the row whose request was sent, `rows` those that get the answer, `row` included.
-        If the job merges requests, equal ones that must have equal answers are sent once. A row
-        with an unknown adapter is not sent; its answer is an error.
+        If the job merges requests, equal requests whose answers are certain to be equal are sent
+        once. A row with an unknown adapter is not sent; its answer is an error.
         """
         from prefect_raybatch.stages.vllm.stepper import Request
 

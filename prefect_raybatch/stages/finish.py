@@ -186,7 +186,7 @@ class Finish:
     def _result(
         self, table: pa.Table, rows: Mapping[int, ColumnValues]
     ) -> tuple[list[ResultColumn], dict[int, Failure]]:
-        """Return (output columns of the rows that fit the schema, {index of a misfit: failure}).
+        """Return (output columns of the rows that fit the schema, {row index: failure} of others).
 
         `rows` has the values of the valid rows, by index in the block.
         """

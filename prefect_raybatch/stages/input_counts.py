@@ -27,11 +27,13 @@ _DIGEST_BYTES = 6
 
 
 def input_counts(table: pa.Table, columns: Sequence[str] | None) -> dict[str, float]:
-    """Return {name: rows}: how often null, other and each common value are in the input columns.
+    """Return {name of a count: number of rows}: nulls, other values and common values by column.
 
-    The names are made of the constants in `ledger.stats`. `columns` names the columns, None: all;
-    only the first _MOST_COLUMNS are counted, and none with a long name. Values that are rare, long,
-    or of a type such as a list are not counted by value.
+    The names are INPUT_NULLS + column, INPUT_FILLED + column (rows that are not null), and, for
+    each common value, INPUT_VALUES + column + AND_VALUE + digest of the value. `columns` are the
+    input columns to count, None: all. Columns after the first _MOST_COLUMNS, and columns with a
+    name over _LONGEST_COLUMN characters, are left out. Values that are rare, long, or of a type
+    such as a list get no count of their own.
     """
     present = input_columns(table)
     names = present if columns is None else [name for name in columns if name in present]
@@ -65,7 +67,7 @@ def _few_values(column: pa.ChunkedArray, filled: float) -> dict[bytes, float]:
 
 
 def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a dictionary-encoded column as plain values, since its dictionary may hold nulls."""
+    """Return the column with a dictionary encoding undone, because a dictionary may hold nulls."""
     if not pa.types.is_dictionary(column.type):
         return column
     try:

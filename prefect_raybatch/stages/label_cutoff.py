@@ -36,7 +36,7 @@ SendRequests = Callable[[Sequence["Request"]], list["Completion"]]
 
 @dataclass
 class Labels:
-    """The labels of one choice; finds those that begin with the tokens of an answer.
+    """The labels of one choice; finds the labels that begin with the tokens of an answer.
 
     `texts` has the labels by their UTF-8 bytes; `known` caches the results of `remaining_bytes`.
     The methods take an answer's token ids, and the bytes of each of the tokenizer's tokens, by id.
@@ -65,7 +65,10 @@ class Labels:
         return self.texts[b"".join(token_bytes[token] for token in tokens) + left[0]]
 
     def ended(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
-        """Return the label spelled by all tokens but the last (the end token); None if none is."""
+        """Return the label that all tokens but the last spell; None if they spell no label.
+
+        The last token is the end token.
+        """
         return self.texts.get(b"".join(token_bytes[token] for token in tokens[:-1]))
 
 

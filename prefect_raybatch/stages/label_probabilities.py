@@ -70,7 +70,11 @@ class LabelTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, labels: Sequence[str]) -> LabelTokens:
-        """Tokenize the labels. Raises `ConfigError` that names indistinguishable labels."""
+        """Tokenize the labels.
+
+        Raises `ConfigError` that names a label without tokens, two labels with the same tokens, or
+        a label that begins another one if the tokenizer has no end token.
+        """
         paths: dict[tuple[int, ...], str] = {}
         for label in labels:
             path = _path(tokenizer, label)
@@ -145,9 +149,10 @@ class LabelTokens:
 
 
 def check_labels(labels: Sequence[str], model_request: ModelRequest, pinned: PinnedModel) -> None:
-    """Raise `ConfigError` for indistinguishable labels, if the tokenizer is on this machine.
+    """Raise `ConfigError` for labels that `LabelTokens.of` refuses.
 
-    If it is elsewhere, the engine reports such labels before its first row.
+    Does nothing if the tokenizer is not on this machine: then the engine reports such labels before
+    its first row.
     """
     if not labels:
         return

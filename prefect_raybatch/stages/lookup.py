@@ -62,15 +62,19 @@ IMAGE_LATE = Failure(
 class LookUp:
     """The lookup stage: a function that adds stored answers to a block of input rows.
 
-    `prepare` makes the rows' requests, as for an engine; `keying` computes their keys. `places` has
-    for each input row `kind`, the source of its answer, `at`, the answer's number in that source,
-    and the digests of the row's images. The kinds are REUSED (in `reused`, answers of earlier
-    runs), ASKED (in `asked`, answers of this run's requests phase), MERGED_ROW (in `asked`, but
-    sent for an equal row) and NO_REQUEST (no answer). `failed` has the failed requests of the
-    requests phase, numbered as in `asked`. If `by_row` is set, it has all these answers by row
-    number, and is read instead of `reused` and `asked`. Shards have `rows_per_shard` rows.
-    `optional` has the columns of OPTIONAL that the finish stage needs. `pools`: answers are
-    vectors.
+    `prepare` makes the rows' requests, as for an engine; `keying` computes their keys.
+
+    `places` has three values for each input row: `kind` (the source of its answer), `at` (the
+    answer's number in that source) and `digests` (of the row's images). The kinds are:
+    REUSED: the answer is in `reused`, the answers of earlier runs;
+    ASKED: the answer is in `asked`, the answers of this run's requests phase;
+    MERGED_ROW: the answer is in `asked` too, but the request was sent for an equal row;
+    NO_REQUEST: there is no answer.
+
+    `failed` has the failed requests of the requests phase, numbered as in `asked`. If `by_row` is
+    set, it has the answers of `reused` and `asked` by row number, and is read in place of both.
+    Shards have `rows_per_shard` rows. `optional` has the columns of OPTIONAL that the finish stage
+    needs. `pools`: answers are vectors.
     """
 
     prepare: Prepare

@@ -199,7 +199,10 @@ def _kind(value: object) -> str:
 
 
 def guarded(make: Callable[..., ChatRequest], *args: Any) -> ChatRequest | Failure:
-    """Return `make(*args)`, or a `Failure` if it raises or if the last argument is one."""
+    """Return `make(*args)`, or a `Failure` if it raises an error other than `NoChild`.
+
+    If the last argument is a `Failure`, return that.
+    """
     if isinstance(args[-1], Failure):
         return args[-1]
     try:

@@ -158,7 +158,7 @@ def _cosine(one: Completion, other: Completion) -> Completion:
 
 
 def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
-    """Return the answers with an error for each invalid vector.
+    """Return all answers, those with an invalid vector changed to errors.
 
     A vector is invalid if its length differs from the first one's, or if it holds NaN or infinity.
     """
@@ -182,7 +182,7 @@ def without_misfits(answers: Iterable[RowAnswer]) -> list[RowAnswer]:
 def column(rows: int, answers: Iterable[RowAnswer]) -> pa.Array:
     """Return a fixed_size_list<float32> array with the vector of each of `rows` rows.
 
-    It is null for a row without an answer, and for an answer with an error.
+    The vector is null for a row without an answer, and for an answer with an error.
     """
     good = [(served, c.vector) for _, served, c in answers if c.error is None]
     size = len(np.asarray(good[0][1])) if good else 1

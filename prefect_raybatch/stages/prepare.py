@@ -79,8 +79,8 @@ class Prepare:
     row's own sampling fields are checked against the job's, `sampling`; a prompt that is cut leaves
     room for an answer of `max_tokens`. `calls` says in which process the user's function is called.
     With a reasoning parser in `parsing`, a column says which answers may begin with thinking.
-    `images` fetches a row's images; None for text alone. With `keying`, the block has a column of
-    the planned request keys, and a row fails if the key of its request differs.
+    `images` fetches a row's images; None for text alone. With `keying`, the input block has a
+    column of the planned request keys, and a row fails if the key of its request differs.
     """
 
     prompt: PromptSpec
@@ -206,8 +206,9 @@ class Prepare:
     ) -> Messages | Failure:
         """Return a row's messages made safe for vLLM's image renderer, or the row's failure.
 
-        A text of far more than `most` tokens fails the row. A control token in row text fails it or
-        is split by a space, as `prompt.special_tokens_in_rows` says.
+        `messages` are the request's messages with the fetched images. The row fails if their text
+        has far more than `most` tokens. A control token in row text fails the row or is split by a
+        space, as `prompt.special_tokens_in_rows` says.
         """
         if isinstance(messages, Failure) or isinstance(request, Failure):
             return messages

@@ -228,11 +228,11 @@ class DeadEngines(BackpressurePolicy):
     Raises `EnginesDied` if too many die without an answer in between (see `limit_deaths`).
 
     Ray 2.60 leaves an actor that has used up its `max_restarts` in the pool: it gets no blocks, no
-    other actor takes its place, and once the last one is dead, the execution waits forever. Once it
-    is released, Ray's autoscaler starts another actor. Actors that have placement groups are not
-    replaced, because the group keeps its resources until the end of the pass; `EnginesDied` is
-    raised when all of them are dead. It is a policy because Ray asks policies each time before it
-    starts tasks; it never holds back a task.
+    other actor takes its place, and once the last one is dead, the execution waits forever. So this
+    policy releases the dead actor, and Ray's autoscaler starts another one. Actors that have
+    placement groups are not replaced, because the group keeps its resources until the end of the
+    pass; `EnginesDied` is raised when all of them are dead. This is a policy because Ray asks
+    policies each time before it starts tasks; it never holds back a task.
     """
 
     MOST: ClassVar = "prefect_raybatch.dead_engines"  # setting of the context, see `limit_deaths`

@@ -281,7 +281,7 @@ class _Files:
 
         `check` has compared size and modification time already, but anybody can set those. `info`
         describes the file as it is now. Does nothing if the plan has no digest of the footer.
-        Raises the errors of `check`.
+        Raises `_Changed` if the footer differs, and errors of the store.
         """
         at = (info.ctime_ns, info.inode)
         if planned.footer is None or at in (

@@ -97,7 +97,7 @@ class Keying:
         table: pa.Table,
         planned: Sequence[bytes | None],
     ) -> list[ChatRequest | Failure]:
-        """Return the requests, with a failure for those whose key differs from the `planned` one.
+        """Return the requests; one whose key differs from the `planned` key becomes a failure.
 
         A planned key of None means that the row made no request when the run was planned.
         """

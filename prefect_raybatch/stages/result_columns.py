@@ -49,7 +49,7 @@ def result_columns(
 def named_answers(
     output: FinishSpec, sampling: SamplingSpec, task: TaskName
 ) -> list[tuple[str, str]]:
-    """Return (name, type as text) of the columns that hold the answer itself."""
+    """Return (name, type as text) of the answer's columns, thinking and tool calls included."""
     answers = sampling.answers
     if output.postprocess is not None:
         given = (output.types or {}).items()
@@ -152,7 +152,8 @@ def _pooled(column: str, task: TaskName, vector_type: str) -> list[tuple[str, st
 def extra_type(name: str, answers: int) -> pa.DataType:
     """Return the type of the column `name`, one of `output.extras`.
 
-    With several `answers` per row, most of these columns are lists.
+    With several `answers` per row it is a list, except for `prompt_tokens`. For image digests it is
+    always a list, with an entry for each image.
     """
     if name == DIGESTS_COLUMN:
         return DIGESTS_TYPE

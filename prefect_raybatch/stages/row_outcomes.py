@@ -37,9 +37,10 @@ def postprocessed(
 ) -> FinishedRow:
     """Call a user's function with a row and its answer, and return the row's outcome.
 
-    `row` has the input columns and `answer` the answer columns; a `Failure` as `row` is returned.
-    The row fails if the function raises, returns neither a dict nor None, or returns a column name
-    in `taken` (already in the result). Raises `NoChild` if the function's process did not start.
+    `row` has the input columns and `answer` the answer columns. If `row` is a `Failure`, it is
+    returned. The row fails if the function raises, returns neither a dict nor None, or returns a
+    column name that is not a str or is in `taken` (already in the result). Raises `NoChild` if the
+    function's process did not start.
     """
     if isinstance(row, Failure):
         return row

@@ -108,9 +108,9 @@ class RowText:
         return None
 
     def first_in(self, text: str, job_spans: Sequence[tuple[int, int]] = ()) -> str | None:
-        """Return the first control token in `text`, or None if there is none.
+        """Return the first control token, or one of `fragments`, in `text`; None if it has none.
 
-        Those inside `job_spans`, (start, end) of text that comes from the job, do not count.
+        Matches inside `job_spans`, (start, end) of text that comes from the job, do not count.
         """
         for match in self._pattern.finditer(text):
             if not _is_within(match.span(), job_spans):
@@ -383,9 +383,9 @@ def refused_role(role: str) -> Failure:
 def _is_control(text: str, special: bool) -> bool:
     """Return whether an added token is a control token, which steers the model.
 
-    Every token that the tokenizer calls `special` is one if it has two characters or more. Other
-    added tokens are, except sequences of spaces, words and HTML: tokenizers add these to encode
-    text with fewer tokens.
+    A token with fewer than two characters is not one. Otherwise, a token that the tokenizer calls
+    `special` is one. So is any other added token, unless it consists of spaces and words or is an
+    HTML tag: tokenizers add such tokens to encode text with fewer tokens.
     """
     bare = text.strip("\u2581 \t\r\n")
     if len(bare) < 2:

@@ -126,7 +126,7 @@ class SchemaCheck:
                     yield from validator.descend(value, part, path=name, schema_path=pattern)
 
     def _additional(self, rule: Rule) -> Rule:
-        """Return `rule` (additionalProperties) changed to skip properties in patternProperties."""
+        """Return `rule` (additionalProperties) changed to skip what patternProperties matches."""
 
         def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             patterns = schema.get("patternProperties")

@@ -77,7 +77,8 @@ def shard_figures(
 def _reused(table: pa.Table, stats: ShardStats) -> ShardStats:
     """Return `stats` with the number of rows by source of their answer, and the tokens saved.
 
-    They are unchanged if the run does not reuse answers.
+    The tokens saved are the prompt and answer tokens of reused and merged rows. If the run does not
+    reuse answers, `stats` is returned unchanged.
     """
     if REUSE not in table.column_names:
         return stats

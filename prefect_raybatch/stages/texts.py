@@ -134,7 +134,10 @@ class PrepareTexts(Prepare):
         return requests, [m if isinstance(m, Failure) else max(m.ids, key=len) for m in made]
 
     def _limit(self) -> int | None:
-        """Return the most tokens that a prompt may have, None if unknown; no answer follows it."""
+        """Return the most tokens that a prompt may have, None if unknown.
+
+        The prompt may fill the whole context, because no answer follows it.
+        """
         if self.max_model_len:
             return self.max_model_len
         own = models.context_length(models.local_path(self.model))

@@ -47,11 +47,12 @@ BORDER = 64  # tokens that a part may have more if tokenized alone than within t
 class Chat:
     """The settings that turn messages into a prompt.
 
-    `template` replaces the tokenizer's chat template and gets `arguments` and `tools`. The answer
-    continues the text `prefill`, or the last message if `continued`. `fields` are the job fields
-    that need a chat template. `rows`: how control tokens in row text are treated
-    (`prompt.special_tokens_in_rows`). `asked`: the prompt ends with the beginning of an answer
-    (`add_generation_prompt`). `raw`: no template is applied, as if the model had none.
+    `template` replaces the tokenizer's chat template, unless it is None. The template in use gets
+    `arguments` and `tools`. The answer continues the text `prefill`, or the last message if
+    `continued`. `fields` are the job fields that need a chat template. `rows`: how control tokens
+    in row text are treated (`prompt.special_tokens_in_rows`). `asked`: the prompt ends with the
+    beginning of an answer (`add_generation_prompt`). `raw`: no template is applied, as if the model
+    had none.
     """
 
     template: str | None = None
@@ -107,7 +108,8 @@ class TemplateLimit:
     def __call__(self, apply: Callable[[], Made], rows: int = 1) -> Made:
         """Call `apply`, which renders `rows` rows, and return its result.
 
-        Raise `TemplateTooSlow` if that takes too long, or if too many earlier rows did.
+        Raise `TemplateTooSlow` if the call takes over `seconds`, or if LATE_ROWS earlier rows did.
+        A slow call for several rows does not count among these: its rows are tried one by one.
         """
         if self._late_rows >= LATE_ROWS:
             raise TemplateTooSlow(
@@ -476,8 +478,8 @@ def last_tokens(
 ) -> list[TokenIds | None]:
     """Return the tokens that follow the last message in each of the prompts `whole`.
 
-    With `chat.continued`, the tokens of that message are included. An entry is None for a failed
-    row, a message that is not text, without a chat template, and if the template omits the message.
+    With `chat.continued`, the tokens of that message are included. An entry is None if the row
+    failed, the message is not text, the template omits the message, or there is no chat template.
     """
     if not chat.templated(tokenizer):
         return [None for _ in requests]
@@ -593,7 +595,11 @@ def shortened(
 
 
 def _reader_of(tokenizer: Tokenizer, request: ChatRequest, chat: Chat) -> Tokenizer:
-    """Return the tokenizer for a request's row text: the model's own or `RowText.plain`."""
+    """Return the tokenizer that encodes a request's row text.
+
+    It is the copy in `RowText.plain`, if there is one and the row text has a control token; else
+    the model's own.
+    """
     guard = None if request.raw or chat.rows == "allow" else guard_of(tokenizer, chat)
     if guard is None or guard.control_in(request) is None or guard.plain is None:
         return tokenizer
@@ -611,7 +617,10 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
 
 
 def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
-    """Return `tokens`, or a failure if there are none, `limit` or more, or a `LongPrompt`."""
+    """Return the tokens of a prompt, or a failure if it is empty or too long.
+
+    A prompt is too long if it has `limit` tokens or more (None: no limit) or is a `LongPrompt`.
+    """
     if not tokens:
         return Failure("prepare", "EmptyPrompt", "the prompt has no tokens")
     if isinstance(tokens, LongPrompt):

@@ -191,7 +191,7 @@ def pooled_answers(table: pa.Table, task: str, column: str) -> Iterator[np.ndarr
 def compared(
     one: Mapping[SampledRow, RowOutcome], other: Mapping[SampledRow, RowOutcome]
 ) -> tuple[int, int, list[SampledRow]]:
-    """Return (number of common rows, number of these that agree, the rows that differ).
+    """Return (number of common rows, number of common rows that agree, the rows that differ).
 
     Valid rows agree if all columns are equal; vectors, if their cosine similarity is at least
     COSINE; scores, if they differ by at most SCORES_NEAR standard deviations of the scores in

@@ -72,10 +72,12 @@ class IsolatedFunction:
     """The function `name` of a job's `field`; each call with a row runs in a child process.
 
     `seconds` is the time limit for a row, None: no limit. A row during which the child ends is
-    given to another child, until `deaths` children have ended. A call raises `FunctionDied`,
-    `FunctionHung` or a copy of the exception that the function raised; `ConfigError` if the
-    function cannot be imported; `NoChild` if no child starts; and `BlockHung` if `HUNG` consecutive
-    rows hang.
+    given to another child, until `deaths` children have ended.
+
+    The constructor raises `ConfigError` if the function cannot be imported, and `NoChild` if no
+    child starts. A call raises `FunctionDied`, `FunctionHung` or a copy of the exception that the
+    function raised. It raises `NoChild` if no child begins the row, and `BlockHung` at the last of
+    `HUNG` consecutive rows that hang.
     """
 
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:

@@ -68,7 +68,11 @@ def row_error(kind: str, message: str, prompt: int = 0, output: int = 0) -> Host
 
 
 def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
-    """Parse a response's JSON from API `path`; raise an error of NOT_AS_AGREED if malformed."""
+    """Parse a response's JSON from API `path`.
+
+    If the model refuses or returns no text, the answer holds a row's error. Raises one of the
+    exceptions in NOT_AS_AGREED if the JSON is malformed.
+    """
     usage = value.get("usage") or {}
     prompt = max(0, int(usage.get("prompt_tokens") or 0))
     output = max(0, int(usage.get("completion_tokens") or 0))

@@ -28,7 +28,8 @@ def body_of(
 ) -> dict[str, Any]:
     """Return the JSON body of a request with these messages and sampling fields (`params`).
 
-    Raises ValueError for a sampling field that no hosted model takes.
+    Raises ValueError for a sampling field, or a kind of `structured_outputs`, that no hosted model
+    takes.
     """
     text = "\n\n".join(str(message["content"]) for message in messages)
     if endpoint.path == "embeddings":

@@ -278,9 +278,11 @@ class EndpointEngine:
         """Return whether a request fails because of its row, not because of the server.
 
         True after ROW_TRIES `failures` if the server has answered other requests since
-        `first_failure` (loop time). If it at least lists its models, true after ROW_TRIES_ALONE; or
-        if only this request is under way, at least two of its failures were timeouts, and over
-        SERVER_OUTAGE seconds have passed since the first one.
+        `first_failure` (loop time).
+
+        Otherwise true only if the server at least lists its models, and one of two holds: there
+        were ROW_TRIES_ALONE failures; or no other request is under way, two or more failures were
+        `timeouts`, and the first failure was over SERVER_OUTAGE seconds ago.
         """
         import httpx
 

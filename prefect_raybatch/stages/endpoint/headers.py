@@ -14,10 +14,10 @@ _PARTS = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 def pause_of(headers: Mapping[str, str], now: datetime) -> float | None:
-    """Return the seconds that the server asks to wait, None if it does not say.
+    """Return the seconds that the server asks to wait, at most MOST_PAUSE; None if it does not say.
 
-    An absolute time is compared with the server's own clock if the response has a Date header,
-    because that clock may disagree with `now`, the local time.
+    An absolute time is compared with the response's Date header, because the server's clock may
+    differ from the local one. Without that header it is compared with `now`, the local time.
     """
     now = _time(headers.get("date")) or now
     waits = [_number(headers.get("retry-after-ms"), 0.001), _retry_after(headers, now)]

@@ -53,7 +53,10 @@ class PrepareHosted(Prepare):
 
 
 def _showing(request: ChatRequest | Failure, shown: Messages | Failure) -> ChatRequest | Failure:
-    """Return the request with the messages `shown`, which have images; or the failure of either."""
+    """Return the request with the messages `shown`, which have the row's images.
+
+    If `request` or `shown` is a failure, return that.
+    """
     if isinstance(request, Failure):
         return request
     return shown if isinstance(shown, Failure) else replace(request, messages=shown)

@@ -179,7 +179,7 @@ def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
 
 
 def _lacking(answer: HostedAnswer, params: SamplingFields) -> tuple[str, str] | None:
-    """Return the error (class, message) if choices or log probabilities are missing, or None."""
+    """Return an error (class, message) if choices or log probabilities are missing; else None."""
     asked = params.get("n") or 1
     if len(answer.choices) != asked:
         return "AnswersMissing", (

@@ -92,9 +92,9 @@ class Batch:
 
 
 class BatchApi(Protocol):
-    """The operations on a server that `ShardBatches` needs; each may wait for minutes.
+    """The operations on a server that `ShardBatches` needs.
 
-    Raises `EndpointRefused` and `EndpointUnavailable`.
+    Each may wait for minutes, and may raise `EndpointRefused` or `EndpointUnavailable`.
     """
 
     def upload(self, name: str, data: bytes) -> str:
@@ -104,7 +104,8 @@ class BatchApi(Protocol):
     def create(self, file_id: str, key: str) -> Batch:
         """Create a batch of an input file; `key` is the idempotency key.
 
-        Raises `AnswerLost` and `CallRefused`.
+        Raises `AnswerLost` if it is unknown whether the batch was created, and `CallRefused` if the
+        server refuses to create it.
         """
         ...
 
@@ -282,7 +283,8 @@ class BatchEngine(EndpointEngine):
 
         `given` are arguments of httpx. With `repeat`, the request is sent again after any transient
         failure. Without it, `AnswerLost` is raised if the request failed but may have had its
-        effect. Raises `CallRefused` for other errors of the server.
+        effect. Raises `CallRefused` for other errors of the server, `EndpointRefused` if it will
+        answer no other request either, and `EndpointUnavailable` after a long outage.
         """
         failures, first = 0, 0.0
         while True:
@@ -305,8 +307,9 @@ class BatchEngine(EndpointEngine):
     ) -> Returned:
         """Send an HTTP request once, as soon as the limits allow it; return `read(response)`.
 
-        `given` are arguments of httpx. Raises `_Limited`, `_Unsent`, `AnswerLost` and
-        `CallRefused`.
+        `given` are arguments of httpx. Raises `_Limited`, `_Unsent`, `AnswerLost` and `CallRefused`
+        (see these classes), and `EndpointRefused` if the server will answer no other request
+        either.
         """
         import httpx
 
@@ -343,8 +346,9 @@ class BatchEngine(EndpointEngine):
 def check_hosted_model(spec: EndpointSpec) -> None:
     """Check that the server has the model, and the batch API if the job uses it.
 
-    Raises what `EndpointEngine` raises, and `ConfigError` if the environment variable with the API
-    key is not set.
+    Raises `EndpointRefused` if the server lacks one of them or refuses access,
+    `EndpointUnavailable` if it cannot be reached, and `ConfigError` if the environment variable
+    with the API key is not set.
     """
     engine = BatchEngine if spec.batch else EndpointEngine
     engine(spec, spec.api_key(), Limiter(None, None, 1, spec.timeout)).close()

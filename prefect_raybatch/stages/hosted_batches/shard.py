@@ -82,8 +82,9 @@ class ShardBatches:
         """Send the requests in batches, wait for them, and return {request key: answer}.
 
         A request without an answer after ROUNDS batches gets an error as its answer. Raises
-        `EndpointRefused`, `EndpointUnavailable` (also once the attempt is cancelled), and
-        `ShardCommitted`.
+        `EndpointRefused` if the server will answer no further request, `EndpointUnavailable` after
+        a long outage or once the attempt is cancelled, and `ShardCommitted` if another driver has
+        committed the shard.
         """
         asked = {request.key: request for request in requests}
         wait = FIRST_POLL
@@ -304,7 +305,8 @@ class ShardBatches:
     def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
         """Add a batch's own errors to `answers`; return whether the server tried its requests.
 
-        It did not if its queue was full or if it refuses the account.
+        It did not if it refuses the account, or if its queue was full. A full queue after
+        FULL_TRIES consecutive full queues counts as a try.
         """
         counts = True
         for code, message, line in batch.errors:

@@ -172,7 +172,7 @@ def _loaded(data: bytes, policy: Policy) -> Image:
 
 
 def _upright(image: Image) -> Image:
-    """Return the image rotated by its EXIF data; unreadable data is ignored."""
+    """Return the image rotated or mirrored by its EXIF orientation; ignore unreadable EXIF data."""
     from PIL.Image import Transpose
 
     turns = {

@@ -83,7 +83,8 @@ class Http:
     def _ask(self, parts: SplitResult, until: float) -> bytes | str:
         """Send one GET by `until` (monotonic time); return the body, or the target of a redirect.
 
-        A redirect's target is a str. Raises BadImage, ImageUnavailable and HostAway.
+        A redirect's target is a str. Raises BadImage and UrlRefused for permanent faults,
+        ImageUnavailable and HostAway for transient ones.
         """
         where = shown_url(parts.geturl())
         address = resolved(parts, until, self.allow_private, PRIVATE)

@@ -88,10 +88,10 @@ class RowImages:
     ) -> tuple[list[Messages | Failure], list[Digests]]:
         """Return the rows' messages with decoded images, and the digests of each row's images.
 
-        `conversations` are the rows' messages without the images of columns, which come before the
-        text. A row whose images cannot be used gets a `Failure`. The digests are empty unless
-        `self.digests`. Raises `TooManyAway` if images are temporarily unavailable for more than the
-        share `too_many` of the rows.
+        `conversations` are the rows' messages without the images from columns. Those images are put
+        in front of the last user message's text. A row whose images cannot be used gets a
+        `Failure`. The digests are empty unless `self.digests`. Raises `TooManyAway` if images are
+        temporarily unavailable for more than the share `too_many` of the rows.
         """
         rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
@@ -138,7 +138,7 @@ class RowImages:
     def _of(self, name: str, value: object) -> list[tuple[str, object]]:
         """Return (name for error messages, image) of each image in a value of column `name`.
 
-        Raises `BadImage` for a null, which is skipped instead if `self.empty`.
+        Skips nulls if `self.empty`; otherwise raises `BadImage` for a null.
         """
         if isinstance(value, list):
             many = [(f"column {name}[{i}]", item) for i, item in enumerate(value)]

@@ -48,9 +48,10 @@ def _words(cause: str) -> str:
 def loss_by_note(predecessor: PredecessorNote) -> Loss | None:
     """Return why the run must end, given the note of the dead actor that this one replaces.
 
-    None to continue. The run ends if the actor died of the health-check prompt with the same error
-    as the engine before, or as the PROMPT_TRIES-th in a row. It also ends if the actor was at
-    least the ENGINE_STARTS-th in a row to die during engine start, and its note has an error.
+    Return None if the run goes on. It ends if the actor died of the health-check prompt with the
+    same error as the engine before, or as the PROMPT_TRIES-th in a row. It also ends if the actor
+    was at least the ENGINE_STARTS-th in a row to die during engine start, and its note has an
+    error.
     """
     told = predecessor.cause != process_note.SILENT
     again = told and is_same_error(predecessor.before, predecessor.cause)

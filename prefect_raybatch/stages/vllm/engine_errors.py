@@ -70,7 +70,10 @@ def listen() -> None:
 
 
 class EngineErrors:
-    """The errors that one engine logs. Start it inside `capture()`, `read()` them after it died."""
+    """The errors that one engine logs.
+
+    Start the engine inside `capture()`; after it died, get its errors with `read()`.
+    """
 
     def __init__(self) -> None:
         # Has no name, so nothing is left after a kill -9.
@@ -105,7 +108,7 @@ class EngineErrors:
 
 
 def with_signal(text: str) -> str:
-    """Return vLLM's message `text`, and the signal's meaning if it has a signal's exit code."""
+    """Return vLLM's message `text`; append the signal's meaning if it has a signal's exit code."""
     found = EXIT.search(text) or STARTED.search(text)
     meaning = signal_text(int(found[1])) if found else ""
     return f"{text} ({meaning})" if meaning else text

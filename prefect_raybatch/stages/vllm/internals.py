@@ -261,7 +261,7 @@ def vector_of(output: RequestOutput) -> np.ndarray | None:
 
 
 def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
-    """Return {token id: log probability} at the first answer's first token, or None."""
+    """Return {token id: log probability} at the first answer's first token; None without any."""
     steps = output.outputs[0].logprobs
     if not steps:
         return None
@@ -317,7 +317,7 @@ def keep_scheduler_stats(engine: Any, keep: Callable[[SchedulerStats], None], fr
 
 
 def running(engine: LLMEngine, stats: SchedulerStats | None) -> tuple[int, float] | None:
-    """Return (running sequences, share of the KV cache in use), or None if unknown.
+    """Return (number of running sequences, share of the KV cache in use); None if unknown.
 
     The figures are the scheduler's if the core is in this process, else those in `stats`.
     """

@@ -99,7 +99,8 @@ class Completion:
     named_steps: like `steps`, but from a hosted model, which names tokens by their texts.
     later: `logprobs` of the extra requests that `label_probabilities` sent for this row.
     finish_reasons: the finish reason of each answer, if there are several.
-    prompt_tokens, cached_tokens: length of the prompt, and the part of it in the prefix cache.
+    prompt_tokens, cached_tokens: the prompt's length, and the part of it that was in the prefix
+        cache, in tokens.
     error: (class, message) of the error if vLLM refused or aborted the request.
     vector: the answer of a pooling request, float32[dimension].
     """
