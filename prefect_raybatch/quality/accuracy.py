@@ -19,7 +19,8 @@ CONFIDENCE_OF_END = 0.975  # confidence of each end of a 95 % interval
 class WrongAnswer(StrictRecord):
     """A golden row that was answered wrong: its key, the right answer and the model's answer.
 
-    Texts are cut to 200 characters.
+    `row` has the values of the key columns. `answer` is "(failed)" for a failed row. Texts are cut
+    to 200 characters.
     """
 
     row: str
@@ -54,7 +55,7 @@ class Accuracy(StrictRecord):
     def short(self) -> str:
         """Return the share with its interval, such as `93.0% (88.5% to 96.1%)`.
 
-        "no golden row" if none is in the run.
+        Return "no golden row" if none is in the run.
         """
         if not self.rows:
             return "no golden row"
@@ -69,9 +70,9 @@ class Accuracy(StrictRecord):
         return f"{self.short()}, {counts}{missing}"
 
     def remedy(self, least: float, golden: str) -> str:
-        """Return what to do if the interval's lower end is below `least`, the share wanted.
+        """Return advice for a run whose interval has its lower end below `least`.
 
-        `golden` is the golden file.
+        `least` is quality.at_least (0 to 1). `golden` is the golden file.
         """
         if not self.rows:
             return f"Correct the keys in {golden}, or quality.key, or remove quality.at_least"

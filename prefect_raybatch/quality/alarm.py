@@ -47,14 +47,17 @@ Floats = NDArray[np.float64]
 class ShareSeries(StrictRecord):
     """The shares of right rows of a job's measured runs, up to and including one run.
 
-    `key` identifies how they were measured, such as the golden file or the judge; another key
-    begins a new series. In the first `baseline` runs together, `right` of `rows` rows were right.
-    `later` runs followed; `after` has (right, rows) of the newest of these, oldest first. `runs`
-    has the run keys of the newest measured runs, oldest first; a repaired run has the key of the
-    original. `e_value` is the evidence that the share fell, and `measure` names the share (ACCURACY
-    or AGREEMENT). If a series with another `key` came before, `replaces` is its last run's key, and
-    `replaced_alarm` the key of the run that still raised its alarm, if any. If the newest run was
-    measured before under other keys, `taken_from` has these: it is no longer in their series.
+    `key` is the series key. It identifies how the runs were measured, such as the golden file or
+    the judge; another key begins a new series. In the first `baseline` runs together, `right` of
+    `rows` rows were right. `later` runs followed; `after` has (right, rows) of the newest of these,
+    oldest first. `runs` has the run keys of the newest measured runs, oldest first; a repaired run
+    has the run key of the original. `e_value` is the evidence that the share fell. `measure` names
+    the share (ACCURACY or AGREEMENT).
+
+    If a series with another series key came before, `replaces` is the run key of its last run. If
+    an alarm was still on then, `replaced_alarm` is the key of the run with which it last rang. If
+    the newest run was measured before under other series keys, `taken_from` has these keys; the
+    run no longer counts in their series.
     """
 
     key: str
@@ -72,9 +75,10 @@ class ShareSeries(StrictRecord):
 
     @property
     def lost_alarm(self) -> bool:
-        """Return whether the alarm of the series before was on, and no run is compared here yet.
+        """Return whether a new series hides the alarm of the series that it replaced.
 
-        The low share of these runs becomes the baseline, so the alarm cannot ring for it again.
+        True if that alarm was on and this series has no run after its baseline yet. The baseline
+        may then have the low share already, so this series' alarm cannot ring for it.
         """
         return bool(self.replaced_alarm) and not self.later
 
@@ -165,14 +169,14 @@ def continued(
 
 
 def new_series_after(before: ShareSeries, key: str) -> ShareSeries:
-    """Return a series of no run yet, measured by `key`, in place of the series `before`."""
+    """Return an empty series with the series key `key`, which replaces the series `before`."""
     last = before.runs[-1] if before.runs else ""
     alarm = last if before.rings else before.replaced_alarm if before.lost_alarm else ""
     return ShareSeries(key, 0, 0, 0, replaces=last, replaced_alarm=alarm)
 
 
 def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...]) -> float:
-    """Return the e-value of `later` runs: the evidence that they are less right than the baseline.
+    """Return the e-value of `later` runs: the evidence that their share is below the baseline's.
 
     In the baseline, `right` of `rows` rows were right. `after` has (right, rows) of the newest
     later runs, oldest first. Returns 1 (no evidence) if `after` is empty or no row of the baseline
@@ -206,7 +210,7 @@ def _log_against(p: Floats, right: int, rows: int) -> Floats:
 def _far_below(right: int, rows: int) -> float:
     """Return the highest accuracy, below that of the baseline, that the baseline rules out.
 
-    Lower ones need not be looked at. `right` of the baseline's `rows` rows were right.
+    Lower accuracies are ruled out too. `right` of the baseline's `rows` rows were right.
     """
     low, high = 0.0, right / rows
     for _ in range(60):  # below the baseline's share, the evidence falls with the accuracy
@@ -240,8 +244,8 @@ def _log_wealth(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) ->
     since = counts[::-1].cumsum(axis=0)[::-1]  # right and rows from each run on
     begins = np.arange(later - len(after) + 1, later + 1, dtype=np.float64)
     weights = -np.log(begins * (begins + 1.0)) - math.log(len(BETS))
-    wins = np.log1p(np.outer(grid, BETS))  # of each wrong answer
-    losses = np.log1p(-np.outer(1.0 - grid, BETS))  # of each right one
+    wins = np.log1p(np.outer(grid, BETS))  # log growth of the stake by each wrong answer
+    losses = np.log1p(-np.outer(1.0 - grid, BETS))  # and by each right one
     wrong, hits = (since[:, 1] - since[:, 0]), since[:, 0]
     found: Floats = np.multiply.outer(wins, wrong) + np.multiply.outer(losses, hits) + weights
     return found

@@ -1,12 +1,14 @@
 """Corrects the accuracy found by a judge for the judge's errors, as seen on golden rows. No I/O.
 
-Two estimates, each with a 95 % interval that accounts for both samples:
+Two estimates. Each has a 95 % interval that accounts for the size of the judged sample and for the
+number of golden rows:
 
-- `by_confusion`: the judge's rates on golden rows correct its share of "right" (W. J. Rogan and B.
-  Gladen, "Estimating prevalence from the results of a screening test", American Journal of
-  Epidemiology 107, 1978). The interval joins the exact limits of the three shares by their squared
-  effects (MOVER: G. Y. Zou and A. Donner, "Construction of confidence limits about effect measures:
-  a general approach", Statistics in Medicine 27, 2008). The closed interval of Z. Lang and J.
+- `by_confusion`: the share of the sample that the judge called right is corrected by the shares of
+  right and of wrong golden answers that it called right (W. J. Rogan and B. Gladen, "Estimating
+  prevalence from the results of a screening test", American Journal of Epidemiology 107, 1978). The
+  interval joins the exact limits of these three shares by their squared effects (MOVER: G. Y. Zou
+  and A. Donner, "Construction of confidence limits about effect measures: a general approach",
+  Statistics in Medicine 27, 2008). The closed interval of Z. Lang and J.
   Reiczigel (Preventive Veterinary Medicine 113, 2014) covered 90 % instead of 95 % of simulated
   runs with an accuracy of 99 % and 200 golden rows, of which only two are answered wrong.
 - `by_labels`: if some rows of the sample are golden themselves, the judge's errors on these
@@ -24,15 +26,15 @@ import numpy as np
 from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.quality.alarm import Floats
 
-Z = 1.959963984540054  # of the standard normal distribution at 97.5 %
+Z = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """A judge's verdicts on golden rows.
+    """A judge's verdicts on golden rows, as counts of rows.
 
-    `right` of them were answered right, `wrong` of them wrong; the judge called
-    `right_called_right` and `wrong_called_right` of these right.
+    `right` rows have a correct answer; the judge called `right_called_right` of these correct.
+    `wrong` rows have a wrong answer; the judge called `wrong_called_right` of these correct.
     """
 
     right: int
@@ -44,8 +46,8 @@ class Confusion:
     def tells_apart(self) -> bool:
         """Return whether the judge surely calls right answers right more often than wrong ones.
 
-        This is the case if the 95 % interval of the difference (MOVER) is above 0, and never if
-        `right` or `wrong` is 0.
+        True if the 95 % interval (MOVER) of the difference between these two rates is above 0.
+        False if `right` or `wrong` is 0.
         """
         if not (self.right and self.wrong):
             return False
@@ -59,9 +61,9 @@ def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float,
     """Return (accuracy, low, high) of a sample, corrected by the judge's errors on golden rows.
 
     The judge called `called_right` of the sample's `rows` rows right; `judge` has its verdicts on
-    golden rows. Low and high are the ends of the 95 % interval. The accuracy is NaN and the
-    interval (0, 1) if `rows` is 0, if the golden rows are all right or all wrong, or if they do not
-    show that the judge tells right from wrong.
+    golden rows. Low and high are the ends of the 95 % interval. Returns (NaN, 0, 1) if `rows` is 0
+    or if the golden rows are all right or all wrong. Returns it also if the interval is (0, 1) and
+    the golden rows do not show that the judge tells right from wrong.
     """
     if not (rows and judge.right and judge.wrong):
         return math.nan, 0.0, 1.0
@@ -80,11 +82,12 @@ def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float,
 
 
 def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return (share of right answers, low, high) from three shares given as [estimate, low, high].
+    """Return (accuracy, low, high), computed from the shares that the judge called right.
 
-    Each is the share that the judge called right: `called` of the sample, `hits` of the right
-    golden rows, `misses` of the wrong ones. Low and high are ends of 95 % intervals. Further
-    dimensions of the arrays are independent cases. NaN and (0, 1) if `hits` is not above `misses`.
+    `called` is this share in the sample, `hits` among golden rows with a right answer, `misses`
+    among golden rows with a wrong answer. Each is an array [estimate, low, high]. Low and high are
+    ends of 95 % intervals. Further dimensions of the arrays are independent cases. A case is
+    (NaN, 0, 1) unless the estimate of `hits` is above that of `misses`.
     """
     c, c_low, c_high = called
     h, h_low, h_high = hits

@@ -68,10 +68,10 @@ def read_golden(
 ) -> Golden:
     """Read a golden file, whose column `answer` has the right answers of its rows.
 
-    `key` are the columns by which its rows are found in a result; empty for all other columns.
-    `answer_field` is quality.answer if the job sets it. Raises `ConfigError` for a file that is
-    missing or unreadable, lacks a column or an answer, or has a key twice. `options` are those of
-    the file's store.
+    `key` are the columns by which its rows are found in a result; if it is empty, these are all
+    columns except `answer`. `answer_field` is the job field that names the answer column, for
+    errors. `options` are those of the file's store. Raises `ConfigError` for a file that is
+    missing, unreadable or without rows, that lacks a column or an answer, or has a key twice.
     """
     rows = _rows(uri, _bytes(uri, options))
     if not rows:
@@ -102,8 +102,8 @@ def _key_columns(
 ) -> tuple[str, ...]:
     """Return the key columns of a golden file with the columns `there`.
 
-    The other parameters are those of `read_golden`. Raises `ConfigError` if the file lacks one of
-    its columns.
+    The other parameters are those of `read_golden`. Raises `ConfigError` if the file lacks the
+    column `answer` or a column in `key`, or has no column except `answer`.
     """
     has = f"(it has: {', '.join(there)})"
     if answer not in there:
@@ -150,9 +150,10 @@ def _plain(value: object) -> object:
 
 
 def _as_typed(golden: Golden, schema: pa.Schema) -> Golden:
-    """Return the golden rows with the texts that columns of the types in `schema` have.
+    """Return the golden rows with their texts as `as_text` writes values of the types in `schema`.
 
-    A CSV file may have 4.0 or True, where the result has the number 4 or true.
+    `schema` is that of the result. A CSV file may have 4.0 or True, where the result has the number
+    4 or true.
     """
 
     def typed(name: str, text: str) -> str:
@@ -192,7 +193,8 @@ def accuracy_on(
 
     If several rows of the result have the key of a golden row, the first one counts, since equal
     rows are no independent evidence. `quarantine` has the failed rows, None if there are none.
-    `plan` is the hash of the run's plan. Raises `ConfigError` if the result lacks a column.
+    `plan` is the hash of the run's plan. Raises `ConfigError` if the result lacks a key column or
+    the answer column.
     """
     golden, found = _answers(golden, result)
     answers = {key: text for key, (_, text) in found.items()}
@@ -212,8 +214,8 @@ def golden_numbers(
 ) -> dict[int, bool]:
     """Return {row number: whether the answer is right} for the golden rows in a result.
 
-    `row_number` is the column with the row's number. Raises `ConfigError` if the result lacks a
-    column.
+    `row_number` is the column with the row's number. Raises `ConfigError` if the result lacks a key
+    column or the answer column.
     """
     golden, answers = _answers(golden, result, row_number)
     return {number: text == golden.answers[key] for key, (number, text) in answers.items()}
@@ -243,7 +245,7 @@ def check_golden_columns(golden: Golden, there: Sequence[str]) -> None:
 def check_golden_answers(golden: Golden, field: str, values: Sequence[object]) -> None:
     """Raise `ConfigError` if a right answer is none of the `values` that an answer can have.
 
-    `field` is the job field that lists the values. Does nothing if there are none.
+    `field` is the job field that lists the values. Does nothing if `values` is empty.
     """
     texts = dict.fromkeys(as_text(value) for value in values)
     answers = zip(golden.places, golden.answers.values(), strict=True)
@@ -273,10 +275,11 @@ def _nearest(answer: str, texts: Sequence[str]) -> str:
 def _answers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str | None = None
 ) -> tuple[Golden, dict[GoldenKey, tuple[int, str]]]:
-    """Return golden rows with the result's types, and {key: (row number, answer)} of those found.
+    """Return (golden rows as `_as_typed` returns them, {key: (row number, answer)}).
 
-    `row_number` is the column with a row's number; if it is None, the numbers are 0. The first row
-    with a key counts. Raises `ConfigError` if the result lacks a column.
+    The dict has the golden rows that are in the result; if several rows have a key, the first one
+    counts. `row_number` is the column with a row's number; if it is None, the numbers are 0. Raises
+    `ConfigError` if the result has rows but lacks a key column or the answer column.
     """
     if not result.count_rows():  # it has no columns either
         return golden, {}

@@ -51,10 +51,8 @@ class Corrected(StrictRecord):
     """The accuracy after correction for the judge's errors, with the ends of its 95 % interval.
 
     `method` is BY_LABELS or BY_CONFUSION. With BY_CONFUSION, `share` is None and the interval 0 to
-    1 if the golden rows do not show that the judge tells right from wrong: then its verdicts say
-    nothing about the accuracy. Of the `right` golden rows with a right answer, the judge called
-    `right_called_right` right; of the `wrong` golden rows with a wrong answer,
-    `wrong_called_right`.
+    1 if the verdicts say nothing about the accuracy (see `by_confusion`). The last four fields are
+    explained in `Confusion`.
     """
 
     method: str
@@ -94,11 +92,11 @@ class Judgement(StrictRecord):
     `plan` is the hash of the run's plan, `judge` the judge's model. `key` identifies the judge with
     its prompt and its golden rows. The judge called `right` of `rows` sampled answers right;
     `not_judged` further ones have no verdict, because the judge failed. `low` and `high` are the
-    ends of the exact 95 % interval of `right` in `rows`, not corrected. `rejected` has some of the
-    answers called wrong. `corrected` is the accuracy corrected for the judge's errors; if it is
-    None although the job has golden rows, `uncorrected` says why. `series` compares `right` in
-    `rows`, not corrected, with earlier runs. `cost` is that of the judge's run ("gpu_hours",
-    "total", in `currency`).
+    ends of the exact 95 % interval of the share `right` / `rows`, not corrected. `rejected` has
+    some of the answers called wrong. `corrected` is the accuracy corrected for the judge's errors;
+    if it is None although the job has golden rows, `uncorrected` says why. `series` compares the
+    share `right` / `rows`, not corrected, with earlier runs. `cost` has the "gpu_hours" of the
+    judge's run and its "total" cost (in `currency`), each only if known.
     """
 
     plan: str
@@ -151,7 +149,7 @@ class Judgement(StrictRecord):
         return f"{self.short()}{separator} {counts}{failed}{f'; {about}' if about else ''}"
 
     def remedy(self, least: float) -> str:
-        """Return what to do if the interval's lower end is below `least`, the share wanted."""
+        """Return advice for a run whose `low` is below `least`, quality.at_least (0 to 1)."""
         if not self.rows:
             return (
                 "All its requests failed: look into quarantine/ of its run, below "
@@ -218,7 +216,7 @@ def judgement_of(
 
 
 def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
-    """Return (corrected accuracy, ""), or (None, why it is unknown)."""
+    """Return (corrected accuracy, ""), or (None, why it cannot be corrected)."""
     golden = [row for row in judged if row.right is not None and row.verdict is not None]
     counts = Counter((row.right, row.verdict) for row in golden)
     hits, misses = counts[True, True], counts[False, True]

@@ -43,7 +43,8 @@ on workers, and return the parts in any order.
 class Result:
     """The files that finalize wrote (`parts`), and the sums over all commits (`tally`).
 
-    `layout` and `manifest` are the names of tables to name in `_SUCCESS`; one of them is None.
+    `layout` is the name of the table that says which shards are in which file. Without compaction
+    it is None, and `manifest` is the name of the table of pieces; else `manifest` is None.
     """
 
     tally: Tally
@@ -79,10 +80,10 @@ def finalize(
     With `read_back`, a file's ETag is not accepted as proof of its content. `writers` writes the
     files.
 
-    Raises `IncompleteRun` if shards are missing. Raises `CorruptRun`, which names the piece or
-    file, for a piece with wrong coverage or an unexpected file among the results, and if another
-    finalizer has finished the run meanwhile. Does not write _SUCCESS: the caller does, after its
-    report.
+    Does not write _SUCCESS: the caller does, after its report. Raises `IncompleteRun` if shards are
+    missing. Raises `CorruptRun`, which names the piece or file, for a faulty commit or piece and
+    for an unexpected file among the results. Raises it also if another finalizer has finished the
+    run while this one still had files to write.
     """
     found = survey(ledger, plan, shards, pieces=not compact)
     if compact:
@@ -109,12 +110,13 @@ def finalize_committed(
     read_back: bool = False,
     writers: PartWriters = write_sequentially,
 ) -> list[Part]:
-    """Write the shards in `survey` of an incomplete run to files in folder `below`; return these.
+    """Write the shards in `survey` of an incomplete run to files in `below`; return the files.
 
-    Other parameters are those of `finalize`. Only files are written, no records, so the run is
-    unchanged. The caller must check that the files still exist once a record names them.
+    `below` is a folder, as a path in the run directory without a final "/". Other parameters are
+    those of `finalize`. Only files are written, no records, so the run is unchanged. The caller
+    must check that the files still exist once a record names them.
 
-    Raises the errors of `finalize`, and `CorruptRun` also if the run is completed meanwhile.
+    Raises `CorruptRun` for a faulty commit or piece, and if the run is completed meanwhile.
     """
     layout, spans = chosen_layout(ledger, plan, survey, row_number, file_bytes)
     work = _Work(ledger, plan, shards, survey, layout, spans, read_back, f"{below}/")
@@ -152,7 +154,7 @@ class _Work:
     def done(self, writers: PartWriters) -> list[Part]:
         """Write the files that no earlier finalizer wrote; return all files in the layout's order.
 
-        Raises `CorruptRun` if a file was not written, or with another number of rows.
+        Raises `CorruptRun` if `writers` did not write a file or wrote another number of rows.
         """
         store, parts = self.ledger.store, dict[str, Part]()
         if self.noted_as is not None:

@@ -42,7 +42,11 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class IntactShard:
-    """A shard of which nothing is missing or changed: its commit, and its rows by piece or kind."""
+    """A shard of which nothing is missing or changed: its commit and its rows.
+
+    `encoded_rows` has an item for each piece or, if they were read from the result's files, for
+    each kind that has rows.
+    """
 
     commit: Commit
     encoded_rows: tuple[EncodedRows, ...]
@@ -149,7 +153,7 @@ class _Rows:
     def take(self, start: int, stop: int) -> tuple[np.ndarray, pa.Table | None]:
         """Return (numbers, table of the other columns) of the rows numbered `start` to `stop` - 1.
 
-        The table is None if there are none. Rows before `start` are dropped.
+        The table is None if no such row is left. Rows before `start` are dropped.
         """
         while not self._ended and not (self._held and self._held[-1][0][-1] >= stop - 1):
             batch = next(self._batches, None)

@@ -75,7 +75,8 @@ def footer_at_end(stream: BinaryIO) -> ThriftFields:
 class GroupFigures:
     """The figures of a row group in a footer: its number of rows, and statistics of each column.
 
-    A column has "values" and, if the footer has them, "nulls", "min" and "max" (as bytes).
+    The dict of a column has its number of "values". It has also the number of "nulls" and the
+    bounds "min", "max", "old min" and "old max" (encoded, as bytes) that the footer has.
     """
 
     rows: int

@@ -85,9 +85,10 @@ class PartTask:
 def write_part(store: Store, task: PartTask) -> Part:
     """Write the file of `task`, or keep an existing one with the same rows; check what is stored.
 
-    Raises `CorruptRun`, naming the piece, if a piece is missing or changed, and if the run is
-    finished meanwhile; the store's errors; StoreError if the local disk is full. Safe to call again
-    after any of them, and concurrently.
+    Raises `CorruptRun`, which names the piece, if a piece is missing or changed. Raises it also if
+    the run is finished by another process while this file is still to be written. Raises StoreError
+    if the local disk is full, and the store's errors. It is safe to call this again after any of
+    these errors, and to call it concurrently for the same file.
     """
     file = _PartFile(store, task)
     try:
@@ -127,7 +128,7 @@ class _PartFile(PartFiles):
         self._rows: list[np.ndarray] = []
         self._sums: list[Future[np.ndarray]] = []
         self._gathered: list[tuple[pa.Table, np.ndarray, bytes | None]] = []
-        self._held = np.zeros(2, np.int64)  # rows and bytes of these
+        self._held = np.zeros(2, np.int64)  # rows and bytes of the gathered tables
         self.pool = ThreadPoolExecutor(1)  # computes checksums while Parquet is written
 
     def add(self, table: pa.Table, numbers: np.ndarray, piece: bytes | None) -> None:
@@ -230,10 +231,10 @@ class _PartFile(PartFiles):
             return _put_unless_there(self._store, path, local_path, Sums.of(data), same)
 
     def _same_rows(self, path: str, local_path: str) -> str | None:
-        """Return the SHA-256 of the file stored at `path` if it has these rows and this schema.
+        """Return the SHA-256 of the file stored at `path` if it has the same rows; else None.
 
-        The schema is that of the file at `local_path`. None if the stored file differs, is not
-        valid Parquet or has misleading statistics.
+        It must have the rows that were added here and the schema of the file at `local_path`.
+        Returns None also if it is not valid Parquet or has misleading statistics.
         """
         try:
             with self._store.open(path) as stream:
@@ -264,7 +265,7 @@ def _put_unless_there(
     Returns (SHA-256, info) of the file that is then at `path`. A file with other rows is replaced,
     if it is still the version that was read. `same(path, local_path)` returns the SHA-256 of the
     file at `path` if it has the same rows, else None. `sums` are the checksums of the local file.
-    Raises an error if the file at `path` is still not right after 6 looks.
+    Raises `BadUpload` if the file at `path` is still missing or has other rows after LOOKS checks.
     """
     for _ in range(LOOKS):
         with suppress(FileNotFoundError):  # deleted since it was seen: look again

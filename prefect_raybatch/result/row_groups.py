@@ -28,7 +28,7 @@ from prefect_raybatch.result.parquet_footer import (
     structs,
 )
 
-_CHILDREN = 5  # of a SchemaElement, if it has any
+_CHILDREN = 5  # field num_children of a SchemaElement, which a leaf does not have
 _PAGES = (ColumnField.FIRST_PAGE, ColumnField.INDEX_PAGE, ColumnField.DICTIONARY_PAGE)
 
 

@@ -90,8 +90,8 @@ def numbered_rows(
 ) -> Iterator[tuple[np.ndarray, pa.Table]]:
     """Yield batches (row numbers, other columns) of a finished run's rows of `kind`, by row number.
 
-    Files whose checksum is not the recorded one are left out; `fault` is called with a message for
-    each.
+    `kind` is "data" or "quarantine". Files that are missing or have changed are left out; `fault`
+    is called with a message for each.
     """
     for part in _parts(member, kind):
         try:
@@ -118,8 +118,8 @@ def data_schema(member: Member) -> pa.Schema:
 def data_of(member: Member) -> Iterator[pa.RecordBatch]:
     """Yield the answered rows of a finished run in order of row number.
 
-    Raises `CorruptRun` for a file whose checksum is not the recorded one. One batch is in memory at
-    a time, and one file on the local disk.
+    Raises `CorruptRun` for a file that is missing or whose checksum is not the recorded one. One
+    batch is in memory at a time, and one file on the local disk.
     """
     schema = None
     for part in _parts(member, "data"):

@@ -109,7 +109,10 @@ def layout_of(
 def chosen_layout(
     ledger: Ledger, plan: Plan, survey: Survey, row_number: str, file_bytes: int
 ) -> tuple[PartLayout, tuple[PartSpan, ...]]:
-    """Compute the layout of the result from the commits; return (layout, its files) unrecorded."""
+    """Compute the layout of the result from the commits; return (layout, its files).
+
+    Does not record it. Parameters are those of `finalize`.
+    """
     spans = choose_spans(survey.sums, file_bytes)
     kinds = sorted(_kinds(spans))  # the order of a set differs between processes
     schemas = {kind: encode_schema(_schema(ledger, plan, survey, kind)) for kind in kinds}

@@ -25,10 +25,10 @@ TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
-    """Return the paths in a folder that exist and that `parts`, {path: part}, names; sorted.
+    """Return the sorted paths of the files in `folder` that `parts` ({path: part}) names.
 
-    `fault` is called with a message for each named file that is missing, and for each other file
-    that readers of the folder would read.
+    `fault` is called with a message for each named file that is missing, and for each file that is
+    not named although readers of the folder would read it.
     """
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
@@ -43,8 +43,9 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
     """Compare a file of the result with its record `part`; return its number of rows.
 
     `fault` is called with a message for each difference. `take` is called with the file's row
-    numbers in ascending batches. An intact file is not loaded into memory as a whole. For an
-    unreadable file, returns the number of rows that were passed to `take`.
+    numbers in ascending batches. An intact file is not loaded into memory as a whole. For a file
+    that is unreadable or has no valid column `row_number`, returns the number of rows that were
+    passed to `take`. Raises FileNotFoundError if the file is missing.
     """
     with store.open(part.path) as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -164,7 +165,7 @@ def _changed(
     """Return the row numbers whose checksums differ from the recorded ones.
 
     `numbers` and `sums` are the recorded row numbers and checksums, `rows` and `found` those of the
-    file now. Rows that are in only one of them are left out.
+    file now. Rows that were removed or added are left out.
     """
     at = np.searchsorted(numbers, rows)
     at[at == len(numbers)] = 0

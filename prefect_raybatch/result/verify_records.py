@@ -67,10 +67,12 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
 
 
 def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Call `fault` for a missing or changed report.json or precision.json.
+    """Call `fault` if report.json or precision.json is missing or unreadable.
 
-    report.json is needed by commands on a finished run, precision.json by attempts, retries and
-    later runs, which infer in the precision that it records.
+    Also if report.json and `_SUCCESS` (`success`) have different row counts. report.json is checked
+    only for a finished run. A missing precision.json is a fault only if the report has a decision
+    that it should record. report.json is needed by commands on a finished run, precision.json by
+    attempts, retries and later runs, which infer in the precision that it records.
     """
     report = None if success is None else _checked_report(ledger.store, success, fault)
     try:

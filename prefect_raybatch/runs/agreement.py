@@ -35,13 +35,15 @@ def with_agreement(
 ) -> RunReport:
     """Add to a finished cascade's report how often its two models agree; return the report.
 
-    The agreement is the share of checked rows on which both models give the same answer. It is
-    compared with earlier runs and recorded, and the report's pages are written again. Earlier runs
-    are looked for under `written`, the job's output.uri before placeholders are filled in.
+    Checked rows are rows that both models answered, to compare them. The agreement is the share of
+    checked rows with equal answers. It is compared with earlier runs and recorded, and the report's
+    pages are written again. Earlier runs are looked for under `written`, the job's output.uri
+    before placeholders are filled in.
 
     Returns `report` unchanged if the run checked no row, is a retry of failed rows (they are no
-    random sample of the input), or has an agreement on record. With `needs_earlier`, also does so
-    if no earlier run has an agreement; a later run can still compute it from this run's report.
+    random sample of the input), or has an agreement on record. With `needs_earlier`, returns it
+    unchanged also if no earlier run has an agreement: a later run can still compute this run's
+    agreement from its report.
     """
     if not report.cascade or not report.cascade[0].checked:
         return report

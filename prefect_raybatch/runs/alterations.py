@@ -90,9 +90,9 @@ def _wider(sizes: SizeSpec, times: int) -> Changes:
 def sampled_rows(least: float, rows: int, tries: int) -> int:
     """Return how many of the input's `rows` rows to sample for a trial of `tries` changed jobs.
 
-    That is enough to show, for all changed jobs together and with 95 % confidence, that at least
-    the share `least` of all answers stays equal, if at most half as many sampled answers change as
-    `least` allows. A smaller input is sampled whole.
+    `least` (0 to 1) is the share of all answers that has to stay equal. The sample is large enough
+    to show that a job reaches it, with 95 % confidence for all jobs together, if at most the share
+    (1 - `least`) / 2 of the sampled answers changes. A smaller input is sampled whole.
     """
     return min(rows, sample_size(least, bonferroni_confidence(tries)))
 

@@ -143,7 +143,7 @@ def earlier_runs(output: OutputSpec, job: str, but: str) -> list[EarlierRun]:
     """Return the newest runs of a job below `output.uri`, except for the run key `but`.
 
     They are newest first, and at most RUNS_READ. Runs without a decision, retries of failed rows
-    and runs that cannot be read are left out.
+    and runs that cannot be read are left out. Returns [] if the output cannot be read.
     """
     try:
         root = open_store(output.uri, dict(output.options) or None)
@@ -279,7 +279,10 @@ def _tally_without_trial(ledger: Ledger, plan: Plan) -> Tally:
 
 
 def _busy(tally: Tally) -> float | None:
-    """Return the share of time with rows in which GPUs did not wait for the host, or None."""
+    """Return in what share of the time GPUs did not wait for the host; None if not measured.
+
+    Only the time in which the engines had rows counts.
+    """
     shares = tally.roofline()
     if "idle_host" not in shares:
         return None

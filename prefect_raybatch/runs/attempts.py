@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLANNING, INFERENCE, FINALIZING = "planning", "inference", "finalizing"
-CLOCK_SECONDS = 10.0  # by which a process may seem to start after its attempt
+CLOCK_SECONDS = 10.0  # a process may seem to start up to this long after its attempt
 UNNAMED = "job"  # name of a job whose file has no valid name
 
 
@@ -180,7 +180,8 @@ def open_step_of(store: Store) -> LastAttempt | None:
     """Return the last attempt if its step of a complete run is in progress or was not done.
 
     The steps are measuring, judging and publishing. Returns None if the step is done, or if the
-    attempt did something else. The outcome is ATTEMPT_KILLED if the attempt's process died.
+    attempt did something else. If the attempt's process died in the step, the returned attempt has
+    the outcome ATTEMPT_KILLED.
     """
     attempt = last_attempt_of(store)
     if attempt is not None and attempt.under_way and process_died(_process_of(attempt)):
@@ -221,10 +222,10 @@ def record_bad_job(
 ) -> None:
     """Record an attempt that failed because its job is invalid; `value` is the job file's content.
 
-    Without a valid `run_key`, the key is that of the time `scheduled`, by default midnight of
-    `run_date`, else now. `run_date` fills in {run_date} in output.uri; by default it is the date in
-    the run key, else today. Records nothing if `value` has no output.uri, and logs a warning if
-    its output.uri is invalid or not allowed by the policy.
+    Without a valid `run_key`, the run key is made from the job's name and a time: `scheduled`, else
+    midnight of `run_date`, else now. `run_date` fills in {run_date} in output.uri; by default it is
+    the date in the run key, else today. Does nothing if `value` has no output.uri. Only logs a
+    warning if output.uri is invalid or not allowed by the policy, or if the store fails.
     """
     output, source = value.get("output"), value.get("source")
     uri = output.get("uri") if isinstance(output, Mapping) else None

@@ -84,12 +84,18 @@ def dated_run(
 ) -> DatedRun:
     """Return the run of the date `day`, with its state.
 
-    It is the run `key` below `root`, unless that one is not complete and another run below `root`
-    has the same fingerprint, such as one that a schedule started: then the complete one of these,
-    or, if there is no run `key`, the newest. `plans` returns the plans of the runs below `root`,
-    and `identity` computes the current job's fingerprint. The state of a complete run `key` with
-    another fingerprint is "failed". Other complete runs are `done`, unless the job has steps that
-    follow completion (`has_later_steps`): measuring, judging or publishing.
+    Returns the first of these runs below `root` that exists:
+    1. the run `key`, if it is complete,
+    2. the newest complete run with the current job's fingerprint, e.g. one that a schedule started,
+    3. the run `key`,
+    4. the newest run with the current job's fingerprint.
+    If none exists, the state is NOT_STARTED.
+
+    `plans` returns the plans of the runs below `root`, `identity` the current job's identity, which
+    has its fingerprint. A complete run `key` with another fingerprint gets the state "failed", and
+    so does a run whose records are unreadable. Other complete runs are `done`, unless the job is
+    measured, judged or published after completion (`has_later_steps`). Raises only if the store is
+    unreachable.
     """
     run = DatedRun(day, key, root.sub(key).uri)
     try:
@@ -116,9 +122,10 @@ def dated_run(
 def _line_of_same_job(
     root: Store, line: RunLine | None, identity: Callable[[], Identity], plans: Sequence[Plan]
 ) -> RunLine | None:
-    """Return the complete run of the same job, else `line`, else the newest run of the same job.
+    """Return the newest complete run of the job, else `line`, else the job's newest run, or None.
 
-    `line` is the run under the key of the date, None if there is none.
+    A run is of the job if its plan has the job's fingerprint. `line` is the run under the key of
+    the date, None if there is none. `plans` are newest first.
     """
     if not plans:
         return line

@@ -36,7 +36,7 @@ def with_shares(
 
     `report` has the totals of both models. `first` is the report of the first model alone; if it is
     None, `report` is returned unchanged. `figures` are counts of the run by name, such as checked
-    rows. Added notes say how many rows the larger model was asked about, how many
+    rows. Adds notes: how many rows the larger model was asked about, how many rows
     output.escalate.at_most kept from it, and on how many checked rows both models agree.
     """
     increment = increment_of(plan)
@@ -100,7 +100,8 @@ def passed_on(plan: Plan) -> frozenset[str]:
 def _agreement(first: ModelShare, larger: ModelShare) -> tuple[str, ...]:
     """Return (note,): on how many checked rows both models agree, and how many the larger failed.
 
-    Returns () if no row was checked.
+    If the larger model answered none of the rows to check, the note says only how many it failed.
+    Returns () if there were no rows to check.
     """
     failed = unanswered_text(first.unanswered, "checked row", "the larger model")
     if not first.checked:

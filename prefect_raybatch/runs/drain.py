@@ -40,8 +40,8 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
     If the run is complete and its answers are being judged, the judge is drained.
 
-    Raises `ConfigError` for a complete run without a judge at work, `NoSuchRun`, and the store's
-    errors.
+    Raises `ConfigError` for a complete run without a judge at work, `NoSuchRun` if `run_dir` has no
+    run, and the store's errors.
     """
     found = status(run_dir, dict(options) if options else None)
     if found.state == "completed":

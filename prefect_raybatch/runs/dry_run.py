@@ -79,8 +79,8 @@ class DryRun:
     the rows, or "".
 
     For a cascade, `first` is the dry run of its first model, and the other fields are about the
-    larger model. This is asked about at most the share `at_most` of the rows, and about `check`
-    more rows to compare both models.
+    larger model. The larger model is asked about at most the share `at_most` of the rows, and about
+    `check` more rows to compare both models.
     """
 
     job: str
@@ -323,9 +323,10 @@ def _cost(
 
 
 def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
-    """Return (text on the rows to judge, run's estimate); the text has the cost of a hosted judge.
+    """Return (text on the rows to judge, `cost`); the text has the cost of a hosted judge.
 
-    The estimate gets a warning if rows and judge together cost more than limits.max_cost.
+    `cost` is the estimate for the run. It gets a warning if rows and judge together cost more than
+    limits.max_cost.
     """
     spec, job = checked.spec, checked.resolved.job
     text, currency = judge_plan(job.quality, checked.rows), spec.cluster.prices.currency

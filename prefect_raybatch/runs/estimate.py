@@ -24,10 +24,10 @@ class CostEstimate:
     """The estimated cost of inferring `rows` rows.
 
     For a model on the cluster, it is computed from the GPU time per row of an earlier run, whose
-    key is `by`. For a hosted model, it is computed from sampled rows: `gpu_hours` is None and
-    `cost` is for answers of full length, as the text `assumes` says. If the cost is unknown,
-    `cost` and `gpu_hours` are None and `why` says why. `warning` says that the cost exceeds
-    limits.max_cost or that this limit has no effect.
+    key is `by`. For a hosted model, it is computed from sampled rows: `by` is "sampled rows",
+    `gpu_hours` is None and `cost` is for answers of full length, as the text `assumes` says. If the
+    cost is unknown, `cost` and `gpu_hours` are None and `why` says why. `warning` says that the
+    cost exceeds limits.max_cost or that this limit has no effect.
     """
 
     rows: int

@@ -160,7 +160,8 @@ def completed_report(
 def report_again(ledger: Ledger, plan: Plan, parts: Sequence[Part]) -> RunReport:
     """Build the report of a finished run again, from its commits; `parts` are its result files.
 
-    It lacks the figures that only the process of the last attempt knew.
+    It lacks the figures that only the process of the last attempt knew. Like `completed_report`,
+    this may write answers.json.
     """
     from prefect_raybatch.result.survey import survey
 
@@ -322,8 +323,8 @@ def _tidy(ledger: Ledger, plan: Plan, endpoint: EndpointSpec | None) -> None:
     """Remove files that a finished run no longer needs.
 
     These are the journal and the batches of a hosted model, then pieces, copies of answers in row
-    order, and notes on result files. Raises an error before it removes the notes if the result is
-    missing.
+    order, and notes on result files. Raises `CorruptRun` before it removes the first piece if a
+    file of the result in data/ or quarantine/ is missing or changed.
     """
     from prefect_raybatch.result.reap import obsolete_answers, obsolete_notes, orphans
     from prefect_raybatch.stages.endpoint.journal import remove_journal

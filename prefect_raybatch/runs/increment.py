@@ -140,7 +140,8 @@ def join_answers(
     With `earlier=False`, nothing is reused. With `in_order`, requests are numbered in the order of
     their prompts if that can raise prefix cache hits. Runs whose URI is in `skipped` are not
     reused; the URIs of runs with damaged answers are added to it. Writes only to TMPDIR. Raises
-    `ConfigError` if `reuse` names a run that does not exist, `SourceError` for unreadable input.
+    `ConfigError` if `reuse` names a run that is missing, unfinished or keeps no answers, and
+    `SourceError` for unreadable input.
     """
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)

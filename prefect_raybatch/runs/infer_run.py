@@ -118,7 +118,7 @@ def _infer_both(
         return infer_phase(spec, rows, observe, engine, before=before)
     user = Tenant(spec.name)
     with _imports(first.cluster, engine), cluster.connected(spec.cluster, user) as capacity:
-        if spec.cascade is not None:  # whose larger model must fit, too
+        if spec.cascade is not None:  # the larger model must fit, too
             size = sized.for_attempt(spec.sizes, rows.plan, capacity)
             cluster.check_fit(spec.sizes, capacity, size.pool)
             log.info("%s answers all rows first", spec.cascade.first_name)
@@ -452,8 +452,9 @@ class Attempt:
     def pipeline(self, stack: ExitStack, joined: JoinedCluster) -> Pipeline:
         """Wait until the cluster has room for this attempt's engines; return its pipeline.
 
-        The room is reserved until `stack` closes. Raises an error if the engines cannot fit, or if
-        the cost limit is reached.
+        The room is reserved until `stack` closes. Raises `InsufficientResources` if the engines do
+        not fit the cluster, `CostExceeded` if the cost limit is reached, and `ConfigError` if
+        limits.max_cost is set but the price of these GPUs is not known.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.pipeline import Pipeline, stage_of
@@ -537,12 +538,12 @@ class Attempt:
             cancel_batches(endpoint, self.phase.ledger.store, self.name)
 
     def _sizes(self, capacity: Capacity, engine: type) -> tuple[Sizing, WarmKind | None]:
-        """Choose this attempt's sizes (engines, `max_num_seqs`, ...); return them and a kind.
+        """Return (sizes of this attempt, kind of its engines); log warnings about the sizes.
 
-        The kind is that of its engines: engines of an earlier run can be reused if theirs is equal.
-        It is None if the phase needs no engine, or if other runs cannot reuse its engines. If
-        engines of another kind are waiting whose sizes are nearly as good, returns their sizes and
-        kind. `engine` is the class of the engine stage. Logs the warnings about an engine's sizes.
+        Idle engines of an earlier run can be reused if they have the same kind. If idle engines of
+        another kind have sizes that are nearly as good as the best ones, returns their sizes and
+        kind. The kind is None if the phase needs no engine, or if other runs cannot reuse its
+        engines. `engine` is the class of the engine stage.
         """
         from prefect_raybatch.cluster import connect as cluster
         from prefect_raybatch.cluster.engine_reuse import closest_running

@@ -69,7 +69,10 @@ AskJudge = Callable[[str, str, float | None], RunReport]
 
 @dataclass(frozen=True)
 class ToJudge:
-    """A judgement to make: its id `key`, the golden rows, and the judgement `before` on record."""
+    """A judgement to make: its id (`key`) and the golden rows (None without any).
+
+    `before` is the judgement that the run has on record, None if it has none.
+    """
 
     key: str
     golden: Golden | None
@@ -170,9 +173,10 @@ def _with_series(
     output: Output,
     written: str,
 ) -> Judgement:
-    """Return the judgement with the series of earlier ones; unchanged if no row was judged.
+    """Return the judgement with the series of the job's judged runs.
 
-    `before` is the run's own judgement that this one replaces, None if there is none.
+    Returns it unchanged if no row was judged. `before` is the run's own judgement that this one
+    replaces, None if there is none.
     """
     if not judgement.rows:
         return judgement
@@ -263,7 +267,7 @@ def _left(report: RunReport, others: Mapping[str, float], most: float | None) ->
 def _verdicts(ended: RunReport, output: Output, rows: int) -> list[bool | None]:
     """Return for each of the `rows` judged rows whether the judge called its answer right.
 
-    `ended` is the report of the judge's run. None for a row that failed there.
+    `ended` is the report of the judge's run. The value is None for a row that failed there.
     """
     table = ended.to_arrow(output.options or None)
     found: dict[int, str] = {}

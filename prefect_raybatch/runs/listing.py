@@ -31,16 +31,16 @@ PRUNING, DAMAGED = "half removed", "not readable"
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run in a list of runs, or an attempt that ended before the run had a plan (no `has_plan`).
+    """A run in a list of runs, or an attempt at a run that has no plan yet (no `has_plan`).
 
     `run` is its directory's URI; `state` is e.g. "completed", "failed" or "not readable". `rows`
     and `shards` are planned; `committed` counts shards. `good` (answered) and `quarantined` rows
     are None until the run is complete. `created` and `finished` are when it was planned and
-    completed, or an attempt's start and end, in seconds since 1970; `first_created` is when it was
-    planned or, if it continues a damaged run, when that one was. `parent` is the key of the run
-    whose failed rows this one retries. `trouble` says why the directory is unreadable, or "".
-    `failure` says why the last attempt at an incomplete run failed; `command` runs it again, once
-    `first_step` is done. Each may be "".
+    completed, or an attempt's start and end, in seconds since 1970. `first_created` is when the run
+    was planned; for a repaired run, when the original was. `parent` is the key of the run whose
+    failed rows this one retries. `trouble` says why the directory is unreadable, or "". `failure`
+    says why the last attempt at an incomplete run failed; `command` runs it again, once
+    `first_step` is done. Each of these three may be "".
     """
 
     run_key: str
@@ -64,7 +64,7 @@ class RunLine:
 
     @property
     def is_attempt(self) -> bool:
-        """Return whether this is an attempt that failed or stopped before the run had a plan."""
+        """Return whether this is an attempt at a run without a plan; it ended or is planning."""
         return not self.has_plan
 
 
@@ -90,8 +90,8 @@ def list_runs(
 ) -> list[RunLine]:
     """Return the runs below `output`, newest first; with `job`, only those of the job of this name.
 
-    Includes attempts that ended before there was a plan, and unreadable run directories; other
-    folders are skipped.
+    Includes attempts at runs without a plan and unreadable run directories; other folders are
+    skipped.
     """
     return lines_of(open_store(output, dict(options) if options else None), job)
 

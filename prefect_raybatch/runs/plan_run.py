@@ -86,9 +86,11 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
 def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
     """Check everything about a job that takes at most a second, so that a wrong job fails early.
 
-    If the run directory `store` has a plan, the job is compared with it, except for the fields in
-    `accept`; else it is checked against the beginning of the input. Returns the job. If its model's
-    files were checked, it is marked (`checked`), and planning does not check them again.
+    If the run directory `store` has a plan, the job is compared with the plan: raises
+    `PlanMismatch` if they differ in a field that `accept` does not name. Else the job's model is
+    checked, and the job is checked against the beginning of the input. Raises `ConfigError` for a
+    wrong job. Returns the job. If its model's files were checked, it is marked (`checked`), and
+    planning does not check them again.
     """
     from prefect_raybatch import source
 
@@ -176,8 +178,8 @@ def check_same_job(
 ) -> tuple[Accepted, ...]:
     """Return the differences between a job and a plan, all of which `accept` names.
 
-    Raises `PlanMismatch` for any other difference; `where` names the run in it. For a plan that
-    retries failed rows, the job's input is not compared.
+    Raises `PlanMismatch` for any other difference; its message names the run as `where`. For a plan
+    that retries failed rows, the job's input is not compared.
     """
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, user_at_host())
@@ -186,8 +188,9 @@ def check_same_job(
 def _checked(resolved: Resolved) -> Resolved:
     """Check that the files of each model fit the job; return the job, marked as checked.
 
-    A model that is not pinned yet is skipped and not marked. Does nothing for a job that is marked.
-    Raises `ConfigError`.
+    Raises `ConfigError` if they do not fit. The models are the job's own and, in a cascade, the
+    first one. A model that is not pinned yet is skipped, and its job is not marked. A job that is
+    marked already is not checked again.
     """
     is_pinned = resolved.pinned_model is not None
     if is_pinned and not resolved.checked:
@@ -374,8 +377,8 @@ def _warn_of_cost(spec: RunSpec, plan: Plan) -> None:
 class RunInput:
     """The input of a new run.
 
-    `found` lists its files. `store` is the run directory. `copied`: the files are a copy in the run
-    directory, made by `attempt`.
+    `found` lists its files. `store` is the run directory. `attempt` is a random id of this planning
+    attempt. `copied`: the files are a copy that this attempt made in the run directory.
     """
 
     found: Inventory
@@ -410,9 +413,10 @@ def new_plan(
 ) -> tuple[Plan, dict[str, bytes]]:
     """Return the plan of a new run, and the tables that it names, as {name: bytes}.
 
-    Writes neither of them. Writes copies of reused answers, and the input of a requests phase.
-    `context` records how `max_model_len: auto` was resolved. `numbers` is a Parquet table of row
-    numbers, for a retry of failed rows. With `earlier=False`, no answers of earlier runs are
+    Does not write the plan or these tables. Writes what the plan's `increment` names: copies of
+    reused answers, tables that say where each row's answer is, and input and tables of a first
+    phase. `context` records how `max_model_len: auto` was resolved. `numbers` is a Parquet table of
+    row numbers, for a retry of failed rows. With `earlier=False`, no answers of earlier runs are
     reused. `share` limits the rows that a retry of a cascade sends to the larger model.
     """
     found = run_input.found

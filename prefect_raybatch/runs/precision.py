@@ -68,9 +68,10 @@ def decided_precision(
 ) -> Mapping[str, str]:
     """Return the engine arguments of the precision that a run uses; decide and record it if needed.
 
-    A decision on record holds. Else the run takes over the decision of the run whose failed rows it
-    retries or whose answers it reuses, because answers of two precisions must not mix. Else it
-    infers a sample of rows in each precision. `attempt` is the id of this attempt, `user` its
+    They are {} for the unquantized model. A decision on record holds. Else the run takes over the
+    decision of the run whose failed rows it retries or whose answers it reuses, because answers of
+    two precisions must not mix. Else it infers a sample of rows without quantization and in each
+    precision to try, until one agrees well enough. `attempt` is the id of this attempt, `user` its
     registration with the cluster, `engine` replaces the engine stage in tests. `meter` counts the
     GPU time of the trials; `halted` returns the error if the run must stop.
 

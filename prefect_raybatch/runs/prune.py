@@ -43,8 +43,9 @@ _RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
 class Pruned:
     """The runs that `prune_runs` removed (with `dry_run`: would remove), and those that it kept.
 
-    `removed` maps run keys to bytes, and `lines` maps them to the runs' entries in the list of
-    runs. `kept` maps the keys of the other runs to the reason.
+    `removed` maps the keys of removed runs to their bytes, `lines` the same keys to their entries
+    in the list of runs. `kept` maps the keys of the other runs to the reason for keeping them. The
+    record of an attempt without a plan counts as a run.
     """
 
     output: str
@@ -73,9 +74,10 @@ def prune_runs(
     the runs that retried its failed rows are removed together, once all are complete and the last
     finished over `older_than` seconds ago. An attempt that failed before there was a plan is
     removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
-    job has kept runs, all of which finished later. Incomplete runs, runs that are not yet
-    published, judged or measured, unreadable directories and the targets of links are never
-    removed. Raises `ConfigError` for `keep` under 1, and the store's errors.
+    job has kept runs, all of which finished later. Without `job`, interrupted removals are
+    completed. Incomplete runs, runs that are not yet published, judged or measured, unreadable
+    directories and the targets of links are never removed. Raises `ConfigError` for `keep` under 1,
+    and the store's errors.
     """
     if keep < 1:
         raise ConfigError(
@@ -146,9 +148,9 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     """Return (run, the run with its retries) for each run that retries none of the other `lines`.
 
-    The family whose first run was planned last comes first; a run that continues a damaged one
-    counts as planned when that one was. An unreadable directory counts as a retry if its key ends
-    in .rNUMBER. Attempts without a plan and half removed runs are left out.
+    The family whose first run was planned last comes first; a repaired run counts as planned when
+    the original was. An unreadable directory counts as a retry if its key ends in .rNUMBER.
+    Attempts without a plan and half removed runs are left out.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     found: dict[str, list[RunLine]] = {}

@@ -123,7 +123,7 @@ def _listed_answers(column: str, spec: AnswerSpec) -> tuple[str, Sequence[object
 
 
 def golden_plan(golden: Golden | None) -> str:
-    """Return what the golden rows are, e.g. `200 rows of golden.csv`; "" without any."""
+    """Return e.g. `200 rows of golden.csv, compared in "answer" by id`; "" without golden rows."""
     if golden is None:
         return ""
     rows = counted(len(golden.answers), "row")
@@ -188,10 +188,10 @@ def measured(
 ) -> RunReport:
     """Measure a finished run on the golden rows; write its accuracy; return the report with it.
 
-    Returns `report` unchanged if the job has no golden rows, for a retry of failed rows (they are
-    no random sample of the input), and, unless `measure_again`, for a run that was measured.
-    `written` is the job's output.uri before placeholders are filled in; earlier runs to compare
-    with are looked for there. The work is done in the context `step`.
+    Returns `report` unchanged if the job has no golden rows or if the run is a retry of failed rows
+    (these are no random sample of the input). A run that was measured before is measured again only
+    with `measure_again`. `written` is the job's output.uri before placeholders are filled in;
+    earlier runs to compare with are looked for there. `step` is entered while the run is measured.
     """
     if quality.golden is None or member.plan.parent is not None:
         return report
@@ -210,7 +210,12 @@ def _measured(
     output: Output,
     written: str,
 ) -> RunReport:
-    """Measure a run as `measured` does; `before` is the accuracy that is recorded."""
+    """Compare a finished run with the golden rows; record its accuracy; return its report with it.
+
+    `before` is the accuracy that the run recorded when it was last measured, None if it never was.
+    If neither plan nor golden rows have changed since, its series is kept. If the accuracy is the
+    same as before, writes nothing and returns `report`.
+    """
     store, plan, golden = member.ledger.store, member.plan, golden_of(quality, output)
     if golden is None:
         return report

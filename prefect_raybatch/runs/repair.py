@@ -132,7 +132,11 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
 
 
 def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str, int]:
-    """Create or complete the fork of a damaged run; return (its key, number of its commits)."""
+    """Create or complete the fork of a damaged run; return (its key, number of its commits).
+
+    `requests_run` is the damaged run's requests phase, None if it has none. Raises `PlanMismatch`
+    if the fork's directory holds another run.
+    """
     old, plan = member.ledger, member.plan
     key = fork_key(member.key)
     ours = Ledger(root.sub(key))
@@ -176,7 +180,8 @@ def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Memb
 def _lost(member: Member, fault: FaultHandler) -> tuple[int, ...]:
     """Return the numbers of the lost shards; call `fault` with a text on each fault.
 
-    A shard is lost if its commit or a piece is damaged, or if a finished run lacks its commit.
+    A shard is lost if its commit, a piece or a result file with its rows is missing or changed. In
+    an unfinished run, a shard without a commit is pending and not lost.
     """
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
@@ -238,7 +243,7 @@ def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
 
 
 def _fork_requests_phase(requests_run: Member, fork_ledger: Ledger, increment: Increment) -> None:
-    """Create the fork's requests phase from the intact shards of the old run's."""
+    """Create or complete the fork's requests phase from intact shards of the old requests phase."""
     ledger = requests_ledger(fork_ledger.store)
     if ledger.load_plan() is None:
         named = increment_of(requests_run.plan)

@@ -46,8 +46,9 @@ from prefect_raybatch.words import counted
 def restore_records(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, ...]:
     """Restore damaged records of a finished run with an intact result.
 
-    These are row checksums, precision.json and report.json, also those of its requests phase.
-    Returns a text for each record that was restored or could not be.
+    These are row checksums, precision.json and report.json of the run, and precision.json and
+    report.json of its requests phase. Returns a text for each record that was restored or could not
+    be.
     """
     restored = [
         text
@@ -72,7 +73,7 @@ def restore_reports(ledger: Ledger, plan: Plan, success: Success) -> tuple[str, 
 
 
 def restore_precision(store: Store, plan: Plan) -> tuple[str, ...]:
-    """Rewrite a damaged precision.json from the decision in the report of a finished run.
+    """Rewrite a missing or damaged precision.json from the decision in a finished run's report.
 
     Returns (text,), or () if nothing was rewritten: the record is intact, or the report has no
     decision.
@@ -145,9 +146,10 @@ def restore_answers(
 ) -> tuple[str, ...]:
     """Restore the records of a finished run's raw answers; the run's rows do not change.
 
-    The requests phase's plan is restored. Lost answers cannot be, so answers.json is rewritten to
-    name only the intact ones; later runs send the other requests again. `answers` says what is
-    damaged. Returns a text for each record that was restored or could not be.
+    Rewrites a damaged plan of the requests phase. Lost answers cannot be restored, so answers.json
+    is rewritten to name only the intact ones; later runs send the other requests again. For a
+    cascade, it is not rewritten. `answers` says what is damaged. Returns a text for each record
+    that was restored or could not be; () if nothing is damaged or the answers' retention has ended.
     """
     increment = increment_of(plan)
     if increment is None or answers.gone or not answers.faults:

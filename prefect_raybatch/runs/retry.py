@@ -90,8 +90,8 @@ def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | Non
 def operator_fields(plan: Plan) -> dict[str, str]:
     """Return {job field: text} of the publish targets and the cluster that a run's plan names.
 
-    A retry does not take these from the plan but from its caller: others may write to a run
-    directory, and it must not decide where rows and keys are sent.
+    A retry takes these fields from its caller and not from the plan. Others may write to a run
+    directory, and they must not decide where rows and keys are sent.
     """
     from prefect_raybatch.runs.publish_run import targets_text
 
@@ -116,10 +116,10 @@ def options_of_retry(plan: Plan) -> list[str]:
 
 
 def check_classes(parent: Member, errors: Sequence[str]) -> None:
-    """Raise `ConfigError` if no row failed with one of the error classes `errors`.
+    """Raise `ConfigError` if `errors` has an error class with which no row of the run failed.
 
-    The message names the existing classes. Reads the commits, because the report names only the
-    most common failures.
+    The message names the classes with which rows failed. Reads the commits, because the report
+    names only the most common failures.
     """
     classes: Counter[str] = Counter()
     ledger, plan = parent.ledger, parent.plan
@@ -248,9 +248,11 @@ def _missing_targets(member: Member) -> list[str]:
 
 
 def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]) -> NothingToRetry:
-    """Return `NothingToRetry` if the retries `takers` answered all their rows and were published.
+    """Return `NothingToRetry` if the retries `takers` answered all rows that they took.
 
-    Otherwise raises `ConfigError`, which says which retry to finish, publish or retry.
+    Rows that only a retry of such a retry answered count as well. The last retry of each chain must
+    be finished and published. Otherwise raises `ConfigError`, which says which retry to finish,
+    publish or retry.
     """
     here = family.root.uri
     ends = [end for taker in takers for end in _ends(family, taker)]
@@ -284,10 +286,10 @@ def _retry_command(root: str, member: Member) -> str:
 
 
 def _ends(family: Family, member: Member) -> list[Member]:
-    """Return the runs whose quarantine has the failed rows of `member` now or will have them.
+    """Return the last runs that retry failed rows of `member`, or [`member`].
 
-    If retries took all its failed rows, these are the last retries of each chain, else `member`
-    itself.
+    If retries took all failed rows of `member`, returns the last retry of each chain, which may be
+    unfinished. Otherwise returns [`member`].
     """
     children = family.children(member.key)
     if member.summary is None or not children or not family.is_fully_retried(member):

@@ -25,12 +25,12 @@ POSITIONS_AT_ONCE = 1 << 20  # rows whose first answers are looked at together
 def share_of_retry(
     family: Family, cascade: CascadeSpec | None, numbers: np.ndarray
 ) -> tuple[RetryShare, bytes] | None:
-    """Return (limit on rows that a cascade's retry sends to the larger model, its table's bytes).
+    """Return how many rows a cascade's retry may send to the larger model, and a Parquet table.
 
     The table has the positions, in the retry, of rows that a finished run of the family (a run and
-    its retries) sent to the larger model: these may go again. Of the others, as many may go as
-    `at_most` leaves after the rows sent so far and those that unfinished retries may still send.
-    `numbers` are the ascending row numbers of the retry's rows in the first run.
+    its retries) sent to the larger model. These rows may be sent again. Of the other rows, as many
+    may be sent as `at_most` leaves after the rows sent so far and those that unfinished retries may
+    still send. `numbers` are the ascending row numbers of the retry's rows in the first run.
 
     Returns None for a job without a cascade or with `at_most` 1. Raises `CorruptRun` if the record
     of rows that were sent is unreadable.

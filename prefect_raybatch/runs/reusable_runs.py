@@ -183,11 +183,13 @@ def _stored_answers(
     run_key: str | None,
     skipped: Collection[str] = (),
 ) -> RunAnswers | None:
-    """Return (store, record of answers) of the run `reused` and of its retries.
+    """Return a list of (store, record of answers) of the run `reused`, then of its retries.
 
-    `reused` may also be "latest", or "all" for all runs. Returns None if it is None, if the answers
-    are damaged, or if no run of the job `name` other than `run_key` keeps any. Runs whose URI is in
-    `skipped` are left out.
+    `reused` may be "latest" for the newest run of the job `name` with intact answers, or "all" for
+    all its runs that keep answers, newest first. Run `run_key` and runs whose URI is in `skipped`
+    are left out. Returns None if `reused` is None, if the answers of the named run are damaged, or
+    if no run is found for "latest" or "all". Raises `ConfigError` for a named run that is missing,
+    unfinished or keeps no answers.
     """
     if reused is None:
         return None

@@ -110,8 +110,9 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
 def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | None) -> str:
     """Return the job fields in which a run differs from the one it is compared with, as text.
 
-    The input is not among them. "" if nothing differs, if there is no such run, or if a plan cannot
-    be read.
+    The other run is the one that the run's shifts name (`Shift.before`). Only prompt, sampling,
+    engine and model are compared. Returns "" if nothing differs, if the other run is not on the
+    page, or if a plan cannot be read.
     """
     before = next((b for s in run.shifts for b in page.runs if b.run_key == s.before), None)
     if before is None:

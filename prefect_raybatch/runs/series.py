@@ -48,12 +48,12 @@ class MeasuredRun:
 
 
 def accuracy_in(store: Store) -> MeasuredRun | None:
-    """Return the recorded accuracy of a run on golden rows; None if there is none."""
+    """Return the recorded accuracy of a run on golden rows; None if it is in no series."""
     return _counted(read_accuracy(store))
 
 
 def judgement_in(store: Store) -> MeasuredRun | None:
-    """Return the recorded accuracy of a run by its judge; None if there is none."""
+    """Return the recorded accuracy of a run by its judge; None if it is in no series."""
     return _counted(read_judgement(store))
 
 
@@ -71,12 +71,14 @@ def series_before(
     read: Callable[[Store], MeasuredRun | None],
     key: str,
 ) -> ShareSeries | None:
-    """Return the series of a job's runs measured by `key` before the run with this `plan`, or None.
+    """Return the series of a job's runs measured by `key` before the run with this `plan`.
 
     It is the newest series of `key` that an earlier run recorded, continued with measured runs that
-    it lacks. If the newest OTHERS_LOOKED_AT runs or all have other keys, or one of these runs was
-    removed from the series of `key`, it is a new series instead, which has no run yet and names the
-    last run of another key: without the removed run, later ones must not be compared with it.
+    it lacks. The search for it starts at the newest run. It gives up after OTHERS_LOOKED_AT runs
+    with other keys. It also gives up at a run that has left the series of `key` because it was
+    measured again under another key: older series still count that run. If no series is found,
+    returns a new one, which names the last run of another key. Returns None if no earlier run was
+    measured.
 
     `read` returns what was measured in a run, None if nothing was. Runs are looked for below
     `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an unreachable
@@ -119,8 +121,9 @@ def series_with(
 ) -> ShareSeries:
     """Return the series of a job's runs up to the run with this `plan`, which is measured as `run`.
 
-    `own` is the series that it recorded when it was measured before, None if it was not; the other
-    parameters are those of `series_before`.
+    `own` is the series that this run recorded when it was measured before, None if it was not. The
+    other parameters are those of `series_before`. The series gets `taken_from` (see `ShareSeries`)
+    if the run was measured before under another key.
     """
     earlier = series_before(output, options, plan, read, run.key)
     leaves = own is not None and own.key != run.key

@@ -84,7 +84,10 @@ def engine_deaths(ledger: Ledger) -> int:
 
 
 def _notes(ledger: Ledger) -> list[JsonObject]:
-    """Return the readable records of attempts; they only inform people, so no run fails."""
+    """Return the readable records of attempts; [] if the store fails.
+
+    The records only inform people, so a run must not fail for them.
+    """
     try:
         return read_attempts(ledger)
     except RayBatchError as error:

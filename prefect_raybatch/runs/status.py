@@ -70,12 +70,14 @@ class Status:
     `state` is "planned", "unfinished", "completed" or, if the latest attempt failed, "failed", for
     the reason `failure`; `command` continues the run, once `first_step` is done ("": nothing to
     do). Of `rows`, `done` are committed: `good` with an answer, `quarantined`, or `skipped` because
-    output.postprocess left them out. `rate` is rows per second over the latest commits. `failures`
-    maps kinds of failure to rows.
+    output.postprocess left them out. `rate` is rows per second over the latest commits, or
+    over all commits if the run is complete or has no recent commit. `seconds_left` is None unless a
+    driver is at work. `failures` maps kinds of failure to rows.
 
-    `beats` are the heartbeats of attempts without an end, newest first. `strays` are unexpected
-    files among the commits. `stopped` says how the latest attempt crossed its error budget,
-    `drained` which drain request stopped it. `partials` are the partial results, newest first.
+    `attempts` are the records of attempts, oldest first, `beats` the heartbeats of those without an
+    end, newest first. `strays` are unexpected files among the commits. `stopped` says how the
+    latest attempt crossed its error budget, `drained` which drain request stopped it; None if it
+    did not, or none did. `partials` are the partial results, newest first.
     `cost` is the cost of all attempts, `cost_end` the expected total; None if unknown.
     `superseded_by` is the URI of the repaired run that replaces this one. `undone` says which step
     of a complete run was not done, and why, `under_way` which process does one now. `retried_by`
@@ -212,7 +214,7 @@ def _asked_larger(tally: Tally) -> int:
 
 
 def _superseded_by(ledger: Ledger, plan: Plan) -> str | None:
-    """Return the directory of the repaired run that replaces this one; None if there is none."""
+    """Return the URI of the repaired run that replaces this one; None if there is none."""
     later, _ = follow_forks(ledger, plan)
     return None if later is ledger else later.store.uri
 

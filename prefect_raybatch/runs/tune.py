@@ -82,7 +82,7 @@ class Tuned:
 
     The whole input has `rows` rows and would take `seconds` with the settings of `best`. If that is
     longer than `deadline` (seconds), `needs` is the number of replicas that would meet it. `needs`
-    is None if it is met or cannot be met. `notes` are sentences to show.
+    is None if the deadline is met, cannot be met, or is None. `notes` are sentences to show.
     """
 
     trials: tuple[Trial, ...]
@@ -155,8 +155,9 @@ def altered(
 ) -> list[Trial]:
     """Try each of `options`, which may change answers, on top of the best of `trials`.
 
-    Stops when a trial as long as the longest so far would end after `ends`, a time of `clock`.
-    `observe` is called with each trial.
+    Returns the new trials, in the order of `options`. Stops when a trial as long as the longest new
+    one would end after `ends`, a time of `clock`. Tries none if none of `trials` worked. `observe`
+    is called with each new trial.
     """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
@@ -291,10 +292,11 @@ class Bench:
         self.spec = changed({})
 
     def compared(self, trials: Sequence[Trial], user: Tenant) -> list[Trial]:
-        """Return the trials, with the agreement of answers measured for fast ones that need it.
+        """Return all trials, some of them with their `agreement`, which is measured here.
 
-        These may change answers, and are faster than all trials that cannot. Their answers to a
-        sample are compared with the answers of the unchanged job.
+        It is measured for trials that may change answers and are faster than all trials that
+        cannot. Their answers to a sample of rows are compared with those of the unchanged job.
+        `user` registers this process with the cluster.
         """
         plain = max(trial.rows_per_s for trial in trials if not trial.may_alter)
         faster = [t for t in trials if t.may_alter and t.rows_per_s > BETTER * plain]
