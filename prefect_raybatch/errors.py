@@ -231,13 +231,20 @@ def is_transient(error: BaseException) -> bool:
     return not isinstance(error, (TypeError, ValueError, NotImplementedError, KeyboardInterrupt))
 
 
+def error_class(name: str) -> type[RayBatchError] | None:
+    """Return this package's error class `name`; None if there is no such class."""
+    found = globals().get(name)
+    is_ours = isinstance(found, type) and issubclass(found, RayBatchError)
+    return found if is_ours else None
+
+
 def first_step(name: str) -> str:
     """Return what to do before a job that failed with the error class `name` runs again.
 
     For example "fix the cause"; "" if it can run as it is, or for a class of another package.
     """
-    error = globals().get(name)
-    if not isinstance(error, type) or not issubclass(error, RayBatchError) or error.transient:
+    error = error_class(name)
+    if error is None or error.transient:
         return ""
     if issubclass(error, (JobStopped, RunDrained)):
         return ""

@@ -19,17 +19,12 @@ import numpy as np
 
 from prefect_raybatch.driver.stops import Stop, failed_rows
 from prefect_raybatch.errors import (
-    ConfigError,
-    CorruptRun,
-    EndpointRefused,
-    EndpointUnavailable,
     EngineFailure,
     EngineStartError,
     ErrorBudgetExceeded,
     RayBatchError,
     RunDrained,
-    SourceError,
-    StoreError,
+    error_class,
 )
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
@@ -541,20 +536,10 @@ def split_unit(unit: Unit) -> list[Unit]:
     ]
 
 
-FATAL: dict[str, type[RayBatchError]] = {
-    kind.__name__: kind
-    for kind in (
-        SourceError,
-        StoreError,
-        CorruptRun,
-        ConfigError,
-        EndpointRefused,
-        EndpointUnavailable,
-    )
-}
-
-
 def error_of_loss(why: Loss) -> RayBatchError:
-    """Return the error that ends a run when units fail for the reason `why`."""
-    kind = FATAL.get(why.kind)
+    """Return the error that ends a run when units fail for the reason `why`.
+
+    Its class is kept if it is an error of this package; any other becomes `EngineStartError`.
+    """
+    kind = error_class(why.kind)
     return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from prefect_raybatch import errors
 from prefect_raybatch.driver.driver import PhaseProgress, Progress
 from prefect_raybatch.driver.heartbeat import Counts, Listener, heartbeat_elsewhere, unheard
 from prefect_raybatch.errors import (
@@ -40,6 +39,7 @@ from prefect_raybatch.errors import (
     JobLost,
     JobStopped,
     RayBatchError,
+    error_class,
 )
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.secrets import hide_path
@@ -474,9 +474,8 @@ def error_of(outcome: Outcome) -> Exception:
     Its class is kept if it is an error of this package or TypeError, ValueError or
     NotImplementedError; any other becomes `JobLost`.
     """
-    kind = getattr(errors, str(outcome.error), None)
-    if isinstance(kind, type) and issubclass(kind, RayBatchError):
-        return kind(outcome.message)
+    if ours := error_class(str(outcome.error)):
+        return ours(outcome.message)
     text = f"{outcome.error}: {outcome.message}"
     terminal = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
     return terminal.get(str(outcome.error), JobLost)(text)

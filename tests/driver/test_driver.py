@@ -16,12 +16,15 @@ from prefect_raybatch.driver import driver as driver_module
 from prefect_raybatch.driver.driver import SPLIT, STRIKES, Driver, Progress, split_unit
 from prefect_raybatch.driver.stops import Stop
 from prefect_raybatch.errors import (
+    AccessDenied,
     CorruptRun,
+    CredentialsUnusable,
     EngineFailure,
     EngineStartError,
     ErrorBudgetExceeded,
     SourceError,
     StoreError,
+    UnsafeStore,
 )
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.failures import ENGINE_DIED, ENGINES_DIED, FEW_ALONE, Loss
@@ -577,6 +580,9 @@ def test_rows_that_kill_their_engine_count_as_failed(tmp_path):
     [
         ("SourceError: in.parquet has changed", SourceError, "in.parquet has changed"),
         ("StoreError: permission denied", StoreError, "permission denied"),
+        ("AccessDenied: no s3:GetObject", AccessDenied, "no s3:GetObject"),
+        ("CredentialsUnusable: expired", CredentialsUnusable, "expired"),
+        ("UnsafeStore: no put-if-absent", UnsafeStore, "no put-if-absent"),
         ("CorruptRun: piece", CorruptRun, "piece"),
         ("TypeError: unexpected keyword", EngineStartError, "TypeError: unexpected keyword"),
         ("EngineDied: no kernel image", EngineStartError, "EngineDied: no kernel image"),
