@@ -184,6 +184,7 @@ def main() -> int:
         limit_process()
         return work(sys.argv[1], int(sys.argv[2]))
     except RayBatchError as error:
+        # If no outcome could be recorded, the flow reads the error from this line.
         log.error("%s: %s", type(error).__name__, error)
         return 1
 

@@ -47,7 +47,7 @@ from prefect_raybatch.ledger.increments import begin_requests_phase, increment_o
 from prefect_raybatch.ledger.ledger import READERS, Ledger
 from prefect_raybatch.ledger.records import Commit, Plan
 from prefect_raybatch.remote.client import JobServer, RayJob
-from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed
+from prefect_raybatch.remote.logs import LOOK_SHARE, LogFeed, parse
 from prefect_raybatch.remote.records import (
     JobRecords,
     Outcome,
@@ -283,8 +283,8 @@ class Follower:
         """Add the ended job's engine deaths and passes to the progress, then raise its error.
 
         Raises nothing if the run is complete or a newer job is recorded. Otherwise raises
-        `JobStopped` if the job was stopped, the error that it recorded, or `JobLost` if it recorded
-        none.
+        `JobStopped` if the job was stopped, the error that it recorded or only printed, or
+        `JobLost` if there is none.
         """
         outcome = self.records.outcome(record.number)
         if outcome is not None:
@@ -297,6 +297,7 @@ class Follower:
                 f"the Ray job {record.id} was stopped. Committed shards are kept; start the same "
                 "run again to continue"
             )
+        outcome = outcome or printed_outcome(ended.message)
         if outcome is not None and outcome.error:
             raise error_of(outcome)
         message = ended.message[-1000:]
@@ -479,6 +480,19 @@ def error_of(outcome: Outcome) -> Exception:
     text = f"{outcome.error}: {outcome.message}"
     terminal = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
     return terminal.get(str(outcome.error), JobLost)(text)
+
+
+def printed_outcome(message: str) -> Outcome | None:
+    """Return the error of this package in the last line that the job's process logged.
+
+    `message` is the server's, with the end of the job's log. A job records no outcome if the node's
+    policy refuses the run directory or its records cannot be read. None if the last line is no such
+    error.
+    """
+    logged = list(parse(message.splitlines()))
+    level, line = logged[-1] if logged else (logging.NOTSET, "")
+    name, _, text = line.partition(": ")
+    return Outcome(name, text) if level == logging.ERROR and error_class(name) else None
 
 
 def _by_us(record: Record) -> bool:

@@ -409,6 +409,37 @@ def test_the_error_of_the_job_is_raised_here(
     assert world.records.newest_number() == 1  # whether to try again is Prefect's to say
 
 
+FAILED = "Job entrypoint command failed with exit code 1, last available logs:\n"
+
+
+@pytest.mark.parametrize(
+    ("logged", "error"),
+    [
+        ("noise\n[raybatch ERROR] ConfigError: may not write\n", ConfigError),
+        ("[raybatch ERROR] ConfigError: may not write\n[raybatch ...] to s3://b\n", ConfigError),
+        ("[raybatch ERROR] StoreUnavailable: may not write\nnoise", StoreUnavailable),
+        ("[raybatch ERROR] the engine crashed: may not write", JobLost),
+        ("[raybatch ERROR] OSError: may not write", JobLost),
+        ("[raybatch WARNING] ConfigError: may not write", JobLost),
+        ("[raybatch ERROR] ConfigError: may not write\n[raybatch INFO] going on", JobLost),
+    ],
+)
+def test_an_error_that_the_job_only_printed_is_raised_here(
+    world: World, logged: str, error: type[Exception]
+) -> None:
+    """Without a record, because the node's policy does not let it write to the run directory."""
+
+    def step() -> None:
+        world.head.jobs[world.id(1)].message = FAILED + logged
+        world.end(world.id(1), "FAILED")
+
+    with pytest.raises(error, match="may not write") as caught:
+        world.follower(step).run_to_end()
+    assert type(caught.value) is error
+    if "..." in logged:
+        assert str(caught.value) == "may not write\nto s3://b"
+
+
 def test_a_job_that_made_way_for_a_newer_one_is_no_failure(world: World) -> None:
     first = world.submitted()
     steps = iter([True])

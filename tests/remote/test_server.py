@@ -134,6 +134,19 @@ def test_a_job_that_somebody_stops_is_an_error_that_is_not_retried(
     assert follower(small, url, tmp_path).run_to_end().done == 20
 
 
+def test_a_policy_of_the_head_that_refuses_the_run_is_an_error_that_is_not_retried(
+    url: str, tmp_path: Path
+) -> None:
+    small = small_run(tmp_path / "run")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("read: [/nowhere]\nwrite: [/nowhere]\n")
+    first = follower(small, url, tmp_path)
+    first.command = f"env RAYBATCH_POLICY={policy} {sys.executable} -m prefect_raybatch.remote"
+    with pytest.raises(ConfigError, match=rf"^run directory: .* under the policy in {policy}"):
+        first.run_to_end()
+    assert first.records.outcome(1) is None
+
+
 def test_a_job_that_nobody_knows_is_none_and_a_server_that_is_away_is_not(url: str) -> None:
     assert JobServer(url).find("raybatch-nothing-1") is None
     assert JobServer(url).logs("raybatch-nothing-1") is None
