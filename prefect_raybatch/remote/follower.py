@@ -8,8 +8,9 @@ A run never has two live jobs for long, and every job can be found again:
   record, one starts the job and the others find it.
 - A flow reads the newest record and asks the server about that job. If it is live, the flow follows
   it; if it succeeded, the flow collects its outcome. If it is unknown (the submitter died first, or
-  the head lost its state), the flow submits the same id. If it failed or was stopped, the flow
-  writes record N + 1 and looks again; if two flows do so, one finds the other's record.
+  the head lost its state) and has recorded no end, the flow submits the same id. If it has ended
+  otherwise, the flow writes record N + 1 and looks again; if two flows do so, one finds the other's
+  record.
 - A job looks for a newer record than its own and ends itself if there is one. So a late submission
   of a suspended flow has no effect, and a job that its server considered dead stops.
 
@@ -179,7 +180,7 @@ class Follower:
                 continue
             server = self.server_at(self.url, access=self.access)
             found = server.find(newest.id)
-            if found is None and self._differs(newest):
+            if found is None and self._is_replaced(newest):
                 self._next(newest.number + 1)
                 continue
             self._current = newest, server
@@ -239,10 +240,14 @@ class Follower:
         )
         self._next(record.number + 1)
 
-    def _differs(self, record: Record) -> bool:
-        """Return whether the recorded job differs from this flow's submission; warn if it does."""
+    def _is_replaced(self, record: Record) -> bool:
+        """Return whether a new job replaces the recorded one, which the server does not know.
+
+        If the recorded job has ended, its outcome would be taken for that of a second job with its
+        number. Warn if it differs from this flow's submission.
+        """
         if record.digest == self.digest:
-            return False
+            return self.records.outcome(record.number) is not None
         log.warning(
             "job %d of this run does not exist at the job server and differs from the present job; "
             "job %d replaces it",

@@ -320,6 +320,17 @@ def test_a_head_without_memory_gets_the_same_job_again(world: World) -> None:
     assert world.head.started == [world.id(1)] * 2 and world.records.newest_number() == 1
 
 
+def test_an_old_outcome_does_not_explain_a_new_job(world: World) -> None:
+    """After a restart of the head, which has forgotten the job that failed."""
+    failed = Outcome("EngineStartError", "no such model")
+    with pytest.raises(EngineStartError):
+        world.follower(lambda: world.end(world.id(1), "FAILED", failed)).run_to_end()
+    world.head.jobs.clear()
+    with pytest.raises(JobLost, match=world.id(2)):
+        world.follower(lambda: world.end(world.id(2), "FAILED")).run_to_end()
+    assert world.head.started == [world.id(1), world.id(2)]
+
+
 def test_a_server_that_only_the_run_directory_names_is_not_asked(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
