@@ -83,6 +83,7 @@ class RunCluster:
         self.name = owner.name
         self.holder = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:8]}"
         self._held = False
+        self.is_taken_over = False  # whether another flow, which may have a job there, held it
         every = min(LONGEST_RENEWAL, kubernetes.lease_seconds / 4)
         self._ticker = Ticker("the cluster's lease", every, self.renew)
 
@@ -135,6 +136,7 @@ class RunCluster:
                 continue
             self._held = True
             before = notes_of(existing).get(HOLDER)
+            self.is_taken_over = before != NOBODY
             log.info("using the RayCluster %s, previously held by %s", self.name, before)
             return
         raise ClusterNotReady(

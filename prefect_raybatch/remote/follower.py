@@ -138,6 +138,7 @@ class Follower:
         self.env = {**submission.env, DIGEST_ENV: self.digest}
         self.watch = Watch(ledger, plan, observe)
         self._current: tuple[Record, JobServer] | None = None
+        self.job_may_continue = False  # whether the attached job may outlive this process
 
     def run_to_end(self) -> Progress:
         """Submit and follow jobs until every shard is committed; return the progress.
@@ -159,7 +160,7 @@ class Follower:
 
     @property
     def attached(self) -> bool:
-        """Return whether this flow has found or submitted a Ray job, which may outlive it."""
+        """Return whether this flow has found or submitted a Ray job."""
         return self._current is not None
 
     # --- find or submit ---------------------------------------------------------------------
@@ -183,7 +184,7 @@ class Follower:
             if found is None and self._is_replaced(newest):
                 self._next(newest.number + 1)
                 continue
-            self._current = newest, server
+            self._current, self.job_may_continue = (newest, server), True
             if found is None:
                 self.submit_recorded(newest, server)
                 return newest, server
@@ -297,6 +298,7 @@ class Follower:
             self.watch.progress.passes = outcome.passes
         if self.watch.whole or self.records.newest_number() > record.number:
             return
+        self.job_may_continue = False
         if ended.status == "STOPPED":
             raise JobStopped(
                 f"the Ray job {record.id} was stopped. Committed shards are kept; start the same "

@@ -67,10 +67,10 @@ def _on_cluster(
 ) -> Progress:
     """Follow the run's job on the cluster, then delete the cluster.
 
-    It is kept for the next run of this flow if `submission.has_successor` is set, and if a job on
-    it goes on without this process: when Prefect will retry after a transient error, and when this
-    process is interrupted without the flow run being cancelled. With `stop_on_crash`, an
-    interruption stops the job, so the cluster is deleted.
+    It is kept for the next run of this flow if `submission.has_successor` is set. It is left to its
+    lease while its job may continue, if a transient error ends this process or if it is interrupted
+    without the flow run being cancelled; and if Prefect will retry after a transient error. With
+    `stop_on_crash`, an interruption stops the job, so the cluster is deleted.
     """
     stops = submission.stop_on_crash
     with cluster:
@@ -78,19 +78,25 @@ def _on_cluster(
             cluster.wait_ready()
             progress = follower.run_to_end()
         except Exception as error:
-            if follower.attached and is_transient(error) and owner.retried():
+            is_used = _may_have_job(cluster, follower) or (follower.attached and owner.retried())
+            if is_used and is_transient(error):
                 cluster.leave()
             else:
                 cluster.end(keep=follower.attached)
             raise
         except BaseException:  # Prefect's TerminationSignal, KeyboardInterrupt, SystemExit
-            if follower.attached and not stops and not owner.cancelled():
+            if _may_have_job(cluster, follower) and not stops and not owner.cancelled():
                 cluster.leave()
             else:
                 cluster.end()
             raise
         cluster.end(keep=True, for_successor=submission.has_successor)
     return progress
+
+
+def _may_have_job(cluster: RunCluster, follower: Follower) -> bool:
+    """Return whether a Ray job may be at work on the cluster, e.g. one of an earlier attempt."""
+    return follower.job_may_continue if follower.attached else cluster.is_taken_over
 
 
 def _tell(observe: Callable[[Progress], None], progress: Progress, text: str) -> None:

@@ -415,8 +415,10 @@ def test_a_server_that_is_gone_for_good_is_left_behind(world: World) -> None:
 def test_the_error_of_the_job_is_raised_here(
     world: World, status: str, outcome: Outcome | None, error: type[Exception]
 ) -> None:
+    follower = world.follower(lambda: world.end(world.id(1), status, outcome))
     with pytest.raises(error, match=outcome.message if outcome else world.id(1)):
-        world.follower(lambda: world.end(world.id(1), status, outcome)).run_to_end()
+        follower.run_to_end()
+    assert follower.attached and not follower.job_may_continue
     assert world.records.newest_number() == 1  # whether to try again is Prefect's to say
 
 
@@ -470,9 +472,11 @@ def test_a_busy_head_is_no_failure_and_one_that_stays_away_is(world: World) -> N
     world.head.down = 3
     world.follower().run_to_end()
     other = World(world.small.root / "other")
-    other.head.down = 10**6
+    other.submitted()
+    follower = other.follower(lambda: setattr(other.head, "down", 10**6))
     with pytest.raises(JobServerUnavailable, match="running job continues"):
-        other.follower().run_to_end()
+        follower.run_to_end()
+    assert follower.job_may_continue
     assert JobServerUnavailable.transient
 
 

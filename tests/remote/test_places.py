@@ -18,10 +18,13 @@ from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import MAKING, Heartbeat, Listener
 from prefect_raybatch.errors import (
+    AccessDenied,
     ConfigError,
+    EngineFailure,
     EngineStartError,
     JobServerUnavailable,
     RayBatchError,
+    StoreUnavailable,
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import judging_job
@@ -35,7 +38,7 @@ from prefect_raybatch.runs.run import Run
 class FakeFollower:
     """Follows a job that ends as a test says; `attached` is whether there was one."""
 
-    attached = True
+    attached = job_may_continue = True
     ends: Callable[[], Progress]
     urls: list[str]
 
@@ -124,20 +127,25 @@ GONE, RETRIED = Owner(cancelled=lambda: True), Owner(retried=lambda: True)
 
 
 @pytest.mark.parametrize(
-    ("error", "owner", "stays"),
+    ("error", "live", "owner", "stays"),
     [
-        (EngineStartError("no model"), Owner(), False),
-        (EngineStartError("no model"), RETRIED, False),  # no retry helps
-        (JobServerUnavailable("away"), RETRIED, True),  # its job goes on, and the retry finds it
-        (JobServerUnavailable("away"), Owner(), False),
-        (KeyboardInterrupt(), Owner(), True),  # interrupted: the job goes on
-        (KeyboardInterrupt(), GONE, False),
-        (SystemExit(143), Owner(), True),
+        (EngineStartError("no model"), False, Owner(), False),
+        (EngineStartError("no model"), False, RETRIED, False),  # no retry helps
+        (EngineFailure("died"), False, RETRIED, True),
+        (EngineFailure("died"), False, Owner(), False),
+        (JobServerUnavailable("away"), True, RETRIED, True),  # the retry finds the job
+        (JobServerUnavailable("away"), True, Owner(), True),  # as the next flow does
+        (StoreUnavailable("away"), True, Owner(), True),
+        (AccessDenied("no commits"), True, Owner(), False),
+        (KeyboardInterrupt(), True, Owner(), True),  # interrupted: the job goes on
+        (KeyboardInterrupt(), True, GONE, False),
+        (SystemExit(143), True, Owner(), True),
     ],
 )
 def test_it_is_ended_unless_its_job_goes_on(
-    world: World, error: BaseException, owner: Owner, stays: bool
+    world: World, error: BaseException, live: bool, owner: Owner, stays: bool
 ) -> None:
+    world.follower.job_may_continue = live
     with pytest.raises(type(error)):
         world.infer(error, owner)
     assert bool(world.clusters) is stays
@@ -159,6 +167,20 @@ def test_one_without_a_job_is_ended_in_any_case(world: World) -> None:
         with pytest.raises(type(error)):
             world.infer(error, RETRIED, job=world.job(keep="1h"))
         assert world.clusters == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), JobServerUnavailable("away")])
+def test_one_whose_job_cannot_be_asked_for_is_left(world: World, error: BaseException) -> None:
+    """It is an earlier attempt's, whose job may be at work."""
+    with pytest.raises(KeyboardInterrupt):
+        world.infer(KeyboardInterrupt())
+    world.follower.attached = world.follower.job_may_continue = False
+    with pytest.raises(type(error)):
+        world.infer(error)
+    assert len(world.clusters) == 1
+    with pytest.raises(type(error)):
+        world.infer(error, GONE, job=world.job(on_crash="stop"))
+    assert bool(world.clusters) is isinstance(error, Exception)
 
 
 def test_one_that_does_not_come_up_is_ended(world: World) -> None:
