@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY, JsonMapping, KubeObject
+from prefect_raybatch.storage.library_errors import text_of
 
 log = logging.getLogger(__name__)
 
@@ -322,13 +325,7 @@ def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
             own = SERVICE_ACCOUNT / "namespace"
             namespace = own.read_text().strip() if own.exists() else None
         else:
-            # Passed explicitly: the client reads KUBECONFIG only when it is imported.
-            file = os.environ.get("KUBECONFIG") or None
-            config.load_kube_config(file, kubernetes.context, client_configuration=settings)
-            contexts, current = config.list_kube_config_contexts(file)
-            if kubernetes.context:
-                current = next(c for c in contexts if c["name"] == kubernetes.context)
-            namespace = (current.get("context") or {}).get("namespace")
+            namespace = _load_kubeconfig(kubernetes.context, settings)
     except config.ConfigException as error:
         if kubernetes.context:
             raise ConfigError(
@@ -337,3 +334,26 @@ def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
         raise ConfigError(f"{NO_CONFIG}: {error}") from None
     settings.retries = 0  # retried by `_patiently`
     return client.ApiClient(settings), namespace
+
+
+def _load_kubeconfig(context: str | None, settings: Any) -> str | None:
+    """Copy server and credentials of a context to `settings`; return its namespace, None without.
+
+    `context` None is the kubeconfig's current context.
+    """
+    from kubernetes.config import KUBE_CONFIG_DEFAULT_LOCATION, load_kube_config
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+
+    # Passed explicitly: the client reads KUBECONFIG only when it is imported.
+    files = os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
+    try:
+        load_kube_config(files, context, client_configuration=settings)
+        # `list_kube_config_contexts` needs a valid current context even if another is used.
+        chosen = KubeConfigLoader(KubeConfigMerger(files).config, context).current_context
+    except (yaml.YAMLError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cluster.kubernetes: the kubeconfig {files} cannot be read: {text_of(error)}. "
+            "Correct it (kubectl config view reads the same file), or set KUBECONFIG to another"
+        ) from None
+    namespace = (chosen.get("context") or {}).get("namespace")
+    return None if namespace is None else str(namespace)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helpers.command_line import called
 from helpers.environ import dying_with_us
 from helpers.kube_server import KubeServer, Refused
@@ -403,6 +404,31 @@ def test_a_context_that_is_not_there_is_named(kube: KubeServer) -> None:
     assert KubeApi(asked(context="test")).namespace == "ray"
     with pytest.raises(ConfigError, match=r"kubernetes\.context: prod"):
         KubeApi(asked(context="prod"))
+
+
+@pytest.mark.parametrize("current", [None, "", "gone"])
+def test_a_named_context_needs_no_current_one(
+    kube: KubeServer, tmp_path: Path, current: str | None
+) -> None:
+    kubeconfig = yaml.safe_load((tmp_path / "kubeconfig").read_text())
+    del kubeconfig["current-context"]
+    if current is not None:
+        kubeconfig["current-context"] = current
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+    found = KubeApi(asked(context="test"))
+    assert (found.namespace, found.server) == ("ray", kube.url)
+    with pytest.raises(ConfigError, match="current-context|object with name"):
+        KubeApi(asked())
+
+
+@pytest.mark.parametrize("text", [b"a: [b", b"[1]", b"words", b"\xff\xfe"])
+@pytest.mark.parametrize("context", [None, "test"])
+def test_a_kubeconfig_that_is_none_is_said(
+    kube: KubeServer, tmp_path: Path, text: bytes, context: str | None
+) -> None:
+    (tmp_path / "kubeconfig").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"the kubeconfig .*/kubeconfig cannot be read: .+\. Cor"):
+        KubeApi(asked(context=context))
 
 
 def test_in_a_pod_its_service_account_is_used(
