@@ -20,7 +20,7 @@ import yaml
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY, JsonMapping, KubeObject
-from prefect_raybatch.storage.library_errors import text_of
+from prefect_raybatch.storage.library_errors import certificate_problem, text_of
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +227,12 @@ class KubeApi:
                 else:
                     self._raise_refused(error, verb, resource, name)
             except (HTTPError, OSError, ValueError) as error:  # no answer, or not the API server's
+                if problem := certificate_problem(error):
+                    raise ConfigError(
+                        f"cluster.kubernetes: the TLS certificate of {self.server} is not valid: "
+                        f"{problem}. Correct the cluster's server or certificate-authority in the "
+                        "kubeconfig, or the pod's service account"
+                    ) from None
                 trouble = " ".join(str(getattr(error, "reason", None) or error).split())[:200]
                 trouble = trouble or type(error).__name__
             if not trouble:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from prefect_raybatch.cluster.tokens import check_token_file, token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.storage.library_errors import certificate_problem
 from prefect_raybatch.storage.redirects import redirect_problem
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ class JobServer:
     """A client of Ray's job server at `url`.
 
     Methods retry for up to `patience` seconds, then raise `JobServerUnavailable`. They raise
-    `ConfigError` if the server rejects the request or its token. `access` has the headers and the
-    token; `connect` and `sleep` are for tests.
+    `ConfigError` if the server rejects the request or its token, or if its certificate is not
+    valid. `access` has the headers and the token; `connect` and `sleep` are for tests.
     """
 
     def __init__(
@@ -176,6 +177,12 @@ class JobServer:
             except Exception as error:
                 if type(error).__name__ == "AuthenticationError":
                     raise ConfigError(self._token_error(str(error))) from None
+                if problem := certificate_problem(error):
+                    raise ConfigError(
+                        f"cluster.job_server: the TLS certificate of {self.url} is not valid: "
+                        f"{problem}. Set REQUESTS_CA_BUNDLE to the file of the certificate "
+                        "authority that signed it, or renew it"
+                    ) from None
                 now = time.monotonic()
                 if now + pause > deadline:
                     raise JobServerUnavailable(

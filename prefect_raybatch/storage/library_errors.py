@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from typing import Literal
 
 LibraryFailure = Literal["denied", "no bucket", "gone", "away"]
@@ -48,6 +49,20 @@ _AWAY = re.compile(
 def text_of(error: object) -> str:
     """Return the message of an error in one line without colour codes."""
     return _COLOURS.sub("", " ".join(str(error).split()))
+
+
+def certificate_problem(error: BaseException) -> str:
+    """Return why a server's TLS certificate was refused; "" if `error` has another cause.
+
+    urllib3 puts the reason in an error's first argument, without chaining it.
+    """
+    cause: object = error
+    while isinstance(cause, BaseException):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return cause.verify_message
+        first = cause.args[0] if cause.args else None
+        cause = cause.__cause__ or cause.__context__ or first
+    return ""
 
 
 def failure_in(error: BaseException) -> LibraryFailure | None:

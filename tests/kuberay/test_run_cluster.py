@@ -18,6 +18,7 @@ from helpers.command_line import called
 from helpers.environ import dying_with_us
 from helpers.kube_server import KubeServer, Refused
 from helpers.small import make_job
+from helpers.tls import untrusted_server
 
 from prefect_raybatch.doctor import services
 from prefect_raybatch.errors import (
@@ -382,6 +383,15 @@ def test_a_server_that_stays_away_is_named(kube: KubeServer) -> None:
         KubeApi(asked(), patience=0.0).get(NAME)
 
 
+def test_a_certificate_that_is_not_trusted_is_no_outage(kube: KubeServer, tmp_path: Path) -> None:
+    with untrusted_server(tmp_path) as kube.url:
+        kube.kubeconfig(tmp_path / "kubeconfig")
+        sleep = Sleeper()
+        with pytest.raises(ConfigError, match=r"self-signed certificate\. .*certificate-authority"):
+            KubeApi(asked(), 60, sleep).get("x")
+    assert sleep.slept == 0
+
+
 def test_a_cluster_that_cannot_be_deleted_is_left_to_its_lease(
     kube: KubeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -417,7 +427,7 @@ def test_a_named_context_needs_no_current_one(
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
     found = KubeApi(asked(context="test"))
     assert (found.namespace, found.server) == ("ray", kube.url)
-    with pytest.raises(ConfigError, match="current-context|object with name"):
+    with pytest.raises(ConfigError, match=r"current-context|object with name"):
         KubeApi(asked())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from helpers.ray_head import Head
 from helpers.small import SmallRun, make_job, small_run
+from helpers.tls import untrusted_server
 
 from prefect_raybatch.api.sending import submission_of
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable, JobStopped
@@ -152,6 +153,15 @@ def test_a_job_that_nobody_knows_is_none_and_a_server_that_is_away_is_not(url: s
     assert JobServer(url).logs("raybatch-nothing-1") is None
     with pytest.raises(JobServerUnavailable):
         JobServer("http://127.0.0.1:9", patience=1).find("raybatch-nothing-1")
+
+
+def test_a_certificate_that_is_not_trusted_is_no_outage(tmp_path: Path) -> None:
+    slept: list[float] = []
+    with untrusted_server(tmp_path) as url:
+        server = JobServer(url, patience=5, sleep=slept.append)
+        with pytest.raises(ConfigError, match=r"self-signed certificate\. Set REQUESTS_CA_BUNDLE"):
+            server.find("a job")
+    assert slept == []
 
 
 def test_headers_for_a_proxy_are_sent_and_wrong_ones_are_said(
