@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.compile.job import (
     cluster_spec,
+    compile_plan,
     compile_planned,
     planned_job,
     read_spec,
@@ -384,10 +385,16 @@ def _with_quality(
         )
 
 
-def _finalized(job: BatchJob, run: Run, progress: Progress | None = None) -> RunReport:
-    ledger = Ledger(open_store(run.uri, job.output.options or None))
+def _finalized(job: BatchJob | None, run: Run, progress: Progress | None = None) -> RunReport:
+    """Write the result of a run; return its report.
+
+    Without `job`, the run's plan says what to write, but names neither cluster, server nor store
+    options: others may write to a run directory.
+    """
+    ledger = Ledger(open_store(run.uri, (job.output.options if job else None) or None))
     plan, shards = load_run(ledger, run)
-    report = finalize_spec(compile_planned(job, plan), ledger, plan, shards, progress)
+    spec = compile_plan(plan) if job is None else compile_planned(job, plan)
+    report = finalize_spec(spec, ledger, plan, shards, progress, asks_server=job is not None)
     metrics.completed(report.job, run.run_key)
     return report
 
@@ -398,9 +405,9 @@ def finalize_whole(
     """Write result, report and `_SUCCESS` of a run with all shards committed; publish nothing.
 
     Returns the report, even if the run was complete before. `job` gives access to the store and
-    names the cluster on which a large result is written; by default it is the job in the run's
-    plan, and then golden rows and judge are not used. Raises `IncompleteRun` while shards are
-    missing, and the errors of `finalize_run`.
+    names the cluster on which a large result is written. Without it, the result is written on this
+    machine, golden rows and judge are not used, and no batches are removed from a hosted model's
+    server. Raises `IncompleteRun` while shards are missing, and the errors of `finalize_run`.
     """
     check_run_place(run_dir)
     store = open_store(without_link(run_dir), (job.output.options if job else None) or None)
@@ -412,8 +419,8 @@ def finalize_whole(
         if job is not None:
             return finalize_run(job, run, sender=sender)
         # Some earlier runs may not be found, because output.uri may have contained {run_date}.
-        own = planned_job(plan)
-        return with_agreement(_finalized(own, run), None, own.output.uri, needs_earlier=True)
+        beside = (store.above() or store).uri
+        return with_agreement(_finalized(None, run), None, beside, needs_earlier=True)
     except IncompleteRun as error:
         raise IncompleteRun(
             f"{error}, or write the committed rows now: raybatch finalize --partial {store.uri}"
@@ -429,7 +436,7 @@ def finalize_partial(
     and its `run` is that folder. The run stays unfinished and can be resumed and finished as
     before; nothing is deleted. Reads only commits and the pieces that they name, so it may be
     called while a driver is active. `options` are s3fs options, as in `output.options`. `job` names
-    the cluster on which a large result is written; by default it is the job in the run's plan.
+    the cluster on which a large result is written; without it, that is done on this machine.
 
     Raises `ConfigError` for a run with all shards committed, or one that is completed meanwhile,
     `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.

@@ -11,7 +11,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.answer_schema import BACKEND, schema_sampling_fields
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
-from prefect_raybatch.job.cluster import Cluster
+from prefect_raybatch.job.cluster import Cluster, ClusterAccess
 from prefect_raybatch.job.early_stop import (
     choice_of,
     label_cap,
@@ -167,8 +167,12 @@ def compile_planned(job: BatchJob, plan: Plan) -> RunSpec:
 
 
 def compile_plan(plan: Plan) -> RunSpec:
-    """Return the spec of a run from its plan alone, which holds no credentials."""
-    return compile_planned(planned_job(plan), plan)
+    """Return the spec of a run from its plan alone, without credentials and on a local cluster.
+
+    Others may write to a run directory, so its plan does not decide which cluster is joined.
+    """
+    spec = compile_planned(planned_job(plan), plan)
+    return replace(spec, cluster=replace(spec.cluster, loaded=ClusterAccess(), block=None))
 
 
 def planned_job(plan: Plan) -> BatchJob:

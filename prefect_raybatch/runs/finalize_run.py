@@ -68,16 +68,22 @@ DAY = 86_400.0  # seconds
 
 
 def finalize_spec(
-    spec: RunSpec, ledger: Ledger, plan: Plan, shards: Shards, progress: Progress | None = None
+    spec: RunSpec,
+    ledger: Ledger,
+    plan: Plan,
+    shards: Shards,
+    progress: Progress | None = None,
+    asks_server: bool = True,
 ) -> RunReport:
     """Write the result, the report and `_SUCCESS` of a run; return the report.
 
     All shards must be committed: raises `IncompleteRun` if one is missing, `CorruptRun` if the
-    coverage is wrong. For a finished run, only removes files that are no longer needed.
+    coverage is wrong. For a finished run, only removes files that are no longer needed; with
+    `asks_server`, also those at a hosted model's server.
     """
     from prefect_raybatch.result.finalize import finalize
 
-    layout, endpoint = spec.output.layout, spec.engine.model.endpoint
+    layout, endpoint = spec.output.layout, spec.engine.model.endpoint if asks_server else None
     if ledger.finished(plan) is not None:
         return _finished_report(ledger, plan, layout.compact, endpoint)
     try:

@@ -45,9 +45,9 @@ def write_partial(
 ) -> RunReport:
     """Write the committed rows of an incomplete run as a partial result; return its report.
 
-    A large result is written on `cluster` (None: the cluster in the run's plan). Raises
-    `ConfigError` if the run is complete or all its shards are committed. Raises `IncompleteRun` if
-    no shard is committed, or if `raybatch reap` removes a file of the partial result meanwhile.
+    A large result is written on `cluster` (None: on this machine). Raises `ConfigError` if the run
+    is complete or all its shards are committed. Raises `IncompleteRun` if no shard is committed, or
+    if `raybatch reap` removes a file of the partial result meanwhile.
     """
     from prefect_raybatch.result.finalize import finalize_committed
     from prefect_raybatch.result.survey import survey_committed
