@@ -22,6 +22,7 @@ from prefect_raybatch.frames.running import KEEP_SECONDS, run_call
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import template_fields
 from prefect_raybatch.job.edits import edited
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.open_run import open_run
 from prefect_raybatch.stages.result_columns import result_columns
@@ -269,6 +270,11 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
         )
     table, add, names = read_data(data, wanted)
     columns = _answer_columns(job, table.column_names)
+    if errors == "column" and REASON in columns:
+        raise ConfigError(
+            f"an answer column has the name {REASON!r}, as the column of reasons has. Rename it "
+            '(column= or a property of the schema), or set errors="raise"'
+        )
     _check_names([*columns, *([REASON] if errors == "column" else [])], names)
     if table.num_rows == 0:
         return Answered(add(pa.table(columns)), None, "")
@@ -281,9 +287,11 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
         raise KeyboardInterrupt(
             f"{name}() was stopped. The same call continues with the answers that it has"
         ) from None
-    answers = _answers(report, job.output.row_number, columns)
-    if report.failed and errors == "raise":
-        raise _failed(report, answers)
+    answers, reasons = _answers(report, job.output, columns)
+    if reasons is not None:
+        if errors == "raise":
+            raise _failed(report, reasons.to_pylist())
+        answers = answers.append_column(REASON, reasons)
     return Answered(add(answers), report, report.run)
 
 
@@ -379,12 +387,14 @@ def _stored(table: pa.Table, place: str) -> str:
     return f"{store.uri}/{name}"
 
 
-def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -> pa.Table:
-    """Return the answer columns with one row for each input row; a row without an answer has nulls.
+def _answers(
+    report: RunReport, output: Output, expected: Mapping[str, pa.Array]
+) -> tuple[pa.Table, pa.ChunkedArray | None]:
+    """Return (answer columns, reasons), both with one value for each input row.
 
-    `number` names the result's column of row numbers. Columns in `expected` that the result lacks,
-    because all rows failed, are added as nulls. If any row failed, the column REASON says why, and
-    is null for the other rows.
+    A row without an answer has nulls and a reason; the others have no reason. The reasons are None
+    if no row failed. `output` is the job's. Columns in `expected` that the result lacks, because
+    all rows failed, are added as nulls.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -396,14 +406,15 @@ def _answers(report: RunReport, number: str, expected: Mapping[str, pa.Array]) -
     def spread(column: pa.ChunkedArray, of: pa.Table) -> pa.ChunkedArray:
         return column.take(pc.index_in(rows, value_set=of[number].combine_chunks()))
 
+    number = output.row_number
     columns = {name: spread(good[name], good) for name in good.column_names if name != number}
     for name, array in expected.items():
         if name not in columns:
             columns[name] = pa.nulls(report.rows, array.type)
-    if report.failed:
-        reason = pc.binary_join_element_wise(failed["error"], failed["message"], ": ")
-        columns[REASON] = spread(reason, failed)
-    return pa.table(columns)
+    if not report.failed:
+        return pa.table(columns), None
+    reason = pc.binary_join_element_wise(failed["error"], failed["message"], ": ")
+    return pa.table(columns), spread(reason, failed)
 
 
 def _answer_columns(job: BatchJob, given: Sequence[str]) -> dict[str, pa.Array]:
@@ -437,8 +448,7 @@ def _check_names(added: Sequence[str], names: Sequence[str]) -> None:
         raise ConfigError(f"the data has a column {name!r}, as the answers have. {remedy}")
 
 
-def _failed(report: RunReport, answers: pa.Table) -> RowsFailed:
-    reasons = answers[REASON].to_pylist()
+def _failed(report: RunReport, reasons: Sequence[str | None]) -> RowsFailed:
     first = next(i for i, reason in enumerate(reasons) if reason is not None)
     return RowsFailed(
         f"{report.failed:,} of {report.rows:,} rows have no answer. Row {first}: {reasons[first]}. "

@@ -169,6 +169,20 @@ class Company(BaseModel):
     city: str | None = None
 
 
+FAULTS = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+
+
+def test_an_answer_column_may_have_the_name_of_the_reasons_if_failed_rows_raise(
+    options: dict[str, Any], engine: type[SumEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options |= {"column": "error", "errors": "raise"}
+    found = ask(["Smith", "Acme"], "{text}", **options)
+    assert all(row["error"].isdecimal() for row in found)
+    monkeypatch.setattr(engine, "refuses", True)
+    with pytest.raises(RowsFailed, match=r"have no answer. Row \d: ValueError: refused"):
+        ask(["Smith", "Byte", "Zoo", "Law"], "{text}", max_tokens=7, **options)
+
+
 class JsonEngine(SumEngine):
     def text(self, number: int) -> str:
         return f'{{"staff": {number}, "city": null}}'
@@ -234,6 +248,8 @@ def test_vectors(options: dict[str, Any]) -> None:
             r"has a column 'answer'.*column= names the answer",
         ),
         ({"error": ["a"], "Company": ["b"]}, {}, r"has a column 'error'.*errors=\"raise\""),
+        ({"Company": ["a"]}, {"column": "error"}, r"the name 'error'.*errors=\"raise\""),
+        ({"Company": ["a"]}, {"schema": FAULTS}, r"the name 'error'.*a property of the schema"),
         ({"Firm": ["a"]}, {}, r"no column 'Company'. Its columns: Firm"),
         ({"Company": ["a"]}, {"errors": "ignore"}, r"errors is 'ignore'"),
         ({"Company": ["a"]}, {"schema": 3}, r"schema is 3. Give a pydantic class"),
