@@ -25,6 +25,7 @@ from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.open_run import open_run
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.stages.result_columns import result_columns
 from prefect_raybatch.storage import open_store
 
@@ -278,7 +279,8 @@ def _asked(data: object, name: str, fields: dict[str, Any], options: CallOptions
     _check_names([*columns, *([REASON] if errors == "column" else [])], names)
     if table.num_rows == 0:
         return Answered(add(pa.table(columns)), None, "")
-    job = edited(job, {"source.uri": _stored(table, place)}, f"the job of {name}()")
+    stored = _stored(table, place, job.source.options)
+    job = edited(job, {"source.uri": stored}, f"the job of {name}()")
     keep, progress = options.get("keep_seconds", KEEP_SECONDS), options.get("progress")
     try:
         report = run_call(resolve(job), keep, progress, options.get("engine"))
@@ -372,17 +374,18 @@ def _columns_of(job: BatchJob) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _stored(table: pa.Table, place: str) -> str:
+def _stored(table: pa.Table, place: str, options: StoreOptions) -> str:
     """Write the input to `place`/inputs as a Parquet file named by its hash; return the file's URI.
 
-    Does nothing if the file exists.
+    `options` are those of the store, with which the run reads the file. Does nothing if the file
+    exists.
     """
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     name = f"{hashlib.sha256(buffer.getbuffer()).hexdigest()}.parquet"
-    store = open_store(f"{place}/inputs")
+    store = open_store(f"{place}/inputs", options or None)
     store.put_if_absent(name, buffer.getvalue())
     return f"{store.uri}/{name}"
 
@@ -399,7 +402,7 @@ def _answers(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    run = open_run(report.run)
+    run = open_run(report.run, output.options or None)
     rows = pa.array(range(report.rows))
     good, failed = run.dataset().to_table(), run.quarantine().to_table()
 

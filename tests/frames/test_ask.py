@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from helpers.engines import FakeEngine, NoEngine, VectorEngine, with_answers
 from pydantic import BaseModel
+from s3server import S3Server
 
 from prefect_raybatch import (
     RowsFailed,
@@ -283,6 +284,18 @@ def test_data_of_which_all_rows_fail_has_the_columns(options: dict[str, Any]) ->
     assert all(row["answer"] is None and "null" in row["error"] for row in found)
     typed = ask([{"Company": None}], QUESTION, schema=Company, **options)
     assert {"Company", "staff", "city", "error"} == set(typed[0])
+
+
+def test_a_store_may_be_reached_by_its_options_alone(
+    options: dict[str, Any], s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in s3.env:
+        monkeypatch.delenv(name, raising=False)
+    options["cache"] = "s3://ask/cache"
+    options["settings"] = {"source.options": s3.options, "output.options": s3.options}
+    found = ask_run(["Smith", "Byte"], "{text}", **options)
+    assert all(row["answer"] for row in found.data)
+    assert open_run(found.run, s3.options).state == "completed"
 
 
 def test_a_new_cache_is_private(options: dict[str, Any], tmp_path: Path) -> None:
