@@ -101,14 +101,25 @@ def _indexed(data: Any, values: Any) -> Any:
 
 def _of_polars(data: Any, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
     import polars
+    import pyarrow as pa
 
     _check_columns(fields, data.columns)
+    arrays = [_array(name, data[name], _of_polars_series) for name in fields]
 
     def add(more: pa.Table) -> Any:
         columns = [polars.Series(name, polars.from_arrow(more[name])) for name in more.column_names]
         return data.with_columns(columns)
 
-    return data.select(fields).to_arrow(), add, list(data.columns)
+    return pa.table(arrays, names=list(fields)), add, list(data.columns)
+
+
+def _of_polars_series(column: Any) -> pa.Array:
+    import polars
+    import pyarrow as pa
+
+    if column.dtype == polars.Object:  # polars would write the addresses of the objects
+        raise pa.ArrowTypeError("Python objects")
+    return column.to_arrow()
 
 
 def _of_list(data: list[Any], fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
@@ -120,9 +131,11 @@ def _of_list(data: list[Any], fields: Sequence[str]) -> tuple[pa.Table, AddColum
     elif all(isinstance(row, Mapping) for row in data):
         rows, names = data, list(dict.fromkeys(name for row in data for name in row))
     else:
-        at = next(i for i, row in enumerate(data) if type(row) is not type(data[0]))
+        kind = Mapping if isinstance(data[0], Mapping) else str | None
+        at = next(i for i, row in enumerate(data) if not isinstance(row, kind))
+        other = f", row 0 {type(data[0]).__name__}" if at else ""
         raise ConfigError(
-            f"row {at} has the type {type(data[at]).__name__}, row 0 {type(data[0]).__name__}. "
+            f"row {at} has the type {type(data[at]).__name__}{other}. "
             "Give a list of dicts or a list of texts"
         )
     if data:
@@ -140,7 +153,7 @@ def _array(name: str, values: Any, make: Callable[[Any], pa.Array]) -> pa.Array:
 
     try:
         return make(values)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
         raise ConfigError(
             f"column {name!r} mixes types or holds values that cannot be stored: {error}. Convert "
             "its values to one type, such as text"
