@@ -17,14 +17,17 @@ from prefect_raybatch.batches.outputs import DATA_KIND, ERROR_KIND, AnswerLines
 from prefect_raybatch.compile.job import compile_plan, read_spec
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.faults import explain
+from prefect_raybatch.job.group import Group
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT
+from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.source.find import File, find
 from prefect_raybatch.source.json_lines import line_blocks
 from prefect_raybatch.source.openai_batch import COMPLETION_URL, EMBEDDING_URL
+from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import open_store
 
 _KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
@@ -52,15 +55,16 @@ def batch_fields(
         "output": {"uri": place},
     }
     fields = with_fields(fields, changes)
-    try:
-        input_file = Source.model_validate(fields["source"])
-    except ValidationError as error:
-        raise ConfigError(explain(error, Source, "-i")) from None
+    input_file = _valid(Source, fields["source"], "-i")
+    written = _valid(Output, fields["output"], "-o")
     _, files = find(read_spec(input_file))
     if len(files) != 1:
         raise SourceError(f"-i {source!r} has {len(files)} files. Name one file")
-    requests, first_url = _copied(files[0], place)
-    fields["source"]["uri"], engine = requests, fields["engine"]
+    requests, first_url = _copied(files[0], place, written.options)
+    # The copy is beside the output, so it is reached in the same way.
+    reach = {"options": written.options, "credentials_block": written.credentials_block}
+    fields["source"] |= {"uri": requests, **reach}
+    engine = fields["engine"]
     engine.get("endpoint", engine).setdefault("model", names[0])
     if first_url == EMBEDDING_URL:
         engine.setdefault("task", "embed")
@@ -69,25 +73,33 @@ def batch_fields(
     return fields
 
 
+def _valid(group: type[Group], fields: object, where: str) -> Any:
+    """Return a group of job fields; raise `ConfigError`, which names the option, if invalid."""
+    try:
+        return group.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(explain(error, group, where)) from None
+
+
 def batch_key(fingerprint: str) -> str:
     """Return the run key for a batch file: `batch-` and the start of its job's fingerprint."""
     return f"batch-{fingerprint[:_KEY_LENGTH]}"
 
 
-def write_output(output: str, run: str) -> None:
+def write_output(output: str, run: str, options: StoreOptions) -> None:
     """Write the answers and errors of the run at `run` atomically to file `output`.
 
-    Does nothing if the run is not finished.
+    `options` are the store options of both. Does nothing if the run is not finished.
     """
     folder, name = _split(output)
-    store = open_store(run)
+    store = open_store(run, options or None)
     ledger = Ledger(store)
     plan = need_plan(ledger)
     success = ledger.finished(plan)
     if success is not None:
         spec = compile_plan(plan)
         lines = AnswerLines.of(store, plan, success, spec.finish, spec.engine.model)
-        lines.put(open_store(folder), name, DATA_KIND, ERROR_KIND)
+        lines.put(open_store(folder, options or None), name, DATA_KIND, ERROR_KIND)
 
 
 def _split(output: str) -> tuple[str, str]:
@@ -97,10 +109,11 @@ def _split(output: str) -> tuple[str, str]:
     return (folder or "/") if slash else ".", name
 
 
-def _copied(file: File, place: str) -> tuple[str, str | None]:
+def _copied(file: File, place: str, options: StoreOptions) -> tuple[str, str | None]:
     """Copy a batch file, compressed and named by its content's hash, to folder `place`/inputs.
 
-    Returns (URI of the copy, API path (`url`) of the first request that has one, or None).
+    `options` are the store options of `place`. Returns (URI of the copy, API path (`url`) of the
+    first request that has one, or None).
     """
     digest, url, is_empty = hashlib.sha256(), None, True
     with tempfile.TemporaryDirectory() as scratch:
@@ -113,7 +126,8 @@ def _copied(file: File, place: str) -> tuple[str, str | None]:
                 url = url or _first_url(block)
         if is_empty:
             raise SourceError(f"{file.uri} has no requests. Write one object per line")
-        store, name = open_store(f"{place}/inputs"), f"{digest.hexdigest()}.jsonl.zst"
+        store = open_store(f"{place}/inputs", options or None)
+        name = f"{digest.hexdigest()}.jsonl.zst"
         store.put_file_if_absent(name, local)
         return f"{store.uri}/{name}", url
 

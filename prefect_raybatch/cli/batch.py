@@ -66,7 +66,7 @@ def batch(
     job = job_of_fields(fields, {}, "the job of the batch file")
     key = batch_key(resolve(job).identity.fingerprint)
     report, _ = run_job(job, key, False, False, keep_seconds=kept_seconds(keep_engines))
-    write_output(output_file, report.run)
+    write_output(output_file, report.run, job.output.options)
     out.print(
         f"wrote {output_file}: {report.good:,} answers, {report.failed:,} errors", markup=False
     )

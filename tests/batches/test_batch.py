@@ -121,7 +121,7 @@ def test_every_line_is_answered_in_order_by_the_same_ids(without_ray: None, tmp_
         job = job_of_fields(batch_fields(str(source), str(output), ["demo"], {}), {}, "job")
         run = plan_run(resolve(job), batch_key(resolve(job).identity.fingerprint))
         report = finalize_run(job, run, infer_run(job, run, engine=Numbered))
-        write_output(str(output), report.run)
+        write_output(str(output), report.run, job.output.options)
         runs.append(Path(report.run))
         return lines_of(output)
 

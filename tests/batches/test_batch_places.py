@@ -68,6 +68,30 @@ def test_a_batch_file_in_a_bucket_is_answered_there(
     assert store.read(written).decode() == answers
 
 
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_input_and_output_are_reached_each_by_its_own_options(
+    kind: str, s3: S3Server, without_ray: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(GcsServer("token", "batch-places")) as cloud, openai_server() as server:
+        places = {"s3": "s3://batch-places/own", "gs": "gs://batch-places/own"}
+        options: dict[str, dict[str, Any]] = {"s3": s3.options, "gs": cloud.options}
+        (other,) = places.keys() - {kind}
+        source, output = f"{places[other]}/in.jsonl", f"{places[kind]}/out.jsonl"
+        open_store(places[other], options[other]).put("in.jsonl", lines())
+        changes = (
+            f"engine.endpoint.url={server.url}",
+            f"source.options={json.dumps(options[other])}",
+            f"output.options={json.dumps(options[kind])}",
+        )
+        more = [word for change in changes for word in ("--set", change)]
+        code, _, err = called(
+            capsys, "batch", "-i", source, "-o", output, "--model", "large", *more
+        )
+        assert code == 0, err
+        answers = open_store(places[kind], options[kind]).read("out.jsonl").decode()
+        assert contents(answers) == [f"about row {number}" for number in range(ROWS)]
+
+
 def test_a_batch_file_behind_http_is_answered(
     without_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
