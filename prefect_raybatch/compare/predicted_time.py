@@ -37,10 +37,10 @@ def predicted_time(
 ) -> PredictedTime:
     """Return how long a run of a job would take if `rows` rows go to the model.
 
-    `job` and `model` are what that run's plan would contain. `plan` and `before` are plan and
-    report of an earlier run, whose rate is assumed. The time is unknown if the two runs differ in
-    model, engine, `cluster` fields or `output.escalate` (prices aside), or if the earlier run
-    reused answers.
+    `job` and `model` are what the plan of the new run would contain. `plan` and `before` are plan
+    and report of an earlier run, whose rate is assumed. The time is unknown if the two runs differ
+    in model, engine, `cluster` fields or `output.escalate` (prices aside). It is also unknown if
+    the earlier run reused answers or has no measured rate.
     """
     key = before.run_key
     differing = [

@@ -30,8 +30,9 @@ AnswerValues = Mapping[str, Any] | None  # values by column; None for a failed r
 class DrawnRows:
     """A sample of rows of a finished run, in order of row number.
 
-    `numbers` are the row numbers, `inputs` has the input columns of these rows, and `answers` their
-    values by column, None for a failed row. The run has `total` rows.
+    `numbers` are the row numbers, `inputs` has the input columns of these rows. `answers` has
+    {column: value} for each row, None for a failed one. `total` is the number of the run's answered
+    and failed rows; rows that postprocess left out do not count.
     """
 
     numbers: tuple[int, ...]
@@ -47,7 +48,7 @@ class DrawnRows:
 
 
 def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows: int) -> DrawnRows:
-    """Return a random sample of `rows` rows of a finished run.
+    """Return a random sample of a finished run: `rows` rows, or all if there are fewer.
 
     It depends only on the run's plan, so the same command always draws the same rows; other runs
     give other row numbers. `options` are store options. Rows that postprocess left out are never
@@ -117,9 +118,11 @@ def _numbers(rows: pyarrow.dataset.Dataset, name: str) -> np.ndarray:
 
 
 def _inputs(answered: pa.Table, failed: pa.Table | None, columns: list[str]) -> pa.Table:
-    """Return the inputs of the answered rows, then those of the failed rows.
+    """Return the input columns of the answered rows, followed by those of the failed rows.
 
-    These are the columns in `columns` that both tables have.
+    `failed` has the input columns in a struct column `input`. With rows in both tables, the result
+    has the `columns` that are also in `input`. Without failed rows it has all `columns`; without
+    answered rows, all columns of `input`.
     """
     if failed is None or not failed.num_rows:
         return answered.select(columns)

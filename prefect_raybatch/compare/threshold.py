@@ -32,12 +32,12 @@ class TunedCascade:
     """The outcome of the search for a cascade's threshold on a sample of rows.
 
     With the threshold `found`, at least the share `agreement` of the answers equals the larger
-    model's, with `confidence`; None if there is no such threshold. `field` is the job field to set
-    to it. `first` and `larger` name the models. Both answered `rows` rows, and gave the same answer
-    for `same` of them; the larger model gave no answer for `unanswered` more sampled rows. With the
-    threshold, `escalated` of all sampled rows go to the larger model; `low` and `high` are the ends
-    of the exact 95 % interval for that share of all rows. `at_most` is the job's
-    `output.escalate.at_most`.
+    model's, with `confidence`; `found` is None if there is no such threshold. `field` is the job
+    field that sets the threshold. `first` and `larger` name the models. The larger model answered
+    `rows` sampled rows and failed `unanswered` others; `same` of the `rows` got the same answer
+    from the first model. With the threshold, `escalated` sampled rows go to the larger model; `low`
+    and `high` are the ends of the exact 95 % interval for their share of all rows. `at_most` is the
+    job's `output.escalate.at_most`.
     """
 
     first: str

@@ -75,9 +75,10 @@ def coming_run_of(
 ) -> ComingRun | None:
     """Describe a run with a `plan` on a cluster; None if no arrangement of engines can be learned.
 
-    This is so if the job sets both engines per GPU and `max_num_seqs`, if the engines run on CPUs,
-    if their number is elastic, or if the cost model does not know the GPU or the model, or chooses
-    an arrangement that `_Sizes.fits` rejects. `vllm` is the version of vLLM.
+    None can be learned if the job sets both engines per GPU and `max_num_seqs`, if the engines run
+    on CPUs, or if their number is elastic. The same holds if the cost model cannot predict a rate,
+    or chooses an arrangement that `_Sizes.fits` rejects. `vllm` is the version of vLLM. Raises the
+    errors of `sizes_of`.
     """
     sizes = _Sizes(spec, plan, capacity, model)
     size, card = sizes.by_model, gpu_of(spec.accelerator, capacity).card

@@ -1,9 +1,11 @@
 """Decides the arrangement of a run's engines from the job's earlier runs. No I/O.
 
 1. Runs count whose work is the same (`is_same_work`). Without any, the cost model's choice holds.
-2. The incumbent is what the last of them used, or the challenger that won its trial
-   (`incumbent_of`). If the engines of that run failed, or it was 10 % slower than runs before the
-   incumbent was adopted (else than others with it), the incumbent is what was used before.
+2. The incumbent is the challenger that won its trial in the last of these runs, else what that run
+   used (`incumbent_of`). It is given up for what was used before if engines of the last run failed,
+   or if that run was over 10 % slower than runs with what was used before (if none was measured:
+   than earlier runs with the same arrangement). The cost model's own choice is given up only if a
+   run failed with it.
 3. A challenger halves or doubles engines per GPU, `max_num_seqs` or both (`candidates`), fits, is
    not barred (`barred`), and is expected to be at least 5 % faster than the incumbent (`decide`).
 4. It is tried on a fifth of the shards, if the run lasts long enough for a second start.
@@ -69,9 +71,9 @@ class EarlierRun:
 
     @property
     def trial(self) -> TrialOutcome | None:
-        """Return the outcome of the run's trial; None without one, or if its figures don't count.
+        """Return the outcome of the run's trial; None without one, or if the run is `uncounted`.
 
-        A trial whose engines did not work counts in any case.
+        A trial whose engines did not work is returned in any case.
         """
         outcome = self.outcome
         if outcome is None or outcome.trial is None or self.decided.challenger is None:
@@ -87,7 +89,7 @@ class EarlierRun:
 
     @property
     def loser(self) -> Arrangement | None:
-        """Return the challenger if it lost its trial or did not work, or if the run failed."""
+        """Return the challenger if it lost, its trial failed or the run failed; else None."""
         if self.outcome is None:
             return self.decided.challenger if self.has_failed else None
         trial = self.trial
@@ -112,8 +114,8 @@ class ComingRun:
     `model` is the arrangement that the cost model chooses. `fits(arrangement)` returns whether it
     fits the cluster and the job. `expect(measured, busy, other)` returns the expected rate of
     `other` divided by the rate of `measured`, whose GPUs were busy for the share `busy` of time.
-    `in_flight(arrangement)` returns how many shards are in engines at once. The others are the
-    numbers of `rows`, of `gpus`, and of shards that a trial would infer (`trial_shards`).
+    `in_flight(arrangement)` returns how many shards are in engines at once. `trial_shards` is the
+    number of shards that a trial would infer.
     """
 
     work: WorkKey
@@ -128,7 +130,10 @@ class ComingRun:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The arrangement that a run uses, and why; `given_up` is one that did worse, or None."""
+    """The arrangement that a run uses, and why.
+
+    `given_up` is the arrangement that it replaces because that failed or was slower, else None.
+    """
 
     arrangement: Arrangement
     why: str
@@ -237,7 +242,10 @@ def _instead_of_models_choice(coming: ComingRun, runs: Sequence[EarlierRun]) -> 
 
 
 def usual_score(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
-    """Return the median GPU-seconds per 1,000 tokens in the last five runs so arranged, or None."""
+    """Return the median score of the newest five measured runs with this `arrangement`, or None.
+
+    A score is in GPU-seconds per 1,000 tokens.
+    """
     scores = [run.score for run in runs if run.used == arrangement and run.score is not None]
     return median(scores[:MEDIAN_RUNS]) if scores else None
 
@@ -258,9 +266,10 @@ def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
 def challenger_of(
     coming: ComingRun, runs: Sequence[EarlierRun], incumbent: Incumbent
 ) -> tuple[Arrangement | None, float]:
-    """Return (arrangement to try, its expected rate / the incumbent's); (None, 1.0) if none.
+    """Return (arrangement to try, its expected rate / the incumbent's).
 
-    If earlier runs measured an arrangement, that is used in place of a prediction.
+    Returns (None, 1.0) if none is expected to be at least 5 % faster, or if no run measured the
+    incumbent. The rate of an arrangement that earlier runs measured is not predicted.
     """
     own = incumbent.arrangement
     usual, busy = usual_score(runs, own), _busy(runs, own)
@@ -277,7 +286,10 @@ def challenger_of(
 
 
 def _busy(runs: Sequence[EarlierRun], arrangement: Arrangement) -> float | None:
-    """Return the share of time with busy GPUs in the newest run that measured it, or None."""
+    """Return the share of time with busy GPUs in the newest run with this `arrangement`, or None.
+
+    Skips runs that did not measure it.
+    """
     found = (run.outcome.busy for run in runs if run.used == arrangement and run.outcome)
     return next((busy for busy in found if busy is not None and 0 < busy <= 1), None)
 

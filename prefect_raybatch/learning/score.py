@@ -1,10 +1,10 @@
 """Measures GPU-seconds per 1,000 tokens of a run's shards, and the gain of a trial. No I/O.
 
 At each moment, the time of the GPUs is divided equally among the shards that are in engines then,
-so that the shares of all shards add up to the GPUs' time. Head and tail do not count: the time
-before the first shard of a part has ended, while engines fill up, and the time after the last one
-has started, while they run empty. A shard that is only partly in between counts with that part of
-its tokens.
+so that the shares of all shards add up to the GPUs' time. The shards of a trial and the others are
+two parts of the run, each with its own engines. Only a part's steady time counts: after its first
+shard has ended and before its last one starts, so not the time in which engines fill up or run
+empty. A shard that is only partly in steady time counts with that share of its tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class PartShards:
 class SteadyShards:
     """Shards that were in engines in steady time: after the first ended, before the last started.
 
-    `seconds` is each shard's share of that time, for one GPU, `tokens` its tokens in that time,
-    `ended` when it ended, in seconds since 1970.
+    `seconds` is each shard's share of that time on the clock; times the number of GPUs, it is in
+    GPU-seconds. `tokens` are the shard's tokens in that time, `ended` is when it ended, in seconds
+    since 1970.
     """
 
     numbers: np.ndarray
@@ -54,7 +55,7 @@ class SteadyShards:
     ended: np.ndarray
 
     def score(self, gpus: int) -> float | None:
-        """Return the GPU-seconds per 1,000 tokens; None for too few shards."""
+        """Return the GPU-seconds per 1,000 tokens; None for fewer than LEAST_SHARDS shards."""
         if len(self.numbers) < LEAST_SHARDS or not self.tokens.sum():
             return None
         return float(1000 * gpus * self.seconds.sum() / self.tokens.sum())
@@ -63,7 +64,8 @@ class SteadyShards:
 def steady_shards(part: PartShards) -> SteadyShards:
     """Return the shards that were in engines in steady time, with their shares of it.
 
-    Leaves out shards without tokens or times, and shards that were mostly outside steady time.
+    Leaves out shards without tokens or times, and shards that were mostly outside steady time. If
+    fewer than LEAST_SHARDS remain, returns no shards.
     """
     known = (part.ended > part.started) & (part.started > 0) & (part.tokens > 0)
     part = part.where(known)
@@ -93,10 +95,10 @@ def _none() -> SteadyShards:
 
 @dataclass(frozen=True)
 class Gain:
-    """By which share (`gain`) a trial's engines were faster than the run's other engines.
+    """How much faster a trial's engines were than the run's other engines.
 
-    `bound` is its lower limit with 95 % confidence. Both follow from `pairs` compared shards, and
-    are None if these were too few.
+    A `gain` of 0.1 is 10 %; `bound` is its lower limit with 95 % confidence. `pairs` is the number
+    of compared shards. `gain` and `bound` are None if that is below LEAST_SHARDS.
     """
 
     pairs: int

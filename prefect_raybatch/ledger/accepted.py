@@ -62,7 +62,7 @@ def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
 
 
 def all_accepted(ledger: Ledger) -> tuple[Accepted, ...]:
-    """Return the differences between job and plan that any attempt accepted, each once, by time.
+    """Return the differences between job and plan that attempts accepted: each once, oldest first.
 
     A missing or damaged record of an attempt is logged and left out.
     """

@@ -30,10 +30,10 @@ class WorkKey(StrictRecord):
     """The conditions that decide a run's speed, besides the arrangement of its engines.
 
     Runs with equal conditions can be compared. `model` is a digest of the model's files, `card` the
-    GPU's name and memory. `gpus` is the number of GPUs of an engine, `cpus` that of CPUs per GPU
-    (the fewest on any node). `grammar` is the backend of the answers' grammar, "" without one.
-    `settings` is a digest of the vLLM arguments that the job sets. `tokens` are lengths in tokens:
-    the shared prefix, the expected answer, and the nine deciles of the rest of the prompt.
+    GPU's name and memory. `gpus` is the number of GPUs per engine, `cpus` the number of CPUs per
+    GPU on the node with the fewest. `grammar` is the backend of the answers' grammar, "" without
+    one. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are lengths in
+    tokens: the shared prefix, the expected answer, and the nine deciles of the rest of the prompt.
     """
 
     model: str
@@ -52,8 +52,9 @@ class ArrangementNote(StrictRecord):
 
     Engines are arranged as `incumbent`. In a trial, a fifth of the shards is inferred by engines
     that are arranged as `challenger`; without a trial it is None. `model` is the choice of the cost
-    model. `predicted` is the rate expected of the challenger, divided by the incumbent's. `why` is
-    the reason for the decision. `read` are the keys of the earlier runs that it is based on, newest
+    model. `predicted` is the expected rate of the best other arrangement, divided by the
+    incumbent's. It is also set if that arrangement is not tried, and 1 if there is none. `why` is
+    the reason for the decision. `read` are the run keys of earlier runs with the same work, newest
     first. `by` is the attempt that decided; no other attempt tries the challenger.
     """
 
@@ -72,8 +73,8 @@ class TrialOutcome(StrictRecord):
     """The outcome of trying an arrangement of engines, the challenger, on some shards of a run.
 
     `gain` says how much faster the challenger was than the run's own arrangement (0.1: 10 %),
-    `bound` is its lower limit with 95 % confidence. `pairs` counts the compared shards; both are
-    None if these were too few. `error` says why the trial failed, or is "".
+    `bound` is its lower limit with 95 % confidence. `pairs` counts the compared shards; `gain` and
+    `bound` are None if these were too few. `error` says why the trial failed, or is "".
     """
 
     pairs: Count

@@ -111,8 +111,8 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
 def alike(failures: Failures) -> Counter[FailureKey]:
     """Merge failure counts whose keys differ only in the numbers in their messages.
 
-    In the merged message, each number that differs becomes `N`. Of messages that may have been cut,
-    only the first SURE characters are compared.
+    Of messages that may have been cut, only the first SURE characters are compared. `_in_common`
+    makes the merged message.
     """
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:
@@ -130,7 +130,8 @@ def alike(failures: Failures) -> Counter[FailureKey]:
 def _in_common(messages: Sequence[str]) -> str:
     """Return one message for several that differ only in numbers or in where they were cut.
 
-    Each number that differs becomes `N`.
+    Each number that differs becomes `N`. If the messages were cut at different places, every number
+    becomes `N` and only the first SURE characters stay.
     """
     if len(messages) == 1:
         return messages[0]

@@ -73,7 +73,7 @@ class Family:
 def locate_run(run_dir: str, options: StoreOptions | None = None) -> tuple[Store, str]:
     """Return (store of the output root, run key) of a run directory.
 
-    Raises `ConfigError` for a name that no run can have.
+    Raises `ConfigError` for a name that no run can have, and for a URI without a parent folder.
 
     A symbolic link is resolved, so that child runs are written beside the run that it points to.
     """
@@ -145,7 +145,7 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
 def _first(root: Store, member: Member) -> Member:
     """Return the root run of `member`'s family; `member` itself if it has no parent.
 
-    Raises `CorruptRun` if a run on the way is missing or unreadable.
+    Raises `CorruptRun` if an ancestor of `member` is missing or unreadable.
     """
     seen = {member.key}
     while member.plan.parent is not None:

@@ -32,13 +32,16 @@ def forks_of(key: str) -> int:
 
 
 def original_key(plan: Plan) -> str:
-    """Return the key of the run that was repaired first; for a run that is no repair, its own."""
+    """Return the key of the run that the first repair continued: X if this run is X.m2.
+
+    Returns the run's own key if it is no repair.
+    """
     match = _FORK.match(plan.run_key) if plan.forked_from is not None else None
     return match["base"] if match else plan.run_key
 
 
 def forked(plan: Plan) -> dict[str, str]:
-    """Return the `Plan.forked_from` of runs that repair this plan's run: its key and plan hash."""
+    """Return {run_key, plan hash} of this run: the `Plan.forked_from` of a run that repairs it."""
     return {"run_key": plan.run_key, "plan": plan.hash}
 
 
@@ -50,7 +53,8 @@ def supersede(ledger: Ledger, key: str) -> None:
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
     """Follow a run to the repaired run that continues it, and so on; return the last ledger, plan.
 
-    Stops before a repaired run that is missing, unreadable or of another run, and after 100 runs.
+    Stops after 100 repaired runs, and before one that is missing, unreadable or the repair of
+    another run.
     """
     for _ in range(MOST_FORKS):
         fork = _next(ledger, plan)

@@ -1,4 +1,6 @@
-"""Records of runs that reuse or keep answers: `increment` in plan.json, and the answer records.
+"""Records of runs that reuse or keep answers, and of cascades.
+
+They are `increment` in plan.json, and the records of the files with answers.
 
 A run that reuses answers has two ledgers. `_raybatch/asks/` holds its requests phase: an ordinary
 run over the distinct requests that no earlier run has answered. The run itself then looks up the
@@ -116,10 +118,10 @@ class AnswersByRow(StrictRecord):
 class RetryShare(StrictRecord):
     """How many rows of a retry of a cascade may go to the larger model.
 
-    The first run has `rows` rows; it and all its retries together may send at most the share
-    `output.escalate.at_most` of them. `sent` rows of this retry were already sent by earlier runs
-    and may go again: `table` is the name of the table with their positions. Of the other rows of
-    this retry, at most `more` may go.
+    The root run has `rows` rows; it and all its retries together may send at most the share
+    `output.escalate.at_most` of these rows. `sent` rows of this retry were already sent by earlier
+    runs and may go again: `table` is the name of the table with their positions. Of the other rows
+    of this retry, at most `more` may go.
     """
 
     rows: Count
@@ -130,7 +132,7 @@ class RetryShare(StrictRecord):
 
 @dataclass(frozen=True)
 class Increment(StrictRecord):
-    """The value of `Plan.increment`: how a run reuses or keeps answers.
+    """The value of `Plan.increment`: how a run reuses or keeps answers, or that it is a cascade.
 
     `ledger` says whose plan this is in. In a run that reuses answers, it is `rows` in the run's own
     plan and `asks` in the plan of its requests phase. In a cascade, it is `larger` in the run's own
@@ -141,12 +143,13 @@ class Increment(StrictRecord):
     `context` is the hash of what all requests have in common, `parts` the values behind it.
     `merge`: equal requests are made once, if sampling gives them equal answers. `places` names
     tables with (kind, at) for each input row: the source of its answer (NO_REQUEST to MERGED_ROW)
-    and the answer's index there. `reused` are the files of reused answers, `earlier` the runs that
-    they come from, newest first. `differs` lists the fields that differ from the runs in `earlier`,
-    so that nothing was reused. `weights`, in a requests phase, names the table with the number of
-    rows that wait for each request. `rows` counts the input rows of the run. `seconds` is the
-    engine time of one earlier answer, None if unknown. `precision` is the earlier decision of a job
-    with `try-fp8`.
+    and the answer's index there. `reused` are the files of reused answers. `earlier` has the URIs
+    of the runs whose answers could be reused (`ReusableRuns.runs`). `differs` has a line
+    `field: old -> new` for each job field in which the first of these runs differs, so that its
+    answers are not reused. `weights`, in a requests phase, names the table with the number of rows
+    that wait for each request. `rows` counts the input rows of the run. `seconds` is the engine
+    time of one earlier answer, None if unknown. `precision` is the earlier decision of a job with
+    `try-fp8`.
     """
 
     ledger: str
@@ -191,8 +194,8 @@ class Answers(StrictRecord):
     `raybatch reap` deletes them afterwards. `plan` is the plan's hash; `context` and `parts` are as
     in `Increment`. `seconds` is the engine time of one answer, None if no run measured it.
     `rejected` holds, by file path, the positions of answers whose rows all failed; they are not
-    reused. `checksum` is the SHA-256 of the record with `checksum` None; None in a record without
-    one.
+    reused. `checksum` is the SHA-256 of the record with `checksum` None; a record whose `checksum`
+    is None is not checked.
     """
 
     run_key: str
@@ -238,7 +241,7 @@ class Answers(StrictRecord):
 
 
 def increment_of(plan: Plan) -> Increment | None:
-    """Return `Plan.increment` decoded; None if the run neither reuses nor keeps answers.
+    """Return `Plan.increment` decoded; None if the plan has none.
 
     Raises `CorruptRun` if it is malformed.
     """
@@ -325,7 +328,7 @@ def requests_ledger(store: Store) -> Ledger:
 def has_begun(ledger: Ledger, plan: Plan, committed: bool) -> bool:
     """Return whether any shard of a run, of its requests phase or of its first model is committed.
 
-    `committed` says whether one of the run's own shards is.
+    `committed`: a shard of the run itself is committed.
     """
     increment = increment_of(plan)
     if committed or increment is None or increment.asks is None:
@@ -372,10 +375,10 @@ def input_store(store: Store, plan: Plan) -> Store:
 
 
 def answer_files(plan: Plan, increment: Increment, store: Store) -> tuple[AnswerPart, ...]:
-    """Return the files of raw answers of the run at `store`: reused ones, then those it inferred.
+    """Return the files with raw answers of the run at `store`: reused answers, then inferred ones.
 
-    Those it inferred are left out until its requests phase is complete. Writes the plan of the
-    requests phase if it is missing (see `begin_requests_phase`).
+    The files with inferred answers are left out until the requests phase is complete. Writes the
+    plan of the requests phase if it is missing (see `begin_requests_phase`).
     """
     begun = begin_requests_phase(store, increment)
     success = begun[0].finished(begun[1]) if begun is not None else None

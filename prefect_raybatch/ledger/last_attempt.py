@@ -54,10 +54,11 @@ class LastAttempt:
     `phase` is the step it reached: planning, inference or finalizing, and on a complete run
     measuring, judging or publishing. `started` and `ended` are in seconds since 1970; `ended` is
     None while it works, after a kill, and if it completed the run. `outcome` is failed, stopped,
-    drained, "" if it works or succeeded, or killed (never written: see `open_step_of`). `error` is
-    the class and `message` the text of the exception that ended it. `command` runs the job again,
-    "" if it is unknown. `by` is user@host and `pid` the process there, in the Linux PID namespace
-    `pid_namespace` ("" if unknown).
+    drained, "" if it works or succeeded, or killed. The value killed is never stored:
+    `runs.attempts.open_step_of` sets it on reading. `error` is the class and `message` the text of
+    the exception that ended it. `command` runs the job again, "" if it is unknown. `by` is
+    user@host and `pid` the process there, in the Linux PID namespace `pid_namespace` ("" if
+    unknown).
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -86,7 +87,7 @@ class LastAttempt:
     def undone(self) -> str:
         """Return which step of a complete run, such as publishing, was not done, and why.
 
-        Returns "" if it did its step, or if the run was not complete.
+        Returns "" if the step succeeded or is in progress, or if the run was not complete.
         """
         what = _UNDONE.get(self.phase)
         if what is None or not self.outcome:
@@ -127,7 +128,8 @@ class LastAttempt:
 def advice(step: str, command: str = "") -> str:
     """Return a text on how to continue a run.
 
-    If `command` is known, it must be appended to the text. `step` is what to do first, or "".
+    With a `command`, the text ends in a colon, and the caller must append the command. `step` is
+    what to do first, or "".
     """
     if not command:
         return f"{step}, then {RUN_AGAIN}" if step else RUN_AGAIN

@@ -115,7 +115,10 @@ class Ledger:
         return [uris] if isinstance(uris, str) else list(uris)
 
     def numbers(self, plan: Plan) -> RowNumbers:
-        """Return the row numbers: positions in the input of the run or, for a retry, its root."""
+        """Return the number of each row: its position in the input of the run.
+
+        In a retry run, it is the position in the input of the root run.
+        """
         if plan.numbers_table is None:
             return RowNumbers(plan.rows)
         return read_numbers(self.table(plan.numbers_table), plan.rows)

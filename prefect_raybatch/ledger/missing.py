@@ -82,7 +82,10 @@ def _hint(store: Store) -> str:
 
 
 def _runs(root: Store, names: list[str]) -> list[str]:
-    """Return the first folders in `names` that hold a run, at most RUNS_NAMED."""
+    """Return the first folders in `names` that hold a run, at most RUNS_NAMED.
+
+    Looks only at the first 10 * RUNS_NAMED names.
+    """
     runs = []
     for name in names[: 10 * RUNS_NAMED]:
         if not root.holds(f"{name}/{PLAN}"):

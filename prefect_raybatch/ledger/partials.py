@@ -40,8 +40,9 @@ _PLACE = re.compile(rf"(?P<run>.+)/{PARTIAL_FOLDER}/(?P<name>_[0-9a-f]{{32}})/*\
 class MissingRows(StrictRecord):
     """The rows that a partial result lacks, because they were not committed.
 
-    `rows` counts them and `shards` their shards. `ranges` are the first `MAX_RANGES_LISTED` ranges
-    of their row numbers, as (first, last); `more` counts the ranges not listed.
+    `rows` is their number, `shards` the number of their shards. `ranges` are the first
+    `MAX_RANGES_LISTED` ranges of their row numbers, as (first, last); `more` counts the ranges not
+    listed.
     """
 
     rows: Count
@@ -72,7 +73,8 @@ class MissingRows(StrictRecord):
 def _spans(pending: np.ndarray, shards: Shards, numbers: RowNumbers) -> Iterator[tuple[int, int]]:
     """Yield the (first, last) row numbers of each range of rows in the `pending` shards, in order.
 
-    `pending` are ascending shard numbers; adjacent shards make one range.
+    `pending` are ascending shard numbers. Adjacent shards make one range, unless the row numbers of
+    a retry run have a gap.
     """
     cuts = np.flatnonzero(np.diff(pending) != 1) + 1
     for run in np.split(pending, cuts) if len(pending) else ():

@@ -28,8 +28,8 @@ class Shards:
     """A plan's table of shards. Indexing with a shard's number gives a `Shard`.
 
     `starts` is int64[shards + 1]: the first input row of each shard and, at the end, the number of
-    all input rows. `work` is int64[shards], the relative work of each shard; None if all are alike
-    or it is unknown.
+    all input rows. `work` is int64[shards], the relative work of each shard; None if all shards are
+    alike or their work is unknown.
     """
 
     def __init__(self, starts: np.ndarray, work: np.ndarray | None = None):

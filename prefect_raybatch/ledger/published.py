@@ -25,8 +25,8 @@ class Published(StrictRecord):
     """The record that a run was published to a target; `plan` is the hash of the run's plan.
 
     `target` is the target's name, `place` its address and `mode` how rows were added. `rows` counts
-    the rows. `version` is the version of the table that has them, in the notation of its format; ""
-    if it has no versions. `at` is the time in seconds since 1970.
+    the rows. `version` is the version of the target table that contains the rows, as its format
+    writes it; "" for a target without versions. `at` is the time in seconds since 1970.
     """
 
     target: str

@@ -196,19 +196,19 @@ class Plan(StrictRecord):
     `parts` are the job's values that `fingerprint` covers. `shards_table` and `files_table` name
     Parquet files under `_raybatch/` with their hash in the name. `input_schema` is an Arrow IPC
     schema in base64. `hash` is the SHA-256 of the record's bytes and stands in every commit.
-    `row_bytes` is the mean number of input bytes in a row, used to compute sizes such as sequences
-    and rows per shard.
+    `row_bytes` is the mean number of bytes of a row in memory: of its input or, if these are
+    larger, its prepared images. Sizes such as sequences and rows per shard are computed from it.
 
-    A run that retries failed rows has the run key of its `parent` and a `numbers_table`: the row
-    number of each of its rows in the root's input. `context` is set if engine.max_model_len is
-    auto: {max_model_len, why, and figures}. `table` is set if the input is a snapshot of a table:
-    {format, uri, id, version, schema, ...}, with the schema of all its columns encoded as
-    `input_schema` is. `increment` is set in a run that reuses or keeps answers
-    (`ledger/increments.py`). `uris_table` holds the URIs of the input if the job names very many
-    one by one; `job` then holds the first of them and `parts` their number and hash.
-    `classifier_table` holds the file of the job's classifier. `forked_from` is the damaged run that
-    this one continues: {run_key, plan}, with the plan's hash; `original_created` (in the file:
-    `night`) is then the `created` of the original run.
+    In a run that retries failed rows, `parent` is the run key of the run that they failed in, and
+    `numbers_table` names the table with their row numbers in the root run's input. `context` is set
+    if engine.max_model_len is auto: {max_model_len, why, and figures}. `table` is set if the input
+    is a snapshot of a table: {format, uri, id, version, schema, ...}, with the schema of all its
+    columns encoded as `input_schema` is. `increment` is set in a run that reuses or keeps answers
+    and in a cascade (`ledger/increments.py`). `uris_table` holds the URIs of the input if the job
+    names very many one by one; `job` then holds the first of them and `parts` their number and
+    hash. `classifier_table` holds the file of the job's classifier. `forked_from` is the damaged
+    run that this one continues: {run_key, plan}, with the plan's hash; `original_created` (in the
+    file: `night`) is then the `created` of the original run.
     """
 
     run_key: str
@@ -246,7 +246,7 @@ class Plan(StrictRecord):
 
     @property
     def first_created(self) -> str:
-        """Return when the run was planned; if it continues a damaged run, when that one was."""
+        """Return when the run was planned; for a repaired run, when the original was planned."""
         return self.original_created or self.created
 
     @property
@@ -439,7 +439,7 @@ class Part(StrictRecord):
 
     @property
     def order(self) -> tuple[int, str]:
-        """Key that sorts the files of a kind by number, which has more digits from 100,000 on."""
+        """Return a key that sorts the files of a kind by number, also beyond five digits."""
         return len(self.path), self.path
 
 
@@ -461,8 +461,8 @@ def _shallow(record: Receipt | Commit) -> dict[str, Any]:
 def _take_positions(value: dict[str, Any], rows: int | None, what: str) -> None:
     """Decode the positions and pieces in `value`, the fields of a record, in place.
 
-    `rows` is the number of rows in the shard of a commit, which leaves out its good positions; None
-    for a receipt, which lists them. Raises `CorruptRun`, which names `what`.
+    For a commit, which does not list its good positions, `rows` is the number of rows in the shard.
+    For a receipt, which lists them, it is None. Raises `CorruptRun`, which names `what`.
     """
     most = MOST_POSITIONS if rows is None else rows
     for name in KINDS_OF_ROWS:

@@ -28,8 +28,8 @@ class RowNumbers:
     def of(self, positions: np.ndarray) -> np.ndarray:
         """Return the row numbers (int64) of the rows at `positions` of the run's input.
 
-        Without a table they are equal. In a run that retries failed rows, a row's number is its
-        place in the input of the root run.
+        Without a table, numbers and positions are equal. In a run that retries failed rows, a row's
+        number is its place in the input of the root run.
         """
         return positions if self.table is None else self.table[positions]
 
@@ -38,7 +38,10 @@ class RowNumbers:
         return np.arange(self.rows, dtype=np.int64) if self.table is None else self.table
 
     def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (positions of `numbers` in the run, `numbers` that the table lacks, if any)."""
+        """Return (positions of `numbers` in the run, `numbers` that the table lacks).
+
+        Without a table, all `numbers` are returned as positions, unchecked.
+        """
         if self.table is None:
             return numbers, numbers[:0]
         known = among(self.table, numbers)

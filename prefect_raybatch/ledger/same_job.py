@@ -40,8 +40,9 @@ def check_same(
 ) -> None:
     """Raise `PlanMismatch`, listing the differences, unless `identity` is the job of `plan`.
 
-    It is if the fingerprints are equal. `where` names the run in the message. Differences in the
-    fields `left_out` are ignored, because a person accepted them. `accepts`: the command has
+    The job is the same if the fingerprints are equal. Differences in the fields `left_out`, which a
+    person accepted, are ignored; but if the job has masked values, these may also have changed, so
+    `PlanMismatch` is raised. `where` names the run in the message. `accepts`: the command has
     --accept, so the message may suggest it.
     """
     if plan.fingerprint == identity.fingerprint:
@@ -66,9 +67,10 @@ def check_same(
 
 
 def _changed_code(key: str, plan: Plan, identity: Identity, accepts: bool) -> str:
-    """Return a line saying that a user function's code changed, or "" if `key` is not its code.
+    """Return a line saying that the code of a user function changed.
 
-    `key` is a differing field, such as prompt.function.source.
+    `key` is a differing field, such as prompt.function.source. Returns "" if it is not a function's
+    code, or if the job names another function.
     """
     field, _, last = key.rpartition(".")
     function = identity.parts.get(field)

@@ -42,8 +42,11 @@ class ShardStats:
 
     The metadata of each field says how it is combined: sum, first, last, mean or peak. `started`
     and `ended` are seconds since 1970: the first and last moment in the shard's engine and finish
-    stages. `read_s` to `finish_s` are the seconds in each stage. `reused` to `asked` count rows of
-    a run that reuses answers, by the source of the answer. `flops` to `idle_s` are the engine's
+    stages. `read_s` to `finish_s` are the seconds in each stage. `cut_off` counts rows whose answer
+    reached max_tokens, `cut_off_structured` those with structured output. `deduplicated` counts
+    rows that took the answer of an equal request in the shard, `truncated` rows whose prompt was
+    cut. `reused` to `asked` count rows of a run that reuses answers, by the source of the answer;
+    `saved_tokens` are the tokens of reused and merged rows. `flops` to `idle_s` are the engine's
     work since it finished the previous shard, and the work its GPUs could have done in that time
     (stages/meter.py); several shards are in an engine at once, so only the sums are meaningful. The
     fields from `samples` on describe the engine and its node while the shard was in it
@@ -190,7 +193,8 @@ def common_values(counts: Mapping[_Value, float], rows: float) -> dict[_Value, f
 def values_by_column(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return {column: {digest of a value: rows}} of the common values of input columns.
 
-    `figures` are `ShardStats.others` of all shards, summed.
+    `common_values` says which values are common. `figures` are `ShardStats.others` of all shards,
+    summed.
     """
     counts: dict[str, dict[str, float]] = {}
     for name, number in figures.items():
@@ -205,7 +209,7 @@ def values_by_column(figures: Mapping[str, float]) -> dict[str, dict[str, float]
 
 
 def without_rare_values(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return `figures` without the counts of rare values in input columns that have many values.
+    """Return `figures` without the counts of rare values of input columns (see `common_values`).
 
     This bounds the memory of a `StatsFold` if each shard has other values, as in a sorted input.
     """

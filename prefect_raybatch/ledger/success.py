@@ -86,7 +86,7 @@ class Success:
         """Decode `data`, the `_SUCCESS` of run directory `where`, and check it against `plan`.
 
         If the record names a table of its parts (`parts_table`), `table` reads the table of that
-        name; with None, `parts` stays empty.
+        name. With None, `parts` stays empty, so that a record with rows is rejected.
 
         Raises `CorruptRun`, with what to do, for a malformed record, one of another plan, or one
         whose rows do not add up.

@@ -65,13 +65,13 @@ class HostedRows:
 
     @property
     def longest_answer(self) -> int:
-        """Return the most answer tokens that a sampled row may get; 0 if no row was sampled."""
+        """Return the most answer tokens that a sampled row may get; 0 if none makes a request."""
         return max((answer for _, answer in self.tokens), default=0)
 
     def cost(self, endpoint: EndpointSpec, rows: int) -> float | None:
         """Estimate the cost of `rows` rows like the sampled ones, with answers of full length.
 
-        In cluster.currency. Returns None if no price is known or no row was sampled.
+        In cluster.currency. Returns None if no price is known or no sampled row makes a request.
         """
         prices = (endpoint.price_in, endpoint.price_out)
         if not self.tokens or prices == (None, None):

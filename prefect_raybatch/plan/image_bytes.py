@@ -63,7 +63,8 @@ def _sizes(
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the list of (width, height) of a row's images, for a few rows spread over the input.
 
-    Leaves out rows without images and those with an image whose size cannot be determined.
+    Leaves out rows without images and rows with an image whose size cannot be determined. Ends
+    early if the input cannot be read.
     """
     from prefect_raybatch.stages.block import Failure, is_lost, rows_of
     from prefect_raybatch.stages.images.decode import size_of

@@ -19,10 +19,10 @@ PATH_ROWS = 8  # rows that are searched for a path
 
 
 def unreadable_image(prompt: PromptSpec, read: ReadSpec, inventory: Inventory, copied: bool) -> str:
-    """Fetch the first image that rows name in an object store; return a warning if that fails.
+    """Fetch the first object-store image that a few rows name; return a warning if that fails.
 
-    Returns "" if the image can be read or if rows name none. `copied`: a run copies the input
-    first, so its first rows are read from the original files.
+    Returns "" if the image can be read, if the rows name none, or if the input cannot be read.
+    `copied`: a run copies the input first, so the rows are read from the original files.
     """
     from prefect_raybatch.stages.images.decode import BadImage
     from prefect_raybatch.stages.images.http import ImageUnavailable

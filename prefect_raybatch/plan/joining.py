@@ -61,8 +61,8 @@ class KeyBuckets:
     def add(self, keys: list[bytes] | bytes, numbers: np.ndarray, exact: np.ndarray) -> None:
         """Add 16-byte keys with the numbers of their rows or answers.
 
-        `exact` (bool, for each key): one answer serves all rows with this key, as for greedy
-        sampling; otherwise each row takes an answer of its own.
+        `keys` as bytes are all keys joined. `exact` (bool, for each key): one answer serves all
+        rows with this key, as for greedy sampling; otherwise each row takes an answer of its own.
         """
         if not keys:
             return
@@ -193,7 +193,10 @@ class Join:
         self.asked = self.counts.asked
 
     def _number_requests(self) -> None:
-        """Set `at` of each row to the number of its new request or reused answer, each from 0."""
+        """Set `at` of each row to the number of its new request or reused answer.
+
+        Requests and answers are each numbered from 0. Answers that are not `needed` get no number.
+        """
         asks = _numbers(self._kind, ASKED, self._mapped("ask", np.int64, self.rows))
         self._asks = asks
         if self.prompts is not None:
@@ -214,7 +217,7 @@ class Join:
         """Yield (kind, at) of the rows in order, in chunks of PLACES_ROWS rows.
 
         `kind` is NO_REQUEST, REUSED, ASKED or MERGED_ROW. `at` is the number of the reused answer,
-        or of the ask that answers the row.
+        counted among those that are `needed`, or of the ask that answers the row.
         """
         for a, b in _steps(self.rows, PLACES_ROWS):
             yield np.array(self._kind[a:b]), np.array(self._at[a:b])

@@ -68,10 +68,10 @@ class PromptLengths:
 
     `shared` is the share of tokens that a prompt has in common with another of the sample, from its
     start and in whole blocks of the prefix cache. `repeated` is the share of rows whose request
-    equals another row's. `longest` names the row with the longest prompt: {file, row}. `histogram`
-    lists (from, to, rows), both ends included. `max_model_len` is what auto resolves to, with the
-    reason in `why`; `over` is the share of sampled rows that are too long for it. `seconds` is the
-    time that measuring took.
+    equals that of an earlier row. `longest` names the row with the longest prompt: {file, row}.
+    `histogram` lists (from, to, rows), both ends included. `max_model_len` is what auto resolves
+    to, with the reason in `why`; `over` is the share of sampled rows that are too long for it.
+    `seconds` is the time that measuring took.
     """
 
     rows: int

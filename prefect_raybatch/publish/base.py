@@ -254,7 +254,7 @@ class Sink(ABC):
         return None
 
     def lost_rows_error(self) -> PublishFailed:
-        """Return the error that each of PUBLISH_TRIES commits lost the race to another writer."""
+        """Return the error for PUBLISH_TRIES commits that all lost the race to other writers."""
         return PublishFailed(
             f"{self.what}: {PUBLISH_TRIES} commits in a row lost the race to other writers of the "
             "table. When it is less busy, run raybatch publish RUN_DIR --job JOB"

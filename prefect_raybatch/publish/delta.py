@@ -175,12 +175,15 @@ def _app_id(plan: str) -> str:
 def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | None:
     """Return the version in the table's present history that wrote the rows of `plan`, or None.
 
-    The application transaction alone is no proof: it survives a RESTORE to an earlier version. So
-    the history is followed from the newest version down; at a RESTORE it continues with the version
-    that was restored. None if a later commit emptied or overwrote the table. If the log no longer
-    reaches back to the commit, the transaction of the plan, or version `recorded` of the run
-    directory, is taken as proof that the table has the rows; then `recorded` is returned if it is
-    set.
+    The plan's application transaction alone is no proof: it survives a RESTORE to an earlier
+    version. So the history is followed from the newest version down; at a RESTORE it continues with
+    the restored version. Returns None if the history lacks the commit, or if a later commit emptied
+    or overwrote the table.
+
+    The log may no longer reach back to the commit. Then the plan's transaction is taken as proof
+    that the table has the rows. So is `recorded`, the version in the run directory ("" if none),
+    unless a RESTORE went back to an earlier one. Returns `recorded` or, if it is "", the version at
+    which the search ended.
     """
     known = handle.transaction_version(_app_id(plan)) is not None
     if not known and not recorded:

@@ -214,7 +214,10 @@ class IcebergSink(Sink):
         return table
 
     def _check_places(self, table: Table) -> None:
-        """Raise `ConfigError` for Python code that a table names, and for places not allowed."""
+        """Raise `ConfigError` if a table names Python code to load, or lies in a wrong place.
+
+        A wrong place is one to which the policy in force does not allow writing.
+        """
         properties = table.metadata.properties
         if LOCATION_CODE in properties:
             raise ConfigError(
@@ -226,7 +229,10 @@ class IcebergSink(Sink):
                 check_written(f"{self.what}: the table's files", place)
 
     def _check_namespace_place(self, catalog: Catalog) -> None:
-        """Raise `ConfigError` if new tables of the namespace lie in a place not allowed."""
+        """Raise `ConfigError` if the policy does not allow writing where new tables would lie.
+
+        Credentials without permission to read the namespace's location are no error.
+        """
         from pyiceberg.exceptions import ForbiddenError
 
         namespace = str(self.target.table).rpartition(".")[0]
@@ -287,10 +293,12 @@ def _age(snapshot: Snapshot) -> int:
 def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
     """Return the id of the snapshot in the table's present history that added the rows of `plan`.
 
-    None if the history shows that the table lacks these rows. If the history is cut off, because
-    old snapshots expired, the snapshot that the table's property for the plan names decides, or
-    else the snapshot `recorded` (from the run directory). Then returns "an expired snapshot"; None
-    if neither names one, if that snapshot still exists (so it is not in the history), or if it is
+    Returns None if the complete history lacks that snapshot, or if the table was emptied later.
+
+    The history may be cut off, because old snapshots expired. Then the snapshot is looked up that
+    the table's property for the plan names or, without this property, `recorded`, the snapshot in
+    the run directory. If it has expired, returns "an expired snapshot". Returns None if neither
+    names a snapshot, or if a rollback removed it from the history: it still exists, or it is
     younger than the oldest snapshot of the history.
     """
     from pyiceberg.table.snapshots import Operation, ancestors_of

@@ -35,9 +35,9 @@ def check_targets_of(
 ) -> tuple[str, ...]:
     """Check the run's publish targets; return a line about each.
 
-    `input_schema` has the input's columns. If `inventory`, the files of the whole input, is given,
-    merge keys and columns that must not be null in a target are read and checked. `store` is the
-    run's store if `inventory` is its snapshot. `later`: the input is not available yet, and the
+    `input_schema` has the input's columns. With an `inventory`, the files of the whole input, reads
+    and checks the values of merge keys and of columns that must not be null in a target. `store` is
+    the run's store if `inventory` is its snapshot. `later`: the input is not available yet, and the
     check is repeated once it is.
 
     Raises `ConfigError` for anything known to make publishing fail: a missing library or

@@ -116,8 +116,9 @@ def publish(
     """Publish a finished run to each target that lacks its rows; return a record for each target.
 
     `options` apply to targets without their own; `observe` is called at each step. Safe to call
-    concurrently, and again after any crash. Raises `ConfigError`, `PublishFailed` and the store's
-    errors; targets published before the error stay recorded.
+    concurrently, and again after any crash. Raises `ConfigError`, `PublishFailed`, `CorruptRun` if
+    the run is unfinished or damaged, and the store's errors. Targets published before the error
+    stay recorded.
     """
     store, plan = member.ledger.store, member.plan
     rows: AnsweredRows | None = None

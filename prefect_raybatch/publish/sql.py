@@ -138,9 +138,10 @@ class SqlSink(Sink):
                 )
 
     def fit(self, schema: pa.Schema, existing: pa.Schema, whole: bool = True) -> pa.Schema:
-        """Return `existing`, with a column's type taken from `schema` if the table can hold it.
+        """Return `existing`, with the type in `schema` for each column that can hold that type.
 
-        The database converts such values. Raises `ConfigError` if columns `schema` do not fit.
+        A column whose type is not in FITTING_KINDS can hold any type. The database converts the
+        values. Raises `ConfigError` if columns `schema` do not fit.
         """
         named = {field.name: field.type for field in schema}
         shown = []
@@ -503,7 +504,7 @@ class SqlSink(Sink):
         return engine
 
     def _file(self) -> str | None:
-        """Return the path of the database file; None for a server, or SQLite's `file:` URI.
+        """Return the path of the database file; None for a server, or a `file:` or `md:` URI.
 
         Raises `ConfigError` for an in-memory database.
         """

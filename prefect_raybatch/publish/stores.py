@@ -59,7 +59,7 @@ class FolderSink(Sink):
 
 
 def folder_place(uri: str) -> tuple[str, ...]:
-    """Return ("folder", URI or absolute path), which is equal for two targets in one folder.
+    """Return ("folder", URI or absolute path), the same for all ways to write a folder's address.
 
     Symbolic links are followed.
     """

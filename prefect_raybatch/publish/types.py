@@ -121,9 +121,9 @@ def _timestamp(kind: pa.DataType, where: str) -> pa.DataType:
 def fitted(schema: pa.Schema, existing: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
     """Return `existing`, the schema of an existing table, if rows with columns `schema` fit it.
 
-    Raises `ConfigError` for a column that the table lacks or in which it cannot hold the type
-    without loss, and for a column that must not be null there and that the result lacks. `what`
-    begins the message. `whole`: `schema` has all columns of the result.
+    Raises `ConfigError` if the table lacks a column, or if its column cannot hold the type without
+    loss. If `schema` has all columns of the result (`whole`), also raises it if the result lacks a
+    column in which the table accepts no null. `what` begins the message.
     """
     for field in schema:
         if field.name not in existing.names:

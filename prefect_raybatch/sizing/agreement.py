@@ -77,9 +77,9 @@ def least_sample(least: float, confidence: float) -> int:
 def sample_size(least: float, confidence: float) -> int:
     """Return how many rows to compare to show that at least the share `least` of all rows agrees.
 
-    This many suffice if at most half as many rows differ as `least` allows. They are at least
-    `LEAST_SAMPLE`, and at most `MOST_SAMPLE` unless even a sample in which all rows agree needs
-    more.
+    The number is meant for an input in which at most half as many rows differ as `least` allows. It
+    is at least `LEAST_SAMPLE`. It is at most `MOST_SAMPLE`, unless even a sample in which all rows
+    agree must be larger.
     """
     must = least_sample(least, confidence)
     for differ in range(1, 100):

@@ -84,6 +84,9 @@ def card(name: str) -> Card | None:
 
 
 def without_nvlink(name: str) -> bool:
-    """Return whether GPUs of this name communicate over PCIe alone; False if unknown."""
+    """Return whether GPUs of this name communicate over PCIe alone, as RTX cards do.
+
+    Returns False for other unknown models.
+    """
     found = card(name)
     return not found.nvlink if found else "RTX" in re.split(r"[^A-Z0-9]+", name.upper())

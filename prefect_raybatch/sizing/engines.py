@@ -39,9 +39,10 @@ SEQUENCE_GAIN = 0.005
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
     """Return whether the KV cache of each of `engines` engines on a GPU probably holds enough rows.
 
-    Enough means `max_num_seqs` rows as long as `row`, with the shared prefix kept once. If
-    engines share the GPU, each has a fixed part of its memory: the cache must then hold rows of
-    twice that length, and at least one row of the context length.
+    Enough means `max_num_seqs` rows as long as `row`, with the shared prefix kept once. If engines
+    share the GPU, each has a fixed part of its memory: the cache must then hold rows of twice that
+    length, and at least one row of the context length. If the job sets the size of the cache, each
+    part must have room for a cache of that size instead.
     """
     arguments, model = fit.arguments, fit.model
     if engines == 1:
@@ -58,7 +59,7 @@ def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
 def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> int:
     """Return the first number of `tried` (ascending) whose `rate` is close to the best rate.
 
-    It is close if the best rate is at most (1 + `gain`) times as high.
+    A rate is close if the best rate is at most (1 + `gain`) times as high.
     """
     best = max(map(rate, tried))
     return next(number for number in tried if rate(number) * (1 + gain) >= best)
@@ -163,8 +164,8 @@ def choose_max_num_seqs(
 ) -> tuple[int, str]:
     """Return (max_num_seqs, reason).
 
-    The value is the job's (`asked`) or, by default, 256, or 512 or 1,024 if the cost model predicts
-    a gain of at least 0.5 % and the KV cache probably holds that many typical rows.
+    The value is the job's (`asked`), if set. The default is 256. It is 512 or 1,024 if the cost
+    model predicts a gain of at least 0.5 % and the KV cache probably holds that many typical rows.
 
     `fit` and `card` are None on a CPU, or if the model or the GPU is unknown. `step` is the number
     of tokens of an engine step, if the job sets it. It limits the default, because each sequence

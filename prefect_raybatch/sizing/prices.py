@@ -11,9 +11,9 @@ from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """The price of a GPU-hour; None if unknown.
+    """The price of a GPU-hour in `cluster.currency`; None if unknown.
 
-    `why` says why it is unknown; it is "" if the price is known or the job has no prices.
+    `why` says why the price is unknown. It is "" if the price is known or the job has no prices.
     """
 
     hour: float | None

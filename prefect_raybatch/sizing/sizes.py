@@ -179,9 +179,9 @@ def expected_engines(
 
 
 def _asked_engines(spec: SizeSpec, pool: Pool) -> int:
-    """Return how many engines the job asks for.
+    """Return the most engines that the job asks for: replicas * `engine.engines_per_gpu`.
 
-    Engines that share a GPU by default do not count: only as many of them start as are needed.
+    If the job does not set engines per GPU, counts one: further engines start only as needed.
     """
     return pool.replicas[1] * (spec.engines_per_gpu or 1)
 
@@ -245,7 +245,7 @@ def capacity_of_pods(groups: Sequence[PodGroup], accelerator: str | None) -> Cap
 def gpu_of(accelerator: str | None, capacity: Capacity) -> EngineGpu:
     """Return the GPU that the job names (`accelerator`), or else the only kind in the cluster.
 
-    Its data are unknown if the cluster has several kinds.
+    `card` is None if the cluster has several kinds or reports none, or if the kind is unknown.
     """
     kinds = [accelerator] if accelerator else list(capacity.accelerators)
     if len(kinds) != 1:
@@ -258,7 +258,7 @@ def gpu_of(accelerator: str | None, capacity: Capacity) -> EngineGpu:
 def _sequences_tried(spec: SizeSpec) -> tuple[int, ...]:
     """Return the values of max_num_seqs among which the cost model chooses.
 
-    None has more sequences than a step may have tokens, which vLLM refuses.
+    Leaves out values above the job's `max_num_batched_tokens`, which vLLM rejects.
     """
     if spec.max_num_seqs:
         return (spec.max_num_seqs,)

@@ -1,4 +1,4 @@
-"""Finds the threshold of a cascade from rows that both its models answered. No I/O.
+"""Finds the threshold of a cascade from the answers of both its models to sampled rows. No I/O.
 
 Learn then test (A. N. Angelopoulos and others, "Learn then test: calibrating predictive algorithms
 to achieve risk control", 2021) with fixed sequence testing: thresholds are tested from the one that
@@ -48,12 +48,13 @@ def find_threshold(
     confidence: float,
     order: Sequence[float],
 ) -> TestedThreshold | None:
-    """Return the last threshold in `order` before the first that fails its test, or None.
+    """Test the thresholds in `order`; return the last one that passes before the first failure.
 
-    For each row, `sureness` is how sure the first model was (minus infinity: always escalated,
-    infinity: never), and `agrees` whether both models gave the same answer. Escalated rows count as
-    agreeing, because they get the larger model's answer. With probability `confidence`, at least
-    the share `agreement` of all rows agrees at the returned threshold. None if the first one fails.
+    Returns None if the first threshold fails. A threshold passes if, with probability `confidence`,
+    at least the share `agreement` of all rows agrees at it. For each row, `sureness` is how sure
+    the first model was (minus infinity: always escalated, infinity: never), and `agrees` whether
+    both models gave the same answer. Rows with a sureness below the threshold are escalated. They
+    count as agreeing, because they get the larger model's answer.
     """
     best, rows = None, len(sureness)
     for below in order:
