@@ -13,6 +13,7 @@ images: 225x225, bicubic, or `none`, as the files have it. Each peer is a proces
 after the other:
 
   ours           the job of flows/image_captions.yaml as it comes: plan_run, infer_run, finalize_run
+                 (ours@2: with two engines a GPU)
   raydata        `ray.data.llm` as its guide has it: batches of 16, its multimodal stage
   raydata-tuned  the same with what `ours` chose for its engine (else --seqs, --batched-tokens),
                  batches of 64 and four processes in its multimodal stage
@@ -98,6 +99,8 @@ def job_of(args: argparse.Namespace, model: str, data: str, out: str) -> Any:
     job["prompt"]["images"]["resize"] = side
     job["sampling"] |= sampling_of(args)
     job["engine"] |= {"model": model, **engine_of(args)}
+    if "@" in args.peer:
+        job["engine"]["engines_per_gpu"] = int(args.peer.partition("@")[2])
     return BatchJob.from_dict(job)
 
 
@@ -334,7 +337,8 @@ def main() -> int:
     if args.peer:
         if args.tiny:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        print("RESULT", json.dumps(PEERS[args.peer](args, model, args.data)), flush=True)
+        peer = PEERS[args.peer.partition("@")[0]]
+        print("RESULT", json.dumps(peer(args, model, args.data)), flush=True)
         return 0
     if why := trouble(args.family):
         parser.error(why)
