@@ -13,6 +13,7 @@ from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.exact_values import NOT_CAST, check_exact, type_of
 from prefect_raybatch.stages.parsing import parsed_types
 from prefect_raybatch.stages.result_columns import declared_schema
 from prefect_raybatch.stages.row_outcomes import ColumnValues
@@ -20,7 +21,6 @@ from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.storage import Store
 
 ResultColumn = tuple[pa.Field, pa.Array]
-NOT_CAST = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
 def output_schema(
@@ -72,7 +72,7 @@ def fitting_columns(
     for column in schema:
         fitting = [i for i in rows if i not in misfits]
         try:
-            pa.array([rows[i][column.name] for i in fitting], column.type)
+            check_exact([rows[i][column.name] for i in fitting], column.type)
         except NOT_CAST:
             misfits |= {
                 i: failure
@@ -113,25 +113,20 @@ def _infer_type(values: Sequence[object]) -> pa.DataType:
     try:
         return pa.infer_type(values)
     except NOT_CAST:
-        kinds = Counter(kind for v in values if (kind := _type_of(v)) is not None)
+        there = [value for value in values if value is not None]
+        kinds = Counter(kind for value in there if (kind := type_of([value])) is not None)
         return kinds.most_common(1)[0][0] if kinds else pa.string()
-
-
-def _type_of(value: object) -> pa.DataType | None:
-    try:
-        return None if value is None else pa.infer_type([value])
-    except NOT_CAST:
-        return None
 
 
 def _cast_failure(value: object, column: pa.Field) -> Failure | None:
     try:
-        pa.array([value], column.type)
+        check_exact([value], column.type)
     except NOT_CAST as error:
         return Failure(
             "postprocess",
             "SchemaError",
             f"column {column.name} has type {column.type}, but the value is "
-            f"{type(value).__name__}: {error}"[:500],
+            f"{type(value).__name__}: {str(error)[:300]}. Return that type, or declare another in "
+            "output.schema"[:500],
         )
     return None
