@@ -11,6 +11,7 @@ from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.ledger.layout import OUTPUT_SCHEMA
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
+from prefect_raybatch.source.arrow_types import written
 from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.stages.block import Failure
 from prefect_raybatch.stages.exact_values import NOT_CAST, check_exact, type_of
@@ -94,15 +95,16 @@ def _read_schema(store: Store) -> pa.Schema:
 
 
 def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
-    """Infer the columns' types from the first shard's rows; a column of nulls becomes string."""
+    """Infer the columns' types from the first shard's rows.
+
+    At any depth, what has only nulls, no items or no fields becomes string.
+    """
     # Use the column names that most rows have: the other rows fail later.
     names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]
     rows = [row for row in rows if row.keys() == names]
-    fields = []
-    for name in rows[0]:
-        kind = _infer_type([row[name] for row in rows])
-        fields.append((name, pa.string() if pa.types.is_null(kind) else kind))
-    return pa.schema(fields)
+    return written(
+        pa.schema([(name, _infer_type([row[name] for row in rows])) for name in rows[0]])
+    )
 
 
 def _infer_type(values: Sequence[object]) -> pa.DataType:

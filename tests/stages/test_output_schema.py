@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from helpers.small import make_job
 
-from prefect_raybatch.stages.output_schema import fitting_columns
+from prefect_raybatch.compile.job import finish_spec
+from prefect_raybatch.stages.output_schema import fitting_columns, output_schema
 from prefect_raybatch.stages.result_columns import declared_schema
+from prefect_raybatch.storage import open_store
 
 MORNING = datetime(2026, 1, 2, 3, 4, 5, 678_901)
+SPEC = finish_spec(make_job(output={"uri": "out", "postprocess": "helpers.functions:shout"}))
 NAMED = pa.struct([("name", pa.string())])
 
 
@@ -100,3 +105,29 @@ def test_a_declared_integer_takes_no_fraction() -> None:
     ((_, array),), misfits = fitting_columns(declared_schema({"score": "int64"}), rows)
     assert array.to_pylist() == [1, 3] and misfits.keys() == {1}
     assert "int64" in misfits[1].message and "0.9" in misfits[1].message
+
+
+@pytest.mark.parametrize(
+    ("first", "kind", "later"),
+    [
+        ([], pa.list_(pa.string()), ["a"]),
+        ({"a": None}, pa.struct([("a", pa.string())]), {"a": "b"}),
+        ([{"a": [None]}], pa.list_(pa.struct([("a", pa.list_(pa.string()))])), [{"a": ["b"]}]),
+        ([[], None], pa.list_(pa.list_(pa.string())), [["a"]]),
+        (None, pa.string(), "a"),
+    ],
+)
+def test_what_the_first_shard_leaves_open_is_text(
+    tmp_path: Path, first: Any, kind: pa.DataType, later: Any
+) -> None:
+    schema = output_schema(SPEC, False, open_store(str(tmp_path)), [{"value": first}])
+    assert schema.field("value").type == kind
+    assert stored(kind, first, later)[1] == {}
+
+
+def test_an_empty_object_in_the_first_shard_fails_its_row_alone(tmp_path: Path) -> None:
+    """Parquet cannot store a struct without fields, so the shard would never be written."""
+    rows = [{"value": {}}, {"value": None}]
+    schema = output_schema(SPEC, False, open_store(str(tmp_path)), rows)
+    assert schema.field("value").type == pa.string()
+    assert stored(pa.string(), {}, None)[0] == [None]
