@@ -22,7 +22,7 @@ from prefect_raybatch.plan.prefix_hints import prefix_hints
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.spec.run import RunSpec
-from prefect_raybatch.stages.block import Failure, Row
+from prefect_raybatch.stages.block import Failure, Row, rows_of
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
 
@@ -289,7 +289,6 @@ def _look(
 ) -> None:
     import numpy as np
 
-    from prefect_raybatch.stages.block import Failure
     from prefect_raybatch.stages.calls.isolated import NoChild
     from prefect_raybatch.stages.tokens import LongPrompt
 
@@ -312,7 +311,8 @@ def _look(
         seen.keys.append(key)
         seen.requests.add((key, repr(request.sampling)))
     if fields:
-        seen.values += table.select(fields).to_pylist()
+        rows = rows_of(table, list(fields))
+        seen.values += [row for row in rows if not isinstance(row, Failure)]
 
 
 def _summary(

@@ -26,6 +26,8 @@ from prefect_raybatch.stages.columns import ERROR, LOST, LOST_ROWS, POSITION, SH
 from prefect_raybatch.words import storable
 
 MAX_ERROR = 500  # characters of a message that are kept
+# Errors of Arrow for a value that Python cannot represent; KeyError for an unknown time zone.
+NOT_IN_PYTHON = (ValueError, OverflowError, KeyError, pa.ArrowException)
 Row = dict[str, Any]  # values by the names of their columns, as `to_pylist` returns them
 
 
@@ -126,14 +128,15 @@ def with_failures(table: pa.Table, failures: Iterable[Failure | None]) -> pa.Tab
 def rows_of(table: pa.Table, names: list[str]) -> list[Row | Failure]:
     """Return rows as dicts of the named columns, or a `Failure` for an unreadable row.
 
-    Python cannot represent, for example, invalid UTF-8 or a date after the year 9999.
+    Python cannot represent, for example, invalid UTF-8, a date after the year 9999 or a time in an
+    unknown time zone.
     """
     if not names:
         return [{} for _ in range(table.num_rows)]
     part = table.select(names)
     try:
         return list(part.to_pylist())
-    except (ValueError, OverflowError, pa.ArrowException):
+    except NOT_IN_PYTHON:
         return [_row(part.slice(i, 1)) for i in range(part.num_rows)]
 
 
@@ -141,8 +144,18 @@ def _row(one: pa.Table) -> Row | Failure:
     try:
         (row,) = one.to_pylist()
         return cast(Row, row)
-    except (ValueError, OverflowError, pa.ArrowException) as error:
-        return Failure.of("prepare", error)
+    except NOT_IN_PYTHON as error:
+        return unreadable(error)
+
+
+def unreadable(error: Exception) -> Failure:
+    """Return the failure of a row with a value that raises `error`, one of `NOT_IN_PYTHON`."""
+    if isinstance(error, KeyError):
+        error = ValueError(
+            f"unknown time zone {error}. Store the times with another zone, or leave the column "
+            "out with source.columns"
+        )
+    return Failure.of("prepare", error)
 
 
 def copied(value: object) -> Any:

@@ -12,10 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.source.arrow_types import map_type
-from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.stages.block import NOT_IN_PYTHON, Failure, unreadable
 
-# Errors of Arrow for a value that Python cannot represent; KeyError for an unknown time zone.
-_NOT_IN_PYTHON = (ValueError, OverflowError, KeyError, pa.ArrowException)
 _FLOATS = {16: np.float16, 32: np.float32}
 
 
@@ -29,7 +27,7 @@ def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]
         column = column.cast(held)
     try:
         values = column.to_pylist()
-    except _NOT_IN_PYTHON:
+    except NOT_IN_PYTHON:
         return [_alone(column.slice(i, 1), kind, name) for i in range(len(column))]
     return [_checked(value, kind, name) for value in values]
 
@@ -50,14 +48,12 @@ def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure
     """
     try:
         return _checked(cell.to_pylist()[0], kind, name)
-    except _NOT_IN_PYTHON as error:
-        if isinstance(error, KeyError):
-            return Failure.of("prepare", ValueError(f"column {name}: unknown time zone {error}"))
-        if pa.types.is_temporal(cell.type):
+    except NOT_IN_PYTHON as error:
+        if pa.types.is_temporal(cell.type) and not isinstance(error, KeyError):
             text = str(cell.cast(pa.string()).to_pylist()[0])
             if not text.startswith("<"):  # Arrow's sign for a year that it cannot write either
                 return text
-        failure = Failure.of("prepare", error)
+        failure = unreadable(error)
         return replace(failure, message=f"column {name}: {failure.message}")
 
 

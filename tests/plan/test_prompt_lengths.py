@@ -91,6 +91,15 @@ def test_a_large_input_is_sampled_from_its_beginning_to_its_end(tmp_path):
     assert found.least < found.most and found.median in (found.least, found.most)
 
 
+def test_times_that_python_cannot_hold_are_measured_as_the_text_that_arrow_writes():
+    dates = pa.array([0, 10**7], pa.date32())
+    job = make_job(prompt={"template": TEMPLATE})
+    for rows in (dates, dates[1:]):
+        blocks = [("file", 0, pa.table({"Text": rows}))]
+        found = tokens.measure(compile_job(job), MODEL, iter(blocks))
+        assert (found.rows, found.failed) == (len(rows), 0)
+
+
 def test_a_sample_ends_when_its_time_is_over():
     def blocks() -> Any:
         for i in range(100):

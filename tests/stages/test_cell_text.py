@@ -99,7 +99,7 @@ def test_a_time_outside_of_the_years_of_python_is_shown_as_arrow_writes_it():
 def test_a_value_that_cannot_be_shown_fails_its_row_and_names_the_column(kind, value, words):
     (failure,) = texts([value], kind)
     assert isinstance(failure, Failure)
-    assert failure.message == f"column a: {words}"
+    assert failure.message.startswith(f"column a: {words}")
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.list_(pa.binary())])

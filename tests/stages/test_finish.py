@@ -421,6 +421,14 @@ def test_a_cell_that_is_not_utf8_fails_its_row_in_postprocess(tmp_path):
     assert receipt.good.ranges == ((0, 1),) and receipt.failed.ranges == ((1, 2),)
 
 
+def test_a_time_in_an_unknown_zone_fails_its_row_in_postprocess(tmp_path):
+    times = pa.array([0], pa.timestamp("us", "Mars/Phobos"))
+    table = block(Unit(0, 0, 1), rows=pa.table({"id": [0], "Company": times}))
+    receipt = one(tmp_path, table, postprocess="helpers.functions:skip_odd")
+    (message,) = piece(tmp_path, receipt, "quarantine")["message"].to_pylist()
+    assert "unknown time zone 'Mars/Phobos'" in message
+
+
 # --- what is lost -------------------------------------------------------------------------------
 
 

@@ -116,6 +116,23 @@ def test_a_cell_that_is_not_utf8_fails_its_row_alone():
     assert [r[ERROR] for r in rows] == [None] * 3
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"template": "{A}"},
+        {"function": "helpers.functions:as_text"},
+        {"messages": "A", "images": {"columns": ["A"]}},
+        {"messages": "A"},
+    ],
+    ids=lambda prompt: next(iter(prompt.values())),
+)
+def test_a_time_in_an_unknown_zone_fails_its_rows(prompt):
+    """It is a KeyError of Python, which would lose the block again and again."""
+    times = pa.array([0, 1], pa.timestamp("us", "Mars/Phobos"))
+    for row in run(prompt, {"A": times}):
+        failed(row, "ValueError", "unknown time zone 'Mars/Phobos'", "source.columns")
+
+
 def test_a_date_that_python_cannot_hold_fails_its_row_alone():
     dates = pa.array([0, 1 << 60, 5], pa.int64()).cast(pa.timestamp("s"))
     rows = run({"template": "{A}"}, {"A": dates})
