@@ -195,13 +195,18 @@ def own_length(model: PinnedModel) -> int | None:
 
 
 def _folder(path: Path) -> str:
+    """Return the identity of the model in folder `path`, without the downloads in its .cache."""
     files = []
-    for file in sorted(p for p in path.rglob("*") if p.is_file() and ".cache" not in p.parts):
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        if ".cache" in file.relative_to(path).parts:
+            continue
         size = file.stat().st_size
         with file.open("rb") as stream:
             head = stream.read(HASHED_BYTES)
             stream.seek(max(0, size - HASHED_BYTES))
             files.append([str(file.relative_to(path)), size, digest(head + stream.read())])
+    if not files:
+        raise ConfigError(f"engine.model: {path} has no files. Copy the model there again")
     return digest(dump(files))
 
 

@@ -104,6 +104,33 @@ def test_a_model_of_google_or_azure_is_copied_to_the_node_once(
     assert models.local_path(pinned) == str(folder), "the node has it: the store is not asked"
 
 
+def identity(folder: Path) -> str:
+    return str(models.pin(model_request(Engine(model=str(folder))))["identity"])
+
+
+@pytest.mark.parametrize("above", ["models", ".cache/huggingface/hub"])
+def test_a_folder_is_identified_by_its_files_wherever_it_lies(tmp_path: Path, above: str) -> None:
+    """The snapshots of Hugging Face lie below ~/.cache."""
+    one, other = tmp_path / above / "one", tmp_path / above / "other"
+    for folder, weights in ((one, b"1"), (other, b"2")):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(weights)
+    before = identity(one)
+    assert before != identity(other)
+    (one / ".cache/huggingface").mkdir(parents=True)
+    (one / ".cache/huggingface/model.lock").touch()  # what a download leaves in the folder
+    assert identity(one) == before
+    (one / "model.safetensors").write_bytes(b"2")
+    assert identity(one) == identity(other)
+
+
+def test_a_folder_without_files_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"engine\.model: .* has no files"):
+        identity(tmp_path)
+
+
 # --- its config and the size of its weights -----------------------------------------------------
 
 
