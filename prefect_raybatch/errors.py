@@ -102,6 +102,13 @@ class BadUpload(StoreError):
     transient = True
 
 
+class HubUnavailable(RayBatchError):
+    """Hugging Face cannot be reached for a model that is not in the local cache."""
+
+    remedy = "Check the network, then run the job again; or name a local or s3:// folder."
+    transient = True
+
+
 class InsufficientResources(RayBatchError):
     """The cluster is too small for the job; the message says what is missing."""
 

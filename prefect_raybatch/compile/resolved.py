@@ -17,7 +17,7 @@ from prefect_raybatch.distill.classifier import (
     classifier_identity,
     read_file,
 )
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, HubUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
@@ -166,13 +166,13 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
 
 @contextmanager
 def _larger_named(job: BatchJob) -> Iterator[None]:
-    """In a cascade, rename engine.X to output.escalate.to.X in a `ConfigError` from the block.
+    """In a cascade, rename engine.X to output.escalate.to.X in an error from the block.
 
     The block works on the larger model, whose fields the job sets under that name.
     """
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, HubUnavailable) as error:
         if job.output.escalate.engine is not None:
             error.args = (larger_fields(str(error)),)
         raise

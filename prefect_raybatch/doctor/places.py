@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect_raybatch.compile.job import compile_job, model_request, read_spec
 from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
-from prefect_raybatch.errors import ConfigError, RayBatchError
+from prefect_raybatch.errors import ConfigError, HubUnavailable, RayBatchError
 from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.functions import load_function
@@ -162,8 +162,8 @@ def _model_finding(engine: Engine, named: Callable[[str], str]) -> CheckResult:
         request = model_request(engine)
         hosted = request.endpoint
         return _stored_model(request) if hosted is None else _hosted_model(hosted, named)
-    except ConfigError as error:
-        raise ConfigError(named(str(error))) from None
+    except (ConfigError, HubUnavailable) as error:
+        raise type(error)(named(str(error))) from None
 
 
 def _hosted_model(hosted: EndpointSpec, named: Callable[[str], str]) -> CheckResult:

@@ -121,9 +121,13 @@ def adapter_path(adapter: PinnedAdapter) -> str:
     if adapter.get("revision") is not None:
         from huggingface_hub import snapshot_download
 
-        found: str = snapshot_download(
-            source, revision=str(adapter["revision"]), allow_patterns=list(ADAPTER_FILES)
-        )
+        try:
+            found: str = snapshot_download(
+                source, revision=str(adapter["revision"]), allow_patterns=list(ADAPTER_FILES)
+            )
+        except Exception as error:
+            fault = f"engine.adapters: {source} cannot be downloaded"
+            raise models.hub_error(fault, error) from None
         return found
 
     def fetch(folder: Path) -> bytes:
@@ -190,12 +194,10 @@ def _config(field: str, adapter: PinnedAdapter) -> JsonObject:
     source = str(adapter["source"])
     try:
         if adapter.get("revision") is not None:
-            from huggingface_hub import hf_hub_download
-
-            path = hf_hub_download(source, ADAPTER_CONFIG, revision=str(adapter["revision"]))
-            config = json.loads(Path(path).read_bytes())
+            data = models.hub_file(field, source, ADAPTER_CONFIG, str(adapter["revision"]))
         else:
-            config = json.loads(_store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES))
+            data = _store(field, source).read(ADAPTER_CONFIG, models.MAX_CONFIG_BYTES)
+        config = json.loads(data)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{field}: {ADAPTER_CONFIG} of {source} cannot be read: {error}"
@@ -244,14 +246,13 @@ def _shapes(field: str, adapter: PinnedAdapter) -> dict[str, list[int]]:
         found = parse_safetensors_file_metadata(source, ADAPTER_WEIGHTS, revision=str(revision))
     except (SafetensorsParsingError, NotASafetensorsRepoError):
         raise _no_tensors(field, source) from None
-    except OSError as error:
+    except Exception as error:
         if getattr(getattr(error, "response", None), "status_code", None) == 404:
             raise ConfigError(
                 f"{field}: {source} has no {ADAPTER_WEIGHTS}, so it is not a LoRA adapter of peft"
             ) from None
-        raise ConfigError(
-            f"{field}: {ADAPTER_WEIGHTS} of {source} cannot be read: {error}"
-        ) from None
+        fault = f"{field}: {ADAPTER_WEIGHTS} of {source} cannot be read"
+        raise models.hub_error(fault, error) from None
     return {name: list(tensor.shape) for name, tensor in found.tensors.items()}
 
 

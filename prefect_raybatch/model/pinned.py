@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, HubUnavailable, RayBatchError
 from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.job.secrets import recorded
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
@@ -109,7 +109,7 @@ def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
 def read_config(model: PinnedModel) -> tuple[ModelConfig, int | None]:
     """Return (config.json, bytes of the weight files or None) without downloading weights.
 
-    Raises `ConfigError` if config.json is not available.
+    Raises `ConfigError` if config.json is not available, `HubUnavailable` if a hub may have it.
     """
     source = str(model["source"])
     try:
@@ -151,11 +151,43 @@ def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
     return None
 
 
+def hub_file(field: str, name: str, file: str, revision: str | None) -> bytes:
+    """Return the content of a file of a Hugging Face model, downloaded or from the local cache.
+
+    Raises `ConfigError` or `HubUnavailable`, naming job field `field`, if it cannot be read.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision)).read_bytes()
+    except Exception as error:
+        raise hub_error(f"{field}: {file} of {name} cannot be read", error) from None
+
+
+def hub_error(fault: str, error: Exception) -> Exception:
+    """Return the error to raise for `error` of a request to Hugging Face.
+
+    This is `HubUnavailable` if the hub does not answer, and `ConfigError` if it refuses or a file
+    does not exist. Another error is returned as it is. `fault` begins the message.
+    """
+    from huggingface_hub.errors import EntryNotFoundError
+
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    if _is_unanswered(error):
+        return HubUnavailable(
+            f"{fault}: Hugging Face cannot be reached ({text}). Check the network, or name a local "
+            "or s3:// folder"
+        )
+    if isinstance(error, (OSError, ValueError, EntryNotFoundError)):
+        return ConfigError(f"{fault}: {text}")
+    return error
+
+
 def _hub_config(name: str, revision: str | None) -> tuple[ModelConfig, int | None]:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    config = _object(Path(hf_hub_download(name, "config.json", revision=revision)).read_bytes())
+    config = _object(hub_file("engine.model", name, "config.json", revision))
     if HF_HUB_OFFLINE:
         return config, None
     try:
@@ -223,12 +255,14 @@ def hub_commit(
     """Return the commit to which `revision` of the Hugging Face model `name` refers.
 
     If the hub is unreachable or HF_HUB_OFFLINE is set, returns the commit of the cached `file`.
-    Raises `ConfigError`, naming job field `field`, for a model that is found in neither place.
+    For a model that is found in neither place, raises `ConfigError`, or `HubUnavailable` if the hub
+    does not answer, naming job field `field`.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    kind: type[RayBatchError] = ConfigError
     trouble = "HF_HUB_OFFLINE is set"
     if not HF_HUB_OFFLINE:
         try:
@@ -245,10 +279,11 @@ def hub_commit(
             if not _is_network(error):
                 raise
             trouble = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            kind = HubUnavailable if _is_unanswered(error) else ConfigError
     try:
         cached = hf_hub_download(name, file, revision=revision, local_files_only=True)
     except (LocalEntryNotFoundError, OSError):
-        raise ConfigError(
+        raise kind(
             f"{field}: Hugging Face cannot be reached for {name!r} ({trouble}), which is not in "
             "the local cache. Check the network, or name a local or s3:// folder"
         ) from None
@@ -266,13 +301,35 @@ def hub_commit(
 
 
 def _is_network(error: BaseException) -> bool:
-    """Return whether an error means that Hugging Face could not be reached.
+    """Return whether an error may mean that Hugging Face could not be reached."""
+    return isinstance(error, OSError) or _is_of_client(error)
 
-    The HTTP client of huggingface_hub raises errors that are no OSErrors and differs between
-    versions, so its errors are recognized by the names of their classes.
+
+def _is_of_client(error: BaseException) -> bool:
+    """Return whether the HTTP client of huggingface_hub raised an error without an answer.
+
+    The client (httpx, httpx2 or requests) differs between versions, so its errors are recognized
+    by the names of their classes.
     """
-    own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("http"))
-    return isinstance(error, OSError) or "TransportError" in own
+    kinds = (k for k in type(error).__mro__ if k.__module__.startswith(("http", "requests")))
+    return any(kind.__name__ in ("TransportError", "RequestException") for kind in kinds)
+
+
+def _is_unanswered(error: BaseException) -> bool:
+    """Return whether a request to Hugging Face failed so that a retry may help.
+
+    The hub could not be reached, was too slow, too busy (429) or failed itself (5xx).
+    """
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):  # neither in the cache nor, by its cause, there
+        error = error.__cause__ or error
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status == 429 or status >= 500)
+    away = isinstance(error, (ConnectionError, TimeoutError, LocalEntryNotFoundError))
+    return not HF_HUB_OFFLINE and (away or _is_of_client(error))
 
 
 def _fetch(source: str, identity: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.compile.job import cluster_spec, compile_job, public_job, read_spec
 from prefect_raybatch.compile.resolved import Resolved, resolve
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, HubUnavailable, SourceError
 from prefect_raybatch.job.edits import judging_job
 from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.ray_cluster import check_made_cluster
@@ -230,8 +230,8 @@ def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = Tru
         judging = judging.pinned() if pinned else judging
         if judging.pinned_model is not None:
             check_pinned_model(compile_job(judging.job), judging.model, files)
-    except ConfigError as error:
-        raise ConfigError(judge_fields(str(error))) from None
+    except (ConfigError, HubUnavailable) as error:
+        raise type(error)(judge_fields(str(error))) from None
 
 
 def length_of_spec(

@@ -364,6 +364,7 @@ TREE = [
 TRANSIENT = {
     "BadUpload",
     "StoreUnavailable",
+    "HubUnavailable",
     "EngineFailure",
     "EndpointUnavailable",
     "IncompleteRun",

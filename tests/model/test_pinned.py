@@ -11,13 +11,15 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers.clouds import CLOUDS, cloud_server
 from helpers.models import LLAMA_8B
 
 from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, HubUnavailable, RayBatchError
 from prefect_raybatch.job.engine import Engine
+from prefect_raybatch.model import adapters
 from prefect_raybatch.model import pinned as models
 
 # A process like an engine's: it fetches a model whose store answers slowly and notes what was read.
@@ -203,8 +205,86 @@ def test_a_hub_name_that_cannot_be_reached_is_not_waited_for(monkeypatch):
         raise LocalEntryNotFoundError("no network and not in the cache")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(ConfigError, match="no network"):
+    with pytest.raises(HubUnavailable, match="no network"):
         models.read_config({"source": "owner/name", "revision": "main"})
+
+
+def answered(status: int) -> Exception:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    request = httpx.Request("HEAD", "https://huggingface.co")
+    return HfHubHTTPError(f"status {status}", response=httpx.Response(status, request=request))
+
+
+def not_cached(cause: Exception) -> Exception:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    error = LocalEntryNotFoundError("not in the cache")
+    error.__cause__ = cause
+    return error
+
+
+UNANSWERED = [
+    ConnectionResetError("reset"),
+    TimeoutError("no answer within 3 s"),
+    httpx.ReadTimeout("slow"),
+    answered(429),
+    answered(503),
+    not_cached(httpx.ConnectError("refused")),
+    not_cached(answered(502)),
+]
+REFUSED = [answered(401), answered(403), answered(404), not_cached(answered(403))]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [*((error, HubUnavailable) for error in UNANSWERED), *((e, ConfigError) for e in REFUSED)],
+    ids=repr,
+)
+def test_a_hub_that_does_not_answer_is_asked_again_and_one_that_refuses_is_not(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[RayBatchError]
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    def fails(*_: object, local_files_only: bool = False, **__: object) -> str:
+        raise not_cached(FileNotFoundError()) if local_files_only else error
+
+    class Api:
+        model_info = fails
+
+    for name in ("hf_hub_download", "snapshot_download", "parse_safetensors_file_metadata"):
+        monkeypatch.setattr(huggingface_hub, name, fails)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    pinned = {"source": "owner/name", "revision": "abc", "identity": "x", "rank": 8}
+    request = model_request(Engine(model="demo", adapter="owner/name"))
+    looks = {
+        "engine.model: Hugging Face": lambda: models.hub_commit("owner/name", None),
+        "engine.model: config.json": lambda: models.read_config(pinned),
+        "engine.adapter: Hugging Face": lambda: adapters.pin_adapters(request),
+        "engine.adapter: adapter_config.json": lambda: adapters.check_adapters_fit(
+            request, {"": pinned}, {}
+        ),
+        "engine.adapters: owner/name": lambda: adapters.adapter_path(pinned),
+    }
+    for begin, look in looks.items():
+        with pytest.raises(kind, match=f"^{begin}") as caught:
+            look()
+        assert caught.value.transient == (kind is HubUnavailable)
+        if kind is HubUnavailable:
+            assert "Hugging Face cannot be reached" in str(caught.value)
+            assert "name a local or s3:// folder" in str(caught.value)
+
+
+def test_a_missing_model_is_a_wrong_job_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        models.hub_commit("owner/name-that-is-not-cached", None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        models.read_config({"source": "owner/name-that-is-not-cached", "revision": "main"})
 
 
 # --- a hub without a network --------------------------------------------------------------------
@@ -214,17 +294,15 @@ import logging, time
 from huggingface_hub import HfApi, hf_hub_download
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import HubUnavailable
 from prefect_raybatch.job.engine import Engine
-from prefect_raybatch.compile.job import model_request
-from prefect_raybatch.job.batch_job import Engine
 models.HUB = 1.0  # second for an answer, of which two may be waited for
 
 def look_up():
     try:
         found = models.pin(model_request(Engine(model="owner/name")))
         return [found["revision"], models.read_config(found)[0]["model_type"]]
-    except ConfigError as error:
+    except HubUnavailable as error:  # a retry may find the hub
         return [error]
 
 logging.disable()
