@@ -30,6 +30,7 @@ from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.records import Plan
+from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
@@ -250,6 +251,7 @@ def image_spec(job: BatchJob) -> ImageSpec | None:
         allow_private=images.allow_private,
         media_root=job.source.media_root,
         digests=DIGESTS_COLUMN in job.output.extras,
+        store_folders=policy_in_force().readable_store_folders(),
     )
 
 

@@ -69,11 +69,16 @@ class JobPolicy:
 
     def may_read(self, uri: str) -> bool:
         """Return whether a file, folder or glob lies in a folder of `read` or `write`."""
-        return _within(uri, (*self.read, *self.write))
+        return is_within(uri, (*self.read, *self.write))
+
+    def readable_store_folders(self) -> tuple[str, ...] | None:
+        """Return the folders in object stores that a job may read; None if it may read any."""
+        folders = (*self.read, *self.write)
+        return None if ANY in folders else tuple(filter(store_scheme, folders))
 
     def may_write(self, uri: str) -> bool:
         """Return whether a file or folder lies in a folder of `write`."""
-        return _within(uri, self.write)
+        return is_within(uri, self.write)
 
     def may_connect(self, host: str, port: int | None = None) -> bool:
         """Return whether a job may name this host; `port` is None if the job gives no port."""
@@ -224,7 +229,8 @@ def _before_wildcard(path: str) -> str | None:
     return (path[:cut] or "/") if cut >= 0 else "."
 
 
-def _within(uri: str, folders: Iterable[str]) -> bool:
+def is_within(uri: str, folders: Iterable[str]) -> bool:
+    """Return whether a file, folder or glob lies in one of the folders."""
     folders = tuple(folders)
     if ANY in folders:
         return True

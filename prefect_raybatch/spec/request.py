@@ -20,6 +20,7 @@ class ImageSpec:
     `resize` is the maximum length of the longer side in pixels, or (width, height); None keeps the
     size. `most` is the number of images that a row may have. `max_pixels` and `max_bytes` apply to
     one image. `media_root` is the folder of local images, None if rows may name no local file.
+    `store_folders` are the folders in object stores from which images may come, None for all.
     `digests`: the result has a column with the digests of the images.
     """
 
@@ -32,6 +33,7 @@ class ImageSpec:
     allow_private: bool
     media_root: str | None
     digests: bool
+    store_folders: tuple[str, ...] | None = None
 
     def pixels(self, size: tuple[int, int]) -> int:
         """Return the number of pixels of an image of `size` (width, height), once resized."""

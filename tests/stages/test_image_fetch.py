@@ -14,18 +14,22 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from helpers.clouds import CLOUDS, cloud_server
+from helpers.small import make_job
 from helpers.specs import images_of
 from helpers.web_server import served
 from PIL import Image
 from s3server import S3Server, proxy
 
+from prefect_raybatch.compile.job import prompt_spec
 from prefect_raybatch.job.images import Images
+from prefect_raybatch.policy.in_force import policy_applied
+from prefect_raybatch.policy.policy import JobPolicy
 from prefect_raybatch.stages.block import Failure, Messages
 from prefect_raybatch.stages.images import http
 from prefect_raybatch.stages.images.decode import BadImage
 from prefect_raybatch.stages.images.http import Http, ImageUnavailable
 from prefect_raybatch.stages.images.places import ImagePlaces
-from prefect_raybatch.stages.images.rows import RowImages, TooManyAway
+from prefect_raybatch.stages.images.rows import RowImages, TooManyAway, row_images
 from prefect_raybatch.storage import bucket as bucket_module
 from prefect_raybatch.storage import open_store
 from prefect_raybatch.storage.internet import allowed
@@ -414,6 +418,40 @@ def test_images_come_from_a_store_by_the_inputs_keys(s3: S3Server, bucket: str):
         places.fetch("s3://no-such-bucket/a.png")
     with pytest.raises(BadImage, match="more bytes than"):
         in_store(s3, max_bytes=len(PNG) - 1).fetch(f"{bucket}/a.png")
+
+
+def test_a_row_names_only_the_stores_that_the_policy_lets_a_job_read(s3: S3Server, bucket: str):
+    job = make_job(
+        source={"uri": f"{bucket}/in.parquet", "options": dict(s3.options)},
+        prompt={"template": "What?", "images": {"columns": "image"}},
+    )
+
+    def places(**allowed: tuple[str, ...]) -> ImagePlaces:
+        with policy_applied(JobPolicy("test", **allowed)):
+            prompt = prompt_spec(job)
+        images = row_images(prompt, {}, s3.options)
+        assert images is not None
+        return images.places
+
+    open_store("s3://photos/secret", s3.options).put("a.png", PNG)
+    limited = places(read=("/data", bucket), write=("az://c", "gs://b/out"))
+    assert limited.fetch(f"{bucket}/a.png") == PNG
+    assert limited.fetch({"bytes": PNG, "path": "s3://photos/secret/a.png"}) == PNG
+    for uri in (
+        "s3://photos/secret/a.png",
+        "S3A://photos/secret/a.png",
+        f"{bucket}/../secret/a.png",
+        f"{bucket}/%2e%2e/secret/a.png",
+        f"{bucket}-2/a.png",
+        "gs://b/a.png",
+        "az://c@other/a.png",
+        "abfss://c@other.dfs.core.windows.net/a.png",
+    ):
+        with pytest.raises(BadImage, match="policy allows"):
+            limited.fetch(uri)
+    for policy in (places(read=("s3://",)), places(write=("*",)), places(read=("s3://photos",))):
+        assert policy.fetch("s3://photos/secret/a.png") == PNG
+    assert prompt_spec(job).images.store_folders is None  # the owner's own job
 
 
 @pytest.mark.parametrize("scheme", CLOUDS)

@@ -16,6 +16,7 @@ from prefect_raybatch.errors import (
     StoreError,
     StoreUnavailable,
 )
+from prefect_raybatch.policy.policy import is_within
 from prefect_raybatch.schemes import STORES, options_for
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.stages.images.decode import BadImage
@@ -31,7 +32,8 @@ class ImagePlaces:
 
     `media_root` is the folder of local files, None to allow none. `options` are the options of the
     input's store, used for images in a store of the same kind. `seconds` bounds a fetch from a
-    store, and one try over http(s). `allow_private` applies to http(s), see `Http`.
+    store, and one try over http(s). `allow_private` applies to http(s), see `Http`. Images in a
+    store must lie in one of `store_folders`; None allows all.
     """
 
     media_root: str | None = None
@@ -39,6 +41,7 @@ class ImagePlaces:
     max_bytes: int = 20_000_000
     seconds: float = 20.0
     allow_private: bool = False
+    store_folders: tuple[str, ...] | None = None
 
     def fetch(self, value: object) -> bytes:
         """Return the bytes of the image `value`: bytes, {bytes, path}, a path or a URL.
@@ -73,6 +76,11 @@ class ImagePlaces:
         folder, _, name = uri.rpartition("/")
         if not name or folder.count("/") < 2:
             raise BadImage(f"{uri[:SHOWN]} does not name a file in a bucket (SCHEME://BUCKET/KEY)")
+        if self.store_folders is not None and not is_within(uri, self.store_folders):
+            raise BadImage(
+                f"{uri[:SHOWN]} is in no folder that the operator's policy allows. Copy the image "
+                "to such a folder, or add its folder to read in the file of RAYBATCH_POLICY"
+            )
         try:
             store = open_store(folder, options_for(folder, self.options))
             store.retry_seconds = self.seconds

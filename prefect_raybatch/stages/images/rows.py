@@ -199,6 +199,7 @@ def row_images(
         images.max_bytes,
         images.fetch_seconds,
         images.allow_private,
+        images.store_folders,
     )
     kept = {name: arguments[name] for name in RENDERING if name in arguments}
     wanted, empty = digests_alone or images.digests, prompt.on_null == "empty"
