@@ -68,7 +68,7 @@ from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
 from prefect_raybatch.stages.finish import RECEIPT, Finish, RawFinish
 from prefect_raybatch.stages.hosted_batches.stage import BatchStage
-from prefect_raybatch.stages.images.rows import row_images
+from prefect_raybatch.stages.images.rows import TOO_MANY_AWAY, row_images
 from prefect_raybatch.stages.lookup import LookUp
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
@@ -290,7 +290,7 @@ class Pipeline:
 
         The settings are None if no engine is needed: in a rows phase that looks up its answers, and
         if the first model of a cascade was sure of all rows. `isolated`: the user's functions are
-        called in a separate process.
+        called in a separate process, and rows whose images are unavailable fail, however many.
         """
         spec, limits, increment = self.spec, self.spec.limits, self.increment
         launch, hosted = self._launch(isolated), spec.engine.model.endpoint is not None
@@ -303,7 +303,9 @@ class Pipeline:
             spec.engine.model.context,
             calls=calls,
             images=row_images(
-                spec.prompt, launch.arguments, dict(spec.read.options), hosted=hosted
+                *(spec.prompt, launch.arguments, dict(spec.read.options)),
+                hosted=hosted,
+                too_many=1.0 if isolated else TOO_MANY_AWAY,
             ),
             parsing=spec.finish.parsing,
             hosted=hosted,

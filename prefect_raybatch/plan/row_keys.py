@@ -33,7 +33,7 @@ from prefect_raybatch.stages.block import Failure, input_columns, is_lost, losse
 from prefect_raybatch.stages.calls.calling import Calls
 from prefect_raybatch.stages.calls.isolated import NoChild
 from prefect_raybatch.stages.columns import DIGESTS_TYPE, KEY, KEY_BYTES, KEY_TYPE
-from prefect_raybatch.stages.images.rows import Digests, TooManyAway, row_images
+from prefect_raybatch.stages.images.rows import TOO_MANY_AWAY, Digests, TooManyAway, row_images
 from prefect_raybatch.stages.messages import ChatRequest
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.prepare import Prepare
@@ -106,11 +106,13 @@ class RowKeys:
         store: Store | None,
         keying: Keying,
         ordered: bool = False,
+        too_many_away: float = TOO_MANY_AWAY,
     ) -> RowKeys:
         """Create the object that computes the keys of the rows of the input `inventory`.
 
         `model` is the pinned model, `keying` computes a row's key. `store` is the run's store if
         the files are a snapshot in it, else None. `ordered`: requests are ordered by their prompts.
+        `too_many_away` is `RowImages.too_many`.
         """
         from prefect_raybatch.stages.read import ShardReader
 
@@ -130,7 +132,7 @@ class RowKeys:
             told,
             spec.engine.model.context,
             calls=calls,
-            images=row_images(prompt, {}, keys, digests_alone=True),
+            images=row_images(prompt, {}, keys, digests_alone=True, too_many=too_many_away),
             hosted=spec.engine.model.endpoint is not None,
         )
         reader = ShardReader(inventory.files, schema, store, keys if store is None else {})

@@ -56,6 +56,7 @@ from prefect_raybatch.runs.reusable_runs import (
 from prefect_raybatch.source import Inventory, snapshot_tables
 from prefect_raybatch.spec.engine import EngineSpec
 from prefect_raybatch.spec.run import ReuseSpec, RunSpec
+from prefect_raybatch.stages.images.rows import TOO_MANY_AWAY
 from prefect_raybatch.stages.raw_answers import NUMBER, ORIGIN, POOLED, RAW
 from prefect_raybatch.stages.request_key import Keying
 from prefect_raybatch.storage import Store, open_store
@@ -137,7 +138,7 @@ def join_answers(
     """Compute the request keys of all rows, join them with those of earlier runs, yield the join.
 
     If the input is a snapshot, `store` holds its files; with `alone`, only this node can read them.
-    With `earlier=False`, nothing is reused. With `in_order`, requests are numbered in the order of
+    With `earlier=False`, for retries, nothing is reused. With `in_order`, requests are numbered in the order of
     their prompts if that can raise prefix cache hits. Runs whose URI is in `skipped` are not
     reused; the URIs of runs with damaged answers are added to it. Writes only to TMPDIR. Raises
     `ConfigError` if `reuse` names a run that is missing, unfinished or keeps no answers, and
@@ -146,7 +147,9 @@ def join_answers(
     model = resolved.with_adapters()
     keying, parts = keying_of(spec, model)
     ordered = in_order and _in_prompt_order(spec.engine, sum(file.rows for file in inventory.files))
-    rows = RowKeys.of(spec, model, inventory, store, keying, ordered)
+    # The rows of a retry may lack their images for good, and must not hold up the run.
+    away = TOO_MANY_AWAY if earlier else 1.0
+    rows = RowKeys.of(spec, model, inventory, store, keying, ordered, away)
     skipped = set() if skipped is None else skipped
 
     def known_runs() -> ReusableRuns:

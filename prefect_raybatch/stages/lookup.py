@@ -7,7 +7,7 @@ again. If it differs from the stored answer's key, the row fails: the answer is 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -163,7 +163,8 @@ class LookUp:
         none = [i for i in np.flatnonzero(kinds == NO_REQUEST) if not isinstance(empty[i], Failure)]
         if none:
             rows = table.take(pa.array(none))
-            shown, _ = images.fetched(rows, [empty[i] for i in none], too_many=1.0)
+            images = replace(images, too_many=1.0)
+            shown, _ = images.fetched(rows, [empty[i] for i in none])
             for i, found in zip(none, shown, strict=True):
                 requests[i] = found if isinstance(found, Failure) else IMAGE_LATE
         return requests

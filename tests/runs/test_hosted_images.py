@@ -23,12 +23,15 @@ from helpers.web_server import served
 from PIL import Image
 from s3server import S3Server
 
-from prefect_raybatch.api import dry_run, preview_rows
+from prefect_raybatch.api import dry_run, finalize_run, infer_run, preview_rows
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.stages.endpoint.body import IMAGE_TOKENS, prompt_estimate
 from prefect_raybatch.stages.images import rows as image_rows
 from prefect_raybatch.stages.images.decode import ORIENTATION
+from prefect_raybatch.stages.images.http import ImageUnavailable
+from prefect_raybatch.stages.images.places import ImagePlaces
 from prefect_raybatch.storage import open_store
 
 
@@ -195,6 +198,27 @@ def test_paths_lists_and_nulls_are_read_as_in_local_jobs(
     assert len(sent(server)["What is item 0?"]) == 2
     bare = [body["messages"][-1]["content"] for body in server.bodies]
     assert "What is item 2?" in bare
+
+
+def test_a_run_and_a_retry_end_although_the_images_stay_away(
+    server: OpenAIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pass loses the block. The next one is isolated, and fails its rows."""
+
+    def fetch(self: ImagePlaces, value: Any) -> bytes:
+        if value == "away":
+            raise ImageUnavailable("HTTP 503")
+        return picture()
+
+    monkeypatch.setattr(ImagePlaces, "fetch", fetch)
+    job = job_of(server, tmp_path, ["away", "away", "here"])
+    folder = run_of(job)
+    assert [row["error"] for row in failed_rows(folder)] == ["ImageUnavailable"] * 2
+    assert sorted(sent(server)) == ["What is item 2?"]
+    retry = plan_retry(str(folder), job=job)
+    assert isinstance(retry, Retry)
+    report = finalize_run(retry.job, retry.run, infer_run(retry.job, retry.run))
+    assert report.failed == 2
 
 
 @pytest.mark.parametrize("broken", [b"no image", picture()[:60], b""])

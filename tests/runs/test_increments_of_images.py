@@ -11,6 +11,7 @@ from helpers import albums
 from helpers.albums import Album, photo
 
 from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.plan import row_keys
@@ -104,6 +105,10 @@ def test_images_that_are_away_when_the_run_is_planned(
     assert report.failed == 2 and len(album.told()) == 8
     one, other = (row["message"] for row in album.quarantined("n1"))
     assert "p3 does not answer" in one and "available now: retry the row" in other
+    away.update({"p3", "p4"})
+    retry = plan_retry(str(album.folder / "out/n1"), job=album.job())  # both rows lack an image
+    assert isinstance(retry, Retry)
+    assert album.drive(retry.job, retry.run).failed == 2
     away.clear()
     album.night("n2")
     assert album.told() == ["30 Say x", "40 Say x"]

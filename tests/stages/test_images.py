@@ -144,6 +144,14 @@ def test_a_place_that_is_away_loses_the_block_and_not_the_rows(away, lost):
         assert [r.kind for r in rows if isinstance(r, Failure)] == ["ImageUnavailable"] * away
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_one_row_whose_image_is_away_loses_no_block(rows):
+    table = pa.table({"A": ["away"] + ["here"] * (rows - 1)})
+    images = RowImages(images_of(Images(columns=["A"])), Away())
+    made = images.fetched(table, [conversation()] * rows)[0]
+    assert [r.kind for r in made if isinstance(r, Failure)] == ["ImageUnavailable"]
+
+
 # --- with real vLLM -----------------------------------------------------------------------------
 
 

@@ -54,7 +54,8 @@ class RowImages:
     `arguments` are the engine arguments that affect preprocessing. `empty`: a null counts as no
     image instead of a failure. `digests`: also return digests of the fetched images. Without
     `decode`, images are fetched only for their digests, and only their headers are checked.
-    `as_urls`: a hosted model gets the images as data URLs.
+    `as_urls`: a hosted model gets the images as data URLs. `too_many`: the share of a block's rows
+    above which rows with temporarily unavailable images do not fail, but lose the block.
     """
 
     images: ImageSpec
@@ -64,6 +65,7 @@ class RowImages:
     digests: bool = False
     decode: bool = True
     as_urls: bool = False
+    too_many: float = TOO_MANY_AWAY
 
     @property
     def policy(self) -> Policy:
@@ -81,22 +83,20 @@ class RowImages:
         return made.rows(shown)
 
     def fetched(
-        self,
-        table: pa.Table,
-        conversations: Sequence[Messages | Failure],
-        too_many: float = TOO_MANY_AWAY,
+        self, table: pa.Table, conversations: Sequence[Messages | Failure]
     ) -> tuple[list[Messages | Failure], list[Digests]]:
         """Return the rows' messages with decoded images, and the digests of each row's images.
 
         `conversations` are the rows' messages without the images from columns. Those images are put
         in front of the last user message's text. A row whose images cannot be used gets a
         `Failure`. The digests are empty unless `self.digests`. Raises `TooManyAway` if images are
-        temporarily unavailable for more than the share `too_many` of the rows.
+        temporarily unavailable for more than the share `self.too_many` of the rows, and for more
+        than one row.
         """
         rows = rows_of(table, list(self.images.columns))
         digests: list[Digests] = [[] for _ in rows]
         away: list[Failure] = []
-        most = too_many * len(rows)
+        most = max(1, self.too_many * len(rows))
 
         def one(
             row: Row | Failure, messages: Messages | Failure, seen: Digests
@@ -183,12 +183,13 @@ def row_images(
     options: StoreOptions | None = None,
     digests_alone: bool = False,
     hosted: bool = False,
+    too_many: float = TOO_MANY_AWAY,
 ) -> RowImages | None:
     """Return the fetcher of the rows' images; None if the prompt has no images.
 
     `arguments` are the engine arguments, `options` the options of the input's store. With
     `digests_alone`, images are fetched only for their digests, and not decoded. `hosted`: the
-    images go to a hosted model.
+    images go to a hosted model. `too_many` is as in `RowImages`.
     """
     images = prompt.images
     if images is None:
@@ -203,7 +204,7 @@ def row_images(
     )
     kept = {name: arguments[name] for name in RENDERING if name in arguments}
     wanted, empty = digests_alone or images.digests, prompt.on_null == "empty"
-    return RowImages(images, places, empty, kept, wanted, not digests_alone, hosted)
+    return RowImages(images, places, empty, kept, wanted, not digests_alone, hosted, too_many)
 
 
 def is_image(part: object) -> TypeGuard[ImagePart]:
