@@ -20,7 +20,7 @@ class Images(Group):
         title="Image columns",
         text="Columns with an image or a list of images, which are placed before the "
         "text. An image is bytes, {bytes, path} as in Hugging Face datasets, a path under "
-        "source.media_root, or an s3:// or http(s) URL.",
+        "source.media_root, or an s3://, http(s) or data URL.",
     )
     resize: int | list[int] | None = field(
         None,

@@ -11,22 +11,25 @@ from collections.abc import Mapping
 
 from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.stages.block import Message, Messages, Row
+from prefect_raybatch.stages.images.rows import is_image
 from prefect_raybatch.stages.messages import ChatRequest, Document
 
 
 class Conversation:
     """Makes a chat request from a row's messages, which are in the job's column `prompt.messages`.
 
-    `prompt.system` comes first, unless the row has a system or developer message of its own.
+    `prompt.system` comes first, unless the row has a system or developer message of its own. Image
+    parts are kept if the job has `prompt.images`.
     """
 
     def __init__(self, prompt: PromptSpec):
         self.column = prompt.messages or ""
         self.system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         self.continued = prompt.continue_final_message
+        self.images = prompt.images is not None
 
     def __call__(self, row: Row) -> ChatRequest:
-        messages = messages_of(row[self.column], self.column)
+        messages = messages_of(row[self.column], self.column, self.images)
         last = messages[-1]["role"] == "assistant"
         if last and not self.continued:
             raise ValueError(
@@ -39,15 +42,15 @@ class Conversation:
         return ChatRequest([*self.system, *messages], job_messages=len(self.system))
 
 
-def messages_of(cell: object, name: str) -> Messages:
-    """Return the messages of a cell of column `name`.
+def messages_of(cell: object, name: str, images: bool = False) -> Messages:
+    """Return the messages of a cell of column `name`; with `images`, they may have image parts.
 
     Raises ValueError or TypeError that names the place of the fault.
     """
     found = _list(cell, name, "messages {role, content}")
     if not found:
         raise ValueError(f"{name} is an empty conversation; it needs at least one message")
-    return [_message(message, f"{name}[{i}]") for i, message in enumerate(found)]
+    return [_message(message, f"{name}[{i}]", images) for i, message in enumerate(found)]
 
 
 def documents_of(cell: object, name: str) -> list[Document] | None:
@@ -79,7 +82,7 @@ def _list(cell: object, name: str, what: str) -> list[object]:
     return cell
 
 
-def _message(value: object, where: str) -> Message:
+def _message(value: object, where: str, images: bool) -> Message:
     message = _plain(value)
     if not isinstance(message, dict):
         raise TypeError(f"{where} is {_kind(value)}, not a message {{role, content}}")
@@ -100,29 +103,38 @@ def _message(value: object, where: str) -> Message:
     content = message.get("content")
     if content is None and "tool_calls" not in message:
         raise ValueError(f"{where}.content is missing")
-    message["content"] = "" if content is None else _content(content, f"{where}.content")
+    message["content"] = "" if content is None else _content(content, f"{where}.content", images)
     return message
 
 
-def _content(value: object, where: str) -> str:
+def _content(value: object, where: str, images: bool) -> str | list[object]:
     """Return a message's content as one text; text parts are joined by newlines, as in vLLM.
 
+    Content that has image parts, which only `images` allows, is returned as a list of parts.
     `where` names the content in errors.
     """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise TypeError(f"{where} is {_kind(value)}, not text")
-    texts = []
+    texts: list[str] = []
+    parts: list[object] = []
     for i, part in enumerate(value):
+        if images and is_image(part):
+            parts.append(part)
+            continue
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind != "text":
-            raise ValueError(f"{where}[{i}] has type {kind!r}; only text parts are supported")
+            raise ValueError(
+                f"{where}[{i}] has type {kind!r}; only text parts are supported, and image parts "
+                "if prompt.images.per_row is set"
+            )
         if not isinstance(text, str):
             raise TypeError(f"{where}[{i}] has no text")
         texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts if len(parts) > len(texts) else "\n".join(texts)
 
 
 def _call(value: object, where: str) -> Message:

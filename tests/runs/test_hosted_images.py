@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -219,6 +220,34 @@ def test_a_run_and_a_retry_end_although_the_images_stay_away(
     assert isinstance(retry, Retry)
     report = finalize_run(retry.job, retry.run, infer_run(retry.job, retry.run))
     assert report.failed == 2
+
+
+def test_conversations_bring_images_where_they_stand(server: OpenAIServer, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(picture())
+    url = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    text = {"type": "text", "text": "What is it?"}
+    turns = [
+        [{"role": "user", "content": [{"type": "image", "image": "one.png"}, text]}],
+        [{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}],
+        [{"role": "user", "content": [text, "And that?"]}],
+        [{"role": "user", "content": [text, {"type": "image", "image": "two.png"}]}],
+        [{"role": "user", "content": [text, {"type": "video", "video": "a.mp4"}]}],
+    ]
+    columns = {"chat": [json.dumps(turn) for turn in turns]}
+    folder = run_of(
+        hosted_job(
+            *(server.url, tmp_path, columns),
+            prompt={"messages": "chat", "images": {"per_row": 1}},
+            source={"media_root": str(tmp_path)},
+        )
+    )
+    contents = [body["messages"][-1]["content"] for body in server.bodies]
+    kinds = [c if isinstance(c, str) else [part["type"] for part in c] for c in contents]
+    wanted = [["image_url", "text"], ["text", "image_url"], "What is it?\nAnd that?"]
+    assert sorted(kinds, key=str) == sorted(wanted, key=str)
+    one, other = (row["message"] for row in failed_rows(folder))
+    assert "an image in the messages: two.png cannot be read" in one
+    assert "chat[0].content[1] has type 'video'" in other
 
 
 @pytest.mark.parametrize("broken", [b"no image", picture()[:60], b""])

@@ -128,7 +128,10 @@ def test_parts_of_text_are_put_together():
         ([{"role": "", "content": "x"}], ["chat[0].role is missing"]),
         ([{"role": "user"}], ["chat[0].content is missing"]),
         ([{"role": "user", "content": 3}], ["chat[0].content is int, not text"]),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], ["content[0]", "'image_url'"]),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            ["content[0]", "'image_url'", "prompt.images.per_row"],
+        ),
         ([{**ASK, "tool_calls": [{}]}], ["chat[0].tool_calls", "not user"]),
         ([ASK, {**CALLED, "tool_calls": 1}], ["chat[1].tool_calls is int"]),
         ([ASK, {**CALLED, "tool_calls": [{}]}], ["chat[1].tool_calls[0] is not of the form"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import socket
@@ -340,6 +341,14 @@ def test_bytes_and_hugging_faces_struct_are_taken(tmp_path):
     assert ImagePlaces(str(tmp_path)).fetch({"bytes": None, "path": "a.png"}) == PNG
 
 
+def test_a_data_url_is_decoded_and_bounded():
+    url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    assert ImagePlaces().fetch(url) == PNG == ImagePlaces(max_bytes=len(PNG)).fetch(url)
+    assert ImagePlaces().fetch(url.replace("data:image/png", "DATA:")) == PNG
+    with pytest.raises(BadImage, match="the data URL has more bytes than"):
+        ImagePlaces(max_bytes=len(PNG) - 3).fetch(url)
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -349,7 +358,9 @@ def test_bytes_and_hugging_faces_struct_are_taken(tmp_path):
         ("a\0b", "NUL"),
         ("a.png", "source.media_root"),
         ("ftp://host/x", "scheme 'ftp'"),
-        ("data:image/png;base64,AAAA", "source.media_root"),
+        ("data:image/png,AAAA", "form data:image/png;base64"),
+        ("data:image/png;base64,A", "not valid base64"),
+        ("data:image/png;base64,%20AA", "not valid base64"),
         ("s3://bucket", "does not name a file"),
     ],
 )

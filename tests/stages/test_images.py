@@ -202,6 +202,21 @@ def prepared(model: dict[str, Any], job: Any, table: pa.Table, **more: Any) -> p
     return stage(tag(table, Unit(0, 0, len(table))))
 
 
+def test_images_of_a_conversation_reach_the_engine(model):
+    """Structs, in which Arrow fills in with null what other parts have."""
+    job = make_job(
+        prompt={"messages": "chat", "images": {"per_row": 2, "resize": [225, 225]}},
+        engine={"model": model["source"], "max_model_len": CONTEXT},
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": {"bytes": RED}}]
+    turns = [[{"role": "user", "content": parts}], [{"role": "user", "content": parts[:1]}]]
+    block = prepared(model, job, pa.table({"chat": turns}))
+    assert block[ERROR].to_pylist() == [None, None]
+    many, few = map(len, block[TOKENS].to_pylist())
+    sent, nothing = block[MM].to_pylist()
+    assert many > few + 20 and sent["key"] and nothing is None
+
+
 @pytest.mark.whole
 def test_prepare_engine_and_finish_take_images_to_answers(model, tmp_path):
     job = vision_job(model, extras=["image_digests"])

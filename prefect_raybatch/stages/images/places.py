@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import os
 import stat
@@ -46,7 +47,8 @@ class ImagePlaces:
     def fetch(self, value: object) -> bytes:
         """Return the bytes of the image `value`: bytes, {bytes, path}, a path or a URL.
 
-        Raises BadImage for permanent faults, else ImageUnavailable.
+        A data URL may have up to two bytes more than `max_bytes`. Raises BadImage for permanent
+        faults, else ImageUnavailable.
         """
         if isinstance(value, Mapping):
             data, path = value.get("bytes"), value.get("path")
@@ -60,6 +62,8 @@ class ImagePlaces:
             )
         if not value.strip() or "\0" in value:
             raise BadImage("the path is empty or contains a NUL character")
+        if value[:5].lower() == "data:":
+            return self._from_data_url(value)
         scheme = value.split("://", 1)[0].lower() if "://" in value else ""
         if scheme in STORES:
             return self._from_store(value)
@@ -71,6 +75,17 @@ class ImagePlaces:
             f"{value[:SHOWN]} has the unsupported scheme {scheme!r}. Use a local path, s3://, "
             "gs://, az://, http:// or https://"
         )
+
+    def _from_data_url(self, url: str) -> bytes:
+        header, _, text = url.partition(",")
+        if not header.lower().endswith(";base64"):
+            raise BadImage("the data URL is not of the form data:image/png;base64,... Encode it so")
+        if len(text) // 4 * 3 > self.max_bytes + 2:
+            raise BadImage(_too_large("the data URL", self.max_bytes))
+        try:
+            return base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise BadImage(f"the data URL is not valid base64: {error}. Encode it anew") from None
 
     def _from_store(self, uri: str) -> bytes:
         folder, _, name = uri.rpartition("/")

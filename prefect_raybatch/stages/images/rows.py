@@ -155,7 +155,7 @@ class RowImages:
         if not isinstance(content, list):
             return content
         return [
-            self._decoded("prompt.function's image", image_reference(part), seen)
+            self._decoded("an image in the messages", image_reference(part), seen)
             if is_image(part)
             else part
             for part in content
