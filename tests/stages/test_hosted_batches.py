@@ -23,6 +23,7 @@ from prefect_raybatch.stages.endpoint.limiter import BatchCounts
 from prefect_raybatch.stages.hosted_batches import lines, records
 from prefect_raybatch.stages.hosted_batches.api import AnswerLost, Batch, BatchApi, CallRefused
 from prefect_raybatch.stages.hosted_batches.shard import (
+    CREATIONS,
     LIST_LOOK_EVERY,
     LIST_LOOKS,
     ROUNDS,
@@ -458,6 +459,21 @@ def test_a_line_that_is_not_as_agreed_leaves_its_request_without_an_answer(line)
     keys = [request.key for request in REQUESTS]
     found = lines.read_lines([line + b"\n"], keys, "chat/completions")
     assert found.by_key == {} and found.refusal == ""
+
+
+def test_a_server_that_creates_no_batch_ends_the_attempt_and_a_later_one_pays_once():
+    world = World(
+        BatchService(), lose=lambda call, number: call == "create" and number <= CREATIONS
+    )
+    api = ApiInMemory(world)
+    api.find = lambda file_id: []  # type: ignore[method-assign]  # the list never has the batches
+    store = cast("Store", FilesInMemory(world))
+    shard = ShardBatches(cast("BatchApi", api), store, 3, "a", "raybatch-test", "chat/completions")
+    with pytest.raises(EndpointUnavailable, match=r"3 tries .* the connection was closed"):
+        shard.answer(REQUESTS)
+    assert world.calls["create"] == CREATIONS
+    check_answers(lived(world))
+    assert world.calls["create"] == CREATIONS  # the next attempt finds the batches in the list
 
 
 def test_a_full_queue_is_waited_for_and_costs_no_round():

@@ -48,6 +48,7 @@ FIRST_POLL, MOST_POLL, SLOWER_POLL = 1.0, 60.0, 1.5  # seconds between polls, gr
 # The server's list of batches may lag. Before a batch whose creation may have succeeded is created
 # again, the list is read LIST_LOOKS times, every LIST_LOOK_EVERY seconds.
 LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
+CREATIONS = 3  # tries to create a batch without a usable answer after which the attempt ends
 # Number of tries, first and longest pause (seconds) while the server's queue is full.
 FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0
 
@@ -191,8 +192,9 @@ class ShardBatches:
         """Set a slot's batch: the recorded one, else one in the server's list, else a new one.
 
         `looks`: how often to read the list before a batch is created; 0 if no batch can exist yet.
+        Raises `EndpointUnavailable` if CREATIONS tries to create it got no usable answer.
         """
-        again = looks > 0
+        again, problem, tries = looks > 0, "", 0
         while True:
             for _ in range(looks):
                 if read_batch(self.store, slot):
@@ -201,12 +203,17 @@ class ShardBatches:
                     self._keep(slot, _best(found), found, again=True)
                     return
                 self.api.pause(LIST_LOOK_EVERY)
+            if tries == CREATIONS:
+                raise EndpointUnavailable(
+                    f"engine.endpoint.batch: {tries} tries to create a batch, each without a "
+                    f"usable answer. The last: {problem}. Check the server, or remove batch"
+                )
             self._check_needed()
             try:
                 batch = self.api.create(slot.file_id, f"{slot.file_id}-{slot.number}")
             except AnswerLost as error:
                 log.warning("shard %d: no answer to a new batch: %s", self.shard, error)
-                looks, again = LIST_LOOKS, True
+                looks, again, problem, tries = LIST_LOOKS, True, str(error), tries + 1
                 continue
             except CallRefused as error:
                 self._refused(slot, error)
