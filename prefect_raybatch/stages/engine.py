@@ -384,14 +384,13 @@ class EngineStage:
         Return False if that fails: `_refused` says why.
         """
         if self.launch.labels and self._labels is None:
-            place = models.tokenizer_place(self.launch.model)
             try:
+                place = models.tokenizer_place(self.launch.model)
                 self._labels = LabelTokens.of(load_tokenizer(*place), self.launch.labels)
             except Exception as error:
-                text = (
-                    f"the tokenizer {place[0]} cannot encode the labels of sampling.choice: {error}"
-                )
-                self._refused = Loss(type(error).__name__, text, fatal=True)
+                name = self.launch.model.get("tokenizer") or self.launch.model["source"]
+                text = f"the tokenizer of {name} cannot encode the labels of sampling.choice"
+                self._refused = _refusal(error, f"{text}: {error}")
                 return False
         return True
 
@@ -400,7 +399,7 @@ class EngineStage:
         try:
             self._adapters = self.launch.adapted.copy_to_node(self._numbers)
         except Exception as error:
-            self._refused = Loss(type(error).__name__, str(error), fatal=True)
+            self._refused = _refusal(error, str(error))
             return False
         return True
 
@@ -449,11 +448,11 @@ class EngineStage:
                 said = error_text(error)
                 if unfit := installed.misfits_line():  # vLLM's own message names no package
                     said += f"; {unfit}"
-                self._refused = Loss(type(error).__name__, said, fatal=True)
+                self._refused = _refusal(error, said)
                 # Wrong arguments stay wrong; a RuntimeError may be memory that a dying engine
                 # has not given back yet, and any error may come from memory measured long ago.
                 measured = os.environ.get(MEASURED_ONCE) == "1"
-                again = isinstance(error, RuntimeError) or measured
+                again = isinstance(error, RuntimeError) or measured or not self._refused.fatal
                 if not again or attempt + 1 == canary.ENGINE_STARTS:
                     return
                 if measured:
@@ -604,6 +603,15 @@ class EngineStage:
             # the check only saves work: put-if-absent decides which commit counts
             log.info("cannot check whether the shard is committed: %s", error)
         return table
+
+
+def _refusal(error: Exception, message: str) -> Loss:
+    """Return why there is no engine; an outage of a store is not fatal: later passes try again.
+
+    Errors of other packages are fatal, even if they may be transient: most are wrong settings.
+    """
+    outage = isinstance(error, RayBatchError) and error.transient
+    return Loss(type(error).__name__, message, fatal=not outage)
 
 
 def answered_any(engine: SteppedEngine) -> bool:

@@ -33,6 +33,7 @@ from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model import adapters
 from prefect_raybatch.sizing.sizes import Capacity, sizes_of
+from prefect_raybatch.stages import engine as stage_module
 from prefect_raybatch.stages.adapted import Adapted
 from prefect_raybatch.stages.block import is_lost, lost_block
 from prefect_raybatch.stages.columns import (
@@ -529,6 +530,52 @@ def test_an_engine_that_never_starts_is_fatal(started):
     assert lost_rows(made(block(Unit(0, 0, 1)))) == [
         (0, 0, f"RuntimeError: try {canary.ENGINE_STARTS}", True)
     ]
+
+
+class Outage(Adapted):
+    """Adapters in a store that does not answer the first `left` times."""
+
+    left = 1
+
+    def copy_to_node(self, numbers: dict[str, int] | None = None) -> dict[str, Any]:
+        Outage.left -= 1
+        if Outage.left >= 0:
+            raise StoreUnavailable("s3://b/adapter: 503")
+        return super().copy_to_node(numbers)
+
+
+def test_a_store_that_is_away_while_adapters_are_copied_leaves_rows_for_a_later_pass(
+    started, monkeypatch
+):
+    monkeypatch.setattr(Outage, "left", 1)
+    made, _ = started(echo, launch=replace(LAUNCH, adapted=Outage(None)))
+    ((_, _, why, fatal),) = lost_rows(made(block(Unit(0, 0, 1))))
+    assert why == "StoreUnavailable: s3://b/adapter: 503" and not fatal
+    made.take_over(LAUNCH)  # the next pass
+    assert not is_lost(made(block(Unit(0, 0, 1))))
+
+
+@pytest.mark.usefixtures("no_misfits")
+def test_a_store_that_is_away_while_the_model_is_fetched_is_asked_again(started):
+    error = StoreUnavailable("s3://b/model: 503")
+    made, factory = started(error, echo)
+    assert not is_lost(made(block(Unit(0, 0, 1)))) and len(factory.arguments) == 2
+    made, factory = started(*[error] * canary.ENGINE_STARTS)
+    ((_, _, why, fatal),) = lost_rows(made(block(Unit(0, 0, 1))))
+    assert why == "StoreUnavailable: s3://b/model: 503" and not fatal
+    assert len(factory.arguments) == canary.ENGINE_STARTS
+
+
+def test_a_store_that_is_away_while_the_labels_tokenizer_is_fetched_is_not_fatal(
+    started, monkeypatch
+):
+    def away(*_: Any) -> Any:
+        raise StoreUnavailable("s3://b/model: 503")
+
+    monkeypatch.setattr(stage_module.models, "tokenizer_place", away)
+    made, _ = started(echo, launch=replace(LAUNCH, labels=("a", "b")))
+    ((_, _, why, fatal),) = lost_rows(made(block(Unit(0, 0, 1))))
+    assert why.startswith("StoreUnavailable: ") and "503" in why and not fatal
 
 
 # --- the spec -----------------------------------------------------------------------------------
