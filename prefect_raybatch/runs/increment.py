@@ -138,10 +138,10 @@ def join_answers(
     """Compute the request keys of all rows, join them with those of earlier runs, yield the join.
 
     If the input is a snapshot, `store` holds its files; with `alone`, only this node can read them.
-    With `earlier=False`, for retries, nothing is reused. With `in_order`, requests are numbered in the order of
-    their prompts if that can raise prefix cache hits. Runs whose URI is in `skipped` are not
-    reused; the URIs of runs with damaged answers are added to it. Writes only to TMPDIR. Raises
-    `ConfigError` if `reuse` names a run that is missing, unfinished or keeps no answers, and
+    With `earlier=False`, for retries, nothing is reused. With `in_order`, requests are numbered in
+    the order of their prompts if that can raise prefix cache hits. Runs whose URI is in `skipped`
+    are not reused; the URIs of runs with damaged answers are added to it. Writes only to TMPDIR.
+    Raises `ConfigError` if `reuse` names a run that is missing, unfinished or keeps no answers, and
     `SourceError` for unreadable input.
     """
     model = resolved.with_adapters()
