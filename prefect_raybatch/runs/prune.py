@@ -36,7 +36,7 @@ from prefect_raybatch.storage import Store, open_store
 
 _LAST = (PLAN, SUCCESS, PRUNED)  # removed last, in this order
 _AT_ONCE = 1000  # files of one delete
-_RETRY_KEY = re.compile(r"(.+)\.r[1-9]\d{0,3}\Z")
+_RETRY_KEY = re.compile(r"(.+)\.r([1-9]\d{0,3})\Z")
 
 
 @dataclass
@@ -91,7 +91,7 @@ def prune_runs(
     for first, members in _families(lines):
         if job is not None and first.job != job:
             continue
-        reason = _reason_to_keep(members, before)
+        reason = _reason_to_keep(first, members, before)
         if reason is None:
             complete = newest.setdefault(first.job, [])
             complete.append(first)
@@ -106,9 +106,8 @@ def prune_runs(
         elif line.is_attempt and job in (None, line.job):
             runs_kept = newest.get(line.job, [])[:keep]
             _note(root, found, [line], _reason_to_keep_attempt(root, line, runs_kept, before))
-    # The runs that retry others first: a family without its first run would not be readable.
-    firsts = {line.run_key for line in lines if line.parent is None}
-    order = sorted(found.removed, key=lambda key: (key in firsts, key))
+    # Later retries first: a run whose parent is gone would not be readable.
+    order = sorted(found.removed, key=lambda key: (-_retry_number(found.lines[key]), key))
     found.removed = {key: found.removed[key] for key in order}
     if not dry_run:
         _remove_all(root, found)
@@ -178,12 +177,26 @@ def _parent(line: RunLine) -> str:
     return line.parent or (match[1] if match else "")
 
 
-def _reason_to_keep(members: list[RunLine], before: float) -> str | None:
+def _retry_number(line: RunLine) -> int:
+    """Return the number at the end of a retry's run key, 0 for another run.
+
+    A retry has a greater number than the retry whose failed rows it retries.
+    """
+    match = _RETRY_KEY.match(line.run_key)
+    return int(match[2]) if match and (line.parent or line.state == PRUNING) else 0
+
+
+def _reason_to_keep(first: RunLine, members: list[RunLine], before: float) -> str | None:
     """Return why a run and its retries (`members`) must be kept; None if they may be removed.
 
     They must be kept if one of them is not complete or finished after `before` (seconds since
-    1970).
+    1970), or if the `first` is itself a retry, of a run that is missing.
     """
+    if first.parent is not None:
+        return (
+            f"it retries failed rows of {first.parent}, which does not exist; delete its folder if "
+            "you no longer need it"
+        )
     for line in members:
         if line.state != COMPLETED:
             state = f"{line.state}: {line.trouble}" if line.trouble else line.state

@@ -252,6 +252,36 @@ def test_cut_off_anywhere_it_never_looks_unfinished_and_the_next_call_ends_it(
     assert sorted(path.name for path in out.iterdir()) == ["notes", "open", "other", "three"]
 
 
+@pytest.mark.parametrize("marks", range(1, 5))
+def test_cut_off_between_retries_the_next_call_removes_no_newer_run(tmp_path, monkeypatch, marks):
+    for number in (1, 2):
+        first_run(tmp_path, key=f"night{number}", created=f"2026-01-0{number}T00:00:00+00:00")
+    child = retried(str(tmp_path / "night1"), errors=["ValueError"], failed={7: "ValueError"})
+    retried(child)
+    retried(str(tmp_path / "night1"))
+    put, left = LocalStore.put_if_absent, [marks]
+
+    def counted_put(self: LocalStore, path: str, data: bytes) -> bool:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return put(self, path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put_if_absent", counted_put)
+        with pytest.raises(KeyboardInterrupt):
+            prune_runs(str(tmp_path), 1)
+    prune_runs(str(tmp_path), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["night2"]
+
+
+def test_a_retry_whose_run_is_gone_stays_and_is_none_of_the_newest_runs(out):
+    shutil.rmtree(out / "one")
+    found = prune_runs(str(out), 1)
+    assert set(found.removed) == {"two"} and "three" in found.kept
+    assert found.kept["one.r1"].startswith("it retries failed rows of one, which does not exist")
+
+
 def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
