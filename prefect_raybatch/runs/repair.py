@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,6 +120,8 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
         if told:
             raise _undecided(told[0])
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
+    if any(_finished_since(one) for one in (member, asks) if one is not None):
+        return repair_run(run_dir, options)  # its driver has removed the pieces that seem lost
     if member.summary is not None:
         if asks is not None:
             _check_answers(asks, answers)
@@ -191,6 +194,13 @@ def _lost(member: Member, fault: FaultHandler) -> tuple[int, ...]:
     for whole in intact_shards(member, fault):
         committed[whole.commit.shard] = False
     return tuple(np.flatnonzero(committed).tolist())
+
+
+def _finished_since(member: Member) -> bool:
+    """Return whether a run that was unfinished when `member` was read is finished now."""
+    with suppress(CorruptRun):  # a damaged _SUCCESS is noted among the faults
+        return member.summary is None and read_success(member.ledger.store, member.plan) is not None
+    return False
 
 
 def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:

@@ -34,6 +34,7 @@ from prefect_raybatch.ledger.layout import (
 )
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.precision import PrecisionNote, read_precision, record_precision
+from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy
 from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.finalize import finalize
@@ -299,6 +300,24 @@ def test_a_whole_run_is_not_repaired(tmp_path):
         old_run(root, state)
         assert repair_run(root).run_key is None
         assert not Path(f"{root}.m1").exists()
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_not_taken_for_a_damaged_one(
+    tmp_path, monkeypatch
+):
+    run = old_run(tmp_path / "key", False)
+    committed = Ledger.committed
+
+    def ends(ledger: Ledger, plan: Plan) -> Any:
+        monkeypatch.undo()
+        found = committed(ledger, plan)
+        close(run)  # removes the pieces
+        return found
+
+    monkeypatch.setattr(Ledger, "committed", ends)
+    done = repair_run(run.store.uri)
+    assert (done.run_key, done.lost, done.faults) == (None, (), ())
+    assert verify(run.store).ok and not Path(f"{run.store.uri}.m1").exists()
 
 
 def test_what_lies_in_the_place_of_the_fork_is_another_run(tmp_path):
