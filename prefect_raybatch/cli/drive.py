@@ -99,10 +99,12 @@ def run_job(
     name_typed_run(key)
     store = run_store(loaded.output, key)
     if Ledger(store).finished() is not None:
-        complete = plan_run(resolved, key, accept=accept)
-        with closing(TerminalProgress(quiet)) as show:
-            report = finalize_run(loaded, complete, None, written, sender_of(job, loaded, show))
-            return _published(job, loaded, report, written, show), False
+        run = plan_run(resolved, key, accept=accept)
+        if run.finished:
+            with closing(TerminalProgress(quiet)) as show:
+                report = finalize_run(loaded, run, None, written, sender_of(job, loaded, show))
+                return _published(job, loaded, report, written, show), False
+        key, store = run.run_key, run_store(loaded.output, run.run_key)  # a repaired run
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
     with closing(TerminalProgress(quiet)) as show:

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import date
 
-from prefect_raybatch.errors import JobStopped, RayBatchError, is_transient
+from prefect_raybatch.errors import CorruptRun, JobStopped, RayBatchError, is_transient
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.ledger.same_job import check_same
@@ -89,7 +90,8 @@ def dated_run(
     2. the newest complete run with the current job's fingerprint, e.g. one that a schedule started,
     3. the run `key`,
     4. the newest run with the current job's fingerprint.
-    If none exists, the state is NOT_STARTED.
+    If none exists, the state is NOT_STARTED. In place of a repaired run, it is the run that
+    continues it.
 
     `plans` returns the plans of the runs below `root`, `identity` the current job's identity, which
     has its fingerprint. A complete run `key` with another fingerprint gets the state "failed", and
@@ -99,7 +101,7 @@ def dated_run(
     """
     run = DatedRun(day, key, root.sub(key).uri)
     try:
-        line = line_of(root, key)
+        line = line_of(root, _latest_repair(root, key))
         if line is None or line.state != COMPLETED:
             line = _line_of_same_job(root, line, identity, plans())
         if line is None:
@@ -130,11 +132,22 @@ def _line_of_same_job(
     if not plans:
         return line
     fingerprint = identity().fingerprint
-    keys = [plan.run_key for plan in plans if plan.fingerprint == fingerprint]
+    same = [plan.run_key for plan in plans if plan.fingerprint == fingerprint]
+    keys = dict.fromkeys(_latest_repair(root, key) for key in same)
     lines = [found for key in keys if (found := line_of(root, key)) is not None]
     complete = [found for found in lines if found.state == COMPLETED]
     begun = [found for found in lines if found.state not in (PRUNING, DAMAGED)]
     return next(iter([*complete, *([line] if line is not None else begun)]), None)
+
+
+def _latest_repair(root: Store, key: str) -> str:
+    """Return the key of the last repaired run that continues run `key`; `key` if there is none."""
+    ledger = Ledger(root.sub(key))
+    with suppress(CorruptRun):  # the list of runs shows it
+        plan = ledger.load_plan()
+        if plan is not None:
+            return follow_forks(ledger, plan)[1].run_key
+    return key
 
 
 def _completed(run: DatedRun, report: RunReport, done: bool) -> DatedRun:

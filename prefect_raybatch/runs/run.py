@@ -17,6 +17,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.job.checks import NAME, check_run_key
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.accepted import Accepted
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.records import Plan
@@ -59,7 +60,7 @@ def run_store(output: Output, run_key: str) -> Store:
 def latest_unfinished(root: Store, fingerprint: str) -> str | None:
     """Return the key of the newest unfinished run below `root` with `fingerprint`, or None.
 
-    Unreadable run directories are skipped with a warning.
+    Runs that a repaired run continues are skipped, and unreadable run directories with a warning.
     """
     unfinished = []
     for key in run_keys(root):
@@ -70,7 +71,7 @@ def latest_unfinished(root: Store, fingerprint: str) -> str | None:
                 continue
             if plan.fingerprint != fingerprint:
                 continue
-            if ledger.finished(plan) is not None:
+            if ledger.finished(plan) is not None or follow_forks(ledger, plan)[1] is not plan:
                 continue
         except STORE_AWAY:
             raise

@@ -49,6 +49,7 @@ from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.open_run import open_run
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.runs.status import Status, status
 from prefect_raybatch.storage import S3Store, open_store, s3_silence
@@ -170,6 +171,32 @@ def test_the_command_ends_with_1_over_the_budget_and_keeps_what_is_committed(
     code, _, err = call("run", write_job(tmp_path), "--run-key", "k", "--no-prefect", *limits)
     assert code == 1 and "ErrorBudgetExceeded" in err and "limits.max_failed_rows 0" in err
     assert 0 < status(f"{tmp_path}/out/k").committed < ROWS // 10
+
+
+def test_a_run_key_whose_finished_run_was_repaired_continues_the_repaired_run(
+    without_ray: None, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "infer_run", partial(infer_run, engine=FakeEngine))
+    command = ("run", write_job(tmp_path), "--no-prefect")
+    assert call(*command, "--run-key", "k")[0] == 0
+    (tmp_path / "out/k/data/part-00000.parquet").unlink()
+    repair_run(f"{tmp_path}/out/k")
+    for _ in range(2):  # the second call finds it complete
+        code, out, err = call(*command, "--run-key", "k")
+        assert code == 0 and "k.m1" in out, err
+    assert verify(open_store(f"{tmp_path}/out/k.m1")).ok
+
+
+def test_without_a_key_a_run_that_was_repaired_is_no_longer_unfinished(without_ray, tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path))
+    run = plan_run(job, "k")
+    infer_run(job, run, engine=FakeEngine)
+    next(Path(run.uri, "_raybatch/pieces").iterdir()).unlink()
+    repair_run(run.uri)
+    assert default_run_key(job) == "k.m1"
+    repaired = plan_run(job, "k.m1")
+    finalize_run(job, repaired, infer_run(job, repaired, engine=FakeEngine))
+    assert default_run_key(job) not in ("k", "k.m1")
 
 
 # --- the run itself -----------------------------------------------------------------------------

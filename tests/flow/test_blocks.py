@@ -11,8 +11,8 @@ import tomllib
 import urllib.error
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
-from uuid import UUID
+from typing import Any, cast
+from uuid import UUID, uuid4
 
 import httpx
 import pyarrow as pa
@@ -48,6 +48,7 @@ from prefect_raybatch.flow.blocks import (
 from prefect_raybatch.flow.tasks import with_blocks
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.remote.follower import Submission
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
@@ -663,6 +664,16 @@ def test_a_run_that_fails_raises_its_message(prefect_api: None, tmp_path: Path) 
     with pytest.raises(RayBatchError, match=r"did not complete .*Failed: .*none"):
         run.wait_for_completion()
     with pytest.raises(IncompleteRun, match="not finished"):
+        run.fetch_result()
+
+
+def test_the_result_of_a_repaired_run_is_that_of_the_repaired_run(
+    finished: BatchJob, tmp_path: Path
+) -> None:
+    (tmp_path / "out/key/data/part-00000.parquet").unlink()
+    repair_run(f"{tmp_path}/out/key")
+    run = BatchInferenceRun(finished, "key", uuid4(), cast(Any, None))
+    with pytest.raises(IncompleteRun, match=r"key\.m1 is not finished"):
         run.fetch_result()
 
 

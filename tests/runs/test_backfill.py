@@ -37,6 +37,7 @@ from prefect_raybatch.flow.flows import backfill_job
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.backfill import DatedRun, summary
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.storage import open_store
 
 FIRST = date(2026, 11, 1)
@@ -284,3 +285,30 @@ def test_a_complete_run_of_the_date_counts_more_than_a_started_one(without_ray, 
     finalize_run(filled, run, infer_run(filled, run, engine=FakeEngine))
     (night,) = planned_runs(job, day(1), day(1))
     assert (night.run_key, night.done) == (SCHEDULED, True)
+
+
+def test_a_date_whose_run_was_repaired_is_that_of_the_repaired_run(without_ray, tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path, 1))
+    filled, key = resolve_run(job, None, None, day(1))
+    run = plan_run(filled, key)
+    finalize_run(filled, run, infer_run(filled, run, engine=FakeEngine))
+    Path(run.uri, "data/part-00000.parquet").unlink()
+    repair_run(run.uri)
+    (night,) = planned_runs(job, day(1), day(1))
+    assert (night.run_key, night.state, night.done) == (f"{key}.m1", "planned", False)
+    repaired = plan_run(filled, key)
+    assert repaired.run_key == night.run_key
+    finalize_run(filled, repaired, infer_run(filled, repaired, engine=FakeEngine))
+    (night,) = planned_runs(job, day(1), day(1))
+    assert (night.run_key, night.done) == (f"{key}.m1", True)
+
+
+def test_a_repaired_run_of_another_start_of_the_date_is_continued(without_ray, tmp_path):
+    job = BatchJob.from_yaml(write_job(tmp_path, 1))
+    filled, _ = resolve_run(job, SCHEDULED, None, day(1))
+    run = plan_run(filled, SCHEDULED)
+    finalize_run(filled, run, infer_run(filled, run, engine=FakeEngine))
+    Path(run.uri, "data/part-00000.parquet").unlink()
+    repair_run(run.uri)
+    (night,) = planned_runs(job, day(1), day(1))
+    assert (night.run_key, night.state, night.done) == (f"{SCHEDULED}.m1", "planned", False)

@@ -257,16 +257,21 @@ class BatchInferenceRun(JobRun[RunReport]):
 
     def _result(self) -> RunReport:
         from prefect_raybatch.flow.tasks import with_blocks
+        from prefect_raybatch.ledger.forks import follow_forks
         from prefect_raybatch.ledger.ledger import Ledger
         from prefect_raybatch.runs.finalize_run import load_report
         from prefect_raybatch.runs.run import run_store
 
         store = run_store(with_blocks(self.job).output, self.run_key)
-        if Ledger(store).finished() is None:
+        ledger = Ledger(store)
+        plan = ledger.load_plan()
+        if plan is not None:
+            ledger, plan = follow_forks(ledger, plan)
+        if ledger.finished(plan) is None:
             raise IncompleteRun(
-                f"the run {store.uri} is not finished; call wait_for_completion first"
+                f"the run {ledger.store.uri} is not finished; call wait_for_completion first"
             )
-        return load_report(store)
+        return load_report(ledger.store)
 
 
 def _logger() -> Any:
