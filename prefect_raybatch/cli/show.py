@@ -619,6 +619,12 @@ def show_repaired(repaired: Repaired) -> None:
             "published, or they will be there twice.",
             markup=False,
         )
+    if repaired.retries:
+        out.print(
+            f"{', '.join(repaired.retries)} retried failed rows. A retry of {repaired.run_key} "
+            "leaves these rows out.",
+            markup=False,
+        )
 
 
 def show_reaped(reaped: Reaped, older_than: str, dry_run: bool) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from prefect_raybatch.errors import ConfigError, CorruptRun
+from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.job.checks import check_run_key
+from prefect_raybatch.ledger.forks import MOST_FORKS, forked
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import no_run
 from prefect_raybatch.ledger.records import Plan
@@ -48,7 +51,8 @@ class Family:
 
     `base` is the root run's key and `root` the folder that contains all the runs; `next_key` is the
     free key for the next child. `strays` has one sentence for each child directory that is
-    unreadable or whose parent is not in the family.
+    unreadable or whose parent is not in the family. `former` are the retries of the damaged runs
+    that the root run continues, if it is a repaired run and these were read (`read_former`).
     """
 
     root: Store
@@ -56,10 +60,28 @@ class Family:
     members: dict[str, Member]
     next_key: str
     strays: list[str] = field(default_factory=list)
+    former: dict[str, Member] = field(default_factory=dict)
 
     def children(self, key: str) -> list[Member]:
         """Return the runs that retry failed rows of run `key`."""
-        return [member for member in self.members.values() if member.plan.parent == key]
+        retries = (*self.members.values(), *self.former.values())
+        return [member for member in retries if member.plan.parent == key]
+
+    def takers(self, key: str) -> list[Member]:
+        """Return the runs that may have taken failed rows of run `key`.
+
+        These are its children, and those of the damaged runs that it continues.
+        """
+        former = self.former.values() if key == self.base else ()
+        firsts = (member for member in former if member.plan.parent not in self.former)
+        return [*self.children(key), *firsts]
+
+    def read_former(self) -> None:
+        """Read `former`; problems of these runs are added to `strays`."""
+        with suppress(NoSuchRun):  # the damaged run was removed
+            for family, key in former_families(self.root, self.members[self.base].plan):
+                self.strays += family.strays
+                self.former |= {name: m for name, m in family.members.items() if name != key}
 
     def is_fully_retried(self, member: Member) -> bool:
         """Return whether the runs that retry rows of `member` contain all its failed rows.
@@ -119,6 +141,23 @@ def load_family(root: Store, key: str) -> Family:
             break
     family.next_key = check_run_key(f"{first.key}.r{highest + 1}")
     return family
+
+
+def former_families(root: Store, plan: Plan) -> Iterator[tuple[Family, str]]:
+    """Yield the damaged runs that the repaired run of `plan` continues, as (family, run key).
+
+    The last one comes first. Raises `NoSuchRun` and `CorruptRun` as `load_family` does.
+    """
+    for _ in range(MOST_FORKS):
+        if plan.forked_from is None:
+            return
+        key = plan.forked_from["run_key"]
+        family = load_family(root, key)
+        former = family.members[key].plan
+        if forked(former) != plan.forked_from:
+            return
+        yield family, key
+        plan = former
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:

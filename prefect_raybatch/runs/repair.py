@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
-from prefect_raybatch.ledger.family import Member, check_named, locate_run
+from prefect_raybatch.ledger.family import Member, check_named, load_family, locate_run
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
 from prefect_raybatch.ledger.increments import (
     Increment,
@@ -63,8 +63,8 @@ class Repaired:
     `run` is the URI of the damaged run. `run_key` is the key of the fork, None if no fork was
     needed. Of the run's `shards`, `taken` were intact and are in the fork; `lost` are the numbers
     of the damaged ones. `faults` says what is damaged (up to MAX_FAULTS_LISTED). `published` names
-    the targets that have rows of the damaged run. `restored` says which records were restored in
-    the damaged run.
+    the targets that have rows of the damaged run, `retries` its retries. `restored` says which
+    records were restored in the damaged run.
     """
 
     run: str
@@ -75,6 +75,7 @@ class Repaired:
     faults: tuple[str, ...]
     published: tuple[str, ...] = ()  # targets that have rows of the old run
     restored: tuple[str, ...] = ()
+    retries: tuple[str, ...] = ()  # run keys of retries of the old run
 
     def to_dict(self) -> JsonObject:
         return asdict(self)
@@ -129,9 +130,17 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
         if asks is not None:
             restore_precision(asks.ledger.store, asks.plan)
     fork, taken = _fork(root, member, asks)
-    names = (PUBLISHED_NAME.match(info.path) for info in old.store.list(PUBLISHED))
-    published = tuple(name[1] for name in names if name)
-    return Repaired(old.store.uri, fork, plan.shards, taken, lost, tuple(faults), published)
+    return Repaired(
+        *(old.store.uri, fork, plan.shards, taken, lost, tuple(faults)),
+        published=_published_targets(old.store),
+        retries=tuple(load_family(root, key).members)[1:],
+    )
+
+
+def _published_targets(store: Store) -> tuple[str, ...]:
+    """Return the names of the targets that have rows of the run in `store`."""
+    names = (PUBLISHED_NAME.match(info.path) for info in store.list(PUBLISHED))
+    return tuple(name[1] for name in names if name)
 
 
 def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str, int]:

@@ -52,10 +52,11 @@ class NothingToRetry:
 def retried_run(root: Store, key: str) -> tuple[Family, Member]:
     """Return (family, run) of the finished run `key` below `root`; its retries are in the family.
 
-    Raises `ConfigError` if the run is not finished or is a requests phase, `CorruptRun` if a run of
-    the family is unreadable.
+    So are the retries of damaged runs that it continues. Raises `ConfigError` if the run is not
+    finished or is a requests phase, `CorruptRun` if a run of the family is unreadable.
     """
     family = load_family(root, key)
+    family.read_former()
     if family.strays:
         raise CorruptRun("\n".join(family.strays))
     parent = family.members[key]
@@ -146,7 +147,7 @@ def new_child(
     """
     from prefect_raybatch import source
 
-    children = family.children(parent.key)
+    children = family.takers(parent.key)
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
     rows = FailedRows(parent, selection["errors"], children)

@@ -21,8 +21,14 @@ import pyarrow.parquet as pq
 from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.job.column_types import check_types
 from prefect_raybatch.job.placeholders import start_of_key
-from prefect_raybatch.ledger.family import Family, Member, load_family, locate_run
-from prefect_raybatch.ledger.forks import MOST_FORKS, follow_forks, forks_of
+from prefect_raybatch.ledger.family import (
+    Family,
+    Member,
+    former_families,
+    load_family,
+    locate_run,
+)
+from prefect_raybatch.ledger.forks import follow_forks, forks_of
 from prefect_raybatch.ledger.increments import AnswerPart, Answers, read_answers
 from prefect_raybatch.ledger.layout import REUSED_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
@@ -275,20 +281,11 @@ def _answers_of(store: Store) -> Answers | None:
 def _retries(root: Store, family: Family, member: Member) -> Iterator[Member]:
     """Yield the retries of a run, then those of the runs that it was forked from, parents first."""
     yield from _descendants(family, member.key)
-    plan = member.plan
-    for _ in range(MOST_FORKS):
-        if plan.forked_from is None:
-            return
-        try:
-            family = load_family(root, plan.forked_from["run_key"])
-        except (NoSuchRun, CorruptRun) as error:
-            log.info("retries of %s are not reused: %s", plan.forked_from["run_key"], error)
-            return
-        former = family.members[plan.forked_from["run_key"]].plan
-        if former.hash != plan.forked_from["plan"]:
-            return
-        plan = former
-        yield from _descendants(family, plan.run_key)
+    try:
+        for former, key in former_families(root, member.plan):
+            yield from _descendants(former, key)
+    except (NoSuchRun, CorruptRun) as error:
+        log.info("retries of runs that %s continues are not reused: %s", member.key, error)
 
 
 def _descendants(family: Family, key: str) -> Iterator[Member]:

@@ -19,7 +19,7 @@ import yaml
 from helpers.command_line import called
 from helpers.engines import FAILS, FakeEngine
 from helpers.retries import commit, end, first_run, numbers, retried, work
-from helpers.small import job_dict, make_job, read_json, small_run
+from helpers.small import input_rows, job_dict, make_job, read_json, small_run
 from helpers.specs import new_plan_of
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run, publish_run
@@ -35,6 +35,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.family import load_family, locate_run
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
@@ -42,6 +43,7 @@ from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.runs.finalize_run import load_report
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.retry import NothingToRetry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
@@ -864,3 +866,48 @@ def test_a_retry_that_was_begun_without_targets_is_not_missed(tmp_path: Path) ->
 def with_tokens(job: BatchJob, most: int) -> dict[str, Any]:
     value = job.to_dict()
     return {**value, "sampling": {**value.get("sampling", {}), "max_tokens": most}}
+
+
+def repaired(uri: str, job: BatchJob, shard: int, failed: dict[int, str]) -> str:
+    """Repair a run that lost the commit of `shard`, and finish its fork; return its directory."""
+    Path(uri, commit_path(shard)).unlink()
+    done = repair_run(uri)
+    assert done.lost == (shard,)
+    fork = Ledger(open_store(str(Path(uri).parent / str(done.run_key))))
+    commit(fork, job, shard, input_rows(5 * shard, 5), failed)
+    end(job, fork.store.uri)
+    return fork.store.uri
+
+
+def test_a_retry_of_a_repaired_run_takes_no_row_that_a_retry_of_the_damaged_run_took(
+    tmp_path: Path,
+) -> None:
+    run = first_run(tmp_path)
+    retried(run.store.uri, errors=["ValueError"])  # rows 7 and 11
+    fork = repaired(run.store.uri, run.job, 0, {3: "EngineDied"})  # row 4 is answered this time
+    assert repair_run(run.store.uri).retries == ("key.r1",)
+    assert taken(retried(fork)) == [3, 18]
+    again = plan_retry(fork)
+    assert isinstance(again, NothingToRetry) and "key.m1.r1" in again.message
+
+
+def test_the_command_names_the_retries_of_a_repaired_run(tmp_path: Path, capsys: Any) -> None:
+    run = first_run(tmp_path)
+    retried(run.store.uri)
+    Path(run.store.uri, commit_path(0)).unlink()
+    said = " ".join(called(capsys, "repair", run.store.uri)[1].split())
+    assert "key.r1 retried failed rows. A retry of key.m1 leaves these rows out." in said
+
+
+def test_rows_that_failed_again_before_the_repair_are_retried_where_they_are(
+    tmp_path: Path,
+) -> None:
+    run = first_run(tmp_path)
+    child = retried(run.store.uri, failed={7: "ValueError"})
+    fork = repaired(run.store.uri, run.job, 0, {4: "EngineDied"})
+    with pytest.raises(ConfigError, match=r"retried by key\.r1, and some failed again"):
+        plan_retry(fork)
+    retried(child)
+    assert isinstance(plan_retry(fork), NothingToRetry)
+    other = repaired(fork, run.job, 1, {7: "ValueError"})  # the second repair
+    assert isinstance(plan_retry(other), NothingToRetry)
