@@ -6,6 +6,7 @@ unfinished: checks for completeness do not look at partial results.
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from prefect_raybatch.ledger.row_numbers import RowNumbers
 from prefect_raybatch.ledger.strict import Count, Number, StrictRecord, read_json
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
+
+log = logging.getLogger(__name__)
 
 PARTIAL_RECORD = "_PARTIAL.json"  # readers of the folder skip names with a leading _
 PARTIAL_REPORT, PARTIAL_PAGE = "_report.json", "_report.md"
@@ -177,6 +180,11 @@ def partial_names(store: Store) -> list[str]:
 
 
 def all_partials(store: Store, plan: Plan) -> list[PartialResult]:
-    """Return the partial results of a run, newest first."""
-    results = [read_partial(store, plan, name) for name in partial_names(store)]
+    """Return the partial results of a run, newest first; unreadable ones are left out (logged)."""
+    results = []
+    for name in partial_names(store):
+        try:
+            results.append(read_partial(store, plan, name))
+        except (CorruptRun, NoSuchRun) as fault:
+            log.warning("the partial result %s is left out: %s", name, fault)
     return sorted(results, key=lambda one: (one.at, one.name), reverse=True)

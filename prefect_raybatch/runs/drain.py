@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.ledger.drains import put_drain
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import requests_ledger
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import JsonObject
 from prefect_raybatch.quality.judgement import is_judging, judge_runs
+from prefect_raybatch.runs.drivers import beats_at_work
 from prefect_raybatch.runs.run import user_at_host
-from prefect_raybatch.runs.status import live_beats, status
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
 
@@ -40,20 +44,24 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
     If the run is complete and its answers are being judged, the judge is drained.
 
+    If the run was repaired, the run that continues it is drained.
+
     Raises `ConfigError` for a complete run without a judge at work, `NoSuchRun` if `run_dir` has no
     run, and the store's errors.
     """
-    found = status(run_dir, dict(options) if options else None)
-    if found.state == "completed":
-        store = open_store(run_dir, dict(options) if options else None)
-        return _drain_judge(found.run, store, options)
-    store = open_store(run_dir, dict(options) if options else None)
-    asks = requests_ledger(store)
+    ledger = Ledger(open_store(run_dir, dict(options) if options else None))
+    ledger, plan = follow_forks(ledger, need_plan(ledger))
+    store = ledger.store
+    if ledger.finished(plan) is not None:
+        return _drain_judge(store.uri, store, options)
     by = user_at_host()
-    for ledger in (Ledger(store), asks):
-        if ledger.load_plan() is not None:
-            put_drain(ledger, by)
-    return Drained(found.run, found.run_key, tuple(live_beats(found)), found.done, found.rows)
+    put_drain(ledger, by)
+    asks = requests_ledger(store)
+    if asks.load_plan() is not None:
+        put_drain(asks, by)
+    # From the names of the commits: a damaged one does not matter here.
+    done = int(np.diff(ledger.shards(plan).starts)[ledger.committed(plan)].sum())
+    return Drained(store.uri, plan.run_key, tuple(beats_at_work(store)), done, plan.rows)
 
 
 def _drain_judge(run: str, store: Store, options: StoreOptions | None) -> Drained:

@@ -71,10 +71,17 @@ def driver_state(beat: JsonObject) -> DriverState:
     return "at work" if beat["age"] <= SILENT_AFTER else "silent"
 
 
+def beats_at_work(store: Store) -> list[JsonObject]:
+    """Return the heartbeats of drivers at work on a run or its first phase, newest first.
+
+    `store` is the run's directory. Reads the records anew.
+    """
+    ledgers = Ledger(store), requests_ledger(store)
+    beats = (beat for one in ledgers for beat in unended_beats(one.store, read_attempts(one)))
+    live = [beat for beat in beats if driver_state(beat) == "at work"]
+    return sorted(live, key=lambda beat: float(beat["age"]))
+
+
 def has_driver(store: Store) -> bool:
     """Return whether a driver works on the run in `store`, or on its first phase."""
-    return any(
-        driver_state(beat) == "at work"
-        for ledger in (Ledger(store), requests_ledger(store))
-        for beat in unended_beats(ledger.store, read_attempts(ledger))
-    )
+    return bool(beats_at_work(store))

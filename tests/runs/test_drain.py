@@ -29,9 +29,12 @@ from prefect_raybatch.errors import ConfigError, JobStopped, RunDrained
 from prefect_raybatch.flow.flows import call_flow as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
-from prefect_raybatch.ledger.drains import Draining, put_drain
+from prefect_raybatch.ledger.drains import Draining, put_drain, read_drain
+from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import is_passthrough, units_of
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage
@@ -133,6 +136,27 @@ def test_only_what_is_not_complete_is_drained(tmp_path, capsys):
     code, said, _ = called(capsys, "drain", other.store.uri)
     assert code == 0 and "No active driver in the last minute" in said and "20 of 20 rows" in said
     assert exit_status(RunDrained("drained: x")) == 4
+
+
+@pytest.mark.parametrize("path", [f"partial/_{'0' * 32}/_PARTIAL.json", commit_path(1)])
+def test_a_run_with_a_damaged_record_is_drained(tmp_path, path):
+    made = first_run(tmp_path, finish=False)
+    made.ledger.note_attempt("a", {})
+    made.store.put(path, b"{}")
+    drained = drain_run(made.store.uri)
+    assert (drained.run_key, drained.done, drained.rows) == ("key", 20, 20)
+    assert Draining(made.store, "a")()
+
+
+def test_the_drain_of_a_repaired_run_is_that_of_the_run_that_continues_it(tmp_path):
+    made = first_run(tmp_path)
+    made.store.delete([commit_path(1)])
+    repair_run(made.store.uri)
+    fork = Ledger(open_store(f"{made.store.uri}.m1"))
+    fork.note_attempt("a", {})
+    drained = drain_run(made.store.uri)
+    assert (drained.run, drained.done, drained.rows) == (fork.store.uri, 15, 20)
+    assert Draining(fork.store, "a")() and read_drain(made.store) is None
 
 
 class HeldEngine(FakeEngine):

@@ -217,6 +217,14 @@ def test_a_run_with_nothing_committed_has_no_partial_result(tmp_path):
         open_run(made.store.uri, partial=True)
 
 
+def test_an_unreadable_partial_result_is_left_out(tmp_path):
+    made = halfway(tmp_path)
+    made.store.put(f"partial/_{'0' * 32}/_PARTIAL.json", b"{}")
+    assert status(made.store.uri).partials == ()
+    there = finalize_partial(made.store.uri)
+    assert [f"partial/{one.name}" in there.run for one in status(made.store.uri).partials] == [True]
+
+
 def test_missing_rows_are_named_as_the_run_numbers_them(tmp_path):
     made = first_run(tmp_path)
     child = plan_retry(made.store.uri, overrides={"source.rows_per_shard": 1})
