@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.ledger.accepted import accepted_note, all_accepted
 from prefect_raybatch.ledger.family import Member, check_named, load_family, locate_run
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
 from prefect_raybatch.ledger.increments import (
@@ -54,6 +55,7 @@ from prefect_raybatch.words import counted
 log = logging.getLogger(__name__)
 
 MAX_FAULTS_LISTED = 20  # most faults in the outcome
+REPAIR = "repair"  # attempt of a fork that has the accepted differences of the old run
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:
 def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
     """Copy the old run's snapshot, tables, reused answers and schema to a fork; write its plan.
 
+    The differences between job and plan that were accepted are copied, too, as an attempt's.
     Returns this plan. `key` is the fork's key. Raises `CorruptRun` if something to copy is lost.
     """
     fork_ledger.store.probe()
@@ -250,6 +253,8 @@ def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
     if (decided := _decision(old.store)) is not None:  # the precision of copied answers
         record_precision(fork_ledger.store, decided)
     now = datetime.now(UTC).isoformat(timespec="seconds")
+    if accepted := accepted_note(all_accepted(old)):  # holds for the copied rows
+        fork_ledger.note_attempt(REPAIR, {"started": now, **accepted})
     fork = replace(
         plan,
         run_key=key,

@@ -20,6 +20,7 @@ from prefect_raybatch.driver.driver import Driver
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.accepted import Accepted, accepted_note, all_accepted
 from prefect_raybatch.ledger.checkpoints import CheckpointWriter
 from prefect_raybatch.ledger.forks import follow_forks, fork_key
 from prefect_raybatch.ledger.layout import (
@@ -41,6 +42,7 @@ from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.repair import Repaired, repair_run
+from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import Store, open_store
 
 FAILED = {(0, 4), (2, 1)}
@@ -282,6 +284,25 @@ def test_a_fork_of_a_finished_run_takes_the_decision_of_its_report(tmp_path):
     made = repair_run(run.store.uri)
     fork = open_store(str(Path(run.store.uri).parent / str(made.run_key)))
     assert read_precision(fork) == read_report(run.store).precision
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_fork_still_says_which_differences_were_accepted(tmp_path, finished):
+    run = small_run(tmp_path / "key")
+    difference = Accepted("prompt.template", "A", "B", "me@here", 1.0)
+    note = {"started": "2026-01-01T00:00:00+00:00", **accepted_note([difference])}
+    run.ledger.note_attempt("a", note)
+    run.commit_all()
+    if finished:
+        close(run)
+    commit_rotten(run)
+    assert repair_run(run.store.uri).run_key == "key.m1"
+    fork = open_store(f"{run.store.uri}.m1")
+    flip(fork, next(info.path for info in fork.list("_raybatch/pieces")))
+    assert repair_run(fork.uri).run_key == "key.m2"
+    last = f"{run.store.uri}.m2"
+    assert all_accepted(Ledger(open_store(last))) == (difference,)
+    assert status(last).state == "unfinished"
 
 
 def test_an_unfinished_run_without_its_decision_cannot_go_on(tmp_path):
