@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.ledger.accepted import accepted_note, all_accepted
 from prefect_raybatch.ledger.family import Member, check_named, load_family, locate_run
 from prefect_raybatch.ledger.forks import fork_key, forked, supersede
@@ -125,12 +126,7 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
         return Repaired(old.store.uri, None, plan.shards, 0, (), ())
     if any(_finished_since(one) for one in (member, asks) if one is not None):
         return repair_run(run_dir, options)  # its driver has removed the pieces that seem lost
-    if member.summary is not None:
-        if asks is not None:
-            _check_answers(asks, answers)
-        restore_precision(old.store, plan)
-        if asks is not None:
-            restore_precision(asks.ledger.store, asks.plan)
+    _prepare_fork(member, asks, answers)
     fork, taken = _fork(root, member, asks)
     return Repaired(
         *(old.store.uri, fork, plan.shards, taken, lost, tuple(faults)),
@@ -177,6 +173,28 @@ def _check_alone(plan: Plan, where: str) -> None:
             f"{where} retries failed rows of {plan.parent}, and retries cannot be repaired. Move "
             f"it away and retry the rows again (raybatch retry-failed on {plan.parent})"
         )
+
+
+def _prepare_fork(member: Member, requests_run: Member | None, answers: StoredAnswers) -> None:
+    """Check that a run can be forked; restore its decisions on precision if it is finished.
+
+    Raises `ConfigError` if the key of the fork would be too long, or if all answers are lost.
+    """
+    uri = member.ledger.store.uri
+    try:
+        check_run_key(fork_key(member.key))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{uri} cannot be repaired under a key of its own ({error}). Run the job again under a "
+            "new run key"
+        ) from None
+    if member.summary is None:
+        return
+    if requests_run is not None:
+        _check_answers(requests_run, answers)
+    for one in (member, requests_run):
+        if one is not None:
+            restore_precision(one.ledger.store, one.plan)
 
 
 def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Member | None:

@@ -354,6 +354,21 @@ def test_what_lies_in_the_place_of_the_fork_is_another_run(tmp_path):
         assert follow_forks(run.ledger, run.plan)[1] is run.plan
 
 
+@pytest.mark.parametrize(("length", "fits"), [(125, True), (126, False), (128, False)])
+def test_a_run_key_that_is_too_long_for_a_fork_is_refused(tmp_path, length, fits):
+    key = "k" * length
+    run = small_run(tmp_path / key, key=key)
+    run.commit_all()
+    lose(run.store, next(info.path for info in run.store.list("_raybatch/pieces")))
+    before = files(run.store)
+    if fits:
+        assert repair_run(run.store.uri).run_key == f"{key}.m1"
+        return
+    with pytest.raises(ConfigError, match="Run the job again under a new run key"):
+        repair_run(run.store.uri)
+    assert files(run.store) == before and [path.name for path in tmp_path.iterdir()] == [key]
+
+
 def test_a_retry_is_refused(tmp_path):
     from dataclasses import replace
 
