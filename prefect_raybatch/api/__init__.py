@@ -692,9 +692,9 @@ def backfill(
 
     The dates run in order, up to `at_most` at once, on one Ray cluster. `run_date` is called in a
     thread and runs one date to its end; `observe` is called with each run that has ended. With
-    `stop_on_failure`, no date begins after one has failed, but active ones finish. A signal stops
-    all of them; committed shards are kept. Raises `ConfigError` for `at_most` under 1, and the
-    errors of starting the cluster.
+    `stop_on_failure`, no date begins after one has failed, but active ones finish. A signal ends
+    all of them, with Ray jobs as `cluster.on_crash` says; committed shards are kept. Raises
+    `ConfigError` for `at_most` under 1, and the errors of starting the cluster.
     """
     if at_most < 1:
         raise ConfigError(f"at most {at_most} concurrent runs is none. Give 1 or more.")

@@ -55,6 +55,7 @@ from prefect_raybatch.remote.records import (
     Record,
     job_digest,
 )
+from prefect_raybatch.runs.backfill import interruptible_sleep
 from prefect_raybatch.runs.cascade import passed_on
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store, read_ahead
@@ -125,7 +126,7 @@ class Follower:
         owner: Owner,
         server_at: Callable[..., JobServer] = JobServer,
         command: str = REMOTE_COMMAND,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = interruptible_sleep,
     ):
         self.submission, self.run, self.owner = submission, run, owner
         self.access = submission.access

@@ -15,6 +15,7 @@ from prefect_raybatch.kuberay.manifest import RunIdentity
 from prefect_raybatch.kuberay.run_cluster import RunCluster
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.remote.follower import Commits, Follower, Owner, Submission
+from prefect_raybatch.runs.backfill import interruptible_sleep
 from prefect_raybatch.runs.run import Run, load_run
 from prefect_raybatch.storage import open_store
 
@@ -45,7 +46,8 @@ def infer_remotely(
     if plan.parent is not None:  # a retry of failed rows is not judged
         submission = replace(submission, has_successor=False)
     whose = _identity(cluster_of or run, submission, owner)
-    cluster = RunCluster(made, whose, KubeApi(made), partial(_tell, observe, commits.progress))
+    tell = partial(_tell, observe, commits.progress)
+    cluster = RunCluster(made, whose, KubeApi(made), tell, interruptible_sleep)
     access = replace(submission.access, job_server=cluster.url, kubernetes=None)
     follower = Follower(replace(submission, access=access), run, observe, owner)
     if commits.whole:

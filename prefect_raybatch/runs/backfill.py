@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from datetime import date
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _READERS = 8  # plans read at once
 NOT_STARTED, DATE_FAILED, STOPPED = "not started", "failed", "stopped"
+_interrupted: ContextVar[threading.Event | None] = ContextVar("interrupted", default=None)
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ def run_dates(
     """
     latest = {run.date: run for run in runs}
     context = copy_context()  # before the cluster is held: runs within a run are refused
-    failed = threading.Event()
+    failed, interrupted = threading.Event(), threading.Event()
+    context.run(_interrupted.set, interrupted)
 
     def run_one(run: DatedRun) -> DatedRun | None:
         # Checked and set in this thread: the main thread may get a result after the next began.
@@ -212,9 +214,23 @@ def run_dates(
                     observe(ended)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            interrupted.set()
             stop_others()
             raise
     return [latest[run.date] for run in runs]
+
+
+def interruptible_sleep(seconds: float) -> None:
+    """Sleep, in a run that may be one of a backfill's.
+
+    Raises `KeyboardInterrupt` if the backfill is interrupted: a signal reaches its main thread
+    only.
+    """
+    interrupted = _interrupted.get()
+    if interrupted is None:
+        time.sleep(seconds)
+    elif interrupted.wait(seconds):
+        raise KeyboardInterrupt
 
 
 def _ended(run_date: Callable[[DatedRun], RunReport], run: DatedRun) -> DatedRun:

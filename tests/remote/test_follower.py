@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ from prefect_raybatch.remote import follower as jobs
 from prefect_raybatch.remote.client import JobServer
 from prefect_raybatch.remote.logs import LogFeed, MarkedLines
 from prefect_raybatch.remote.records import JobRecords, Outcome
+from prefect_raybatch.runs.backfill import DatedRun, run_dates
 from prefect_raybatch.runs.run import Run
 from prefect_raybatch.storage import open_store
 
@@ -1123,3 +1125,34 @@ def test_what_was_accepted_of_a_run_reaches_its_job(
     world.follower().run_to_end()
     (run,) = told
     assert (run, run.accepted, run.model) == (world.run, (accepted,), world.run.model)
+
+
+@pytest.mark.parametrize("on_crash", ["reattach", "stop"])
+def test_an_interrupted_backfill_ends_as_each_of_its_runs_would(
+    world: World, monkeypatch: pytest.MonkeyPatch, on_crash: str
+) -> None:
+    job = world.job(on_crash=on_crash)
+    submitted = threading.Event()
+    owner = jobs.Owner("flow", lambda id, server: submitted.set(), lambda: False)
+    ended: list[BaseException] = []
+
+    def follow(night: DatedRun) -> Any:
+        follower = jobs.Follower(
+            submission_of(job, job), world.run, lambda progress: None, owner, world.server
+        )
+        try:
+            return follower.run_to_end()
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    def interrupted(work: Any) -> Any:
+        assert submitted.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefect_raybatch.runs.backfill.as_completed", interrupted)
+    night = DatedRun(date(2026, 11, 1), "key", world.run.uri)
+    with pytest.raises(KeyboardInterrupt):
+        run_dates(cluster_spec(job), [night], follow, 1, False, lambda run: None)
+    assert [type(error) for error in ended] == [KeyboardInterrupt]
+    assert world.head.stopped == ([world.id(1)] if on_crash == "stop" else [])
