@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 KEEPER_FOLDER = "raybatch-engines"  # prefix of the folder with the keeper's socket
 KEEPER_SOCKET, KEEPER_LOCK = "keeper.socket", "keeper.lock"
 KEEPER = "prefect_raybatch.standby.keeper"
-KEEPER_ANSWER = 15.0  # seconds for an answer of a keeper whose cluster is up
-KEEPER_START = 180.0  # seconds for an answer of a keeper that starts its cluster
+KEEPER_START = 180.0  # seconds for an answer of a keeper, which may be starting its cluster
 KEEPER_END = 120.0  # seconds in which a keeper ends its engines and its cluster
 KEEPER_MESSAGE = 1 << 20
 # Variables that differ between two terminals, and that nothing in a cluster reads.
@@ -80,16 +79,18 @@ class KeeperConnection:
         self.socket.sendall(json.dumps(message).encode())
 
     def receive(self, seconds: float | None) -> JsonObject | None:
-        """Return the next message; None if the other side is gone, or silent for `seconds`.
+        """Return the next message; None if the other side is silent for `seconds` (None: no limit).
 
-        `seconds` None: no limit.
+        Returns {} if the other side is gone, or if the message is no JSON object.
         """
         self.socket.settimeout(seconds)
         try:
             found = json.loads(self.socket.recv(KEEPER_MESSAGE))
-        except (OSError, ValueError):
+        except TimeoutError:
             return None
-        return cast(JsonObject, found) if isinstance(found, dict) else None
+        except (OSError, ValueError):
+            return {}
+        return cast(JsonObject, found) if isinstance(found, dict) else {}
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -126,8 +127,9 @@ def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
     """Claim the cluster that outlasts commands, or start one; None if another command uses it.
 
     An unused cluster that started in another environment or folder, or with other code or too few
-    CPUs, is ended and replaced. None also if no keeper can be started. `cpus` are those that the
-    command needs, `idle_seconds` is as in `engines_outlast`.
+    CPUs, is ended and replaced. None also if no keeper can be started, and if the keeper that
+    another command started does not answer. `cpus` are those that the command needs,
+    `idle_seconds` is as in `engines_outlast`.
     """
     folder = make_private_folder(KEEPER_FOLDER)
     use = {"digest": command_digest(), "cpus": cpus, "idle_seconds": idle_seconds}
@@ -137,11 +139,11 @@ def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
         connection = _connected(folder)
         if connection is not None:
             connection.send(request)
-            answer = connection.receive(KEEPER_ANSWER)
+            answer = connection.receive(KEEPER_START)  # it may be starting for another command
             if answer is not None and "address" in answer:
                 return Claim(connection, answer["address"])
             with closing(connection):
-                if answer is not None and "ends" not in answer:
+                if answer is None or (answer and "ends" not in answer):
                     log.info("another command uses the engines that wait; this run has its own")
                     return None
                 log.info("the engines that wait suit another command; starting others")
@@ -200,8 +202,8 @@ def _asked(request: JsonObject) -> Iterator[JsonObject]:
             continue
         with closing(connection):
             connection.send(request)
-            answer = connection.receive(KEEPER_START)  # it may be starting its cluster
-            if answer is None:
+            answer = connection.receive(KEEPER_START)
+            if not answer:
                 continue
             if "ends" in answer:
                 connection.receive(KEEPER_END)

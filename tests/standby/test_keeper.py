@@ -42,12 +42,15 @@ class FakeCluster:
         self.left, self.fails, self.breaks = [ENGINE], "", False
         self.asked: list[bool] = []  # whether a command used it
         self.up = threading.Event()
+        self.may_start = threading.Event()
         self.ended, self.may_end = threading.Event(), threading.Event()
+        self.may_start.set()
         self.may_end.set()
 
     def start(self, cpus: int) -> str:
         if self.fails:
             raise RuntimeError(self.fails)
+        assert self.may_start.wait(WAIT)
         self.up.set()
         return "here:1"
 
@@ -123,6 +126,42 @@ def test_a_cluster_serves_one_command_at_a_time(start: Start) -> None:
     assert standing_clusters()[0].used_by is None and not kept.ended.is_set()
     assert stop_clusters() == (1, [])
     assert kept.ended.is_set() and standing_clusters() == []
+
+
+def test_a_command_waits_for_a_cluster_that_starts_for_another_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = start()
+    kept.may_start.clear()
+    first = claim_cluster(2, 600.0)
+    waits: list[float | None] = []
+    receive = claim.KeeperConnection.receive
+
+    def noted(connection: claim.KeeperConnection, seconds: float | None) -> Any:
+        waits.append(seconds)
+        kept.may_start.set()
+        return receive(connection, seconds)
+
+    monkeypatch.setattr(claim.KeeperConnection, "receive", noted)
+    assert claim_cluster(2, 600.0) is None, "the first command uses it"
+    assert waits[0] == claim.KEEPER_START, "Ray may take long to start"
+    assert first is not None and first.address() == "here:1"
+    first.close()
+
+
+def test_a_cluster_that_starts_too_slowly_for_another_command_stays_within_reach(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = start()
+    kept.may_start.clear()
+    first = claim_cluster(2, 600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "KEEPER_START", 0.01)
+        assert claim_cluster(2, 600.0) is None
+    kept.may_start.set()
+    assert first is not None and first.address() == "here:1"
+    first.close()
+    claimed().close()
 
 
 def test_a_process_with_thousands_of_open_files_keeps_a_cluster(start: Start) -> None:
