@@ -553,11 +553,12 @@ def _preview(
 
     with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
         clock = PhaseClock()
-        small = _first_rows_of(job, rows, folder)
+        resolved = _first_rows_of(job, rows, folder)
+        small = resolved.job
         capacity = cluster.this_machine(cluster_spec(small))
         if answers:
             check_gpus_here(size_spec(small), capacity)
-        run = plan_run(small, PREVIEW_KEY)
+        run = plan_run(resolved, PREVIEW_KEY)
         ledger = Ledger(run_store(small.output, PREVIEW_KEY))
         plan, shards = load_run(ledger, run)
         spec = compile_planned(small, plan)
@@ -565,11 +566,11 @@ def _preview(
         return preview_spec(spec, ledger, plan, shards, size, clock, answers, engine)
 
 
-def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
+def _first_rows_of(job: BatchJob, rows: int, folder: str) -> Resolved:
     """Return the job restricted to its first rows, on one local engine.
 
-    Its result is written to `folder`. Publishing, reuse, cost limits and quantization trials are
-    switched off.
+    Its result is written to `folder`. Publishing, reuse, quality, cost limits and quantization
+    trials are switched off.
     """
     limit = min(rows, job.source.most_rows or rows)
     changes: dict[str, Any] = {
@@ -580,16 +581,19 @@ def _first_rows_of(job: BatchJob, rows: int, folder: str) -> BatchJob:
         "engine.replicas": 1,
         **({} if job.engine.endpoint.asked else {"engine.engines_per_gpu": 1}),
         "engine.order": "input" if job.engine.order == "input" else "auto",
-        "output.uri": folder,
-        "output.options": {},
         "output.publish": [],
         "output.keep_answers": None,
         "limits.max_cost": None,
         "limits.min_rows": None,
+        "quality": {},
         "cluster": {"address": LOCAL},
         "reuse": None,
     }
-    return with_precision(edited(job, changes, "the job of a preview"), {})
+    where = "the job of a preview"
+    # Resolve before options is cleared: engine.classifier is read with it.
+    resolved = resolve(with_precision(edited(job, changes, where), {}))
+    here = {"output.uri": folder, "output.options": {}}
+    return replace(resolved, job=edited(resolved.job, here, where))
 
 
 def warm_caches(job: BatchJob, engine: type | None = None) -> tuple[WarmedCaches, ...]:

@@ -13,7 +13,7 @@ import pytest
 from helpers.nights import Killed, Nights, rows_in, words
 from rich.console import Console
 
-from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api import dry_run, plan_run, preview_rows
 from prefect_raybatch.api import tune as tuning
 from prefect_raybatch.api.distill import (
     Embedding,
@@ -212,6 +212,16 @@ def test_a_killed_run_resumes_and_ends_with_the_same_answers(nights, receipts):
         nights.night("n2", job)
     nights.stop_after = None
     assert whole(nights, "n2", nights.night("n2", job)) == nights.result("whole")
+
+
+def test_a_preview_reads_it_with_the_options_of_the_output(nights, s3):
+    uri = "s3://serving/files/classifier.json"
+    open_store("s3://serving/files", s3.options).put("classifier.json", nights.file.read_bytes())
+    job = nights.cascade(
+        engine={"model": "demo", "classifier": uri, "device": "cpu"},
+        output={"uri": "s3://serving/out", "options": s3.options},
+    )
+    assert len(preview_rows(job, 2, answers=False).prompts) == 2
 
 
 def test_rows_that_cannot_be_embedded_go_to_the_larger_model(tmp_path):

@@ -62,6 +62,12 @@ def test_a_job_that_keeps_its_answers_is_asked_here_too(job):
     assert [row["id"] for row in preview_rows(kept, 2, engine=FakeEngine).answers] == [0, 1]
 
 
+def test_golden_rows_are_not_read(job, tmp_path):
+    golden = {"quality": {"golden": str(tmp_path / "golden.csv")}}
+    measured = BatchJob.from_dict({**job.to_dict(), **golden})
+    assert preview_rows(measured, 2, answers=False).prompts
+
+
 def test_without_answers_no_engine_is_made(job):
     class Refused(FakeEngine):
         def __init__(self, spec: Any) -> None:
