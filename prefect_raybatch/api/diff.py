@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_raybatch.api import dry_run, finalize_run, plan_run
+from prefect_raybatch.api import Sender, dry_run, finalize_run, plan_run
+from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
 from prefect_raybatch.compare.predicted_time import PredictedTime, predicted_time
 from prefect_raybatch.compare.sample import DrawnRows, check_kept, compared_columns, draw
@@ -32,6 +33,7 @@ from prefect_raybatch.words import counted
 DIFF_FOLDER = "_diff"  # under output.uri; no run key begins with an underscore
 DIFF_RUN = "new"
 ROWS_FILE = "rows.parquet"
+SAMPLE_JOB = "the job of a comparison"  # named in messages
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class Prepared:
     """A prepared comparison of a job with a finished run; no row was sent to a model yet.
 
     `sample_job` is the job that answers the `sample` of rows again; it works in the folder `place`.
-    `member` is the finished run and `before` its report. `full_run` is what a run of the compared
-    job over all rows of its own input would do, and `time` how long that would take.
+    `changes` are the fields in which it differs from the compared job. `member` is the finished run
+    and `before` its report. `full_run` is what a run of the compared job over all rows of its own
+    input would do, and `time` how long that would take.
     """
 
     sample_job: Resolved
+    changes: Mapping[str, Any]
     place: str
     sample: DrawnRows
     member: Member
@@ -114,23 +118,25 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
     place = join(job.output.uri, f"{DIFF_FOLDER}/{key}")
     rows_asked = whole.rows if whole.reuse is None else whole.reuse.counts.asked
     time = predicted_time(public_job(job), whole.model, rows_asked, member.plan, before)
-    return Prepared(
-        _sample_job(resolved, place, member), place, sample, member, before, whole, time
-    )
+    changes = _sample_changes(resolved, place, member)
+    options = {"source.options": dict(job.output.options)}
+    asked = resolve(edited(job, {**changes, **options}, SAMPLE_JOB))
+    return Prepared(asked, changes, place, sample, member, before, whole, time)
 
 
-def _sample_job(resolved: Resolved, place: str, member: Member) -> Resolved:
-    """Return the job that answers the sample stored in folder `place`; its runs go there as well.
+def _sample_changes(resolved: Resolved, place: str, member: Member) -> dict[str, Any]:
+    """Return the changes that make a job answer the sample in folder `place`, as {field: value}.
 
-    `member` is the run that was sampled, whose cached answers the job reuses if they still exist.
+    Its runs go there as well. The sample's store options are not among the changes. `member` is the
+    run that was sampled, whose cached answers the job reuses if they still exist.
     """
     job, store = resolved.job, member.ledger.store
     answers = read_answers(store)
     keeps = answers is not None and not answers.expired
-    changes: dict[str, Any] = {
+    return {
         "source": {
             "uri": join(place, ROWS_FILE),
-            "options": dict(job.output.options),
+            "credentials_block": job.output.credentials_block,
             "media_root": job.source.media_root,
         },
         "output.uri": join(place, "runs"),
@@ -146,7 +152,6 @@ def _sample_job(resolved: Resolved, place: str, member: Member) -> Resolved:
         "quality": {},
         "reuse": store.uri if keeps else None,
     }
-    return resolve(edited(job, changes, "the job of a comparison"))
 
 
 def begin_diff(prepared: Prepared) -> Run:
@@ -155,6 +160,16 @@ def begin_diff(prepared: Prepared) -> Run:
     store = open_store(prepared.place, job.output.options or None)
     store.put_if_absent(ROWS_FILE, prepared.sample.to_parquet())
     return plan_run(prepared.sample_job, DIFF_RUN)
+
+
+def infer_diff(prepared: Prepared, run: Run, sender: Sender) -> None:
+    """Answer the sampled rows here, or as a Ray job if the job names a job server or Kubernetes.
+
+    `sender` has the compared job without the credentials of its blocks, and observes the run.
+    """
+    options = {"source.options": dict(sender.job.output.options)}
+    sent = edited(sender.job, {**prepared.changes, **options}, SAMPLE_JOB)
+    infer_in_place(sent, prepared.sample_job.job, run, sender.observe, sender.owner)
 
 
 def finish_diff(prepared: Prepared, run: Run) -> Diff:

@@ -8,12 +8,11 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from prefect_raybatch.api import dry_run, finalize_run, plan_run
+from prefect_raybatch.api import Sender, dry_run, finalize_run, plan_run
 from prefect_raybatch.api.submission import infer_in_place
 from prefect_raybatch.compare.threshold import SampleAnswers, TunedCascade, threshold_of_sample
 from prefect_raybatch.compile.job import compile_job, compile_planned, read_spec
 from prefect_raybatch.compile.resolved import Resolved, resolve
-from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited, first_of, larger_of
@@ -134,14 +133,15 @@ def _sampled(job: BatchJob) -> BatchJob:
 def tune_cascade(
     job: BatchJob,
     agreement: float = 0.95,
-    observe: Callable[[Progress], None] = lambda progress: None,
+    sender: Sender | None = None,
 ) -> TunedCascade:
     """Find the threshold below which the larger model of a cascade must answer a row.
 
     With it, at least the share `agreement` of the cascade's answers equal those of the larger model
     alone. Both models answer a random sample of the rows, in two runs that are removed afterwards;
-    after a crash, the same call resumes these runs. `observe` is called with their progress. Raises
-    `ConfigError` for a job without a threshold, and for too few rows.
+    after a crash, the same call resumes these runs. `sender` says how they are sent to a Ray job
+    server and who observes them. Raises `ConfigError` for a job without a threshold, and for too
+    few rows.
     """
     spec = compile_job(job)
     cascade = spec.cascade
@@ -157,9 +157,11 @@ def tune_cascade(
             "source.limit takes the first rows, and --cascade needs a random sample. Remove it, or "
             "set source.sample"
         )
-    sample, place = _cascade_sample(job, sample_size(agreement, CONFIDENCE))
-    first = _answered(first_of(sample), "first", observe)
-    larger = _answered(larger_of(sample), "larger", observe)
+    by = sender or Sender(job)
+    changes, place = _cascade_sample(job, sample_size(agreement, CONFIDENCE))
+    sent, sample = (edited(one, changes, "the job of a sample") for one in (by.job, job))
+    first = _answered(first_of(sent), first_of(sample), "first", by)
+    larger = _answered(larger_of(sent), larger_of(sample), "larger", by)
     options = job.output.options or None
     try:
         return threshold_of_sample(
@@ -172,8 +174,11 @@ def tune_cascade(
         remove_trials(open_store(job.output.uri, options), place)
 
 
-def _cascade_sample(job: BatchJob, rows: int) -> tuple[BatchJob, str]:
-    """Return (the job over `rows` sampled rows, the folder below output.uri for its runs)."""
+def _cascade_sample(job: BatchJob, rows: int) -> tuple[dict[str, Any], str]:
+    """Return the changes for a sample of `rows` rows, and the folder for its runs.
+
+    The changes are {field: value}; the folder is below output.uri.
+    """
     text = f"{resolve(job).identity.fingerprint} {rows}"
     folder = f"{FOLDER}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     changes: dict[str, Any] = {
@@ -187,10 +192,11 @@ def _cascade_sample(job: BatchJob, rows: int) -> tuple[BatchJob, str]:
         "limits.max_failed_fraction": 1.0,  # rows that the larger model failed are not compared
         "quality": {},
     }
-    return edited(job, changes, "the job of a sample"), folder
+    return changes, folder
 
 
-def _answered(job: BatchJob, key: str, observe: Callable[[Progress], None]) -> RunReport:
-    run = plan_run(job, key)
-    infer_in_place(job, job, run, observe)
-    return finalize_run(job, run)
+def _answered(job: BatchJob, loaded: BatchJob, key: str, sender: Sender) -> RunReport:
+    """Run the job; return its report. `loaded` is `job` with the credentials of its blocks."""
+    run = plan_run(loaded, key)
+    infer_in_place(job, loaded, run, sender.observe, sender.owner)
+    return finalize_run(loaded, run)

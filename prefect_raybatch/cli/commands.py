@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -313,15 +312,17 @@ def tune(
 ) -> None:
     """Try engine settings on a sample and write the best job file."""
     from prefect_raybatch.api.tune import tune as try_settings
+    from prefect_raybatch.api.tune import tune_cascade
     from prefect_raybatch.runs import tune as tuning
 
     loaded = render_for_today(job_of_file(job, set_))
     path = write or Path(job).with_suffix(".tuned.yaml")
     check_writable(f"--write {path}", path)
     if cascade:
-        from prefect_raybatch.api.tune import tune_cascade
-
-        found = threshold_of(partial(tune_cascade, with_keys(loaded), agreement), as_json)
+        keys = with_keys(loaded)
+        found = threshold_of(
+            lambda show: tune_cascade(keys, agreement, sender_of(loaded, keys, show)), as_json
+        )
         if found.changes:
             lines = found.lines()
             write_tuned(job, path, lambda raw: tuning.commented(raw, found.changes, lines))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefect_raybatch.cli.arguments import DryRunOnly, FieldChanges, JobFile, Json, in_catalog
-from prefect_raybatch.cli.drive import job_of_file, with_keys
+from prefect_raybatch.cli.drive import job_of_file, sender_of, with_keys
 from prefect_raybatch.cli.ending import print_next
 from prefect_raybatch.cli.places import check_writable
 from prefect_raybatch.cli.show import TerminalProgress, print_json, show_rows, write_page
@@ -48,25 +48,24 @@ def diff_command(
     The new answers are this job's. First prints the number of rows, and the time and cost of a run
     of this job over all rows. The same command draws the same rows, and resumes after a failure.
     """
-    from prefect_raybatch.api.diff import begin_diff, finish_diff, prepare_diff
-    from prefect_raybatch.api.submission import infer_in_place
+    from prefect_raybatch.api.diff import begin_diff, finish_diff, infer_diff, prepare_diff
     from prefect_raybatch.compile.resolved import resolve
     from prefect_raybatch.report.html import diff_html
 
     if html is not None:
         check_writable(f"--html {html}", html)
-    prepared = prepare_diff(
-        resolve(with_keys(render_for_today(job_of_file(job, set_)))), against, sample
-    )
+    plain = render_for_today(job_of_file(job, set_))
+    loaded = with_keys(plain)
+    prepared = prepare_diff(resolve(loaded), against, sample)
     if dry_run and as_json:
         print_json(prepared.to_dict())
     for line in [] if as_json else prepared.lines():
         (out if dry_run else err).print(line, markup=False)
     if dry_run:
         return
-    run, asked = begin_diff(prepared), prepared.sample_job.job
+    run = begin_diff(prepared)
     with closing(TerminalProgress(as_json)) as show:
-        infer_in_place(asked, asked, run, show)
+        infer_diff(prepared, run, sender_of(plain, loaded, show))
     found = finish_diff(prepared, run)
     if html is not None:
         write_page(html, diff_html(found.page()))

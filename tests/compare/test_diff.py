@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 from helpers.nights import Killed, Nights, words
+from s3server import S3Server
 
-from prefect_raybatch.api.diff import Prepared, begin_diff, finish_diff, prepare_diff
+from prefect_raybatch.api import Sender
+from prefect_raybatch.api import diff as api_diff
+from prefect_raybatch.api.diff import Prepared, begin_diff, finish_diff, infer_diff, prepare_diff
+from prefect_raybatch.api.sending import submission_of
 from prefect_raybatch.compare.changes import Diff, changes_of, diff_of
 from prefect_raybatch.compare.predicted_time import predicted_time
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.errors import ConfigError, IncompleteRun
+from prefect_raybatch.job.edits import with_store_options
 from prefect_raybatch.report.html import diff_html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import duration
@@ -118,6 +123,28 @@ def test_the_time_is_unknown_with_another_model_and_without_a_measured_rate(nigh
     for odd, why in ((replace(before, seconds=0.0), "has no measured rate"), (reused, "reused")):
         found = predicted_time(job, plan.model, 100, plan, odd)
         assert found.seconds is None and found.line().startswith(f"unknown: n1 {why}")
+
+
+def test_the_job_of_a_block_is_sent_to_a_job_server_without_its_keys(
+    nights: Nights, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = {"uri": "s3://diff/out", "credentials_block": "aws-credentials/mine"}
+    plain = nights.job(output={**output, "columns": ["text"]}, reuse=None)
+    loaded = with_store_options(plain, {}, s3.options)
+    nights.night("n1", loaded)
+    sent = []
+
+    def infer(job, keys, run, *_):
+        sent.append(submission_of(job, keys, "http://prefect/api"))
+        nights.infer(keys, run)
+
+    monkeypatch.setattr(api_diff, "infer_in_place", infer)
+    made = prepare_diff(resolve(loaded), "s3://diff/out/n1", 12)
+    run = begin_diff(made)
+    infer_diff(made, run, Sender(plain))
+    assert finish_diff(made, run).changed == 0
+    assert s3.options["secret"] not in str([sent[0].job, sent[0].env])
+    assert sent[0].job["source"]["credentials_block"] == output["credentials_block"]
 
 
 def test_equal_requests_are_taken_from_the_run_and_not_asked(nights):

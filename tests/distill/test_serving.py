@@ -13,7 +13,7 @@ import pytest
 from helpers.nights import Killed, Nights, rows_in, words
 from rich.console import Console
 
-from prefect_raybatch.api import dry_run, plan_run, preview_rows
+from prefect_raybatch.api import Sender, dry_run, plan_run, preview_rows
 from prefect_raybatch.api import tune as tuning
 from prefect_raybatch.api.distill import (
     Embedding,
@@ -22,6 +22,7 @@ from prefect_raybatch.api.distill import (
     finish_distill,
     prepare_distill,
 )
+from prefect_raybatch.api.sending import submission_of
 from prefect_raybatch.api.submission import check_recorded_job
 from prefect_raybatch.cli import ending, show
 from prefect_raybatch.compile.resolved import fingerprint
@@ -30,7 +31,7 @@ from prefect_raybatch.distill.classifier import Classifier
 from prefect_raybatch.distill.measure import Distilled
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import first_of
+from prefect_raybatch.job.edits import first_of, with_store_options
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.quality.accuracy import interval
@@ -547,9 +548,23 @@ def test_no_fields_are_shown_for_other_texts_than_the_runs(tmp_path):
 
 def test_tune_finds_the_threshold_on_rows_of_tonight(nights, monkeypatch):
     nights.write(*(f"v{n} {LONG if n % 2 else 'y'}" for n in range(40)), *BORDER)
-    monkeypatch.setattr(
-        tuning, "infer_in_place", lambda job, keys, run, told: nights.infer(job, run)
-    )
+    monkeypatch.setattr(tuning, "infer_in_place", lambda job, keys, run, *_: nights.infer(job, run))
     found = tuning.tune_cascade(nights.cascade(), 0.9)
     assert found.field == "output.escalate.when.probability_below"
     assert found.rows == 43 and found.found is not None and found.same >= 40
+
+
+def test_tune_sends_the_job_of_a_block_without_its_keys(nights, s3, monkeypatch):
+    output = {"uri": "s3://serving/tuned", "credentials_block": "aws-credentials/mine"}
+    plain = nights.cascade(output=output)
+    sent = []
+
+    def infer(job, keys, run, *_):
+        sent.append(submission_of(job, keys, "http://prefect/api"))
+        nights.infer(keys, run)
+
+    monkeypatch.setattr(tuning, "infer_in_place", infer)
+    nights.write(*(f"v{n} {LONG if n % 2 else 'y'}" for n in range(40)), *BORDER)
+    tuning.tune_cascade(with_store_options(plain, {}, s3.options), 0.9, Sender(plain))
+    assert len(sent) == 2
+    assert s3.options["secret"] not in str([(one.job, one.env) for one in sent])
