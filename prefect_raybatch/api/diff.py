@@ -184,9 +184,11 @@ def finish_diff(prepared: Prepared, run: Run) -> Diff:
     new = compile_plan(finished_member(open_store(run.uri, options)).plan).finish
     table = report.to_arrow(options)
     columns = compared_columns(table.column_names, new, ())
-    numbers = table[new.row_number].to_pylist()
-    found = dict(zip(numbers, table.select(columns).to_pylist(), strict=True))
-    answers = [found.get(at) for at in range(len(sample.numbers))]
+    answered = table[new.row_number].to_pylist()
+    found = dict(zip(answered, table.select(columns).to_pylist(), strict=True))
+    failed = set(report.quarantine(options).to_table(columns=[new.row_number])[0].to_pylist())
+    numbers = range(len(sample.numbers))
+    answers = [None if number in failed else found.get(number, {}) for number in numbers]
     named = [name for name in job.prompt.columns if name in sample.inputs.column_names]
     inputs = _texts(sample.inputs.select(named or sample.inputs.column_names).to_pylist())
     renamed = {new.column: old.column}

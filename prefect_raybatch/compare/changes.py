@@ -12,6 +12,7 @@ from prefect_raybatch.quality.accuracy import interval
 from prefect_raybatch.words import counted
 
 FAILED_ROW = "(failed)"
+LEFT_OUT_ROW = "(left out)"
 NO_COLUMN = "(no such column)"
 
 
@@ -142,7 +143,7 @@ def diff_of(
     return Diff(
         *(run, job, len(old), total, len(changes), round(low, 6), round(high, 6)),
         newly_failed=sum(before is not None and after is None for before, after in pairs),
-        newly_answered=sum(before is None and after is not None for before, after in pairs),
+        newly_answered=sum(before is None and bool(after) for before, after in pairs),
         columns=dict(columns.most_common()),
         reused=reused,
         changes=changes,
@@ -159,4 +160,6 @@ def _differing(old: AnswerValues, new: AnswerValues) -> dict[str, tuple[Any, Any
 
 
 def _value(answer: AnswerValues, name: str) -> Any:
-    return FAILED_ROW if answer is None else answer.get(name, NO_COLUMN)
+    if answer is None:
+        return FAILED_ROW
+    return answer.get(name, NO_COLUMN) if answer else LEFT_OUT_ROW

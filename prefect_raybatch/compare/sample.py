@@ -23,7 +23,8 @@ from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.source.row_sample import RowSample
 from prefect_raybatch.spec.result import FinishSpec
 
-AnswerValues = Mapping[str, Any] | None  # values by column; None for a failed row
+# Values by column; None for a failed row, {} for one that postprocess left out.
+AnswerValues = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,27 @@ def test_failed_rows_count_on_both_sides(nights):
     assert found.changes[0].values["response"] == ("answer to w1", "(failed)")
 
 
+@pytest.mark.parametrize("function", ["skip_w1", "skip_all"])
+def test_rows_that_the_new_postprocess_leaves_out_did_not_fail(nights, monkeypatch, function):
+    monkeypatch.chdir(nights.folder)
+    monkeypatch.syspath_prepend(nights.folder)
+    Path("left_out.py").write_text(
+        "def skip_w1(row):\n"
+        "    return None if row['text'] == 'w1' else {'response': row['response']}\n\n\n"
+        "def skip_all(row):\n"
+        "    return None\n"
+    )
+    nights.refuses = lambda prompt: words(prompt) == "w2 now"
+    nights.answer = lambda prompt: f"answer to {words(prompt)[:-4]}"
+    output = {"uri": str(nights.folder / "out"), "columns": ["text"]}
+    output["postprocess"] = f"left_out:{function}"
+    found = compared(nights, prepared(nights, 40, **OTHER, output=output))
+    changes = {change.row: change.values["response"] for change in found.changes}
+    assert changes[1] == ("answer to w1", "(left out)")
+    assert changes[2] == ("answer to w2", "(failed)")
+    assert (found.newly_failed, len(changes)) == (1, 2 if function == "skip_w1" else 40)
+
+
 def test_rows_that_failed_in_the_run_are_asked_too(tmp_path):
     nights = Nights(tmp_path, refuses=lambda prompt: words(prompt) == "w2")
     nights.write(*NAMES)
