@@ -23,7 +23,7 @@ def guard_temporary_server(server: ModuleType) -> None:
     bypass_for_local_addresses()
     vars(server)["subprocess"] = _Subprocess()
     started = server.SubprocessASGIServer().server_process
-    if started is not None:
+    if started is not None and started.poll() is None:
         _end_with_us(started.pid)
 
 
@@ -48,8 +48,16 @@ def _end_with_us(pid: int) -> None:
     """Start a watcher process that kills `pid` when this process ends, however it ends.
 
     The kernel then closes the pipe that the watcher reads from. In a normal exit Prefect's own
-    handler has already ended `pid`, and the watcher's `kill` has no effect.
+    handler has already ended `pid`. The watcher works in the folder /proc/PID: once that process
+    has ended, the folder is empty, also if another process has its id.
     """
-    script = "trap '' INT TERM; cat > /dev/null; kill $0 2> /dev/null"
-    command = ["sh", "-c", script, str(pid)]
-    _WATCHERS.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    script = "trap '' INT TERM; cat > /dev/null; test -e stat && kill $0"
+    _WATCHERS.append(
+        subprocess.Popen(
+            ["sh", "-c", script, str(pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=f"/proc/{pid}",
+            start_new_session=True,
+        )
+    )

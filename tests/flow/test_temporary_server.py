@@ -32,6 +32,52 @@ mine()
 """
 
 
+# Process 1 of a namespace, where it can choose process ids. The server of a script has ended, and
+# another process has its id when the script ends. It blocks SIGTERM, which then stays pending. The
+# script's watcher becomes a child of process 1.
+REUSED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+
+server = subprocess.Popen(["sleep", "600"])
+command = [sys.executable, "-c", sys.argv[1], str(server.pid)]
+script = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+script.stdout.readline()
+server.kill()
+server.wait()
+Path("/proc/sys/kernel/ns_last_pid").write_text(str(server.pid - 1))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+other = subprocess.Popen(["sleep", "600"])
+assert other.pid == server.pid
+script.stdin.close()
+script.wait()
+os.wait()  # for the watcher
+status = Path(f"/proc/{other.pid}/status").read_text()
+pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
+print("signalled" if pending >> (signal.SIGTERM - 1) & 1 else "left alone")
+"""
+GUARDED = """
+import sys
+from types import SimpleNamespace
+from prefect_raybatch.temporary_server import guard_temporary_server
+
+running = SimpleNamespace(pid=int(sys.argv[1]), poll=lambda: None)
+started = SimpleNamespace(server_process=running)
+guard_temporary_server(SimpleNamespace(SubprocessASGIServer=lambda: started))
+print("guarded", flush=True)
+sys.stdin.read()
+"""
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+
+
+def test_a_process_that_got_the_id_of_the_server_is_left_alone() -> None:
+    if subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        pytest.skip("this machine allows no namespaces")
+    command = [*NAMESPACE, sys.executable, "-c", REUSED, GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ.clean(), timeout=60)
+    assert done.stdout.strip() == "left alone", done.stderr
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of Prefect's for all tests, since making its database takes most of a start."""
