@@ -76,10 +76,12 @@ def records_of(files: Iterable[str]) -> list[Record]:
     ]
 
 
-def all_rates() -> list[Record]:
-    """Return all records of gpu.py."""
-    names = sorted(path.name for path in RESULTS.glob("*.jsonl"))
-    return [r for r in records_of(names) if r.get("work") in WORK and r["work"] != "lora"]
+def plotted_records() -> list[Record]:
+    """Return the records behind the tables of rates in docs/performance.md."""
+    blocks = BLOCK.findall((DOCS / "performance.md").read_text(encoding="utf-8"))
+    return records_of(
+        [name for view, files, _ in blocks if view == "rates" for name in files.split()]
+    )
 
 
 def name_of(peer: str) -> str:
@@ -502,7 +504,7 @@ def main() -> int:
         if new != text:
             page.write_text(new, encoding="utf-8")
             print(f"{page.relative_to(ROOT)}: figures written")
-    PLOT.write_text(plot(all_rates()) + "\n", encoding="utf-8")
+    PLOT.write_text(plot(plotted_records()) + "\n", encoding="utf-8")
     return 0
 
 

@@ -167,6 +167,13 @@ class ErrorBudgetExceeded(RayBatchError):
     remedy = "Fix the cause, or raise the limit; then run the job again."
 
 
+class ImagesUnavailable(RayBatchError):
+    """Images of more rows than the limits allow cannot be fetched now; shards are kept."""
+
+    remedy = "Run the job again once the images' servers answer."
+    transient = True
+
+
 class CostExceeded(RayBatchError):
     """The run has reached limits.max_cost; committed shards are kept."""
 

@@ -22,6 +22,7 @@ from prefect_raybatch.errors import (
     EngineFailure,
     EngineStartError,
     ErrorBudgetExceeded,
+    ImagesUnavailable,
     RayBatchError,
     RunDrained,
     error_class,
@@ -33,6 +34,8 @@ from prefect_raybatch.ledger.failures import (
     ENGINE_DIED,
     ENGINES_DIED,
     FEW_ALONE,
+    IMAGE_UNAVAILABLE,
+    Failures,
     Loss,
     add_failures,
     alike,
@@ -386,9 +389,10 @@ class Driver:
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
         """Raise `ErrorBudgetExceeded` if more rows failed than the job's limits allow.
 
-        Counts the failed rows of all committed shards and of `receipts`, which complete a shard
-        that is about to be committed; with [], only those of committed shards. As that shard stays
-        uncommitted, a later attempt with a higher limit runs it again.
+        Raises `ImagesUnavailable` if that is due to images that could not be fetched. Counts the
+        failed rows of all committed shards and of `receipts`, which complete a shard that is about
+        to be committed; with [], only those of committed shards. As that shard stays uncommitted, a
+        later attempt with a higher limit runs it again.
         """
         more = sum(map(self._rows_of_failed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
@@ -396,13 +400,14 @@ class Driver:
         failed = self.progress.rows_of_failed + more
         if failed <= allowed:
             return
+        failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
+        _check_images(failures, failed, self.limits, rows)
         tried = None
         if self.waiting is None:  # otherwise the phase counts requests, not rows
             tried = self.progress.tally.rows + sum(receipt.unit.rows for receipt in receipts)
         stop = Stop(failed, more, allowed, rows, tried=tried)
         if receipts:
             stop = self._stopped(stop, receipts)
-        failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
         common = alike(failures).most_common(COMMON)
         lines = [
             f"  {counted(number, 'row')}: {key.stage}: {key.error}: {key.message}"
@@ -525,6 +530,20 @@ class Driver:
                 else:
                     self._accept(quarantine(unit, why))
         return rest
+
+
+def _check_images(failures: Failures, failed: int, limits: Limits, rows: int) -> None:
+    """Raise `ImagesUnavailable` if no more rows failed for other reasons than `limits` allow.
+
+    `failures` counts the `failed` ones of `rows` rows by reason.
+    """
+    away = {key: number for key, number in failures.items() if key.error == IMAGE_UNAVAILABLE}
+    if failed - sum(away.values()) <= limits.allowed(rows):
+        raise ImagesUnavailable(
+            f"the images of {counted(sum(away.values()), 'row')} cannot be fetched, and "
+            f"{limits.sentence_start(rows)} fewer to fail. Most common: "
+            f"{max(away, key=lambda key: away[key]).message}"
+        )
 
 
 def split_unit(unit: Unit) -> list[Unit]:

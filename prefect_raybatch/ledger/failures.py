@@ -23,6 +23,7 @@ ENGINE_DIED = "EngineDied"
 ENGINES_DIED = "EnginesDied"  # no single unit is to blame: engines died until the pass was given up
 STARTED_AND_DIED = "EngineStartDied"  # likewise: an engine died as it started, again and again
 BLOCK_HUNG = "BlockHung"
+IMAGE_UNAVAILABLE = "ImageUnavailable"  # the class of a failed row whose image may come later
 FEW_ALONE = 16  # units that a pass surely tries one at a time before engines are given up
 
 

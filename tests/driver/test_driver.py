@@ -22,12 +22,20 @@ from prefect_raybatch.errors import (
     EngineFailure,
     EngineStartError,
     ErrorBudgetExceeded,
+    ImagesUnavailable,
     SourceError,
     StoreError,
     UnsafeStore,
+    is_transient,
 )
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.ledger.failures import ENGINE_DIED, ENGINES_DIED, FEW_ALONE, Loss
+from prefect_raybatch.ledger.failures import (
+    ENGINE_DIED,
+    ENGINES_DIED,
+    FEW_ALONE,
+    FailureKey,
+    Loss,
+)
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
@@ -490,6 +498,24 @@ def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
     assert "1 of 4 shards is committed" in text
     assert "row 5: engine: ValueError: refused" in text  # of the shard that is not committed
     assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("away", "kind"), [(2, ErrorBudgetExceeded), (3, ImagesUnavailable), (5, ImagesUnavailable)]
+)
+def test_images_that_cannot_be_fetched_now_leave_a_run_to_a_retry(tmp_path, away, kind):
+    run = small_run(tmp_path)
+
+    def outage(units, isolated):
+        for unit in units:
+            receipt = run.receipt(unit, range(5))
+            kinds = {"ImageUnavailable": away, "BadImage": 5 - away}
+            failures = {FailureKey("prepare", name, "503"): n for name, n in kinds.items() if n}
+            yield replace(receipt, failures=failures)
+
+    with pytest.raises(kind) as caught:
+        drive(run, outage, limits={"max_failed_rows": 2})
+    assert is_transient(caught.value) == (kind is ImagesUnavailable)
 
 
 def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path):
