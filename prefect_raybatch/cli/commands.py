@@ -246,10 +246,11 @@ def plan(
 
 @contextmanager
 def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
-    """Explain a `SourceError` of the `with` block, if the command would resume the run of `step`.
+    """Explain a `SourceError` of the `with` block if `raybatch run` would resume a run (`step`).
 
-    Ends the command with exit status 0 if that run reads its own copy of the input. Otherwise
-    raises `SourceError`, with the advice to restore the input.
+    If that run reads its own copy of the input, prints this and ends the command with exit status
+    0. If it reads the input itself, raises `SourceError` with the advice to restore the input. If
+    `raybatch run` would resume no run, raises the error unchanged.
     """
     try:
         yield

@@ -75,7 +75,10 @@ def distill_command(
 
 
 def _check_place(file: Path) -> None:
-    """Raise `ConfigError` if no classifier can be written to `file`, before rows are embedded."""
+    """Raise `ConfigError` if no classifier can be written to `file`.
+
+    Called before rows are embedded, which takes long.
+    """
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(file)):  # a Path has one slash of s3://
         raise ConfigError(
             f"--write {file}: the classifier is written to a local file. Name one, and copy it to "

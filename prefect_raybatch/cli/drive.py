@@ -158,7 +158,10 @@ def _run_here(
 
 
 def sender_of(job: BatchJob, loaded: BatchJob, show: TerminalProgress) -> Sender:
-    """Return how a command without a flow sends a judge's job; `loaded` is `job` with its keys."""
+    """Return the `Sender` with which a command without a flow sends a judge's job.
+
+    `loaded` is `job` with the credentials of its blocks.
+    """
     return Sender(job, _owner_of(loaded), show)
 
 
@@ -247,8 +250,8 @@ def retry_rows(
     """Retry failed rows in a child run, as a Prefect flow or in this process; return its report.
 
     `request` is the checked request; `arguments` are those of the flow `retry_failed` for the same
-    request. Returns `NothingToRetry` if other retries have taken all rows. For `prefect`, `quiet`
-    and `keep_seconds` see `run_job`.
+    request. Returns `NothingToRetry` if there are no rows to retry. For `prefect`, `quiet` and
+    `keep_seconds` see `run_job`.
     """
     from prefect_raybatch.api import retry
     from prefect_raybatch.runs.retry import NothingToRetry

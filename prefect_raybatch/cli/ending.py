@@ -163,10 +163,10 @@ def failed_rows_command(
 ) -> list[str]:
     """Return the words of the command to run next for the failed rows of a run.
 
-    This is `raybatch retry-failed` with `options`. If all failed because their prompts were too
-    long, and no option sets `engine.max_model_len`, it gets the option that measures the length
-    they need. If no row was answered (`answered` is 0), it is `raybatch report`, because a retry
-    would most likely fail as well. `failures` maps failure keys to numbers of rows.
+    If no row was answered (`answered` is 0), this is `raybatch report`, because a retry would most
+    likely fail as well. Otherwise it is `raybatch retry-failed` with `options`. If all rows failed
+    because their prompts were too long, `--set engine.max_model_len=auto` is added, unless
+    `options` set that field. `failures` maps failure keys (see `FailureKey`) to numbers of rows.
     """
     if not answered:
         return ["raybatch", "report", run]

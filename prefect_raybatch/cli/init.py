@@ -208,7 +208,10 @@ def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """Add to an error of the `with` block the options of `init` for the source fields it names."""
+    """Extend the message of an error of the `with` block by the options of `init` to use.
+
+    These are the options for the source fields that the message names. The error is raised again.
+    """
     try:
         yield
     except RayBatchError as error:

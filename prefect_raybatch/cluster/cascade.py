@@ -69,7 +69,7 @@ def first_answers(
     These are the rows with an unsure first answer: the least sure ones first, at most the share
     `at_most` of all rows. In a retry, rows that an earlier run sent to the larger model are chosen
     again and do not count against `at_most`. Further rows are chosen at random, to check how often
-    the models agree. Their seed is the run key (in a repaired run, the original's), so each run
+    the models agree. The seed is the run key (in a repaired run, the original's), so each run
     checks other rows. The choice depends only on the plan and the first model's result, so
     each attempt chooses the same rows. `store` is rooted at the run directory. Raises `CorruptRun`
     if the first model has not answered all rows.
@@ -125,9 +125,10 @@ def _columns(store: Store, success: Success) -> tuple[str, ...]:
 def _cut(answers: FirstAnswers, rows: int, most: int) -> tuple[int, int, tuple[float, int] | None]:
     """Return (number of unsure rows, number sent to the larger model, the surest row sent).
 
-    `rows` is the number of rows of the run. Sent are all unsure rows in `answers.again` and, of the
-    other unsure rows, the `most` least sure ones. The surest of these is returned as (sureness, row
-    number); (-inf, -1) if `most` is 0, and None if all unsure rows are sent.
+    `rows` is the number of rows of the run. All unsure rows in `answers.again` are sent: those that
+    an earlier run sent. Of the other unsure rows, the `most` least sure ones are sent. The third
+    value is the surest of these others, as (sureness, row number): (-inf, -1) if `most` is 0, None
+    if all unsure rows are sent.
     """
     sureness = [np.empty(0)]
     numbers = [np.empty(0, np.int64)]

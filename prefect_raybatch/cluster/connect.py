@@ -102,10 +102,10 @@ def outlasting(
 ) -> Iterator[None]:
     """Within the block, let runs join a local cluster that outlives this process.
 
-    `standing` returns the address of that cluster, started by an earlier command. Runs lease the
-    engines that wait there (`waiting`: there may be some), and leave their own engines there.
-    If `standing` returns None, runs start a local cluster that ends with the block; its engines end
-    when they have waited `idle_seconds` for a run.
+    `standing` returns the address of that cluster; None if it did not start. `waiting` is True if
+    engines of earlier commands may wait there. Runs lease waiting engines, and leave their own
+    engines there. If `standing` returns None, or the cluster does not answer, runs start a local
+    cluster that ends with the block. An engine ends when it has waited `idle_seconds` for a run.
     """
     RAY.standing, HOSTS.outlast, HOSTS.waiting = standing, True, waiting
     with CLUSTER_SESSION.kept_warm(idle_seconds):
@@ -198,8 +198,8 @@ def admitted(
     """Wait until the resources for the run of `user` are free; hold them for the block.
 
     These are the resources of all engines in `pool` and of the CPU stages; if `pool` is None, all
-    resources of the cluster (`capacity`). Yields a lease of warm engines of this `kind` if engines
-    are kept warm, else None.
+    resources of the cluster (`capacity`). Yields a lease of warm engines of this `kind`. Yields
+    None if `kind` is None, or if engines are not kept warm and none was prewarmed.
     """
     most = {"CPU": capacity.cpus, "GPU": capacity.gpus}
     takes = dict(most)
@@ -308,7 +308,7 @@ def nodes(ask: Callable[[Callable[[], Nodes]], Nodes] = lambda work: work()) -> 
     """Return the ids of the live nodes of the cluster that this process has joined.
 
     Each node is contacted, because Ray takes up to half a minute to notice that one is dead. `ask`
-    gets a function that queries Ray's head, and returns its result, e.g. within a time limit.
+    is called with `ray.nodes` and returns its result. It can limit the time of the call.
     """
     import ray
 

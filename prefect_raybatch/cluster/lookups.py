@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LookUpFiles:
-    """The files of numbered answers from which a run's rows phase reads the answers to its rows.
+    """The files from which a run's rows phase reads the answers to its rows.
 
     `reused` are answers of earlier runs, `new_answers` answers to this run's own requests, `failed`
     the errors of requests that failed. `new_answer_bytes` is the size of the files of

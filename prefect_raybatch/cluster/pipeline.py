@@ -164,12 +164,12 @@ class Pipeline:
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
         """Send units through the stages; yield their receipts as they arrive, in no order.
 
-        `isolated` keeps one unit in flight per engine, so that a death can be attributed to it. A
-        unit has no receipt if the process that worked on it died, unless its rows are not to blame;
-        then it has a receipt that says so. They are not to blame if a node was lost or may have
-        been, if an engine died while starting, or if several engines died in a row without an
-        answer in between. Raises `EngineFailure` if engines died while starting and the pass has no
-        receipts yet: Ray has already retried the start.
+        `isolated` keeps one unit in flight per engine, so that a death can be attributed to it.
+        Each unfinished unit gets a receipt with a `Loss` if a node was or may have been lost, if an
+        engine died while starting, or if several engines died in a row without an answer in
+        between. In other cases, a unit whose process died gets no receipt: its rows may be the
+        cause. Raises `EngineFailure` if an engine died while starting and the pass has no receipts
+        yet: Ray has already retried the start.
         """
         missing, nodes = Missing(units), self._nodes()
         self.on_pass()
@@ -239,7 +239,10 @@ class Pipeline:
             return None
 
     def _node_lost_since(self, before: set[str] | None) -> Loss | None:
-        """Return a loss if a node of `before` is gone or Ray did not list the nodes, else None."""
+        """Return a loss if a node of `before` is gone or Ray cannot list its nodes, else None.
+
+        `before` is the result of `_nodes` at the start of the pass.
+        """
         now = self._nodes()
         if before is None or now is None:
             return NODES_UNHEARD
@@ -290,7 +293,8 @@ class Pipeline:
 
         The settings are None if no engine is needed: in a rows phase that looks up its answers, and
         if the first model of a cascade was sure of all rows. `isolated`: the user's functions are
-        called in a separate process, and rows whose images are unavailable fail, however many.
+        called in a separate process, and each row with an unavailable image fails. Otherwise a
+        block is lost as a whole if images of too many rows are unavailable (TOO_MANY_AWAY).
         """
         spec, limits, increment = self.spec, self.spec.limits, self.increment
         launch, hosted = self._launch(isolated), spec.engine.model.endpoint is not None

@@ -274,9 +274,9 @@ class Prewarming:
     def settle(self, kind: WarmKind | None, most: int) -> PrewarmedEngines:
         """Hand at most `most` engines of this `kind` to the run, which has joined the cluster.
 
-        All other prewarmed engines end, and no more are started. `kind` None means that the run
-        needs no engines. The returned GPU-seconds are counted from the start of the engines or the
-        last call.
+        All other prewarmed engines end, and no more are started. `kind` is None if the run needs no
+        engines or cannot share them. The returned GPU-seconds count from the start of the engines,
+        or from the last call if there was one.
         """
         with self._lock:
             self.closed, plan, hosts = True, self.plan, self.hosts
@@ -438,8 +438,8 @@ def begin_prewarming(spec: RunSpec, model: Callable[[], PinnedModel]) -> None:
 def hand_over_prewarmed(kind: WarmKind | None, most: int) -> PrewarmedEngines:
     """Hand the prewarmed engines to the run, which has joined the cluster; return them.
 
-    `kind` is the kind of engines that the run needs (None: it needs none), and `most` how many it
-    can use at most. All other prewarmed engines end; see `Prewarming.settle`.
+    `kind` is the kind of engines that the run needs; None if it needs none or cannot share them.
+    `most` is how many it can use at most. All other prewarmed engines end; see `Prewarming.settle`.
     """
     early = current_prewarming()
     return PrewarmedEngines() if early is None else early.settle(kind, most)

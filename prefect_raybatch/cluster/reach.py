@@ -66,7 +66,8 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
     """Raise `ClusterUnavailable` within seconds if no Ray head answers at `address` (host:port).
 
     The address `auto` means the head on this machine. Raises `ConfigError` if the head requires a
-    token and rejects the one of `access`, or if there is none.
+    token, and there is none or the head rejects it. The token is that of `access` or, without one,
+    of the environment (see `token_sent`).
     """
     if trouble := unreachable_reason(address):
         raise ClusterUnavailable(f"no Ray cluster answers at {address}: {trouble}. {REMEDY}")
@@ -75,10 +76,11 @@ def check_reachable(address: str, access: ClusterAccess | None = None) -> None:
 
 
 def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
-    """Return the problem if the head at `address` rejects the token of `access`, or its absence.
+    """Return the problem if the head at `address` requires a token, and it is missing or wrong.
 
-    Returns None if the head accepts the request, if it does not answer within seconds, or if Ray
-    uses TLS, when this cannot be checked. Without this check Ray would retry for 20 s, or forever.
+    The token is that of `access` or, without one, of the environment (see `token_sent`). Returns
+    None if the head accepts the request, if it does not answer within seconds, or if Ray uses TLS,
+    when this cannot be checked. Without this check Ray would retry for 20 s, or forever.
     """
     token = token_sent(access)
     try:

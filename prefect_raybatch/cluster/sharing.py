@@ -161,8 +161,9 @@ class ClusterSession:
         """Wait until `needs` fit into `total` beside the other runs, then hold them for the block.
 
         Both are {Ray's resource name: amount}. A run is admitted in any case while no other holds
-        resources. Yields a lease of at most `most` engines of this `kind`, or None if engines are
-        not kept warm.
+        resources. Yields a lease of at most `most` engines of this `kind`. Yields None if `kind` is
+        None, or if engines are not kept warm and none was prewarmed. Raises `JobStopped` if `user`
+        is stopped while it waits.
         """
 
         def ready() -> bool:
@@ -237,7 +238,10 @@ class ClusterSession:
 
     @contextmanager
     def visited(self) -> Iterator[bool]:
-        """Yield whether this process is in a cluster; if that has users, keep it for the block."""
+        """Yield whether this process is in a cluster.
+
+        If other users are in the cluster, it does not end before the block does.
+        """
         guest = Tenant("a query of the cluster", works=False)
         with self._changed:
             there = not self._busy and self.ray.joined()
@@ -471,8 +475,9 @@ class ClusterSession:
     def _watch(self) -> None:
         """Start a thread that stops all users when a signal ends the main thread.
 
-        Does nothing in the main thread, the only one that signals reach. While it waits for its
-        threads (Prefect's task runner, an executor), they would not learn of a signal.
+        Signals reach only the main thread. While it waits for other threads (Prefect's task runner,
+        an executor), runs in those threads would not learn of a signal. Does nothing if called in
+        the main thread.
         """
         if threading.current_thread() is threading.main_thread() or self._watcher is not None:
             return

@@ -72,8 +72,9 @@ def _numbered(work: Callable[[Item], Value], item: tuple[int, Item]) -> tuple[in
 def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterator[int]:
     """Yield how many CPUs of the cluster to use for `size` bytes of work; 0: use this process.
 
-    The process is in the cluster during the block. Yields 0 if there is too little work, or the
-    cluster cannot be joined from here. `made` names the work in logs and to the cluster's users.
+    If the number is above 0, the process is in the cluster during the block. Yields 0 if there is
+    too little work, or the cluster cannot be joined from here. `made` names what the work produces
+    in logs and to the cluster's users.
     """
     with CLUSTER_SESSION.visited() as there:
         if there:

@@ -71,7 +71,10 @@ def capacity_or_assumed(spec: SizeSpec, where: ClusterSpec) -> tuple[Capacity, l
 
 
 def checked_needs(spec: SizeSpec, capacity: Capacity, size: Sizing, wrong: list[str]) -> JsonObject:
-    """Return the run's `Needs` as a dict; append to `wrong` why a known cluster is too small."""
+    """Return the run's `Needs` as a dict.
+
+    If the cluster is too small, append the reason to `wrong`. An assumed `capacity` is not checked.
+    """
     if not capacity.assumed:
         try:
             cluster.check_fit(spec, capacity, size.pool)

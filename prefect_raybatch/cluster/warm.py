@@ -95,9 +95,9 @@ class HostAccess(Protocol):
         """Return for each host whether its node is being drained."""
 
     def leftover_hosts(self) -> Sequence[tuple[WarmKind, object]]:
-        """Return (kind, actor) of each engine of an earlier command that still runs in the cluster.
+        """Return (kind, host) of each engine of an earlier command that still runs in the cluster.
 
-        Ends those that do not answer. Returns none if engines are not to outlast their command.
+        Ends hosts that do not answer. Returns [] if engines are not to outlast their command.
         """
 
     def end(self, hosts: Sequence[object], kindly: bool) -> None:
@@ -231,9 +231,9 @@ class WarmEngines:
         return dict(held)
 
     def end_prewarmed(self, early: PrewarmedHosts, but: int = 0) -> int:
-        """End the engines of `early` that no run has leased, except for a number `but` of them.
+        """End the engines of `early` that no run has leased; return how many were ended.
 
-        Returns how many were ended.
+        At most `but` of them stay.
         """
         with self._lock:
             untaken = [one for one in self._idle if one.is_prewarmed and one.host in early.hosts][

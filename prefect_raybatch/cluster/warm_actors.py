@@ -73,9 +73,9 @@ def warm_kind(
 class EngineHost:
     """A Ray actor that holds one engine, for one run after another.
 
-    A pass of a run is identified by a `token`, and the Forwarder that sends the pass's blocks by
-    `by`. `leaving` returns whether the actor's node is being drained; then the actor accepts no
-    more blocks. `kind` is the kind of an engine that outlasts its command, None for others.
+    In its methods, `token` identifies a pass of a run, and `by` the Forwarder that sends blocks of
+    the pass. `leaving` returns whether the actor's node is being drained; then the actor accepts no
+    more blocks. `kind` is the engine's kind if the engine outlasts its command, else None.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class Forwarder:
 
     The host holds the resources, not this actor. If the host's node is being drained, `made` starts
     a host of the same `kind`, which takes the remaining blocks and ends with the pass. If this
-    actor's own node is being drained (`leaving`), its blocks fail; Ray Data replaces it on another
-    node. `restarts` returns how often Ray has restarted a host. Once the host has died as often as
-    `most` says, every further block fails at once.
+    actor's own node is being drained (`leaving` returns True), its blocks fail; Ray Data replaces
+    it on another node. `restarts` returns how often Ray has restarted a host. Once the host's
+    deaths reach a limit of `most`, every further block fails at once.
     """
 
     def __init__(
@@ -225,10 +225,11 @@ class Forwarder:
         self._begin()
 
     def _claim_host(self, hosts: list[Host]) -> Host:
-        """Reserve one of the hosts for this forwarder, the first that answers; return it.
+        """Reserve the first host that answers and is free; return it.
 
-        If other forwarders have reserved all of them, return one of them: then this forwarder
-        replaces one that died.
+        A host is free if no other forwarder of the pass has reserved it and its node is not being
+        drained. If no host is free, return the last that answered, without reserving it. This
+        happens e.g. when this forwarder replaces a dead one, whose reservation remains.
         """
         import ray
         from ray.exceptions import RayActorError

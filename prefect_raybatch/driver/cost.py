@@ -37,7 +37,8 @@ class Spent:
     def cost_at(self, price: float | None) -> float | None:
         """Return the total cost, with unpriced GPU-seconds at `price` per GPU-hour.
 
-        If `price` is None, returns None if there are unpriced GPU-seconds, or no cost at all.
+        Without a `price`, the cost is unknown (None) if some GPU-seconds are unpriced or if `cost`
+        is 0.
         """
         if price is None and (self.unpriced or not self.cost):
             return None
@@ -129,9 +130,10 @@ class CostMeter:
 
     @property
     def total_cost(self) -> float | None:
-        """Return the known cost of all attempts at the run so far, this one included.
+        """Return the cost of all attempts at the run so far, this one included.
 
-        None if the costs of this attempt and of all earlier ones are unknown.
+        If only the cost of this attempt is known, or only that of the earlier ones, return that
+        alone. None if both are unknown.
         """
         before, own = self.before.cost_at(self.price), self.cost
         return None if before is None and own is None else (before or 0.0) + (own or 0.0)
@@ -139,8 +141,8 @@ class CostMeter:
     def at_end(self, seconds_left: float | None) -> float | None:
         """Return the expected cost of the whole run if it ends in `seconds_left` seconds.
 
-        Assumes that the run keeps the GPUs that it holds now. None if the time, the price or the
-        cost so far is unknown.
+        Assumes that the run keeps the GPUs that it holds now. None if `seconds_left`, the price or
+        the cost so far is unknown.
         """
         if self.total_cost is None or self.price is None or seconds_left is None:
             return None

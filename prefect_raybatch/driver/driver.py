@@ -126,7 +126,7 @@ class Progress:
 
     @property
     def whole(self) -> int:
-        """Return the rows of this phase and of those before and after it."""
+        """Return the planned number of rows of all phases of the run."""
         return self.before.rows + self.rows + self.later.rows
 
     @property
@@ -135,10 +135,10 @@ class Progress:
 
     @property
     def unit(self) -> tuple[str, str]:
-        """Return the singular and plural noun for what `whole` counts.
+        """Return the noun for what `whole` counts, as (singular, plural).
 
-        That is ("row", "rows"), or ("step", "steps") if the run has two phases: a step answers a
-        request or fills in a row.
+        It is "row" or, if the run has two phases, "step": a step answers a request or fills in a
+        row.
         """
         both = self.before.rows or self.later.rows
         return ("step", "steps") if both else ("row", "rows")
@@ -183,10 +183,11 @@ class Progress:
 class Driver:
     """Drives one attempt at a phase until all its shards are committed or an error ends it.
 
-    `observe` is called after each commit, and once more when the error budget is crossed; `on_stop`
-    then gets the failed rows that crossed it. `waiting` is set in the requests phase only: it holds
-    how many rows wait for each request, all of which fail with the request. `draining` is called
-    before each pass and after an incomplete one; once it returns True, `run` raises `RunDrained`.
+    `observe` is called after each commit. When a shard crosses the error budget, `observe` is
+    called once more, and `on_stop` gets the `Stop` with a sample of the shard's failed rows.
+    `waiting` is set in the requests phase only: it holds how many rows wait for each request, all
+    of which fail with the request. `draining` is called before each pass and after an incomplete
+    one; once it returns True, `run` raises `RunDrained`.
     """
 
     def __init__(
@@ -390,9 +391,9 @@ class Driver:
         """Raise `ErrorBudgetExceeded` if more rows failed than the job's limits allow.
 
         Raises `ImagesUnavailable` if that is due to images that could not be fetched. Counts the
-        failed rows of all committed shards and of `receipts`, which complete a shard that is about
-        to be committed; with [], only those of committed shards. As that shard stays uncommitted, a
-        later attempt with a higher limit runs it again.
+        failed rows of all committed shards and of `receipts`: those of a shard that is about to be
+        committed, or []. If an error is raised, that shard stays uncommitted, so a later attempt
+        with a higher limit runs it again.
         """
         more = sum(map(self._rows_of_failed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
@@ -510,9 +511,11 @@ class Driver:
         """Return the units for the next pass after one in which each engine had one unit at a time.
 
         `units` are those that got no receipt. A unit of several rows that may have killed its
-        engine is split. A single row is counted in `deaths`, and quarantined at its
-        `limits.engine_deaths`th death, unless engines died of all rows of committed shards too.
-        Units that failed for other reasons are returned as they are.
+        engine is split. For a unit of one row, the death is counted in `deaths`, and the row is
+        quarantined once it has `limits.engine_deaths`. It is not quarantined while nothing shows
+        that engines work: there are committed shards, and this attempt has received no answer, not
+        even for their rows (`_probes`). Units that failed for other reasons are returned as they
+        are.
         """
         rest: list[Unit] = []
         # Without committed shards there are no probes; a fixed prompt then shows that engines work.

@@ -315,9 +315,10 @@ def newest(store: Store) -> Heartbeat | None:
 def heartbeat_elsewhere(store: Store, counts: Counts, over: bool = False) -> Heartbeat:
     """Return the latest heartbeat in the store, or one built from `counts` alone.
 
-    It is built if there is no heartbeat, if the latest is older than SILENT_AFTER seconds, or if
-    its driver ended although the run is not `over`. A stored heartbeat may count fewer rows than
-    are committed (see `Heartbeat.with_committed`).
+    Build one if the store has none, if the latest is older than SILENT_AFTER seconds, or if the
+    latest says that its driver has ended and `over` is False. `over`: all rows are committed, or
+    the Ray job has ended. A stored heartbeat may count fewer rows than are committed (see
+    `Heartbeat.with_committed`).
     """
     beat, now = newest(store), time.time()
     if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):

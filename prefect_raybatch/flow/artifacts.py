@@ -73,7 +73,7 @@ def of_run(run_key: str) -> str:
 
 
 def _existing(key: str, run_key: str | None) -> UUID | None:
-    """Return the current flow run's latest artifact with this key, None if there is none.
+    """Return the id of the current flow run's latest artifact with this key; None without one.
 
     With `run_key`, only artifacts of that run count.
     """

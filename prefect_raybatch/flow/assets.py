@@ -30,8 +30,8 @@ def asset_key(output: str, job: str) -> str:
 
     It consists of the output URI, up to the first folder whose name contains {run_date} or
     {run_key}, and the job's name. A local folder becomes a file:// URI. `_` replaces characters
-    that Prefect does not allow. A key that is too long loses its beginning. If the key was changed
-    in either way, a hash follows, so that no two outputs share a key.
+    that Prefect does not allow. A key that is too long loses its beginning. If characters were
+    replaced or removed, a hash is appended, so that no two outputs share a key.
     """
     return _key(f"{_fixed(output)}/{job}/")
 

@@ -58,8 +58,9 @@ class RunEvents:
     def failed(self, error: Exception, retries: int) -> bool:
         """Emit the events for an error; return whether the run failed for good.
 
-        They say whether it exceeded its error budget or cost limit, was drained, or failed. False
-        if the run was drained, or if Prefect retries the task, at most `retries` times in all.
+        The events say that the run exceeded its error budget or cost limit, was drained, or failed.
+        Returns False if the run was drained, or if Prefect will retry the task: the error is
+        transient, and Prefect has retried fewer than `retries` times.
         """
         text = str(error)[:EVENT_TEXT]
         if isinstance(error, RunDrained):  # requested by an operator, so no failure

@@ -134,11 +134,12 @@ def explained(
 ) -> Iterator[None]:
     """Explain an exception of the `with` block in Prefect, then raise it again.
 
-    The explanation is logged, shown as an artifact and appended to the message. Two exceptions are
-    raised without it: `RunDrained`, and one after which Prefect retries the task (`retries` times).
-    `task` is the task's name, `name` the job's. `run_key` and the run directory `run` are None if
-    not known yet. `sample` returns examples of failed rows. `stop` returns the numbers of failed
-    and tried rows; it is called if the error budget ended the run. `limits` are the job's.
+    The explanation is logged, shown as an artifact and, for a `RayBatchError`, appended to the
+    message. These are raised without it: `RunDrained`, an exception after which Prefect retries the
+    task (at most `retries` times), one that an inner block has explained, and all outside of
+    Prefect. `task` is the task's name, `name` the job's. `run_key` and the run directory `run` are
+    None if not known yet. `sample` returns examples of failed rows. `stop` returns the numbers of
+    failed and tried rows; it is called if the error budget ended the run. `limits` are the job's.
     """
     try:
         yield

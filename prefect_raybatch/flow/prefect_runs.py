@@ -163,7 +163,7 @@ def is_same_place(place: str | None, output: str) -> bool:
     """Return whether two output URIs are the same; True if `place` is None.
 
     If both are local and one is relative, only their last path components are compared, because the
-    working directory of its flow run is unknown.
+    folder to which a relative path refers is unknown.
     """
     if place is None:
         return True

@@ -103,9 +103,9 @@ def owner(retries: int = 0) -> Owner:
 class Action:
     """An action of `reconcile_jobs` or `restart_crashed` (in a dry run: a proposed one), and why.
 
-    `what` is stopped, crashed, restarted, deleted or kept. `job` is the id of a Ray job, the run
-    key of a crashed flow run, or the name of a RayCluster. `flow_run` is the id of the flow run
-    that it belongs to, None if there is none.
+    `what` is stopped, crashed, restarted, deleted or kept. `job` is the id of a Ray job, the name
+    of a RayCluster or, from `restart_crashed`, the name of a flow run. `flow_run` is the id of the
+    flow run to which that belongs, None if there is none.
     """
 
     what: str
@@ -119,16 +119,17 @@ def reconcile_jobs(
 ) -> list[Action]:
     """Reconcile the Ray jobs at `job_server` with the flow runs of this Prefect API.
 
-    Stops jobs whose flow run has ended and which no other flow run follows. Marks Crashed each flow
-    run that is still Running and has followed its job for over `grace` seconds, if the server does
-    not know the job, or it ended without success that long ago; before that, waits `settle` seconds
-    and checks again. `job_server` is a URL, or the name of a saved RayCluster block
-    (ray-cluster/NAME), whose credentials are then used.
+    Stops jobs whose flow run has ended and which no other flow run follows. Marks a flow run
+    Crashed if it is still Running, has followed its job for over `grace` seconds, and that job is
+    unknown to the server or ended without success over `grace` seconds ago. Before it marks one, it
+    waits `settle` seconds, in which a live flow run submits a job again that its head has lost, and
+    checks again. `job_server` is a URL, or the name of a saved RayCluster block (ray-cluster/NAME),
+    whose credentials are then used.
 
-    If it is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs have created
-    there are checked instead: those whose lease has expired, because no live flow renews it, are
-    deleted. With `dry_run`, nothing is changed. Raises `JobServerUnavailable`, `ClusterUnavailable`
-    or `ConfigError`.
+    If `job_server` is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs
+    have created there are checked instead. A cluster is deleted if its lease has expired, because
+    no live flow renews it. With `dry_run`, nothing is changed. Raises `JobServerUnavailable`,
+    `ClusterUnavailable` or `ConfigError`.
     """
     access = _access(job_server)
     if access.kubernetes is not None:
@@ -214,7 +215,10 @@ def restart_crashed(
 
 
 def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the crashed flow runs of deployments of OUR_FLOWS; the latest one for each run key."""
+    """Return the crashed flow runs of deployments of OUR_FLOWS, only the latest of each name.
+
+    The name of a flow run is its run key or, for `retry_failed`, names the run that it retries.
+    """
     flow_runs = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
         flow_run_filter=FlowRunFilter(

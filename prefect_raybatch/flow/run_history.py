@@ -162,7 +162,7 @@ def send_history_events(
 
 
 def _send_fallen(events: CompletionEvents, line: HistoryLine, share: str) -> None:
-    """Send one event if accuracy or agreement (`share`) fell below that of the job's first runs.
+    """Send one event if `share` (ACCURACY or AGREEMENT) fell below that of the job's first runs.
 
     The event names each measurement that fell: golden rows, the judge, the larger model. It is sent
     again if their e-values (the evidence of a fall, see `quality/alarm.py`) have changed.

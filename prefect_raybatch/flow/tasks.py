@@ -336,10 +336,10 @@ def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[Batch
 
 @contextmanager
 def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
-    """Show the run history if the `with` block raises an explained error; raise the error again.
+    """Show the run history if the `with` block raises an error that `explained` has explained.
 
     Also records in the run directory the command that continues the run. Does nothing for errors of
-    the store, and for jobs that the policy does not allow.
+    the store, and for jobs that the policy does not allow. Raises the error again in any case.
     """
     try:
         yield
@@ -351,10 +351,10 @@ def failed_run_shown(job: BatchJob, run_key: str) -> Iterator[None]:
 
 
 def _show_failed_run(error: Exception, loaded: BatchJob, run_key: str, uri: str) -> None:
-    """Show the run history after an explained error, and record how to continue the run.
+    """Show the run history after an error, and record how to continue the run.
 
     `loaded` has the credentials of its blocks; `uri` is output.uri as written in the job. Does
-    nothing for errors of the store.
+    nothing for errors of the store, and for errors that `explained` has not explained.
     """
     if is_explained(error) and not isinstance(error, StoreError):
         record_command(run_store(loaded.output, run_key), getattr(error, COMMAND, ""))

@@ -315,9 +315,9 @@ def _status(body: Any) -> KubeObject:
 def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
     """Return a Kubernetes client, and the namespace of its configuration (None without one).
 
-    Uses the first that exists: a kubeconfig context in the job or KUBECONFIG, the service account
-    of the pod in which this runs, the kubeconfig in the home directory. Raises `ConfigError` if
-    there is none of these, or the client is not installed.
+    Uses the kubeconfig if the job names a context or KUBECONFIG is set; else, in a pod, the pod's
+    service account; else the kubeconfig in the home directory. Raises `ConfigError` if that is
+    missing or invalid, or if the client is not installed.
     """
     try:
         from kubernetes import client, config

@@ -271,10 +271,10 @@ class RunCluster:
     def end(self, keep: bool = False, for_successor: bool = False) -> None:
         """Delete the cluster if this flow holds it.
 
-        With `keep`, the cluster stays for the job's keep time (`keep_seconds`) and has no holder;
-        with `keep` and `for_successor`, for at least SUCCESSOR_SECONDS, so that a run that follows
-        can use it. If that time is 0, the cluster is deleted all the same. A failure is only
-        logged, so that it does not hide how the run ended.
+        With `keep`, the cluster stays for the job's keep time (`keep_seconds`) and has no holder; a
+        keep time of 0 deletes it. `for_successor`, which requires `keep`, extends the time to at
+        least SUCCESSOR_SECONDS, so that the next run of the flow can use the cluster. A failure is
+        only logged, so that it does not hide how the run ended.
         """
         if not self._held:
             return

@@ -243,10 +243,11 @@ class Follower:
         self._next(record.number + 1)
 
     def _is_replaced(self, record: Record) -> bool:
-        """Return whether a new job replaces the recorded one, which the server does not know.
+        """Return whether to replace the recorded job, which the server does not know, by a new one.
 
-        If the recorded job has ended, its outcome would be taken for that of a second job with its
-        number. Warn if it differs from this flow's submission.
+        If not, the job is submitted again with the same number. Return True if that job has
+        recorded an outcome, because a second job with its number would seem to have ended. Return
+        True, with a warning, if the recorded job differs from this flow's submission.
         """
         if record.digest == self.digest:
             return self.records.outcome(record.number) is not None

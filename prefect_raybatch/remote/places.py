@@ -67,12 +67,14 @@ def _identity(run: Run, submission: Submission, owner: Owner) -> RunIdentity:
 def _on_cluster(
     cluster: RunCluster, follower: Follower, owner: Owner, submission: Submission
 ) -> Progress:
-    """Follow the run's job on the cluster, then delete the cluster.
+    """Follow the run's job on the cluster, then end the cluster or leave it to its lease.
 
-    It is kept for the next run of this flow if `submission.has_successor` is set. It is left to its
-    lease while its job may continue, if a transient error ends this process or if it is interrupted
-    without the flow run being cancelled; and if Prefect will retry after a transient error. With
-    `stop_on_crash`, an interruption stops the job, so the cluster is deleted.
+    After success, the cluster stays for the job's keep time, or longer if
+    `submission.has_successor` is set (see `RunCluster.end`). After a transient error, it is left to
+    its lease if the Ray job may continue or Prefect will retry. After any other error, it is
+    deleted, or stays for the keep time if there was a Ray job. When this process is interrupted,
+    the cluster is left to its lease if the Ray job may continue, `stop_on_crash` is not set, and
+    the flow run was not cancelled; else it is deleted.
     """
     stops = submission.stop_on_crash
     with cluster:
