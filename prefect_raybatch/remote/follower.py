@@ -288,7 +288,7 @@ class Follower:
             self.sleep(POLL)
 
     def _collect(self, record: Record, ended: RayJob) -> None:
-        """Add the ended job's engine deaths and passes to the progress, then raise its error.
+        """Set the progress's engine deaths and passes to the ended job's, then raise its error.
 
         Raises nothing if the run is complete or a newer job is recorded. Otherwise raises
         `JobStopped` if the job was stopped, the error that it recorded or only printed, or
