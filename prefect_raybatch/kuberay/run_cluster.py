@@ -361,7 +361,8 @@ def delete_expired(api: KubeApi, dry_run: bool = False) -> list[Expired]:
             over, why = False, "it is being deleted"
         elif over and not dry_run:
             try:
-                over = api.delete(found, unchanged=True)
+                if not api.delete(found, unchanged=True):
+                    over, why = False, "it was deleted meanwhile"
             except Conflict:
                 over, why = False, "its flow renewed the lease"
         clusters.append(
