@@ -161,7 +161,8 @@ def extra() -> str:
 def _unmet(owner: str) -> Iterator[Misfit]:
     """Yield a misfit for each installed VITAL package that does not meet a requirement of `owner`.
 
-    Yields nothing if `owner` is not installed: lock files leave out what jobs on text do not need.
+    Its `package` is `owner`. Yields nothing if `owner` is not installed: owners such as torchvision
+    are optional.
     """
     owner_version = _version(owner)
     if owner_version is None:

@@ -89,10 +89,11 @@ SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 @dataclass(frozen=True)
 class Sender:
-    """How the judge's job is sent to a Ray job server, and who observes its run.
+    """How runs made from a job (a judge's, a sample's) are sent to a cluster and observed.
 
-    `job` is the job without the credentials of its blocks, and `owner` the flow run on whose behalf
-    it is sent (None: no flow run). `observe` receives the progress, also on a local cluster.
+    `job` is the user's job without the credentials of its blocks; the jobs that are sent are made
+    from it. `owner` is the flow run that sends them (None: no flow run). `observe` receives the
+    progress of their runs, also on a local cluster.
     """
 
     job: BatchJob
@@ -128,9 +129,10 @@ def resolve_run(
 ) -> tuple[BatchJob, str]:
     """Return (the job with {run_date} and {run_key} filled in, the run key).
 
-    `run_key` None means: the key for midnight of `run_date`, else that of `default_run_key`. The
-    value of {run_date} is `run_date`, else the date in the run key, else the date of the scheduled
-    start, else today, all in UTC.
+    Without `run_key`, the key is made from midnight of `run_date`, else from `scheduled`. Without
+    these, it is that of `default_run_key`; but a job with {run_key} always gets a new key, because
+    its locations depend on the key. The value of {run_date} is `run_date`, else the date in the run
+    key, else the date of the scheduled start, else today, all in UTC.
     """
     if run_date is not None and run_key is None:  # so that the same date finds the same run
         scheduled = attempts.midnight(run_date)
@@ -233,8 +235,8 @@ def plan_run(
 
     `dataset` replaces the job's source files. `accept` names fields in which the job may differ
     from the existing plan; the run records that the user accepted these differences. Raises
-    `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`; only an error of an unreachable
-    store is worth a retry.
+    `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`, which no retry can fix, and
+    errors that one may, such as `StoreUnavailable` or `HubUnavailable` (`is_transient`).
     """
     resolved = resolve(job)
     job = resolved.job
@@ -278,10 +280,11 @@ def dry_run(
 
 
 def next_step(job: BatchJob | Resolved, run_key: str | None = None) -> NextStep | None:
-    """Return what `raybatch run` would do with this job and run key; writes nothing.
+    """Return what `raybatch run` would do with this job and run key; write nothing.
 
-    Without `run_key`, looks at the newest unfinished run of this job, which that command would
-    resume; None if there is none, or if the output cannot be listed.
+    Raises `CorruptRun` if the run's records are unreadable, and the store's errors. Without
+    `run_key`, looks at the newest unfinished run of this job, which that command would resume.
+    Returns None if there is no such run, or if these errors prevent the search (logged).
     """
     resolved = resolve(job)
     if run_key is not None:
@@ -326,8 +329,8 @@ def finalize_run(
     """Write the result and `_SUCCESS`; return the report.
 
     A complete run is not written again. Measures the accuracy if the job names golden rows or a
-    judge. Compares the share of checked rows on which a cascade's two models agree with the shares
-    of earlier runs. `progress` is what `infer_run` returned. `written` is output.uri before
+    judge. For a cascade, tests whether its two models agree on fewer of the checked rows than in
+    earlier runs. `progress` is what `infer_run` returned. `written` is output.uri before
     {run_date} and {run_key} were filled in, by which earlier runs are found; by default the job's.
     `sender` says how the judge's job is sent to a Ray job server, and who observes its run; it is
     needed if that job names blocks with credentials, or to observe the run. Raises `IncompleteRun`
@@ -388,8 +391,8 @@ def _with_quality(
 def _finalized(job: BatchJob | None, run: Run, progress: Progress | None = None) -> RunReport:
     """Write the result of a run; return its report.
 
-    Without `job`, the run's plan says what to write, but names neither cluster, server nor store
-    options: others may write to a run directory.
+    Without `job`, the job in the run's plan says what to write. Its cluster and server are not
+    used, because others may write to a run directory; it has no store options.
     """
     ledger = Ledger(open_store(run.uri, (job.output.options if job else None) or None))
     plan, shards = load_run(ledger, run)
@@ -464,9 +467,9 @@ def publish_run(
     targets in the plan are refused, unless `targets_from_plan` says that the user has reviewed
     them. `run_date` is the value of {run_date} in a target, by default the date in the run key.
     `written` and `sender` are those of `finalize_run`. `observe` is called with a text for each
-    step. Raises `IncompleteRun` while the run is not finished, `QualityTooLow` if neither golden
-    rows nor judge show `quality.at_least`, `ConfigError` for what cannot be published,
-    `PublishFailed` (worth a retry).
+    step. Raises `IncompleteRun` while the run is not finished, `QualityTooLow` if the accuracy by
+    golden rows (without them, by the judge) does not show `quality.at_least`, `ConfigError` for
+    what cannot be published, and `PublishFailed` (worth a retry).
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
@@ -525,12 +528,12 @@ def preview_rows(
 ) -> Preview:
     """Send the first `rows` rows through every stage of the job, in this process, on one engine.
 
-    Without `answers`, no engine starts and the rows are only prepared. For a cascade, returns the
-    preview of the first model, whose `larger` is the preview of the larger model. Stores and
-    publishes nothing, and reuses no answer of earlier runs. Raises like `plan_run` for a job that
-    cannot run, `InsufficientResources` if this machine has no GPU for its engine,
-    `EngineStartError` or `EngineFailure` if the engine does not start or dies. `engine` replaces
-    the engine stage in tests.
+    Returns the prompts and answers. Without `answers`, no engine starts and the rows are only
+    prepared. For a cascade, returns the preview of the first model, whose `larger` is the preview
+    of the larger model. Stores and publishes nothing, and reuses no answer of earlier runs. Raises
+    like `plan_run` for a job that cannot run, `InsufficientResources` if this machine has no GPU
+    for its engine, `EngineStartError` or `EngineFailure` if the engine does not start or dies.
+    `engine` replaces the engine stage in tests.
     """
     if rows < 1:
         raise ConfigError(f"rows {rows}: at least one row is shown")

@@ -93,7 +93,8 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
     """Choose `rows` rows of a run to compare, and predict what a run of the job would take.
 
     `resolved` is the job to compare, `run_dir` the finished run. Writes nothing and starts nothing.
-    Raises `ConfigError` for what cannot be compared, `IncompleteRun` for an unfinished run, and
+    Raises `ConfigError` for `rows` under 1, for a job that does not generate text, and if the run's
+    result lacks an input column that the job needs; `IncompleteRun` for an unfinished run; and
     errors of planning.
     """
     job = resolved.job

@@ -39,7 +39,9 @@ from prefect_raybatch.words import counted
 
 DISTILL_FOLDER = "_distill"  # beside the run; no run key begins with an underscore
 SETTABLE = ("engine.", "cluster.", "limits.", "prompt.template")
-NOT_OF_LARGER = ("order", "max_model_len_percentile")  # they change no answer, or go with auto
+# Fields that the larger model's engine does not get: `order` changes no answer, and the percentile
+# is used only with max_model_len: auto, which a second engine cannot have.
+NOT_OF_LARGER = ("order", "max_model_len_percentile")
 ROWS_TO_CHECK = 200  # output.escalate.check in the job that is shown
 NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 
@@ -48,11 +50,12 @@ NOT_SETTABLE = ("engine.model.", "engine.task.", "engine.endpoint.")
 class Embedding:
     """A sample of a finished run's rows, and the job that computes their embeddings.
 
-    `asked` is that job, which works in the folder `place` beside the run; `member` is the run. In a
-    cascade, the classifier answers rows of which it is sure and the run's model the others;
-    `agreement` is the share of the run's answers that must stay the same. `tested` is how many rows
-    of the sample will test the classifier. `problem` says why the run's job with a classifier added
-    would be invalid; "" if it would be valid.
+    `member` is the run. `asked` is the job that computes the embeddings; it works in the folder
+    `place` beside the run. The embeddings train a classifier for a cascade, which answers the rows
+    that it is sure of and leaves the others to the run's model. `agreement` is the share of the
+    run's answers that the cascade must keep. `tested` is how many rows of the sample will test the
+    classifier. `problem` says why the run's job with a classifier added would be invalid; "" if it
+    would be valid.
     """
 
     asked: Resolved
@@ -159,10 +162,11 @@ def begin_distill(prepared: Embedding) -> Run:
 
 
 def finish_distill(prepared: Embedding, run: Run) -> Distilled:
-    """Finalize `run`, which embedded the sample; train a classifier on half of it, test the rest.
+    """Finalize `run`, which embedded the sample; train a classifier on half of the sample.
 
-    Return the classifier and the outcome of the test: the share of texts that it can answer itself
-    while at least the share `prepared.agreement` of the sampled run's answers stays the same.
+    Test the classifier on the other half. Return it with the outcome: the share of texts that it
+    can answer itself while at least the share `prepared.agreement` of the sampled run's answers
+    stays the same.
     """
     job, sample, plan = prepared.asked.job, prepared.sample, prepared.member.plan
     table = finalize_run(job, run).to_arrow()

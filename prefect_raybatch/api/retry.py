@@ -88,7 +88,7 @@ def plan_retry(
     `overrides`. `keys` adds to a job the credentials of the blocks that it names. Any number of the
     child's rows may fail, because they already count against the limit of their run; but a limit in
     `overrides`, or one in `job` that differs from the run's, holds. Raises the errors of
-    `retry_request`, and `PlanMismatch` if another retry of these rows began at the same moment.
+    `retry_request` and `begin`.
     """
     asked = retry_request(run_dir, errors, overrides, job, keys)
     return asked if isinstance(asked, NothingToRetry) else begin(asked)
@@ -97,9 +97,9 @@ def plan_retry(
 def begin(request: RetryRequest) -> Retry | NothingToRetry:
     """Create the child run of a request, or resume it; return it with its job.
 
-    Before it is created, the server of a cascade's larger model is asked for that model. Returns
-    `NothingToRetry` if other retries have taken and answered all rows meanwhile. Raises
-    `PlanMismatch` if another retry began at the same moment.
+    Returns `NothingToRetry` if other retries have taken and answered all rows meanwhile. Raises
+    `EndpointRefused` if the larger model of a cascade is hosted and its server refuses or lacks it,
+    and `PlanMismatch` if another retry of these rows began at the same moment.
     """
     if request.going is not None:
         ledger, plan = request.going.ledger, request.going.plan

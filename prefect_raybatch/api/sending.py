@@ -148,7 +148,7 @@ def environment(job: BatchJob, api: str) -> dict[str, str]:
     """Return the environment variables of the Ray job, without secrets.
 
     `api` is the URL of Prefect's API; if empty, PREFECT_API_URL is taken. Raises `ConfigError` if
-    the cluster must load a block and there is no URL, or one with a password.
+    the cluster must load a block, but the URL is missing or contains a password.
     """
     api = api or os.environ.get("PREFECT_API_URL", "")
     block = job.output.credentials_block
@@ -166,7 +166,7 @@ def environment(job: BatchJob, api: str) -> dict[str, str]:
 
 
 def field_of_block(job: BatchJob) -> str:
-    """Return a field with a Prefect block that the Ray job must load for its work; "" if none."""
+    """Return the name of a job field whose Prefect block the Ray job must load; "" if none."""
     blocks = {
         "source.credentials_block": job.source.credentials_block,
         "output.credentials_block": job.output.credentials_block,

@@ -68,8 +68,8 @@ def tune(
     engine. So the first start of an engine, which may compile kernels, does not count, but later
     starts do: few settings are tried with a large model. `deadline` is the time for the whole input
     in seconds; the result says how many replicas meet it. `observe` is called with each trial.
-    `engine` replaces the engine stage in tests. Raises `ConfigError` if no trial worked, and errors
-    of planning.
+    `engine` replaces the engine stage in tests. Raises `ConfigError` for a hosted model or a
+    cascade and if no trial worked, and errors of planning.
     """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import Tenant

@@ -89,7 +89,8 @@ def batch_key(fingerprint: str) -> str:
 def write_output(output: str, run: str, options: StoreOptions) -> None:
     """Write the answers and errors of the run at `run` atomically to file `output`.
 
-    `options` are the store options of both. Does nothing if the run is not finished.
+    `run` is the run directory; `options` are the store options of both places. Does nothing if the
+    run is not finished.
     """
     folder, name = _split(output)
     store = open_store(run, options or None)

@@ -274,10 +274,10 @@ def check_can_train(answers: Sequence[str | None]) -> None:
 def train(vectors: np.ndarray, answers: Sequence[str], training: Training) -> Classifier:
     """Train a classifier on rows with these vectors and answers; return it.
 
-    First, classifiers with penalties of several strengths are trained on four of every five rows;
-    the strength with the least log loss on the other rows is used to train the final one on all
-    rows. `training` is the record for the file. Raises `ConfigError` if all answers are equal, or
-    if scipy is missing.
+    First, a classifier is trained with each of STRENGTHS (`strength` of `fit`) on four of every
+    five rows. The strength with the least log loss on the other rows is used to train the final
+    classifier on all rows. `training` is the record for the file. Raises `ConfigError` if all
+    answers are equal, or if scipy is missing.
     """
     check_can_train(answers)
     labels, numbers = np.unique(np.array(answers, dtype=object), return_inverse=True)
@@ -306,9 +306,9 @@ def fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (weights[labels, dimension], bias[labels]) of the logistic regression.
 
-    `numbers` has the index of each row's label; there are `labels` labels. They minimize `strength`
-    times the sum of the rows' log losses, plus half the sum of the squared weights; the bias has no
-    penalty.
+    `numbers` has the index of each row's label; there are `labels` labels. The weights and bias
+    minimize `strength` times the sum of the rows' log losses, plus half the sum of the squared
+    weights. So a larger `strength` is a weaker penalty (C of scikit-learn); the bias has none.
     """
     optimize = _scipy_optimize()
     rows, size = vectors.shape

@@ -54,10 +54,11 @@ class Distilled:
     """A classifier trained on answers of `run`, and which rows it could answer itself.
 
     It was trained on `learned` rows and tested on `tested` other rows, all with distinct texts. For
-    `same` of the tested rows, its most probable label is the answer of the run. It may answer rows
-    whose most probable label has at least the probability in `found`, and the run's model the other
-    rows: then at least the share `agreement` of texts keeps the run's answer, with `confidence`.
-    `found` is None if no probability is high enough. `unanswered` sampled rows failed in the run.
+    `same` of the tested rows, its most probable label is the answer of the run. Suppose it answers
+    the rows whose most probable label has a probability of at least `found.below`, and the run's
+    model answers the others. Then at least the share `agreement` of texts keeps the run's answer,
+    with `confidence` (0 to 1). `found` is None if no such threshold exists. `unanswered` sampled
+    rows failed in the run.
     """
 
     run: str

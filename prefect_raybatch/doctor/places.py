@@ -42,10 +42,11 @@ HOSTED_REMEDY = "correct the URL, model or key; or see this machine's DNS, proxy
 
 
 def check_policy(context: CheckContext) -> Iterator[CheckResult]:
-    """Report what the operator's policy allows to submitted jobs, and whether it allows this job.
+    """Report what the operator's policy allows to submitted jobs.
 
-    Raises `ConfigError` if the other policy, for jobs that their owner runs by hand, refuses the
-    job.
+    If the operator has a policy file (RAYBATCH_POLICY), report too whether it allows this job.
+    Raises `ConfigError` if the policy for jobs that a user runs by hand (`owner_policy`) refuses
+    the job.
     """
     operator = operator_policy()
     yield passed(

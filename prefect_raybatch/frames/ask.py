@@ -395,9 +395,9 @@ def _answers(
 ) -> tuple[pa.Table, pa.ChunkedArray | None]:
     """Return (answer columns, reasons), both with one value for each input row.
 
-    A row without an answer has nulls and a reason; the others have no reason. The reasons are None
-    if no row failed. `output` is the job's. Columns in `expected` that the result lacks, because
-    all rows failed, are added as nulls.
+    A row without an answer has nulls and a reason; the reason of any other row is null. The second
+    value is None if no row failed. `output` is the job's. `expected` is {answer column: empty array
+    of its type}; columns that the result lacks, because all rows failed, are added as nulls.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -20,8 +20,9 @@ AddColumns = Callable[["pa.Table"], Any]
 def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns, list[str]]:
     """Return the columns `fields` as a table, a function that adds columns, and all column names.
 
-    The function takes a table with as many rows and returns a copy of the caller's data with its
-    columns added. Other columns of the data are not read, so they may hold any Python object.
+    The function takes a table with as many rows as the data, and returns a copy of the data with
+    the table's columns added. Columns not in `fields` are not read, so they may hold any Python
+    object.
     Raises `ConfigError` for data of another kind, a missing or duplicate column, and values that no
     Arrow type holds.
     """

@@ -39,7 +39,8 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: models.Pinn
     """Raise `ConfigError` if the chat template does not support what the job passes to it.
 
     The template is the one that the job sets, else the model's. `model` is the result of
-    `pinned.pin`; the template of a model that is not in a folder is not checked.
+    `pinned.pin`. A model's template is checked only where `_of_model` reads it, which excludes
+    Hugging Face.
     """
     fields = needing(prompt)
     where = "prompt.chat_template"
@@ -158,7 +159,8 @@ def _read(name: str) -> str:
 def _of_model(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> str | None:
     """Return the model's chat template; "" if it has none, None if it cannot be determined.
 
-    It can be if the tokenizer is in a local folder, or is the model's own in an object store.
+    Reads files only if the tokenizer is in a local folder, or is the model's own in an object
+    store. Returns None for any other place, such as Hugging Face.
     """
     extra, source = request.vllm_arguments, str(model["source"])
     if extra.get("tokenizer"):

@@ -69,7 +69,7 @@ def check_images(
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
-    A model passes if the installed vLLM does not show its limits. `source` names it in errors.
+    A model passes if no installed vLLM tells its limits. `source` names the model in errors.
     """
     names = tasks.architectures(tasks.overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"

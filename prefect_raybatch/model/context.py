@@ -32,7 +32,10 @@ def text_part(config: ModelConfig) -> ModelConfig:
 
 
 def own_context(config: ModelConfig) -> int | None:
-    """Return the default context length in tokens; None if config.json has none."""
+    """Return the default context length in tokens; None if config.json has none.
+
+    It differs from `longest_context` only for LongRoPE: there it is the length before scaling.
+    """
     text = text_part(config)
     longest = longest_context(config)
     if longest is not None and any(_kind(rope) in ("su", "longrope") for rope in _ropes(text)):

@@ -229,9 +229,10 @@ def experts_of(config: ModelConfig) -> int:
 
 
 def _parameters(text: ModelConfig) -> tuple[float, float, float]:
-    """Return the numbers of parameters in all layers, in the embeddings, and used for one token.
+    """Return the numbers of parameters (in all layers, in the embeddings, used for one token).
 
-    A mixture of experts uses fewer than all for one token.
+    The embeddings include the output head. For one token, a model uses only some of its experts
+    and, of the embeddings, only the output head.
     """
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
@@ -258,7 +259,7 @@ def _parameters(text: ModelConfig) -> tuple[float, float, float]:
 
 
 def _adapters(text: ModelConfig, arguments: EngineFields) -> tuple[int, int]:
-    """Return the bytes for LoRA adapters in all layers, as `adapters_whole` and `adapters_split`.
+    """Return (`adapters_whole`, `adapters_split`) of `Model`: bytes for LoRA adapters.
 
     vLLM reserves them when it starts: for `max_loras` adapters, both matrices of every linear layer
     and of the embeddings at `max_lora_rank`, whatever an adapter really has.

@@ -109,7 +109,9 @@ def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
 def read_config(model: PinnedModel) -> tuple[ModelConfig, int | None]:
     """Return (config.json, bytes of the weight files or None) without downloading weights.
 
-    Raises `ConfigError` if config.json is not available, `HubUnavailable` if a hub may have it.
+    The bytes are None if there are no weight files, or if Hugging Face does not tell their sizes.
+    Raises `ConfigError` if config.json is missing or cannot be read, `HubUnavailable` if it is not
+    in the local cache and Hugging Face does not answer.
     """
     source = str(model["source"])
     try:
@@ -217,7 +219,8 @@ def context_length(path: str) -> int | None:
 def own_length(model: PinnedModel) -> int | None:
     """Return the default context length of a pinned model, by its config.json.
 
-    None if config.json has none or is not available. Does not download the weights.
+    None if config.json has none or cannot be read. Does not download the weights. Raises
+    `HubUnavailable` if config.json is not in the local cache and Hugging Face does not answer.
     """
     try:
         return own_context(read_config(model)[0])
@@ -306,7 +309,7 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _is_of_client(error: BaseException) -> bool:
-    """Return whether the HTTP client of huggingface_hub raised an error without an answer.
+    """Return whether an error is of the HTTP client of huggingface_hub, such as a lost connection.
 
     The client (httpx, httpx2 or requests) differs between versions, so its errors are recognized
     by the names of their classes.
@@ -316,14 +319,15 @@ def _is_of_client(error: BaseException) -> bool:
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Return whether a request to Hugging Face failed so that a retry may help.
+    """Return whether `error`, of a request to Hugging Face, is one after which a retry may help.
 
-    The hub could not be reached, was too slow, too busy (429) or failed itself (5xx).
+    True if the hub could not be reached, or was too slow, too busy (429) or faulty (5xx). Without
+    an HTTP status, False if HF_HUB_OFFLINE is set.
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if isinstance(error, LocalEntryNotFoundError):  # neither in the cache nor, by its cause, there
+    if isinstance(error, LocalEntryNotFoundError):  # not cached; the cause says why not downloaded
         error = error.__cause__ or error
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:

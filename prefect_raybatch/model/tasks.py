@@ -49,9 +49,10 @@ def vllm_task(request: ModelRequest, config: ModelConfig) -> PoolingTask:
 def labels(request: ModelRequest, config: ModelConfig) -> list[str]:
     """Return the names of the model's labels in the order of their ids.
 
-    As in transformers, unnamed labels are LABEL_0 and so on, two by default. For a generating model
-    that `classifier_from_token` turns into a classifier, they are its tokens, or LABEL_0 if vLLM
-    makes one score of two tokens.
+    As in transformers, unnamed labels are LABEL_0 and so on, two by default. If
+    `classifier_from_token` (in config.json or engine.hf_overrides) turns a generating model into a
+    classifier, its labels are the tokens named there, or only LABEL_0 if vLLM makes one score of
+    two tokens.
     """
     config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")

@@ -1,7 +1,7 @@
 """Derives advice from a run's figures: a problem, the evidence, and one change to make. Pure.
 
 Each rule checks one cause. It returns None if the cause is absent or a figure that it needs is
-unknown. Rules about full engines return None also for a run that was too short for its engines to
+unknown. `starved` and `idle_gpu` return None also for a run that was too short for its engines to
 be full most of the time.
 """
 

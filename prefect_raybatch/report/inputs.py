@@ -81,10 +81,11 @@ def null_counts(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def input_drifts(now: Inputs, earlier: Sequence[Inputs], before_key: str) -> tuple[Shift, ...]:
-    """Return how the shares of missing and of new values differ beyond chance from `earlier` runs.
+    """Return the shifts of missing and of new values from `earlier` runs that are beyond chance.
 
-    `earlier` is newest first, and `before_key` the run key of the newest. Columns that the run does
-    not count are not compared.
+    There is at most one shift of each kind (NULLS, NEW_VALUES), over all columns. `earlier` is
+    newest first, and `before_key` the run key of the newest. Columns that the run does not count
+    are not compared.
     """
     each = (_null_drift(now, earlier, before_key), _value_drift(now, earlier, before_key))
     return tuple(shift for shift in each if shift is not None)

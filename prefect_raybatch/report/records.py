@@ -36,9 +36,10 @@ Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
 class StageStats(StrictRecord):
     """The work of one stage over the whole run; unknown values are None.
 
-    `seconds` are summed over its tasks. `balance` is the mean task time divided by the longest (1
-    is even). `mean_s` and `slowest_s` are the mean and the longest task time. `busiest` is the rows
-    of the busiest engine, or for finish of the busiest node, divided by the mean.
+    `seconds` are summed over its tasks, and `rows_per_s` is `rows` divided by them: the rate of one
+    task. `balance` is the mean task time divided by the longest (1 is even). `mean_s` and
+    `slowest_s` are the mean and the longest task time. `busiest` is the rows of the busiest engine,
+    or for finish of the busiest node, divided by the mean; None for read and prepare.
     """
 
     name: str
@@ -124,10 +125,10 @@ class ModelShare(StrictRecord):
     """A model of a cascade: its rows, tokens and cost (with the keys of `RunReport.cost`).
 
     `asked` counts the rows sent to the model, `answered` those with its answer in the result, and
-    `failed` those in quarantine because they failed at this model. The other counts are of the
-    smaller model. `checked`: its answers that the larger model answered too, as a check; `agreed`:
-    those of them that were equal; `unanswered`: further rows chosen for the check that got no
-    answer of the larger model.
+    `failed` those in quarantine because they failed at this model. The last three counts are 0 for
+    the larger model. Some rows that the smaller model answered are sent to the larger model too, as
+    a check: `checked` counts those with an answer of both models, `agreed` those of `checked` with
+    two equal answers, and `unanswered` those that got no answer of the larger model.
     """
 
     model: str
@@ -259,7 +260,10 @@ class RunReport(FinishedRows, StrictRecord):
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return {"golden rows", "judge" or "larger model": series}, for those that have one."""
+        """Return {"golden rows", "judge" or "larger model": series compared with earlier runs}.
+
+        A key is left out if the run has no such series (`ShareSeries`).
+        """
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     @property

@@ -352,7 +352,7 @@ def _roofline_rows(roofline: Mapping[str, float]) -> dict[str, str]:
 
 
 def wrong_table(report: RunReport) -> list[dict[str, str]]:
-    """Return one row for each of some golden rows that were answered wrong."""
+    """Return one row for each wrongly answered golden row in the report, which lists up to 10."""
     return [
         {"golden row": one.row, "right answer": one.expected, "answer": one.answer}
         for one in (report.accuracy.wrong if report.accuracy else ())
@@ -360,7 +360,7 @@ def wrong_table(report: RunReport) -> list[dict[str, str]]:
 
 
 def rejected_table(report: RunReport) -> list[dict[str, str]]:
-    """Return one row for each of some answers that the judge called wrong."""
+    """Return one row for each answer called wrong by the judge; the report lists up to 10."""
     rejected = report.judgement.rejected if report.judgement else ()
     return [{"judged row": one.shown} for one in rejected]
 

@@ -52,11 +52,11 @@ class HistoryLine:
     earlier completed run does.
 
     `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
-    runs it again, once `first_step` is done ("": nothing to do). `undone` says which step of a
-    complete run was not done, and why, `under_way` which process does one now. `is_left`: it is
-    incomplete, and no driver works on it. `is_late`: it missed its deadline. `checked` is the
-    smaller model of a cascade if some of its answers were checked. `prompt_tokens` is the mean of a
-    prompt.
+    runs it again, once `first_step` is done ("": nothing to do). `undone` says which later step of
+    a complete run (such as publishing) was not done, and why; `under_way` says which process is
+    doing such a step now. `is_left`: it is incomplete, and no driver works on it. `is_late`: it
+    missed its deadline. `checked` is the smaller model of a cascade if some of its answers were
+    checked. `prompt_tokens` is the mean number of tokens of a prompt.
     """
 
     run_key: str
@@ -102,7 +102,10 @@ class HistoryLine:
 
     @property
     def series(self) -> dict[str, ShareSeries]:
-        """Return {"golden rows", "judge" or "larger model": series}, for those that have one."""
+        """Return {"golden rows", "judge" or "larger model": series compared with earlier runs}.
+
+        A key is left out if the run has no such series (`ShareSeries`).
+        """
         return series_of(self.accuracy, self.judgement, self.agreement)
 
     def has_fallen(self, share: str) -> bool:

@@ -72,8 +72,8 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
     """Return a remark if a run has less than half the usual number of rows, else None.
 
     `earlier` are the numbers of rows of earlier completed runs, newest first; the usual number is
-    the median of the newest 7. If there are 14 or more, `rows` must also be beyond their chance
-    variation.
+    the median of the newest 7. If there are 14 or more, `rows` must also differ from their mean by
+    more than chance explains (`chance_after`).
     """
     logs = [math.log(number) for number in earlier[:MOST_RUNS] if number > 0]
     if rows and len(logs) >= LEAST_RUNS and chance_after(math.log(rows), logs) >= RUN_CHANCE:

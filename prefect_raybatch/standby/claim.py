@@ -124,12 +124,12 @@ class Claim:
 
 
 def claim_cluster(cpus: int, idle_seconds: float) -> Claim | None:
-    """Claim the cluster that outlasts commands, or start one; None if another command uses it.
+    """Claim the cluster that outlasts commands, or start one.
 
     An unused cluster that started in another environment or folder, or with other code or too few
-    CPUs, is ended and replaced. None also if no keeper can be started, and if the keeper that
-    another command started does not answer. `cpus` are those that the command needs,
-    `idle_seconds` is as in `engines_outlast`.
+    CPUs, is ended and replaced. Returns None if another command uses the cluster, if its keeper
+    does not answer, or if no keeper can be started. `cpus` are those that the command needs. The
+    cluster ends once no command has used it for `idle_seconds`.
     """
     folder = make_private_folder(KEEPER_FOLDER)
     use = {"digest": command_digest(), "cpus": cpus, "idle_seconds": idle_seconds}

@@ -40,7 +40,7 @@ class KeptCluster(Protocol):
         """Start the cluster; return its address."""
 
     def engines(self, in_use: bool) -> Sequence[StandingEngine]:
-        """Return the engines that answer; end others unless a command uses them (`in_use`)."""
+        """Return the engines that answer; unless a command uses the cluster, end the others."""
 
     def end(self) -> None:
         """End the engines and the cluster."""
