@@ -226,7 +226,7 @@ def score(
 
     `text` and `second` are templates such as "{query}" and "{passage}".
     """
-    settings = {"prompt.second": second, **options.get("settings", {})}
+    settings = {"prompt.second": second, **(options.get("settings") or {})}
     answers: Data = _pooled(
         data, "score", text, model, column, {**options, "settings": settings}
     ).data
