@@ -667,6 +667,6 @@ def show_actions(actions: Sequence[Action]) -> None:
         out.print(f"{action.what}  {action.job}  {action.why}", markup=False)
     if not actions:
         out.print(
-            "nothing to reconcile: no Ray job or cluster of raybatch is live, and no flow run waits "
-            "for one"
+            "nothing to reconcile: no Ray job or cluster of raybatch is live, and no flow run "
+            "waits for one"
         )

@@ -35,7 +35,6 @@ from prefect_raybatch.ledger.failures import (
     ENGINES_DIED,
     FEW_ALONE,
     IMAGE_UNAVAILABLE,
-    Failures,
     Loss,
     add_failures,
     alike,
@@ -187,7 +186,8 @@ class Driver:
     called once more, and `on_stop` gets the `Stop` with a sample of the shard's failed rows.
     `waiting` is set in the requests phase only: it holds how many rows wait for each request, all
     of which fail with the request. `draining` is called before each pass and after an incomplete
-    one; once it returns True, `run` raises `RunDrained`.
+    one; once it returns True, `run` raises `RunDrained`. `fetches_images`: rows of this phase
+    fail if their images cannot be fetched now.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class Driver:
         on_stop: Callable[[Stop], None] = lambda stop: None,
         waiting: RequestWeights | None = None,
         draining: Callable[[], bool] = lambda: False,
+        fetches_images: bool = False,
     ):
         self.plan, self.shards, self.ledger = plan, shards, ledger
         self.limits, self.observe, self.on_stop = limits, observe, on_stop
@@ -207,7 +208,7 @@ class Driver:
         self.checkpoints = CheckpointWriter(ledger.store, plan.hash)
         self.progress = Progress(plan.rows, plan.shards)
         self.done = np.zeros(plan.shards, dtype=bool)
-        self.waiting, self.draining = waiting, draining
+        self.waiting, self.draining, self.fetches_images = waiting, draining, fetches_images
         self._last = time.time()
         self._lost: dict[int, list[tuple[Unit, Loss]]] = {}  # by shard, in this pass
         self._warned: set[int] = set()
@@ -335,17 +336,18 @@ class Driver:
             self._accept(receipt)
 
     def _probes(self) -> list[Unit]:
-        """Return rows of committed shards to infer again, as a test that engines work at all.
+        """Return answered rows of committed shards to infer again, to see if engines work at all.
 
         Their answers are discarded. They are needed because an earlier attempt may have left only
-        rows that kill engines. Returns [] if this attempt has received an answer, or if no shard is
-        committed.
+        rows that kill engines. Returns [] if this attempt has received an answer, or if no such row
+        is found in the shards looked at.
         """
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
             return []
         chosen = {done[len(done) * at // PROBES] for at in range(PROBES)}
-        return [Unit(shard, self.shards[shard].rows - 1, 1) for shard in sorted(chosen)]
+        answered = {s: self.ledger.read_commit(self.plan, s).good.bits for s in sorted(chosen)}
+        return [Unit(s, bits.bit_length() - 1, 1) for s, bits in answered.items() if bits]
 
     def _accept(self, receipt: Receipt) -> None:
         if self.done[receipt.shard]:
@@ -390,10 +392,10 @@ class Driver:
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
         """Raise `ErrorBudgetExceeded` if more rows failed than the job's limits allow.
 
-        Raises `ImagesUnavailable` if that is due to images that could not be fetched. Counts the
-        failed rows of all committed shards and of `receipts`: those of a shard that is about to be
-        committed, or []. If an error is raised, that shard stays uncommitted, so a later attempt
-        with a higher limit runs it again.
+        Counts the failed rows of all committed shards and of `receipts`: those of a shard that is
+        about to be committed, or []. Raises `ImagesUnavailable` instead if it would not be more
+        without the rows in `receipts` whose images could not be fetched. In both cases that shard
+        stays uncommitted, so that a later attempt runs it again.
         """
         more = sum(map(self._rows_of_failed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
@@ -401,14 +403,14 @@ class Driver:
         failed = self.progress.rows_of_failed + more
         if failed <= allowed:
             return
-        failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
-        _check_images(failures, failed, self.limits, rows)
+        self._check_images(receipts, failed, rows)
         tried = None
         if self.waiting is None:  # otherwise the phase counts requests, not rows
             tried = self.progress.tally.rows + sum(receipt.unit.rows for receipt in receipts)
         stop = Stop(failed, more, allowed, rows, tried=tried)
         if receipts:
             stop = self._stopped(stop, receipts)
+        failures = add_failures([self.progress.tally.failures, *(r.failures for r in receipts)])
         common = alike(failures).most_common(COMMON)
         lines = [
             f"  {counted(number, 'row')}: {key.stage}: {key.error}: {key.message}"
@@ -424,6 +426,23 @@ class Driver:
             + f"\n{committed} committed and kept. Fix the cause or raise the limit, then run the "
             "job again."
         )
+
+    def _check_images(self, receipts: Sequence[Receipt], failed: int, rows: int) -> None:
+        """Raise `ImagesUnavailable` if `receipts` exceed the limits by such rows alone.
+
+        Of `rows` rows, `failed` have failed, with those in `receipts`. Does nothing in a phase that
+        fetches no images: there, a retry would not help.
+        """
+        away = 0.0
+        for receipt in receipts if self.fetches_images else ():
+            number = sum(n for key, n in receipt.failures.items() if key.error == IMAGE_UNAVAILABLE)
+            if number:  # rows of the run, also where a failed request stands for several
+                away += number * self._rows_of_failed(receipt) / len(receipt.failed)
+        if away and failed - round(away) <= self.limits.allowed(rows):
+            raise ImagesUnavailable(
+                f"the images of {counted(round(away), 'row')} in shard {receipts[0].shard} cannot "
+                f"be fetched now, and {self.limits.sentence_start(rows)} fewer rows to fail"
+            )
 
     def _rows_of_failed(self, record: Receipt | Commit) -> int:
         """Return the number of failed rows in a receipt or commit.
@@ -518,8 +537,8 @@ class Driver:
         are.
         """
         rest: list[Unit] = []
-        # Without committed shards there are no probes; a fixed prompt then shows that engines work.
-        works = self._answered or not self.done.any()
+        # Where there are no probes, each engine answers a fixed prompt before it blames a row.
+        works = self._answered or not self._probes()
         for unit in units:
             why = self._why_lost(unit)
             if not why.may_be_caused_by_row:
@@ -533,20 +552,6 @@ class Driver:
                 else:
                     self._accept(quarantine(unit, why))
         return rest
-
-
-def _check_images(failures: Failures, failed: int, limits: Limits, rows: int) -> None:
-    """Raise `ImagesUnavailable` if no more rows failed for other reasons than `limits` allow.
-
-    `failures` counts the `failed` ones of `rows` rows by reason.
-    """
-    away = {key: number for key, number in failures.items() if key.error == IMAGE_UNAVAILABLE}
-    if failed - sum(away.values()) <= limits.allowed(rows):
-        raise ImagesUnavailable(
-            f"the images of {counted(sum(away.values()), 'row')} cannot be fetched, and "
-            f"{limits.sentence_start(rows)} fewer to fail. Most common: "
-            f"{max(away, key=lambda key: away[key]).message}"
-        )
 
 
 def split_unit(unit: Unit) -> list[Unit]:

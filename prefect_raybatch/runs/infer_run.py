@@ -294,6 +294,7 @@ class Attempt:
             self.log.note_stop,
             waiting,
             Draining(ledger.store, self.name).look,
+            spec.prompt.images is not None and not phase.needs_no_engine,
         )
         self.spent = Spent()
         self.arrangement: ArrangementNote | None = None  # if it is learned

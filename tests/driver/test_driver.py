@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.small import Passes, SmallRun, small_run
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ from prefect_raybatch.ledger.failures import (
     FailureKey,
     Loss,
 )
+from prefect_raybatch.ledger.increments import RequestWeights
 from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
@@ -299,6 +301,15 @@ def test_rows_of_committed_shards_tell_a_broken_machine_from_rows_that_kill(tmp_
     assert probed == {Unit(0, 1, 1), Unit(1, 1, 1), Unit(2, 1, 1)}
 
 
+def test_rows_that_killed_engines_before_are_no_probes(tmp_path):
+    run = small_run(tmp_path, rows=5, per_shard=1)
+    for shard in range(4):
+        run.commit(shard, failed=[0])
+    passes = Passes(run, poison={(shard, 0) for shard in range(5)})
+    assert drive(run, passes, limits={"max_failed_rows": 5}).done == 5
+    assert [unit for unit, _ in passes.quarantined] == [Unit(4, 0, 1)]
+
+
 def test_silence_is_an_infrastructure_error_too(tmp_path):
     run = small_run(tmp_path)
     with pytest.raises(EngineFailure, match="no receipt came back"):
@@ -501,21 +512,55 @@ def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("away", "kind"), [(2, ErrorBudgetExceeded), (3, ImagesUnavailable), (5, ImagesUnavailable)]
+    ("away", "fetches", "kind"),
+    [
+        (2, True, ErrorBudgetExceeded),
+        (3, True, ImagesUnavailable),
+        (5, True, ImagesUnavailable),
+        (5, False, ErrorBudgetExceeded),
+    ],
 )
-def test_images_that_cannot_be_fetched_now_leave_a_run_to_a_retry(tmp_path, away, kind):
+def test_images_that_cannot_be_fetched_now_leave_a_run_to_a_retry(tmp_path, away, fetches, kind):
     run = small_run(tmp_path)
 
     def outage(units, isolated):
         for unit in units:
-            receipt = run.receipt(unit, range(5))
             kinds = {"ImageUnavailable": away, "BadImage": 5 - away}
             failures = {FailureKey("prepare", name, "503"): n for name, n in kinds.items() if n}
-            yield replace(receipt, failures=failures)
+            yield replace(run.receipt(unit, range(5)), failures=failures)
 
     with pytest.raises(kind) as caught:
-        drive(run, outage, limits={"max_failed_rows": 2})
+        drive(run, outage, limits={"max_failed_rows": 2}, fetches_images=fetches)
     assert is_transient(caught.value) == (kind is ImagesUnavailable)
+
+
+def test_images_that_were_away_earlier_are_no_reason_for_a_retry(tmp_path):
+    run = small_run(tmp_path)
+
+    def outage_at_first(units, isolated):
+        for unit in units:
+            error, failed = (("ImageUnavailable", 2), ("ValueError", 1))[min(unit.shard, 1)]
+            receipt = run.receipt(unit, range(failed))
+            yield replace(receipt, failures={FailureKey("prepare", error, "503"): failed})
+
+    for _ in range(2):  # the second attempt resumes
+        with pytest.raises(ErrorBudgetExceeded):
+            drive(run, outage_at_first, limits={"max_failed_rows": 2}, fetches_images=True)
+
+
+@pytest.mark.parametrize("limit", [5, 19])
+def test_a_request_whose_image_is_away_counts_as_its_rows(tmp_path, limit):
+    run = small_run(tmp_path, rows=2, per_shard=2)
+
+    def outage(units, isolated):
+        for unit in units:
+            receipt = run.receipt(unit, range(2))
+            yield replace(receipt, failures={FailureKey("prepare", "ImageUnavailable", "503"): 2})
+
+    waiting = RequestWeights(20, run.shards.starts, np.array([10, 10]))
+    with pytest.raises(ImagesUnavailable, match="of 20 rows"):
+        limits = {"max_failed_rows": limit}
+        drive(run, outage, limits=limits, waiting=waiting, fetches_images=True)
 
 
 def test_who_watches_is_told_of_the_failed_rows_that_are_not_committed(tmp_path):
