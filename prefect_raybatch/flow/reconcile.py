@@ -189,7 +189,7 @@ def restart_crashed(
 
     Each keeps its parameters and its run key, so it continues from the committed shards. A flow run
     is left alone if it has started more than `most` times, or if another flow run of its name is
-    active or completed after the crash. With `dry_run`, nothing is changed.
+    active or has completed since it started. With `dry_run`, nothing is changed.
     """
     since = time.time() - hours * 3600
     actions = []
@@ -235,10 +235,12 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def _is_continued(client: SyncPrefectClient, crashed: FlowRun) -> bool:
-    """Return whether a flow run of the same name is active, or completed after the crash.
+    """Return whether a flow run of the same name is active, or completed since this one started.
 
-    One that completed before does not count: it may be an earlier retry of the same run.
+    One that completed before does not count: it may be an earlier retry of the same run. The time
+    of the crash would be too late, because it may be noticed hours afterwards.
     """
+    started = crashed.start_time.timestamp() if crashed.start_time is not None else 0.0
     ours = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             name=FlowRunFilterName(any_=[crashed.name]),
@@ -249,7 +251,7 @@ def _is_continued(client: SyncPrefectClient, crashed: FlowRun) -> bool:
         sort=FlowRunSort.END_TIME_DESC,
         limit=FLOW_RUNS_PAGE,
     )
-    return any(not _has_completed(run) or _changed(run) > _changed(crashed) for run in ours)
+    return any(not _has_completed(run) or _changed(run) > started for run in ours)
 
 
 def _has_completed(run: FlowRun) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import MAKING, Counts, Heartbeat, Listener
-from prefect_raybatch.errors import is_transient
+from prefect_raybatch.errors import ConfigError, is_transient
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.manifest import RunIdentity
 from prefect_raybatch.kuberay.run_cluster import RunCluster
@@ -47,7 +47,8 @@ def infer_remotely(
         submission = replace(submission, has_successor=False)
     whose = _identity(cluster_of or run, submission, owner)
     tell = partial(_tell, observe, commits.progress)
-    cluster = RunCluster(made, whose, KubeApi(made), tell, interruptible_sleep)
+    api = KubeApi(made, sleep=interruptible_sleep)
+    cluster = RunCluster(made, whose, api, tell, interruptible_sleep)
     access = replace(submission.access, job_server=cluster.url, kubernetes=None)
     follower = Follower(replace(submission, access=access), run, observe, owner)
     if commits.whole:
@@ -71,8 +72,9 @@ def _on_cluster(
 
     After success, the cluster stays for the job's keep time, or longer if
     `submission.has_successor` is set (see `RunCluster.end`). After a transient error, it is left to
-    its lease if the Ray job may continue or Prefect will retry. After any other error, it is
-    deleted, or stays for the keep time if there was a Ray job. When this process is interrupted,
+    its lease if the Ray job may continue or Prefect will retry; after a `ConfigError`, such as an
+    expired certificate, if the Ray job may continue. After any other error, it is deleted, or stays
+    for the keep time if there was a Ray job. When this process is interrupted,
     the cluster is left to its lease if the Ray job may continue, `stop_on_crash` is not set, and
     the flow run was not cancelled; else it is deleted.
     """
@@ -83,7 +85,8 @@ def _on_cluster(
             progress = follower.run_to_end()
         except Exception as error:
             is_used = _may_have_job(cluster, follower) or (follower.attached and owner.retried())
-            if is_used and is_transient(error):
+            is_lost_sight = isinstance(error, ConfigError) and _may_have_job(cluster, follower)
+            if (is_used and is_transient(error)) or is_lost_sight:
                 cluster.leave()
             else:
                 cluster.end(keep=follower.attached)

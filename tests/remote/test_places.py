@@ -136,6 +136,7 @@ GONE, RETRIED = Owner(cancelled=lambda: True), Owner(retried=lambda: True)
         (JobServerUnavailable("away"), True, RETRIED, True),  # the retry finds the job
         (JobServerUnavailable("away"), True, Owner(), True),  # as the next flow does
         (StoreUnavailable("away"), True, Owner(), True),
+        (ConfigError("expired certificate"), True, Owner(), True),
         (AccessDenied("no commits"), True, Owner(), False),
         (KeyboardInterrupt(), True, Owner(), True),  # interrupted: the job goes on
         (KeyboardInterrupt(), True, GONE, False),
