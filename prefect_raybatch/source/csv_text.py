@@ -73,9 +73,11 @@ def csv_tables(
         held = None  # the last block is checked before it is yielded
         with text() as stream:
             for batch in pc.open_csv(stream, read, parse, convert):
-                if held is not None:
+                if held is None:
+                    held = batch
+                elif batch.num_rows:  # a block of empty lines has none
                     yield pa.Table.from_batches([held.select(included)]).rename_columns(chosen)
-                held = batch if batch.num_rows or held is None else held
+                    held = batch
         if held is not None:
             if held.num_rows and "\n" in (held.column(header[-1])[-1].as_py() or ""):
                 _check_closed(file, written, read, parse, header)

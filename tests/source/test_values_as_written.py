@@ -107,6 +107,15 @@ def test_empty_lines_are_rows_also_where_a_file_is_read_in_parts(tmp_path, monke
     assert copy(tmp_path, "a.csv", content)["a"].to_pylist() == values
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_rows_before_a_block_of_empty_lines_come_once(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 1 << 10)
+    rows = [f"{i},x{end}" for i in range(200)]
+    gap = [end] * 5000
+    content = "".join([f"a,b{end}", *gap, *rows[:100], *gap, *rows[100:], *gap])
+    assert copy(tmp_path, "a.csv", content)["a"].to_pylist() == list(range(200))
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
