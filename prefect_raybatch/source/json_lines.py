@@ -196,7 +196,19 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
         options = pj.ParseOptions(explicit_schema=schema, newlines_in_values=False)
         return pj.read_json(pa.BufferReader(piece), read_options=read, parse_options=options)
 
-    table = parse(piece, [])
+    def parse_valid(piece: bytes, fields: list[tuple[str, pa.DataType]]) -> pa.Table:
+        table = parse(piece, fields)
+        try:
+            table.validate()
+        except pa.ArrowInvalid:
+            # pyarrow drops a null that begins a column's first list, unless it knows the type.
+            schema = table.schema
+            table = parse(piece, [(f.name, map_type(f.type, _null_as_text)) for f in schema])
+            table.validate()
+            table = _with_null_types(table, schema)
+        return table
+
+    table = parse_valid(piece, [])
     check_columns_bound(table.schema, file.uri)
     declared: set[Path] = {
         (field.name,)
@@ -207,12 +219,20 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
     if paths:
         piece = with_texts(piece, paths, declared)
         read.block_size = len(piece) + 1
-        table = parse(piece, [])
+        table = parse_valid(piece, [])
     plain = {field.name: map_type(field.type, _no_time) for field in table.schema}
     changed = [(f.name, plain[f.name]) for f in table.schema if plain[f.name] != f.type]
     # The parser turns text that looks like a time into a time, which loses how it was written.
-    table = parse(piece, changed).select(table.column_names) if changed else table
+    table = parse_valid(piece, changed).select(table.column_names) if changed else table
     return _with_number_texts(table, paths) if paths else table
+
+
+def _with_null_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the table with the types of `schema`, which may have nulls instead of text."""
+    for at, field in enumerate(schema):
+        if table.field(at).type != field.type:
+            table = table.set_column(at, field, [pa.array(table[at].to_pylist(), field.type)])
+    return table
 
 
 def _with_number_texts(table: pa.Table, paths: set[Path]) -> pa.Table:
@@ -278,6 +298,10 @@ def _merge_types(types: dict[str, pa.DataType], schema: pa.Schema) -> None:
 
 def _no_time(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_temporal(kind) else kind
+
+
+def _null_as_text(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_null(kind) else kind
 
 
 def _explain_json(file: File, block: bytes, line: int, unit: str, error: Exception) -> str:

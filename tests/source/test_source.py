@@ -530,6 +530,27 @@ def test_an_unnamed_index_column_is_named_as_pandas_does(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "rows",
+    [
+        [{"a": [None, 1]}, {"a": [2, 3]}, {"a": [4]}],
+        [{"a": [None, "x"]}],
+        [{"a": [None, None]}, {"a": [None]}, {"b": [{"x": [None, None], "y": [None, 1]}]}],
+        [{"a": [None, None, 1]}, {}, {"a": None}, {"a": [2]}],
+        [{"a": [None, {"x": 1}]}, {"a": [{"x": 2}, {"x": 3}]}],
+        [{"a": [[None, 1], [2]]}, {"a": [[3, 4]]}],
+        [{"s": {"a": [None, 1]}}, {"s": {"a": [2, 3]}}],
+        [{"a": [None, "2024-01-05"]}, {"a": ["2024-01-06", "x"]}],
+        [{"a": [None, "2024-01-05"], "b": [None, 1]}, {"a": ["2024-01-06"], "b": [2]}],
+    ],
+)
+def test_a_null_that_begins_the_first_list_of_a_json_column_moves_no_values(tmp_path, rows):
+    _, table = copy(tmp_path, text(tmp_path / "a.jsonl", lines(*rows) + "\n"))
+    assert table.to_pylist() == [
+        {name: row.get(name) for name in table.column_names} for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         ("", ["0 bytes"]),
