@@ -9,10 +9,14 @@ from functools import partial
 import pyarrow as pa
 
 from prefect_raybatch.errors import SourceError
+from prefect_raybatch.job.checks import RESERVED
 
 # The type of JSON numbers that are kept as text, because neither int64 nor float64 can represent
 # them. No other JSON value is read as large_string.
 NUMBER_TEXT = pa.large_string()
+# The column of nulls that counts the rows of a block of JSON objects without keys. pyarrow cannot
+# slice, join or convert a table without columns.
+ROWS_WITHOUT_KEYS = f"{RESERVED}rows"
 _LONG_WHOLE = "^-?[0-9]{4,}$"  # float16 holds all whole numbers of fewer digits
 
 
@@ -143,13 +147,14 @@ def written(schema: pa.Schema) -> pa.Schema:
     """Return the schema with which a snapshot writes columns of this `schema`.
 
     At any depth, the null type and structs without fields, which Parquet does not support, become
-    text.
+    text. The column ROWS_WITHOUT_KEYS is left out.
     """
 
     def change(kind: pa.DataType) -> pa.DataType:
         return pa.string() if pa.types.is_null(kind) or is_empty_struct(kind) else kind
 
-    return pa.schema([(field.name, map_type(field.type, change)) for field in schema])
+    columns = [field for field in schema if field.name != ROWS_WITHOUT_KEYS]
+    return pa.schema([(field.name, map_type(field.type, change)) for field in columns])
 
 
 def is_empty_struct(kind: pa.DataType) -> bool:

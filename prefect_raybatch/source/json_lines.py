@@ -9,9 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import pyarrow as pa
 
 from prefect_raybatch.errors import RayBatchError, SourceError
-from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.source import streams
-from prefect_raybatch.source.arrow_types import NUMBER_TEXT, common_type, map_type
+from prefect_raybatch.source.arrow_types import (
+    NUMBER_TEXT,
+    ROWS_WITHOUT_KEYS,
+    common_type,
+    map_type,
+)
 from prefect_raybatch.source.bounds import COLUMN_BOUND, check_columns_bound
 from prefect_raybatch.source.columns import check_columns, types_in
 from prefect_raybatch.source.encodings import UTF8_ONLY, check_encoding, not_decoded
@@ -48,9 +52,11 @@ def json_tables(
                 held = [name for name in columns if name in table.column_names]
                 # A block that has none of the columns still counts its rows.
                 told = {name for name, _ in file.values}
-                lacking = next((name for name in columns if name not in told), f"{RESERVED}rows")
+                lacking = next((name for name in columns if name not in told), ROWS_WITHOUT_KEYS)
                 nothing = {lacking: pa.nulls(table.num_rows)}
                 table = table.select(held) if held else pa.table(nothing)
+            elif not table.num_columns:
+                table = pa.table({ROWS_WITHOUT_KEYS: pa.nulls(table.num_rows)})
             for field in table.schema:
                 before = types.get(field.name, pa.null())
                 wider = common_type(before, field.type, union=True)
@@ -273,6 +279,9 @@ def _merged(tables: Iterable[pa.Table], where: str) -> list[pa.Table]:
 
 
 def _joined(tables: Iterable[pa.Table], schema: pa.Schema) -> Iterator[pa.Table]:
+    if not len(schema):  # which pyarrow can neither slice nor join
+        yield from tables
+        return
     held: list[pa.Table] = []
     rows, most = 0, max(1, TABLE_CELLS // max(1, len(schema)))
     for table in tables:

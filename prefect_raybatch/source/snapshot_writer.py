@@ -63,7 +63,9 @@ class SnapshotWriter:
             self.abandon()
             return
         self._schema = schema
-        most = max(1, TABLE_CELLS // max(1, len(schema)))
+        if not len(schema):  # only JSON objects without keys so far
+            return
+        most = max(1, TABLE_CELLS // len(schema))
         for start in range(0, table.num_rows, most):
             self._write(conform(table.slice(start, most), schema))
 

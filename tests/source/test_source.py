@@ -550,6 +550,34 @@ def test_a_null_that_begins_the_first_list_of_a_json_column_moves_no_values(tmp_
     ]
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "k=1/a.jsonl"])
+@pytest.mark.parametrize("block", [4, 1 << 20])
+def test_json_objects_without_keys_are_rows(tmp_path, monkeypatch, name, block, end):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", block)
+    rows: list[dict[str, Any]] = [*[{}] * 30, {"a": 1}, *[{}] * 30, {"b": 2}, *[{}] * 30]
+    content = json.dumps(rows) if name.endswith("json") else lines(*rows) + end
+    text(tmp_path / "in" / name, content)
+    path = str(tmp_path / "in")
+    _, table = copy(tmp_path, path)
+    assert table["a"].to_pylist() == [row.get("a") for row in rows]
+    assert table["b"].to_pylist() == [row.get("b") for row in rows]
+    assert {*table.column_names} - {"k"} == {"a", "b"}
+    assert copy(tmp_path, path, columns=["b"])[1].num_rows == 92
+    assert copy(tmp_path, path, limit=35)[1].num_rows == 35
+    assert copy(tmp_path, path, filter="a IS NULL")[1].num_rows == 91
+
+
+@pytest.mark.parametrize("content", ["{}\n" * 20, "{}", "[{}, {}]"])
+def test_json_without_any_key_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", 16)
+    path = text(tmp_path / "in/a.json", content)
+    refused(tmp_path, path, "the rows have no columns")
+    text(tmp_path / "in/b.jsonl", '{"a": 1}\n')
+    _, table = copy(tmp_path, str(tmp_path / "in"))
+    assert table["a"].to_pylist() == [None] * content.count("{}") + [1]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
