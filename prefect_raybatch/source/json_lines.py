@@ -26,6 +26,9 @@ from prefect_raybatch.source.snapshot_writer import TABLE_CELLS, conform
 from prefect_raybatch.source.streams import one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line: the file is not JSON Lines
+# A null outside of objects and arrays, or a text within a string that looks so. pyarrow ends the
+# process with a segmentation fault if a block begins with such a null, and makes others rows.
+_NULL_ROW = re.compile(rb"[\r\n}][ \t]*null")
 _KEY = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 
 
@@ -140,11 +143,17 @@ def _parse_json(
             f"{file.uri}, {unit} {line + deep} is nested more than {MOST_LEVELS} levels deep. "
             "Write flatter objects, or write the nested part as text"
         )
+    if _NULL_ROW.search(b"\n" + block) and (fault := _fault_in(file, block, line, unit)):
+        raise SourceError(fault)
     try:
         pieces = _pieces(file, block)
         return _merged((_parse_piece(file, piece, as_written) for piece in pieces), file.uri)
     except (pa.ArrowException, ValueError) as error:
-        raise SourceError(_explain_json(file, block, line, unit, error)) from None
+        raise SourceError(
+            _fault_in(file, block, line, unit)
+            or f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)}). Fix "
+            "the file"
+        ) from None
 
 
 def _pieces(file: File, block: bytes) -> Iterator[bytes]:
@@ -313,11 +322,11 @@ def _null_as_text(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_null(kind) else kind
 
 
-def _explain_json(file: File, block: bytes, line: int, unit: str, error: Exception) -> str:
-    """Return an error message with the line or item at which pyarrow failed to parse `block`.
+def _fault_in(file: File, block: bytes, line: int, unit: str) -> str | None:
+    """Return an error message that names the first faulty line or item of `block`, or None.
 
     `line` is the number of the block's first line or item, because pyarrow counts from the start of
-    a block; `unit` is "line" or "item", `error` is pyarrow's.
+    a block; `unit` is "line" or "item".
     """
     kinds: dict[str, tuple[str, int]] = {}
     for number, text in enumerate(block.split(b"\n"), line):
@@ -344,9 +353,7 @@ def _explain_json(file: File, block: bytes, line: int, unit: str, error: Excepti
                     f"{place}: key {name!r} is {_kind(value)}, but {before} in {unit} {where}. "
                     "Write one type"
                 )
-    return (
-        f"{file.uri}, from {unit} {line}: cannot be read as JSON ({one_line(error)}). Fix the file"
-    )
+    return None
 
 
 def _not_utf8(file: File) -> str:

@@ -761,6 +761,11 @@ def test_objects_that_are_empty_in_one_block_only_stay_objects(tmp_path, monkeyp
         ("", ["0 bytes"]),
         ("\n\n", ["no rows in"]),
         (lines({"a": 1}, "", "[1]"), ["line 3", "is an array, not an object"]),
+        (lines("null", {"a": 1}), ["line 1", "is null, not an object"]),
+        (lines("", {"a": 1}, " null\t\r", {"a": 2}), ["line 3", "is null, not an object"]),
+        (lines({"a": 1}, "null"), ["line 2", "is null, not an object"]),
+        (lines('null{"a": 1}', ""), ["line 1", "not valid JSON"]),
+        (lines({"a": 1}, '{"a": 1} null', {"a": 1}), ["line 2", "not valid JSON"]),
         (lines({"a": 1}, "{oops"), ["line 2", "not valid JSON"]),
         (
             lines({"a": 1}, {"a": "x"}, ""),
@@ -773,6 +778,20 @@ def test_objects_that_are_empty_in_one_block_only_stay_objects(tmp_path, monkeyp
 )
 def test_json_errors_name_file_and_line(tmp_path, content, words):
     refused(tmp_path, text(tmp_path / "data.jsonl", content), "data.jsonl", *words)
+
+
+@pytest.mark.parametrize("block", [4, 1 << 20])
+def test_texts_with_null_are_no_rows(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(streams, "BLOCK_BYTES", block)
+    rows: list[dict[str, Any]] = [{"null": None, "t": "{} null"}, {"t": "null", "o": {"x": None}}]
+    _, table = copy(tmp_path, text(tmp_path / "a.jsonl", lines(*rows)))
+    assert table["t"].to_pylist() == ["{} null", "null"]
+
+
+def test_a_null_in_an_array_of_rows_is_named(tmp_path):
+    path = text(tmp_path / "a.json", '[{"a": 1}, null]')
+    refused(tmp_path, path, "item 2 is not an object")
+    refused(tmp_path, text(tmp_path / "b.json", "[null]"), "item 1 is not an object")
 
 
 def test_json_types_that_clash_across_blocks_and_files(tmp_path, monkeypatch):
