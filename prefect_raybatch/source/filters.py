@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time
+from datetime import date, time
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from functools import cached_property, reduce
 from operator import and_, or_
@@ -278,21 +278,34 @@ def _sql(condition: Condition, schema: pa.Schema, quote: str) -> str | None:
 
 def _sql_value(value: Literal, field: pa.Field) -> str | None:
     """Return a value as an SQL literal; None for types that databases write in different ways."""
-    scalar: Any = typed(value, field).as_py()
+    found = typed(value, field)
+    if pa.types.is_timestamp(found.type):
+        return _sql_timestamp(found)
+    scalar: Any = found.as_py()
     if isinstance(scalar, bool):
         return "TRUE" if scalar else "FALSE"
     if isinstance(scalar, str):
         return _quoted(scalar)
-    if isinstance(scalar, datetime):
-        if scalar.tzinfo is not None:
-            scalar = scalar.astimezone(UTC)
-            return f"TIMESTAMP '{scalar:%Y-%m-%dT%H:%M:%S.%f}Z'"
-        return f"TIMESTAMP '{scalar:%Y-%m-%d %H:%M:%S.%f}'"
     if isinstance(scalar, date):
         return f"DATE '{scalar.isoformat()}'"
     if isinstance(scalar, int):
         return str(scalar)
     return None  # engines round floats and decimals differently, and write times of day differently
+
+
+def _sql_timestamp(scalar: pa.Scalar) -> str | None:
+    """Return a timestamp as an SQL literal; None if engines would change it, or fail.
+
+    Literals have microseconds. Engines hold them in nanoseconds since 1970 (64 bits), and Lance
+    compares them with the local time of a column's time zone.
+    """
+    kind = scalar.type
+    if kind.unit == "ns" or kind.tz not in (None, "UTC"):
+        return None
+    moment = scalar.cast(pa.timestamp(kind.unit)).as_py()
+    if not 1678 <= moment.year <= 2261:
+        return None
+    return f"TIMESTAMP '{moment:%Y-%m-%dT%H:%M:%S.%f}{'Z' if kind.tz else ''}'"
 
 
 def _quoted(text: str) -> str:

@@ -18,6 +18,7 @@ from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.source import detect_format
+from prefect_raybatch.source.filters import Filter
 from prefect_raybatch.storage import open_store
 
 
@@ -78,6 +79,26 @@ def test_columns_filter_and_limit_choose(tmp_path):
         kept = copied(tmp_path, uri, filter=text, columns=["id"])[1]
         assert kept.to_pydict() == {"id": fitting}, text
     assert copied(tmp_path, uri, limit=3)[1]["id"].to_pylist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin"])
+@pytest.mark.parametrize(
+    ("unit", "second"), [("s", "01"), ("ms", "00.001"), ("us", "00.000001"), ("ns", "00.000000001")]
+)
+def test_a_filter_by_time_keeps_the_same_rows_as_of_a_file(tmp_path, unit, second, zone):
+    kind = pa.timestamp(unit, zone)
+    begin = pa.scalar("2026-01-01").cast(pa.timestamp(unit)).cast(pa.int64()).as_py()
+    moments = pa.array([begin, begin + 1, begin + 2], pa.int64()).cast(kind)
+    rows = pa.table({"id": [0, 1, 2], "at": moments})
+    uri = data_set(tmp_path / "d", rows)
+    texts = [f"at {op} '2026-01-01 00:00:{second}'" for op in ("<", "<=", "=", ">=", ">")]
+    if unit != "ns":  # which has no such years
+        texts += ["at > '1677-01-01'", "at < '2262-12-31 12:00:00'", "at >= '0001-01-01'"]
+        texts += ["at < '9999-12-31 23:59:59'", "at IN ('0999-05-06', '2026-01-01')"]
+    for text in texts:
+        expected = Filter(text).keep(rows)["id"].to_pylist()
+        assert expected
+        assert copied(tmp_path, uri, filter=text, columns=["id"])[1]["id"].to_pylist() == expected
 
 
 def test_a_plan_of_a_data_set_keeps_its_version(tmp_path):
