@@ -22,7 +22,7 @@ from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.errors import ConfigError, RayBatchError, SourceError, StoreUnavailable
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.source import Inventory, needs_snapshot, peek, snapshot
-from prefect_raybatch.source.tables import sql
+from prefect_raybatch.source.tables import copying, sql
 from prefect_raybatch.stages.cell_text import cell_texts
 from prefect_raybatch.storage import open_store
 
@@ -68,6 +68,26 @@ def test_sqlite(tmp_path, monkeypatch, companies):
     )[1]
     assert some.to_pylist() == [{"Company": "Company 4"}, {"Company": "Company 2"}]
     assert peek(reads(uri=companies, query=query)).rows == 100
+
+
+@pytest.mark.parametrize(
+    ("query", "rows", "estimate"),
+    [
+        ("SELECT id FROM companies -- all", 100, 100),
+        ("SELECT id FROM companies /* all */;", 100, 100),
+        ("SELECT id FROM companies; -- all", 100, 9),
+        ("SELECT id FROM companies;\n-- all", 100, 9),
+        ("PRAGMA table_info(companies)", 4, 4),
+    ],
+)
+def test_a_statement_that_sqlite_cannot_count_is_read(
+    tmp_path, monkeypatch, companies, query, rows, estimate
+):
+    monkeypatch.setattr(sql, "FETCH_ROWS", 9)
+    monkeypatch.setattr(copying, "GUESS_ROWS", 5)
+    assert copy(tmp_path, companies, query)[0].rows == rows
+    looked = peek(reads(uri=companies, query=query))
+    assert (looked.rows, looked.guessed) == (estimate, rows == 100)
 
 
 def test_a_plan_over_a_query_and_no_key_in_it(tmp_path, companies):
@@ -161,6 +181,10 @@ def test_a_value_is_never_cut_to_the_type_of_the_first_rows(
         ("'12:00:00+05'::TIMETZ", {}, None),
         ("'12:00:00+05'::TIMETZ", {"a": "string"}, "string ['12:00:00+05:00']"),
         ("2.5::DECIMAL(3,1)", {"a": "int64"}, None),
+        ("0.1::DECIMAL(3,1)", {"a": "double"}, "double [0.1]"),
+        ("19.99::DECIMAL(5,2)", {"a": "float"}, "float [19.99]"),
+        ("9007199254740992::DECIMAL(20,0)", {"a": "double"}, "double [9007199254740992"),
+        ("9007199254740993::DECIMAL(20,0)", {"a": "double"}, None),
     ],
 )
 def test_values_of_duckdb(tmp_path, value, types, held):

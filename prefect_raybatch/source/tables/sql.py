@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, quote
 
@@ -108,6 +109,8 @@ def open_sql(source: ReadSpec) -> TableSource:
 class SqlSource(TableSource):
     """The rows of a query in an open transaction, which `close` ends."""
 
+    counted = False
+
     def __init__(
         self, connection: Connection, source: ReadSpec, uri: str, what: str, secrets: Sequence[str]
     ) -> None:
@@ -117,7 +120,6 @@ class SqlSource(TableSource):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.pin = TablePin(format="sql", uri=uri, id=uri, version=now, made=now)
         self.schema = self._first()
-        self.rows, self.counted = self._count(), False
 
     def batches(
         self, columns: Sequence[str] | None, filter: Filter | None
@@ -241,21 +243,26 @@ class SqlSource(TableSource):
                 f"0) does not fit ({why}). CAST it in the query, or set its type in source.types"
             ) from None
 
-    def _count(self) -> int | None:
-        """Return the number of rows: counted by SQLite, estimated by PostgreSQL.
+    @cached_property
+    def rows(self) -> int | None:  # type: ignore[override]
+        """Number of rows: counted by SQLite, estimated by PostgreSQL, None for others.
 
-        None for other databases.
+        None also for statements that these cannot count, such as a PRAGMA.
         """
+        from sqlalchemy.exc import DBAPIError
+
         dialect = self._connection.dialect.name
-        if dialect == "sqlite":  # a local file, so counting is fast
-            query = self._query.strip().rstrip(";")
-            counted = self._connection.exec_driver_sql(f"SELECT count(*) FROM ({query})")
-            return int(counted.scalar_one())
-        if dialect != "postgresql":
-            return None
-        plan = self._connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {self._query}").scalar_one()
-        found = json.loads(plan) if isinstance(plan, str) else plan
-        return max(1, int(found[0]["Plan"]["Plan Rows"]))
+        with suppress(DBAPIError):
+            if dialect == "sqlite":  # a local file, so counting is fast
+                query = self._query.strip().rstrip(";")  # may end with a comment
+                counted = self._connection.exec_driver_sql(f"SELECT count(*) FROM ({query}\n)")
+                return int(counted.scalar_one())
+            if dialect == "postgresql":
+                explain = f"EXPLAIN (FORMAT JSON) {self._query}"
+                plan = self._connection.exec_driver_sql(explain).scalar_one()
+                found = json.loads(plan) if isinstance(plan, str) else plan
+                return max(1, int(found[0]["Plan"]["Plan Rows"]))
+        return None
 
 
 def _url(source: ReadSpec) -> tuple[URL, list[str]]:
@@ -437,7 +444,11 @@ def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
     Raises ArrowInvalid if Arrow would drop a part of one: a fraction, a time of day, an offset.
     """
-    made, types = pa.array(values, kind), pa.types
+    types = pa.types
+    plain = values
+    if types.is_floating(kind):  # Arrow converts no decimals to floats
+        plain = [float(value) if isinstance(value, Decimal) else value for value in values]
+    made = pa.array(plain, kind)
     if types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind):
         for value, held in zip(values, made.to_pylist(), strict=True):
             if value != held and not _is_held(value, held, kind):
@@ -448,6 +459,8 @@ def _exact_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 def _is_held(value: Any, held: Any, kind: pa.DataType) -> bool:
     if isinstance(value, float) and pa.types.is_floating(kind):  # a narrower one rounds fractions
         return not value.is_integer()
+    if isinstance(value, Decimal) and pa.types.is_floating(kind):
+        return value != value.to_integral_value()
     if isinstance(value, datetime) and pa.types.is_date(kind):
         return value == datetime.combine(held, time(), value.tzinfo)
     if isinstance(value, datetime) and value.tzinfo is None:  # the zone is as declared
