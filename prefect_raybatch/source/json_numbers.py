@@ -66,32 +66,32 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
     """
     if not has_floats(schema):
         return set()
-    inexact = [number for number in _long_numbers(block) if not _holds(number)]
-    if not inexact:
+    starts = [start for start, number in _long_numbers(block) if not _holds(number)]
+    if not starts:
         return set()
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+    lines = block.split(b"\n")
     paths: set[Path] = set()
-    for line in block.split(b"\n"):
-        if line.strip() and any(one in line for one in inexact):
-            row = json.loads(line, parse_int=_Number, parse_float=_Number)
-            paths.update(path for path, number in _numbers(row, ()) if not is_exact_float(number))
+    for at in np.unique(np.searchsorted(ends, starts)).tolist():
+        row = json.loads(lines[at], parse_int=_Number, parse_float=_Number)
+        paths.update(path for path, number in _numbers(row, ()) if not is_exact_float(number))
     return {path for path in paths if _is_float(path, schema)}
 
 
-def _long_numbers(block: bytes) -> set[bytes]:
-    """Return the substrings of a block that may be numbers with too many digits for a float.
+def _long_numbers(block: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, text) of what may be a number with too many digits for a float in a block.
 
     A sign is left out. Includes numbers with an exponent of -100 or below, which may be too small
     for a float; pyarrow itself rejects numbers that are too large for one.
     """
     edges = np.diff(_DIGITS[np.frombuffer(block, np.uint8)].view(np.int8), prepend=0, append=0)
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-    numbers = set()
     for start in starts[ends - starts >= LONG_DIGITS].tolist():
         if (match := _LONG.match(block, start)) is not None:
-            numbers.add(match[0])
+            yield start, match[0]
     if b"e-" in block or b"E-" in block:
-        numbers.update(_SMALL.findall(block))
-    return numbers
+        for match in _SMALL.finditer(block):
+            yield match.start(), match[0]
 
 
 def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:

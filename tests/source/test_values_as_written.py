@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ def test_json_numbers_keep_their_value_over_several_files(tmp_path):
         (tmp_path / "in" / f"{name}.jsonl").write_text(lines({"id": value}))
     found = copied(tmp_path, str(tmp_path / "in"))
     assert found["id"].to_pylist() == [*map(str, IDS), "0.5"]
+
+
+def test_json_with_many_long_numbers_is_read_in_linear_time(tmp_path):
+    rows = [{"id": 10**18 + 7 * i, "score": 0.5} for i in range(50_000)]
+    content = lines(*rows, {"id": 1, "score": "0.1234567890123456789"})
+    content = content.replace('"0.1234567890123456789"', "0.1234567890123456789")
+    before = time.process_time()
+    found = copy(tmp_path, "a.jsonl", content)
+    assert time.process_time() - before < 4  # 10 s if each line is searched for each number
+    assert found["id"].to_pylist() == [*(row["id"] for row in rows), 1]
+    assert found["score"].to_pylist()[-2:] == ["0.5", "0.1234567890123456789"]
 
 
 def test_json_numbers_do_not_go_together_with_texts(tmp_path, monkeypatch):
