@@ -15,7 +15,7 @@ from helpers.table_sources import companies, copied, refused, without_keys
 from s3server import S3Server
 
 from prefect_raybatch.api import dry_run, plan_run
-from prefect_raybatch.errors import ConfigError, SourceError
+from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.source import detect_format
 from prefect_raybatch.source.filters import Filter
@@ -128,6 +128,22 @@ def test_what_is_no_data_set_is_told(tmp_path, monkeypatch):
         "prefect_raybatch.source.tables.copying.find_spec", lambda name: None, raising=True
     )
     refused(uri, 'pip install "prefect-raybatch[lance]"', error=ConfigError)
+
+
+@pytest.mark.parametrize("version", [None, 1])
+@pytest.mark.parametrize("kind", [OSError, ValueError])
+def test_a_store_that_is_away_is_told_as_such_also_at_a_version(
+    tmp_path, monkeypatch, kind, version
+):
+    uri, opened = data_set(tmp_path / "d", companies(0, 3)), lance.dataset
+
+    def away(uri: str, **options: Any) -> lance.LanceDataset:
+        if options["version"] == version:
+            raise kind("LanceError(IO): Generic S3 error: error sending request: connection reset")
+        return opened(uri, **options)
+
+    monkeypatch.setattr(lance, "dataset", away)
+    refused(uri, "error sending request", version=version, error=StoreUnavailable, format="lance")
 
 
 def test_a_data_set_on_s3_is_read_with_the_keys_of_the_job(tmp_path, s3: S3Server, monkeypatch):

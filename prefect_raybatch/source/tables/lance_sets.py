@@ -20,6 +20,7 @@ from prefect_raybatch.source.tables.base import (
 )
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.storage import join, object_store_options, table_settings
+from prefect_raybatch.storage.library_errors import failure_in
 
 if TYPE_CHECKING:
     from lance import LanceDataset
@@ -56,8 +57,7 @@ def open_lance(source: ReadSpec) -> TableSource:
             entry["version"]: _utc(cast(datetime, entry["timestamp"]))
             for entry in newest.versions()
         }
-    data = newest if source.version is None else _pinned(source.version, uri, versions, opened)
-    with translate_errors(what, scrub):
+        data = newest if source.version is None else _pinned(source.version, uri, versions, opened)
         return LanceSource(data, uri, versions.get(data.version), scrub)
 
 
@@ -79,7 +79,9 @@ def _pinned(
         chosen = max(before, default=0)
     try:
         return opened(chosen)
-    except ValueError:
+    except ValueError as error:
+        if failure_in(error) != "gone":
+            raise
         raise SourceError(
             f"source.version: {uri} has no version or tag {version} (versions: {min(versions)} to "
             f"{max(versions)}, the first of {versions[min(versions)]:%Y-%m-%d %H:%M:%S} UTC). "
