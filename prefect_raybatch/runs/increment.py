@@ -43,7 +43,7 @@ from prefect_raybatch.plan.joining import Join
 from prefect_raybatch.plan.plan import make_plan
 from prefect_raybatch.plan.prefix_order import MOST_ORDERED
 from prefect_raybatch.plan.row_keys import RowKeys, keying_of
-from prefect_raybatch.runs.precision import taken_precision
+from prefect_raybatch.runs.precision import precision_of, taken_precision
 from prefect_raybatch.runs.reusable_runs import (
     ANSWERS_A_BATCH,
     DamagedAnswers,
@@ -153,9 +153,10 @@ def join_answers(
     skipped = set() if skipped is None else skipped
 
     def known_runs() -> ReusableRuns:
-        return find_reusable_runs(
+        found = find_reusable_runs(
             spec.reuse.run, spec.output, spec.name, run_key, keying.context, parts, skipped
         )
+        return _of_one_precision(found, _precision(resolved, spec, found))
 
     with ExitStack() as stack:
         known, join = _begun_join(
@@ -177,10 +178,10 @@ def _begun_join(
     `ordered` says that the requests are to be in the order of their prompts.
     """
     while True:
-        known = known_runs()
         with ExitStack() as stack:
-            join = stack.enter_context(Join(rows, known.rows, ordered))
             try:
+                known = known_runs()
+                join = stack.enter_context(Join(rows, known.rows, ordered))
                 number = 0
                 for keys, usable in known.every_key():
                     numbers = number + np.flatnonzero(usable)
@@ -245,6 +246,7 @@ def plan_increment(
 
 
 def _precision(resolved: Resolved, spec: RunSpec, reusable: ReusableRuns) -> TakenPrecision | None:
+    """Return the precision that the new run takes over, None if there is none."""
     retry, output = resolved.identity.retry, spec.output
     root = open_store(output.uri, dict(output.options) or None) if retry else None
     parent = root.sub(retry["parent"]) if root is not None and retry else None
@@ -255,6 +257,23 @@ def _precision(resolved: Resolved, spec: RunSpec, reusable: ReusableRuns) -> Tak
         if parent is not None or not stores:
             raise
         raise damaged(stores[0], str(error)) from None
+
+
+def _of_one_precision(found: ReusableRuns, precision: TakenPrecision | None) -> ReusableRuns:
+    """Return the runs that decided on `precision` (None: all): answers of two must not mix."""
+    if precision is None:
+        return found
+    held = []
+    for store, answers in found.held:
+        try:
+            note = precision_of(store)
+        except CorruptRun as error:
+            raise damaged(store, str(error)) from None
+        if note is not None and dict(note.decided) == dict(precision.decided):
+            held.append((store, answers))
+        else:
+            log.info("reuse: the answers of %s, in another precision, are not reused", store.uri)
+    return replace(found, held=tuple(held))
 
 
 def _write_places(join: Join, store: Store) -> Iterator[str]:

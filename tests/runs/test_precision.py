@@ -421,3 +421,35 @@ def test_nights_that_take_answers_over_stay_in_one_precision(tmp_path, monkeypat
             for gone in (tmp_path / "out").glob("n1*"):
                 shutil.rmtree(gone)
     assert trials == ["trial"] * 2
+
+
+def test_only_answers_of_the_runs_precision_are_reused(tmp_path, monkeypatch):
+    monkeypatch.setattr(connect, "admitted", lambda *_: nullcontext())
+    monkeypatch.setattr(
+        trial_actor, "trial_on_worker", lambda engine, stages, *_: here(Fp8Engine, stages)
+    )
+    nights = Nights(tmp_path)
+
+    def night(key: str, *texts: str, every: str = "", **groups: Any) -> RunReport:
+        env = {Fp8Engine.NOTES: str(tmp_path / "notes"), Fp8Engine.EVERY: every}
+        job = nights.job(
+            source={"uri": str(tmp_path / "in.parquet"), "rows_per_shard": 100},
+            prompt={"template": "Say {text}\n{id}"},
+            engine={"quantization": "try-fp8", "env": env},
+            limits={"min_agreement": 0.5, "max_failed_fraction": 1.0},
+            **groups,
+        )
+        nights.write(*texts, id=list(range(len(texts))))
+        return nights.night(key, job)
+
+    one = [f"one {i}" for i in range(210)]
+    two = [f"two {i}" for i in range(210)]
+    keep = {"output": {"uri": str(tmp_path / "out"), "columns": ["text"], "keep_answers": 30}}
+    first = night("n1", *one, reuse=None, **keep)
+    second = night("n2", *two, every="1", reuse=None, **keep)
+    assert first.precision is not None and first.precision.decided == {"quantization": "fp8"}
+    assert second.precision is not None and second.precision.decided == {}
+    nights.asked.clear()
+    third = night("n3", *one[:100], *two[100:], every="1", reuse="all", **keep)
+    assert third.precision is not None and third.precision.by == "n2"
+    assert len(nights.asked) == 100 and all("one" in prompt for prompt in nights.asked)
