@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from prefect_raybatch.cluster.tokens import check_token_file, token_missing, token_wrong
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.runs.backfill import interruptible_sleep
 from prefect_raybatch.storage.library_errors import certificate_problem
 from prefect_raybatch.storage.redirects import redirect_problem
 
@@ -73,7 +74,7 @@ class JobServer:
         url: str,
         patience: float = PATIENCE,
         connect: Callable[[str], Any] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = interruptible_sleep,
         access: ClusterAccess | None = None,
     ):
         self.url, self.patience = url, patience

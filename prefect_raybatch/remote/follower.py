@@ -180,7 +180,7 @@ class Follower:
             if newest.server != self.url:
                 self._pass_over(newest)
                 continue
-            server = self.server_at(self.url, access=self.access, sleep=self.sleep)
+            server = self.server_at(self.url, access=self.access)
             found = server.find(newest.id)
             if found is None and self._is_replaced(newest):
                 self._next(newest.number + 1)
