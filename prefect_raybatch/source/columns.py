@@ -17,8 +17,9 @@ from prefect_raybatch.words import did_you_mean
 def check_columns(wanted: Sequence[str] | None, known: Sequence[str], where: str) -> list[str]:
     """Return the columns to read from a file: `wanted`, or all columns of the file (`known`).
 
-    Raises ConfigError for a `wanted` column that is unknown or repeated, SourceError if the file
-    repeats a column name or a chosen column has the reserved prefix. `where` names the file.
+    All columns are read if `wanted` is None or empty. Raises ConfigError for a `wanted` column that
+    is unknown or repeated, SourceError if the file repeats a column name or a chosen column has the
+    reserved prefix. `where` names the file.
     """
     for name in dict.fromkeys(known):
         if known.count(name) > 1:
@@ -72,7 +73,10 @@ def types_in(
 
 
 def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataType | None:
-    """Return the type of both: by `common_text_type` if `text` (CSV), else by `common_type`."""
+    """Return the type for values of both types; None if they are incompatible.
+
+    Uses `common_text_type` if `text` (CSV), which always gives a type, else `common_type`.
+    """
     return common_text_type(a, b) if text else common_type(a, b, union)
 
 

@@ -111,9 +111,9 @@ def read_copy_record(store: Store, key: str) -> Copied | None:
 
 
 def write_copy_record(store: Store, key: str, one: Copied) -> None:
-    """Write the record `key` (from `copy_key`) of what copying one share of the input gave.
+    """Write `one`, the outcome of copying a share, as the record `key` (from `copy_key`).
 
-    Writes nothing if the copy failed. Raises the store's errors.
+    Writes nothing if the outcome has no files, or an error. Raises the store's errors.
     """
     if one.files is not None and one.unfit is None and one.error is None:
         put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))

@@ -44,7 +44,7 @@ def csv_tables(
     An empty unquoted cell is null. `columns` may name columns of the file's path (key=value
     folders), which are not read here; if it names no others, all columns of the file are read. Adds
     the names of the file's columns to `known`. Raises SourceError for a broken file, ConfigError
-    for an unknown column.
+    for an unknown column, and if the file seems to have another delimiter than the assumed one.
     """
     import pyarrow.csv as pc
 

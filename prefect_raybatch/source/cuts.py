@@ -114,7 +114,8 @@ class _Seen:
 
     `inside` is 1 if it is assumed to begin inside quotes, else 0. `clear`: each quote so far opens
     or closes a value. `quotes` is the number of quotes so far, plus `inside`. `line_end` is the
-    offset in the file after the first line break outside quotes; None if the first window has none.
+    offset in the file after the first line break outside quotes; None if the part's first window
+    (up to SCAN_BYTES) has none.
     """
 
     def __init__(self, inside: int) -> None:
@@ -167,8 +168,8 @@ class _Scan:
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, bytes) of windows over the part at `start`, plus one byte each side.
 
-        The bytes at the sides are context: a line break before the file and after it. `offset` is
-        the place of the first byte in the file, context included.
+        The byte on each side is context; beyond the ends of the file it is a line break. `offset`
+        is the place of the first of the bytes in the file, context included, so -1 at its start.
         """
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)
@@ -185,10 +186,10 @@ class _Scan:
 
 
 def beginning(file: File) -> File:
-    """Return the whole lines in the first `HEADER_BYTES` of a text file, as a file.
+    """Return a text file cut to the whole lines in its first HEADER_BYTES.
 
-    It is for estimates of columns and row counts: a quoted value that spans lines may be cut off. A
-    small or compressed file and a JSON array are returned whole.
+    The result is for estimates of columns and row counts: a quoted value that spans lines may be
+    cut off. A small or compressed file and a JSON array are returned whole.
     """
     if file.info.size <= HEADER_BYTES or ending(file.info.path)[1] or is_array(file):
         return file

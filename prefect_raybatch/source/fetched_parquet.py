@@ -29,9 +29,10 @@ def parquet_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of a Parquet file with the chosen `columns` (None: all), batch by batch.
 
-    Columns that only the path supplies are left out. Adds the names of all columns in the file to
-    `known`. Skips row groups whose statistics show that no row matches `filter`, but yields the
-    other row groups whole. Raises SourceError if the file cannot be used.
+    Columns that only the path supplies are left out; if `columns` has no others, yields the file's
+    first column, so that rows can be counted. Adds the names of all columns in the file to `known`.
+    Skips row groups whose statistics show that no row matches `filter`, but yields the other row
+    groups whole. Raises SourceError if the file cannot be used, ConfigError for an unknown column.
     """
     with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow

@@ -210,7 +210,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _compare(field: pa.Field, op: str, value: Literal) -> pc.Expression:
-    """Return the expression `column op value`, which is null where the column is."""
+    """Return the expression `column op value`; its result is null where the column is null."""
     import pyarrow.compute as pc
 
     column, kind, scalar = pc.field(field.name), _value_type(field), typed(value, field)
@@ -296,8 +296,9 @@ def _sql_value(value: Literal, field: pa.Field) -> str | None:
 def _sql_timestamp(scalar: pa.Scalar) -> str | None:
     """Return a timestamp as an SQL literal; None if engines would change it, or fail.
 
-    Literals have microseconds. Engines hold them in nanoseconds since 1970 (64 bits), and Lance
-    compares them with the local time of a column's time zone.
+    None for nanoseconds, because literals have only microseconds; for years outside 1678 to 2261,
+    because engines hold 64-bit nanoseconds since 1970; and for time zones other than UTC, because
+    Lance compares literals with the local time of the column's zone.
     """
     kind = scalar.type
     if kind.unit == "ns" or kind.tz not in (None, "UTC"):

@@ -214,10 +214,10 @@ def find(source: ReadSpec) -> tuple[str, list[File]]:
 
 
 def _list(source: ReadSpec) -> list[File]:
-    """Return all files of `source`, sorted by name.
+    """Return all files of `source`, sorted by URI.
 
-    Raises SourceError for an entry that matches none, or that matches files of a table or a run
-    that must not be read as plain files.
+    Raises SourceError for an entry of source.uri that matches no file, or files of a table or run
+    that must not be read as plain files; also for a file that two entries include.
     """
     found: dict[str, File] = {}
     places = Places(source.options)

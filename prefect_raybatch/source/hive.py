@@ -64,11 +64,11 @@ def _decode(text: str, where: str) -> str:
 def path_types(
     files: Iterator[Values], declared: Mapping[str, pa.DataType] | None = None
 ) -> dict[str, pa.DataType]:
-    """Return the types of the columns in paths; `files` are the values in the path of each file.
+    """Return {column: type} for the columns in paths; `files` has the path columns of each file.
 
-    A type is the `declared` one; without it, int32 if all values are whole numbers in its range
-    without leading zeros; else text. Raises ConfigError for a value that a declared type cannot
-    hold.
+    The type is the `declared` one. Without it, the type is int32 if all values are whole numbers
+    in the range of int32 without leading zeros, else string. Raises ConfigError for a value that a
+    declared type cannot hold.
     """
     seen: dict[str, set[str]] = {}
     for values in dict.fromkeys(files):
@@ -127,11 +127,12 @@ def add_columns(
     types: Mapping[str, pa.DataType],
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """Return `table` with the columns that its path supplies.
+    """Return `table` with the columns in the path of its file added.
 
-    With `columns`, keep only these, in this order; names in neither are skipped. `where` is the
-    file that the table comes from, `values` are the columns in its path and `types` their
-    types. Raises SourceError if the table has a column of the path with other values.
+    With `columns`, the result has only these columns, in this order; a name that is in neither
+    the table nor the path is skipped. `where` is the URI of the file, `values` are the columns in
+    its path, and `types` their types. Raises SourceError if the table itself has a column of the
+    path, but with other values.
     """
     for name, value in values:
         if columns is not None and name not in columns:

@@ -26,7 +26,7 @@ def arrow_tables(
     """Yield the non-empty batches of an Arrow file or stream with the chosen `columns` (None: all).
 
     Columns that only the path supplies are left out. Adds the names of all columns in the file to
-    `known`. Raises SourceError if the file cannot be used.
+    `known`. Raises SourceError if the file cannot be used, ConfigError for an unknown column.
     """
     rows = 0
     with _readable(file), _opened(file, columns, known) as (reader, chosen):

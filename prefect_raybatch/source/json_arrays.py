@@ -62,7 +62,7 @@ def array_blocks(file: File) -> Iterator[tuple[int, bytes]]:
 
 
 def _items(file: File) -> Iterator[str]:
-    """Yield the JSON text of each item; raise SourceError unless it is an array of objects."""
+    """Yield the JSON text of each item; raise SourceError for anything but an array of objects."""
     text = _Text(file)
     decoder = json.JSONDecoder()
     text.take("[", "array")
@@ -193,7 +193,7 @@ def is_too_deep(text: bytes) -> bool:
 
 
 def deep_line(block: bytes) -> int | None:
-    """Return the 0-based number of the first line that is nested too deep, or None."""
+    """Return the 0-based number of the first line nested deeper than MOST_LEVELS, or None."""
     if block.count(b"[") + block.count(b"{") <= MOST_LEVELS:
         return None
     values = np.frombuffer(block, np.uint8)

@@ -82,11 +82,11 @@ def json_tables(
 
 
 def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (place, rows) for each block of the file, for error messages about the place.
+    """Yield (place, rows) for each block of the file.
 
-    A place is the file's URI and the block's first line (or first item, in an array). `as_written`
-    has the keys whose numbers are kept as text if any has a fraction, as in `json_tables`. A block
-    whose rows have many keys gives several tables.
+    A place is text for error messages: the file's URI and the number of the block's first line (or
+    first item, in an array). `as_written` has the keys whose numbers are kept as text if any has a
+    fraction, as in `json_tables`. A block whose rows have many keys gives several tables.
     """
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"

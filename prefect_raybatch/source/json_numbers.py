@@ -79,10 +79,11 @@ def inexact_paths(block: bytes, schema: pa.Schema) -> set[Path]:
 
 
 def _long_numbers(block: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, text) of what may be a number with too many digits for a float in a block.
+    """Yield (offset, text) of each number in a block that a float may not represent exactly.
 
-    A sign is left out. Includes numbers with an exponent of -100 or below, which may be too small
-    for a float; pyarrow itself rejects numbers that are too large for one.
+    These numbers have many digits, or an exponent of -100 or below; pyarrow itself rejects numbers
+    that are too large for a float. The text has no sign. Digits within a JSON string are yielded
+    too, so the text may not be a valid number.
     """
     edges = np.diff(_DIGITS[np.frombuffer(block, np.uint8)].view(np.int8), prepend=0, append=0)
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)

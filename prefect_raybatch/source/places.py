@@ -116,8 +116,9 @@ class Places:
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
         """Return the nearest table or run that is or contains `folder`, as ((its folder, kind),).
 
-        () if no folder noted or looked up is one. If `folder` is reached by symbolic links, the
-        nearest one for its real path is added.
+        Only folders that were noted or looked up before count; () if none of them is a table or
+        run. If `folder` is reached by symbolic links, looks up its real path as well, and adds the
+        nearest table or run of that path.
         """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)

@@ -59,8 +59,8 @@ class RowSample:
     def _hashes(self, start: int, end: int) -> Hashes:
         """Return the hash of each row number from `start` up to `end`, excluded.
 
-        It is splitmix64, which maps distinct numbers to distinct hashes. The seed is hashed too:
-        with seeds added to the numbers, samples would be shifted copies.
+        The hash is splitmix64, which maps distinct numbers to distinct hashes. The seed is hashed
+        too: with seeds added to the numbers, samples would be shifted copies.
         """
         return _mixed(np.arange(start, end, dtype=np.uint64) ^ self._salt)
 

@@ -214,7 +214,8 @@ def _round(
 def _take(share: CopyShare, one: Copied, shape: Shape) -> None:
     """Merge the types in `one`, a share's outcome, into `shape`; then raise its error, if any.
 
-    Raises `NotSideBySide` instead of that error if the share is a part of a file.
+    If the share is a part of a file, raises `NotSideBySide` instead of SourceError or ConfigError,
+    whether the merge or the copy failed.
     """
     part = next((stretch for stretch in share if stretch.stop is not None), None)
     try:

@@ -80,7 +80,7 @@ class SnapshotWriter:
             table = table.slice(room)
 
     def close(self) -> tuple[InputFile, ...] | None:
-        """Finish the last part; return the files written, or None if the schema changed."""
+        """Finish the last part; return the files written, or None if they were abandoned."""
         if self._given_up:
             return None
         self._flush()
@@ -174,7 +174,7 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 def _with_text(value: Any, kind: pa.DataType) -> Any:
     """Return a JSON value of type `kind`, in which each empty dict that must be text is "{}".
 
-    Replaces them at any depth: a key has type string if its values are objects without keys.
+    This is done at any depth. A key whose values are all objects without keys has type string.
     """
     types = pa.types
     if value is None:

@@ -151,8 +151,9 @@ def _side_by_side(
 ) -> Inventory | None:
     """Copy the files as parallel shares; return None if they must be copied sequentially.
 
-    They must be if they are small, give a single share, or have parts with different types though
-    all rows are valid. Raises the errors of `snapshot`.
+    Small inputs and those with a single share are copied sequentially. So is an input in which the
+    parts of a file have different types, though all its rows are valid. Raises the errors of
+    `snapshot`.
     """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:

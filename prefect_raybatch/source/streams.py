@@ -51,8 +51,8 @@ def open_text(
 def open_bytes(file: File) -> Iterator[Any]:
     """Open a stream of the file's decompressed bytes for pyarrow's readers, at the start.
 
-    If the file has a `cut`, the stream has only its content. Raises SourceError if the file was
-    deleted, or decompresses to more than the bound.
+    If the file has a `cut`, the stream has only the content of the cut. Raises SourceError if the
+    file was deleted, or decompresses to more than EXPANSION_BOUND and FREE_BYTES allow.
     """
     if file.cut is not None:
         yield pa.BufferReader(file.cut.content)

@@ -30,12 +30,12 @@ RACE_TRIES = 10  # of calls that fail only if a file is deleted at the same mome
 class FileInfo:
     """Identity of one version of a file.
 
-    `path` is relative to the store's root with "/" between parts; `size` is in bytes. S3 sets
+    `path` is relative to the store's root with "/" between parts; `size` is in bytes. A bucket sets
     `etag` (without quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
-    `modified` (seconds since 1970, if a listing gives it) is only for display and ages. A local
-    store also sets the file system's identity of the file (`device`, `inode`) and the time of its
-    last change (`ctime_ns`, which cannot be set). Two infos that differ only in `modified`,
-    `device`, `inode` or `ctime_ns` are equal: a new hard link or mode changes `ctime_ns` too.
+    `modified` (seconds since 1970, or None) is only for display and ages. A local store also sets
+    the file system's identity of the file (`device`, `inode`) and the time of its last change
+    (`ctime_ns`, which cannot be set). `modified`, `device`, `inode` and `ctime_ns` do not count in
+    `==`, because a new hard link or another mode changes `ctime_ns` too.
     """
 
     path: str
@@ -110,10 +110,10 @@ class Store(ABC):
     def put_if_absent(self, path: str, data: bytes) -> bool:
         """Create `path` with `data` unless it exists; of any number of writers exactly one wins.
 
-        True: the file holds exactly `data`. With a unique token in `data`, this caller created it,
-        even if the store's first answer was lost. False: the file holds another body; read and
-        compare it. StoreUnavailable leaves the outcome open: the same body can be sent again.
-        UnsafeStore if the store does not support this.
+        Returns True if the file then holds exactly `data`, False if it holds other content. If
+        `data` contains a unique token, True means that this caller created the file, even if the
+        store's first answer was lost. After StoreUnavailable the outcome is unknown: call this
+        again with the same `data`. Raises UnsafeStore if the store does not support this.
         """
 
     @abstractmethod
@@ -141,17 +141,17 @@ class Store(ABC):
 
         Return False if that version was replaced meanwhile. S3 does this in one PUT conditional on
         the etag (above 5 GiB it checks, then writes), a local store under a lock on the replaced
-        file. Raises FileNotFoundError if the file is gone, and `UnsafeStore` if the store supports
-        neither way.
+        file. Raises FileNotFoundError if the file is gone, and UnsafeStore if the store supports
+        no conditional PUT, or the file system no locks.
         """
 
     @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are ignored.
 
-        Local folders that become empty are removed. `paths` may be a listing in progress: at most a
-        few thousand are held at a time. Never deletes through a link to a folder: StoreError,
-        before any of that batch is deleted.
+        Local folders that become empty are removed. `paths` may be a listing in progress: it is
+        read in batches of at most 10,000. Raises StoreError for a local path through a link to a
+        folder, before any file of the same batch is deleted.
         """
 
     @abstractmethod
@@ -171,10 +171,11 @@ class Store(ABC):
 
     @abstractmethod
     def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
-        """Return the interrupted writes under the root that are older than `before` (see `now`).
+        """Return the interrupted writes under the root that are older than the time `before`.
 
-        These are temporary files of killed processes and incomplete multipart uploads. No reader
-        sees them, but they take space. Removes them as well if `remove`.
+        `before` is in seconds since 1970, on the clock of `now`. Interrupted writes are temporary
+        files of killed processes and incomplete multipart uploads. No reader sees them, but they
+        take space. Removes them as well if `remove`.
         """
 
     @abstractmethod
@@ -183,7 +184,7 @@ class Store(ABC):
 
     @abstractmethod
     def above(self) -> Store | None:
-        """Return the store rooted at the parent folder; None if there is none."""
+        """Return the store rooted at the parent folder; None for the root of a bucket or disk."""
 
     def probe(self) -> None:
         """Check at the start of a run that this store can be its output; leaves nothing behind.

@@ -53,11 +53,11 @@ class HostAway(Exception):
 
 
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
-    """Return the parts of a URL; raise UrlRefused for one that is never fetched.
+    """Return the parts of a URL; raise UrlRefused for a URL that is not fetched.
 
-    These are invalid ones, schemes other than http and https, URLs with a user or a password and,
+    Refused are invalid URLs, schemes other than http and https, URLs with a user or a password and,
     unless `allow_private`, ports other than 80 and 443. `setting` is the name of the job field that
-    holds `allow_private`.
+    holds `allow_private`, for messages.
     """
     try:
         parts = urlsplit(url)

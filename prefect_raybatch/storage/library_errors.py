@@ -66,7 +66,7 @@ def certificate_problem(error: BaseException) -> str:
 
 
 def failure_in(error: BaseException) -> LibraryFailure | None:
-    """Classify a library's error by its class and text; None if neither is conclusive.
+    """Classify a library's error by its class and text; return None if it fits no category.
 
     "denied": credentials or permissions, "no bucket": it does not exist, "gone": the file or table
     does not exist, "away": no answer from the server for now.

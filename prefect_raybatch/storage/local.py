@@ -248,8 +248,8 @@ class LocalStore(Store):
     def _land(self, path: str, data: bytes, size: int, place: Callable[[str, str], None]) -> None:
         """Write and sync a temporary file beside `path`, then call `place(temporary, target)`.
 
-        `place` renames or links it to the target, and may raise FileExistsError. `size` is only for
-        the message of a full disk.
+        `place` renames or links the temporary file to the target, and may raise FileExistsError.
+        `size` (bytes) is only for the message of a full disk.
         """
         target = self._path(path)
         self._refuse_link(os.path.dirname(path))

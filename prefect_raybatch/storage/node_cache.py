@@ -76,8 +76,8 @@ def _remove(path: Path) -> None:
 def _private_folder(kind: str) -> Path:
     """Return the folder for entries of a kind, created if needed, with mode 0700.
 
-    Raises `ConfigError` if it cannot be used, or if another user could have added an entry or
-    replaced one, or can do so.
+    Raises `ConfigError` if it cannot be created or changed, belongs to another user or is writable
+    by others, and the errors of `_check_root`.
     """
     default = Path.home() / ".cache" / "prefect_raybatch"
     root = Path(os.environ.get(CACHE_VARIABLE) or default).absolute()

@@ -65,7 +65,8 @@ def sha256_of(stream: BinaryIO) -> str:
 def holds(store: Store, info: FileInfo, sums: Sums, read_back: bool = False) -> bool:
     """Return whether the file that `info` describes has the checksums `sums`.
 
-    Reads the file unless its ETag is its MD5; with `read_back` always, if the size is right.
+    Compares the sizes, then the ETag with the MD5. If the ETag differs, or with `read_back`, reads
+    the file and compares its SHA-256. Returns False if the file was replaced while it was read.
     """
     if info.size != sums.size:
         return False
@@ -125,7 +126,8 @@ def _proved(
 ) -> FileInfo:
     """Call `put`, which writes the file, until the file has checksums `sums`; return its info.
 
-    `again` returns whether `put` can be called once more. Raises BadUpload after PROBE_TRIES calls.
+    Raises BadUpload after PROBE_TRIES calls, or earlier if `again` returns False, which means that
+    `put` cannot be called once more.
     """
     for _ in range(PROBE_TRIES):
         put()

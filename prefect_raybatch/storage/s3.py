@@ -217,9 +217,10 @@ class S3Store(BucketStore):
         accept: int | None = None,
         check: ResponseCheck = lambda found: None,
     ) -> Any:
-        """Call `send` until it is answered, with growing random pauses; arguments as in `_call`.
+        """Call `send` until it is answered, with growing random pauses; return the response.
 
-        Gives up after `retry_seconds`, but not before MIN_TRIES. Renews expired credentials once.
+        The other arguments, the None for `accept` and the errors are those of `_call`. Gives up
+        after `retry_seconds`, but not before MIN_TRIES tries. Renews expired credentials once.
         """
         began = time.monotonic()
         deadline, silence = began + self.retry_seconds, self.connection.silence

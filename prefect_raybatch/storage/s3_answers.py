@@ -149,10 +149,10 @@ class Answer(NamedTuple):
 
 
 def judge(error: Exception, scrub: Callable[[object], str]) -> Answer:
-    """Return the outcome of the S3 call that raised `error`; raise errors of other kinds again.
+    """Return the outcome of the S3 call that raised `error`.
 
-    Errors of the S3 client, the network and the file system are outcomes of a call. `scrub` removes
-    secrets from a text.
+    If `error` does not come from the S3 client, the network or the file system, raises it again.
+    `scrub` removes secrets from a text.
     """
     from aiohttp import ClientError as AioError
     from botocore import exceptions as boto

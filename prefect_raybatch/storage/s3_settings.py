@@ -14,8 +14,8 @@ from prefect_raybatch.spec.options import StoreOptions
 class S3Settings:
     """Endpoint, region and credentials.
 
-    `key` is None if the client must look up the credentials itself, because only then are the
-    temporary ones of a role renewed. `anon`: requests are not signed.
+    `key` is None if the client must look up the credentials itself, because it then also renews the
+    temporary credentials of a role. `anon`: requests are not signed.
     """
 
     endpoint: str | None

@@ -44,9 +44,10 @@ PART = 1 << 18
 class WebRules:
     """Limits of what may be fetched: at most `max_bytes` per file.
 
-    `allow_private` as for `internet.allowed`. `check_url` raises `ConfigError` for a URL that the
-    job may not read, and is called for each redirect as well. `setting` and `limit` are the names
-    of the job fields that hold `allow_private` and `max_bytes`, for messages.
+    With `allow_private`, hosts may have private addresses and any port. `check_url` raises
+    ConfigError for a URL that the job may not read; it is called for each redirect as well.
+    `setting` and `limit` are the names of the job fields that hold `allow_private` and `max_bytes`,
+    for messages.
     """
 
     max_bytes: int

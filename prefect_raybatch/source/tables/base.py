@@ -116,8 +116,8 @@ def check_own_files(table: str, files: Iterable[str]) -> None:
 def translate_errors(what: str, scrub: Scrub = str) -> Iterator[None]:
     """Within the block, which reads `what`, convert a library's errors to this package's errors.
 
-    These are SourceError and StoreUnavailable, with a text of one line; `scrub` removes credentials
-    from it.
+    Raises SourceError or StoreUnavailable, with a text of one line from which `scrub` has removed
+    credentials. MemoryError and NotImplementedError are not converted.
     """
     try:
         yield

@@ -31,8 +31,8 @@ def cloud_properties(options: StoreOptions) -> dict[str, str]:
     """Make pyiceberg read gs:// and az:// with `CloudFiles`; return the properties that it needs.
 
     They hold no secrets, only a key (a hash) by which `CloudFiles` finds `options` in this process.
-    A malicious table can override that key in its own properties, but with it can only select
-    options that this process already has, or none; it cannot name a server.
+    A malicious table can override that key in its own properties. It can then only select options
+    that this process already has, or no options; it cannot name a server.
     """
     name = f"{__name__}.{CloudFiles.__name__}"
     SCHEMA_TO_FILE_IO.update(

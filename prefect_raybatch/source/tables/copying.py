@@ -45,7 +45,7 @@ OPENERS: dict[str, Callable[[ReadSpec], TableSource]] = {
 def snapshot_of(format: str, source: ReadSpec, run_store: Store, attempt: str) -> Inventory:
     """Copy the table that `source` names to Parquet under `_raybatch/input/ATTEMPT-UUID/`.
 
-    Raises the errors of `snapshot`.
+    Raises the errors of `snapshots.snapshot`.
     """
     with open_table(format, source) as table:
         chosen = _Chosen(table, source)

@@ -181,7 +181,8 @@ class HubSource(TableSource):
     def rows(self) -> int | None:  # type: ignore[override]
         """Return the number of rows from the dataset's card, else from its Parquet footers.
 
-        None if the card does not have it, and the files are not Parquet or more than FOOTERS.
+        If the card does not have it, returns None for files other than Parquet, and for more than
+        FOOTERS files.
         """
         told = self._builder.info.splits or {}
         parts = self._split.split("+")

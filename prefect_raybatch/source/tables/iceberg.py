@@ -60,7 +60,10 @@ LEAST_HIDDEN = 4  # characters: shorter secrets occur in ordinary words, so they
 
 
 def open_iceberg(source: ReadSpec) -> TableSource:
-    """Open an Iceberg table of a catalog (`namespace.table`), or in a folder."""
+    """Open an Iceberg table of a catalog (`namespace.table`), or in a folder, at source.version.
+
+    Raises SourceError for a missing table or version, and for a table with equality deletes.
+    """
     given = source.uris[0]
     place = given if source.catalog else join(given)
     on_s3 = source.catalog or store_scheme(place) == "s3"

@@ -80,7 +80,7 @@ _OF_DUCKDB = {
 def open_sql(source: ReadSpec) -> TableSource:
     """Connect to the database, begin a transaction, and return the rows of source.query.
 
-    The caller closes the result, which ends both.
+    The caller must close the result, which ends the transaction and the connection.
     """
     import sqlalchemy
     from sqlalchemy.pool import NullPool
@@ -245,9 +245,9 @@ class SqlSource(TableSource):
 
     @cached_property
     def rows(self) -> int | None:  # type: ignore[override]
-        """Number of rows: counted by SQLite, estimated by PostgreSQL, None for others.
+        """Number of rows: counted by SQLite, estimated by PostgreSQL, None for other databases.
 
-        None also for statements that these cannot count, such as a PRAGMA.
+        None also for a statement whose rows SQLite or PostgreSQL cannot count, such as a PRAGMA.
         """
         from sqlalchemy.exc import DBAPIError
 

@@ -103,9 +103,10 @@ class CloudStore(BucketStore):
         return FileInfo(path, len(data), _etag(self._put(path, data, "overwrite")), None)
 
     def _put(self, path: str, data: Any, mode: Any) -> Any:
-        """PUT `data` in one request; return None if the condition in `mode` does not hold.
+        """PUT `data` in one request; return obstore's result, or None if a condition fails.
 
-        `mode` is obstore's: "overwrite", "create", or a dict with the version to replace.
+        The condition is in `mode`, as obstore takes it: "overwrite" (no condition), "create", or a
+        dict with the version to replace.
         """
         import obstore
 
@@ -145,7 +146,10 @@ class CloudStore(BucketStore):
         return self._put_mapped(path, source, mode)
 
     def _put_mapped(self, path: str, source: str, mode: Any) -> bool:
-        """PUT a memory-mapped local file in one request; return whether `mode` allowed it."""
+        """PUT a memory-mapped local file in one request; return whether the condition held.
+
+        The condition is in `mode`: see `_put`.
+        """
         with reading_local_file(source), open(source, "rb") as handle:
             body = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
         return self._put(path, body, mode) is not None
@@ -216,8 +220,9 @@ class CloudStore(BucketStore):
     ) -> Any:
         """Call `send(client)`, and again after growing random pauses, until it is answered.
 
-        Gives up after `retry_seconds`, but not before MIN_TRIES tries. With `conditional`, returns
-        None if the condition of the request does not hold. Any other failure raises what
+        Gives up after `retry_seconds`, but not before MIN_TRIES tries; without credentials, right
+        after MIN_TRIES. One try may take ANSWER_SECONDS + `extra_seconds`. With `conditional`,
+        returns None if the condition of the request does not hold. Any other failure raises what
         `CloudAnswer.error` returns.
         """
         began, tries, pause = time.monotonic(), 0, bucket.FIRST_PAUSE
