@@ -6,12 +6,16 @@ import base64
 import os
 import pickle
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 from helpers.azurite import running_azurite
 from helpers.clouds import Cloud
+from obstore.exceptions import GenericError
 
 from prefect_raybatch.errors import (
     ConfigError,
@@ -50,6 +54,30 @@ def test_put_read_stat_list_delete(store: Store) -> None:
     for call in (store.read, store.stat, store.open):
         with pytest.raises(FileNotFoundError):
             call("A")
+
+
+@pytest.mark.parametrize("breaks", [None, 0, 1, 2])
+def test_a_listing_in_the_order_of_folders_loses_no_file(
+    store: Store, monkeypatch: pytest.MonkeyPatch, breaks: int | None
+) -> None:
+    """Azure with a hierarchical namespace lists folder `a` before folder `a-b`."""
+    paths = ["a/1", "a/2", "a-b/1", "c"]
+    for path in paths:
+        store.put(path, b"")
+    begun, real = [], obstore.list
+
+    def listed(*given: Any, **options: Any) -> Iterator[list[Any]]:
+        begun.append(1)
+        found = [item for page in real(*given, **options) for item in page]
+        found.sort(key=lambda item: [item["path"].endswith(path) for path in reversed(paths)])
+        for number in range(3):
+            if len(begun) == 1 and number == breaks:
+                raise GenericError("connection reset")
+            yield found[number : number + 1] if number < 2 else found[2:]
+
+    monkeypatch.setattr(obstore, "list", listed)
+    assert [info.path for info in store.list()] == paths
+    assert len(begun) == (1 if breaks is None else 2)
 
 
 def test_a_listing_goes_past_one_page(store: Store) -> None:

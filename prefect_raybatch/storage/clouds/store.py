@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from prefect_raybatch.errors import StoreUnavailable
 from prefect_raybatch.storage import bucket
 from prefect_raybatch.storage.base import (
     FileInfo,
@@ -63,24 +64,34 @@ class CloudStore(BucketStore):
                 yield _info(item["path"][skip:], item)
             return
         pages: Any = None
-        last = ""
+        last, again = "", False  # path listed last; whether the listing began again before it
 
         def page(client: Any) -> Any:
-            nonlocal pages
+            nonlocal pages, again
             try:
                 size = bucket.LISTING_PAGE
                 pages = pages or iter(obstore.list(client, folder or None, chunk_size=size))
                 return next(pages, [])
             except Exception:
-                pages = None  # the next try lists from the start; what was yielded is left out
+                pages, again = None, bool(last)
                 raise
 
         # No `offset`: Azurite and Azure's servers before 2025 ignore it and list from the start.
+        # Nor are paths compared: Azure with a hierarchical namespace lists `A/1` before `A-B/1`.
         while found := self._call("list", prefix, page):
+            paths = [str(item["path"]) for item in found]
+            if again:
+                if last not in paths:
+                    continue
+                found, again = found[paths.index(last) + 1 :], False
+            last = paths[-1]
             for item in sorted(found, key=lambda item: str(item["path"])):
-                if item["path"] > last:
-                    last = item["path"]
-                    yield _info(last[skip:], item)
+                yield _info(item["path"][skip:], item)
+        if again:
+            raise StoreUnavailable(
+                f"list {self._place(prefix)}: the listing was interrupted, and {last} was deleted "
+                "before it began again"
+            )
 
     def folders(self) -> Iterator[str]:
         import obstore
