@@ -56,8 +56,9 @@ def reader(uri: Path, **fields: Any) -> ShardReader:
     return ShardReader(found.files, found.schema)
 
 
-def everything(reader: ShardReader, tasks: list[Task]) -> list[pa.Table]:
-    return [table for task in tasks for table in pickle.loads(pickle.dumps(reader.bind(task)))()]
+def everything(reader: ShardReader, tasks: list[Task], done: Any = None) -> list[pa.Table]:
+    bound = [pickle.loads(pickle.dumps(reader.bind(task, done))) for task in tasks]
+    return [table for read_task in bound for table in read_task()]
 
 
 def check_rows(tables: list[pa.Table], units: list[tuple[Unit, int]]) -> None:
@@ -281,9 +282,8 @@ def committed(shard: int) -> bool:
 def test_done_shards_are_left_out(tmp_path):
     write(tmp_path / "a.parquet", numbers(0, 50))
     one = reader(tmp_path)
-    one.done = committed
     units = shards(50, 10)
-    tables = everything(one, one.tasks(units, min_tasks=1))
+    tables = everything(one, one.tasks(units, min_tasks=1), committed)
     check_rows(tables, [units[1], units[3], units[4]])
 
 
@@ -608,10 +608,11 @@ def test_ray_hands_on_one_block_a_unit(local_ray, tmp_path, fused):
     write(tmp_path / "a.parquet", numbers(0, 110), 7)
     write(tmp_path / "b.parquet", numbers(110, 190))
     one = reader(tmp_path)
-    one.done = lambda shard: shard >= 10  # by value: workers do not know this module
     units = shards(300, 20)
     os.utime(tmp_path / "b.parquet", ns=(1, 1))  # shards 5 to 9 become lost blocks
-    source = read.ShardDatasource(one, one.tasks(units, min_tasks=1, units_per_task=4))
+    tasks = one.tasks(units, min_tasks=1, units_per_task=4)
+    # The function goes by value: workers do not know this module.
+    source = read.ShardDatasource(one, tasks, lambda shard: shard >= 10)
     context = ray.data.DataContext.get_current().copy()
     context.target_max_block_size = None
     context.enable_progress_bars = False
