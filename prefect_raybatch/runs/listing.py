@@ -38,9 +38,9 @@ class RunLine:
     are None until the run is complete. `created` and `finished` are when it was planned and
     completed, or an attempt's start and end, in seconds since 1970. `first_created` is when the run
     was planned; for a repaired run, when the original was. `parent` is the key of the run whose
-    failed rows this one retries. `trouble` says why the directory is unreadable, or "". `failure`
-    says why the last attempt at an incomplete run failed; `command` runs it again, once
-    `first_step` is done. Each of these three may be "".
+    failed rows this one retries, `forked_from` of the damaged run that it continues. `trouble` says
+    why the directory is unreadable, or "". `failure` says why the last attempt at an incomplete run
+    failed; `command` runs it again, once `first_step` is done. Each of these three may be "".
     """
 
     run_key: str
@@ -56,6 +56,7 @@ class RunLine:
     finished: float | None = None
     first_created: float | None = None
     parent: str | None = None
+    forked_from: str | None = None
     trouble: str = ""
     failure: str = ""
     command: str = ""
@@ -174,6 +175,7 @@ def _line_of(store: Store, key: str) -> RunLine | None:
         finished=success.finished or None if success is not None else None,
         first_created=_seconds(plan.first_created),
         parent=plan.parent,
+        forked_from=plan.forked_from["run_key"] if plan.forked_from is not None else None,
         failure=failure,
         command=attempt.command if attempt is not None else "",
         first_step=attempt.first_step if attempt is not None else "",

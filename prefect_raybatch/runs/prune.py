@@ -1,6 +1,7 @@
 """Removes old complete runs, together with the runs that retried their failed rows.
 
-A run, its retries, their retries and so on are a family, which is kept or removed as a whole.
+A run, its retries, their retries and so on are a family, which is kept or removed as a whole. A
+repaired run belongs to the family of the run that it continues, since the retries of both count.
 Everything is checked before anything is removed. A run directory first gets a file that marks its
 removal, and its plan and `_SUCCESS` are removed last. So until the end, it looks like a finished
 run with missing files, and never like an unfinished run that could be resumed. The mark lets the
@@ -71,8 +72,8 @@ def prune_runs(
     """Remove the complete runs below `output` except for the newest `keep` of each job.
 
     With `job`, only runs of the job of this name are removed; with `dry_run`, nothing is. A run and
-    the runs that retried its failed rows are removed together, once all are complete and the last
-    finished over `older_than` seconds ago. An attempt that failed before there was a plan is
+    the runs that retried its failed rows or repaired it are removed together, once all are complete
+    and the last finished over `older_than` seconds ago. An attempt that failed before there was a plan is
     removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
     job has kept runs, all of which finished later. Without `job`, interrupted removals are
     completed. Incomplete runs, runs that are not yet published, judged or measured, unreadable
@@ -145,19 +146,29 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 
 
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """Return (run, the run with its retries) for each run that retries none of the other `lines`.
+    """Return (first run, all runs) of each family; the first retries or continues none of `lines`.
 
     The family whose first run was planned last comes first; a repaired run counts as planned when
     the original was. An unreadable directory counts as a retry if its key ends in .rNUMBER.
-    Attempts without a plan and half removed runs are left out.
+    Attempts without a plan and half removed runs are left out. A run that was repaired before it
+    was complete is a family by itself: it has no retries.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
+    repaired = {line.forked_from for line in by_key.values()}
+    alone = {
+        line.run_key
+        for line in by_key.values()
+        if line.run_key in repaired and line.state not in (COMPLETED, DAMAGED)
+    }
     found: dict[str, list[RunLine]] = {}
     for line in by_key.values():
-        first, seen = line, {line.run_key}
-        while (parent := _parent(first)) in by_key and parent not in seen:
-            first = by_key[parent]
-            seen.add(first.run_key)
+        first = above = line
+        seen = {line.run_key}
+        while (key := _parent(above)) in by_key and key not in seen:
+            above = by_key[key]
+            seen.add(key)
+            if line.run_key not in alone and key not in alone:
+                first = above
         found.setdefault(first.run_key, []).append(line)
     families = [(by_key[key], members) for key, members in found.items()]
     return sorted(families, key=lambda family: _age_key(family[0]), reverse=True)
@@ -169,12 +180,12 @@ def _age_key(first: RunLine) -> tuple[object, ...]:
 
 
 def _parent(line: RunLine) -> str:
-    """Return the key of the run whose failed rows `line` retries; "" if it retries none.
+    """Return the key of the run that `line` retries or continues; "" if there is none.
 
     For an unreadable directory, that is its own key without the ending .rNUMBER.
     """
     match = _RETRY_KEY.match(line.run_key) if line.state == DAMAGED else None
-    return line.parent or (match[1] if match else "")
+    return line.parent or line.forked_from or (match[1] if match else "")
 
 
 def _retry_number(line: RunLine) -> int:
@@ -208,9 +219,13 @@ def _reason_to_keep(first: RunLine, members: list[RunLine], before: float) -> st
 def _steps_left(root: Store, members: list[RunLine]) -> str | None:
     """Return what is left to do for one of the complete runs `members`; None if nothing is.
 
-    A run may still be measured, judged or published. If its records cannot be read, returns why.
+    A run may still be measured, judged or published, unless a repaired run continues it. If its
+    records cannot be read, returns why.
     """
+    repaired = {line.forked_from for line in members}
     for line in members:
+        if line.run_key in repaired:
+            continue
         try:
             step = _step_left(root.sub(line.run_key), line.run_key)
         except STORE_AWAY:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.retries import FAILED, commit, end, first_run, retried
-from helpers.small import SmallRun
+from helpers.small import SmallRun, input_rows
 from s3server import S3Server
 
 from prefect_raybatch import open_run
@@ -34,7 +34,15 @@ from prefect_raybatch.ledger.last_attempt import (
     PUBLISHING,
     read_last_attempt,
 )
-from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS, published_path
+from prefect_raybatch.ledger.layout import (
+    LAST_ATTEMPT,
+    PIECES,
+    PLAN,
+    PRUNED,
+    SUCCESS,
+    commit_path,
+    published_path,
+)
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.reap import reap
 from prefect_raybatch.result.verify_chain import verify_chain
@@ -148,9 +156,36 @@ def test_a_repaired_run_is_as_old_as_its_original(tmp_path):
         rows = run.block(run.whole(shard)).select(["id", "Company", "tags"])
         commit(fork, run.job, shard, rows, FAILED)
     end(run.job, fork.store.uri)
-    assert set(prune_runs(str(tmp_path), 2, dry_run=True).removed) == {"night1"}
+    assert not prune_runs(str(tmp_path), 2, dry_run=True).removed
     found = prune_runs(str(tmp_path), 1)
     assert set(found.removed) == {"night1", "night1.m1"} and set(found.kept) == {"night2"}
+
+
+def test_a_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path):
+    run = first_run(tmp_path)
+    retried(run.store.uri)
+    (tmp_path / "key" / commit_path(0)).unlink()
+    repair_run(run.store.uri)
+    fork = Ledger(open_store(str(tmp_path / "key.m1")))
+    commit(fork, run.job, 0, input_rows(0, 5), FAILED)
+    end(run.job, fork.store.uri)
+    assert set(prune_runs(str(tmp_path), 1).kept) == {"key", "key.r1", "key.m1"}
+    first_run(tmp_path, key="next")
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"key", "key.r1", "key.m1"} and set(found.kept) == {"next"}
+
+
+def test_a_run_that_was_repaired_before_it_was_complete_does_not_keep_the_repaired_one(tmp_path):
+    run = first_run(tmp_path, finish=False)
+    piece = next((tmp_path / "key" / PIECES).iterdir())
+    piece.unlink()
+    (lost,) = repair_run(run.store.uri).lost
+    fork = Ledger(open_store(str(tmp_path / "key.m1")))
+    commit(fork, run.job, lost, input_rows(5 * lost, 5), FAILED)
+    end(run.job, fork.store.uri)
+    first_run(tmp_path, key="next")
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"key.m1"} and set(found.kept) == {"next", "key"}
 
 
 def unpublished(root: Path) -> SmallRun:
