@@ -27,6 +27,7 @@ from prefect_raybatch.runs.plan_run import check_schema_names
 from prefect_raybatch.runs.retry import (
     NothingToRetry,
     check_classes,
+    check_not_repaired,
     copy_output_types,
     new_child,
     operator_fields,
@@ -129,9 +130,9 @@ def retry_request(
 
     Reads only records of the run, and writes nothing. For the arguments see `plan_retry`. Returns
     `NothingToRetry` if no row failed, or if other retries took and answered all of them. Raises
-    `ConfigError` for an unfinished run, an invalid job, a class in `errors` that no failed row has,
-    and rows that another retry has taken and not yet answered or published; `CorruptRun` if runs
-    related to this one are unreadable.
+    `ConfigError` for an unfinished or repaired run, an invalid job, a class in `errors` that no
+    failed row has, and rows that another retry has taken and not yet answered or published;
+    `CorruptRun` if runs related to this one are unreadable.
     """
     overrides = dict(overrides or {})
     root, key = locate_run(run_dir, _options(run_dir, overrides, job, keys))
@@ -147,6 +148,8 @@ def retry_request(
     going = unfinished_retry(family, key, resolved.identity.fingerprint)
     if going is None and family.is_fully_retried(parent):
         return require_all_retried(family, parent, family.children(key))
+    if going is None:
+        check_not_repaired(parent)
     if job is None:
         _check_operators(parent, overrides)
     check_schema_names(resolved.job.output.output_schema)

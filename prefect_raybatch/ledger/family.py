@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
+from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.ledger.forks import MOST_FORKS, forked
 from prefect_raybatch.ledger.ledger import Ledger
@@ -78,10 +78,9 @@ class Family:
 
     def read_former(self) -> None:
         """Read `former`; problems of these runs are added to `strays`."""
-        with suppress(NoSuchRun):  # the damaged run was removed
-            for family, key in former_families(self.root, self.members[self.base].plan):
-                self.strays += family.strays
-                self.former |= {name: m for name, m in family.members.items() if name != key}
+        for family in former_families(self.root, self.members[self.base].plan):
+            self.strays += family.strays
+            self.former |= {key: m for key, m in family.members.items() if key != family.base}
 
     def is_fully_retried(self, member: Member) -> bool:
         """Return whether the runs that retry rows of `member` contain all its failed rows.
@@ -126,38 +125,50 @@ def load_family(root: Store, key: str) -> Family:
         raise no_run(root.sub(key))
     first = _first(root, member)
     family = Family(root, first.key, {first.key: first}, "")
+    _read_retries(family)
+    return family
+
+
+def _read_retries(family: Family) -> None:
+    """Add the retries of a family's root run and their retries; set its `next_key`."""
     highest = 0
     # A child takes the number after the highest plan, by put-if-absent: as it must have seen all
     # lower ones, two that start at once meet at one number, and never take the same rows. Numbers
     # are asked for one by one, since a listing may show a later run and not yet an earlier one.
-    listed = _highest_listed(root, first.key)
+    listed = _highest_listed(family.root, family.base)
     number = 0
     while number < MOST_CHILDREN:
         number += 1
-        plan = _try(root, f"{first.key}.r{number}", family)
+        plan = _try(family.root, f"{family.base}.r{number}", family)
         if plan is not None:
             highest = number
         elif number > listed:
             break
-    family.next_key = check_run_key(f"{first.key}.r{highest + 1}")
-    return family
+    family.next_key = check_run_key(f"{family.base}.r{highest + 1}")
 
 
-def former_families(root: Store, plan: Plan) -> Iterator[tuple[Family, str]]:
-    """Yield the damaged runs that the repaired run of `plan` continues, as (family, run key).
+def former_families(root: Store, plan: Plan) -> Iterator[Family]:
+    """Yield the families of the damaged runs that the repaired run of `plan` continues.
 
-    The last one comes first. Raises `NoSuchRun` and `CorruptRun` as `load_family` does.
+    The last one comes first. If a damaged run is missing or unreadable, only its retries are in
+    `members`, and the runs that it continues are unknown.
     """
     for _ in range(MOST_FORKS):
         if plan.forked_from is None:
             return
-        key = plan.forked_from["run_key"]
-        family = load_family(root, key)
-        former = family.members[key].plan
-        if forked(former) != plan.forked_from:
+        family = Family(root, plan.forked_from["run_key"], {}, "")
+        damaged = None
+        with suppress(CorruptRun):
+            damaged = _member(root, family.base)
+        if damaged is not None:
+            if forked(damaged.plan) != plan.forked_from:
+                return
+            family.members[damaged.key] = damaged
+        _read_retries(family)
+        yield family
+        if damaged is None:
             return
-        yield family, key
-        plan = former
+        plan = damaged.plan
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
@@ -174,7 +185,8 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
     if member is None:
         return None
     parent = member.plan.parent
-    if parent in family.members:  # read before: its number is lower, since it had to finish first
+    # A parent is read before: its number is lower, since it had to finish first.
+    if parent == family.base or parent in family.members:
         family.members[key] = member
     elif parent is not None:
         family.strays.append(f"{key} retries rows of {parent}, which does not exist")

@@ -73,9 +73,9 @@ def prune_runs(
 
     With `job`, only runs of the job of this name are removed; with `dry_run`, nothing is. A run and
     the runs that retried its failed rows or repaired it are removed together, once all are complete
-    and the last finished over `older_than` seconds ago. An attempt that failed before there was a plan is
-    removed if its record is the only file, if it ended over `older_than` seconds ago, and if its
-    job has kept runs, all of which finished later. Without `job`, interrupted removals are
+    and the last finished over `older_than` seconds ago. An attempt that failed before there was a
+    plan is removed if its record is the only file, if it ended over `older_than` seconds ago, and
+    if its job has kept runs, all of which finished later. Without `job`, interrupted removals are
     completed. Incomplete runs, runs that are not yet published, judged or measured, unreadable
     directories and the targets of links are never removed. Raises `ConfigError` for `keep` under 1,
     and the store's errors.

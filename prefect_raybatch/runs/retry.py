@@ -23,6 +23,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.family import Family, Member, load_family
+from prefect_raybatch.ledger.forks import follow_forks
 from prefect_raybatch.ledger.increments import is_first_phase
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
@@ -58,7 +59,11 @@ def retried_run(root: Store, key: str) -> tuple[Family, Member]:
     family = load_family(root, key)
     family.read_former()
     if family.strays:
-        raise CorruptRun("\n".join(family.strays))
+        raise CorruptRun(
+            "the rows that these retries took are unknown, so none can be retried:\n"
+            + "".join(f"  {stray}\n" for stray in family.strays)
+            + f"Restore the folders of these runs in {root.uri}"
+        )
     parent = family.members[key]
     where = parent.ledger.store.uri
     if is_first_phase(parent.plan):
@@ -105,6 +110,17 @@ def operator_fields(plan: Plan) -> dict[str, str]:
         "cluster.kubernetes": cluster.kubernetes.asked and "a cluster of the run's own",
     }
     return {field: str(named[field]) for field in FROM_OPERATOR if named[field]}
+
+
+def check_not_repaired(parent: Member) -> None:
+    """Raise `ConfigError` if another run continues `parent`: its retries take the failed rows."""
+    later, plan = follow_forks(parent.ledger, parent.plan)
+    if plan is not parent.plan:
+        command = shlex.join(["raybatch", "retry-failed", later.store.uri, *options_of_retry(plan)])
+        raise ConfigError(
+            f"{parent.ledger.store.uri} was repaired, and {plan.run_key} continues it. Retry the "
+            f"failed rows of that run, once it is finished:\n  {command}"
+        )
 
 
 def options_of_retry(plan: Plan) -> list[str]:

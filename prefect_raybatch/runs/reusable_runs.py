@@ -281,11 +281,8 @@ def _answers_of(store: Store) -> Answers | None:
 def _retries(root: Store, family: Family, member: Member) -> Iterator[Member]:
     """Yield the retries of a run, then those of the runs that it was forked from, parents first."""
     yield from _descendants(family, member.key)
-    try:
-        for former, key in former_families(root, member.plan):
-            yield from _descendants(former, key)
-    except (NoSuchRun, CorruptRun) as error:
-        log.info("retries of runs that %s continues are not reused: %s", member.key, error)
+    for former in former_families(root, member.plan):
+        yield from _descendants(former, former.base)
 
 
 def _descendants(family: Family, key: str) -> Iterator[Member]:

@@ -35,7 +35,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.family import load_family, locate_run
-from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.layout import PLAN, SUCCESS, commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
@@ -911,3 +911,36 @@ def test_rows_that_failed_again_before_the_repair_are_retried_where_they_are(
     assert isinstance(plan_retry(fork), NothingToRetry)
     other = repaired(fork, run.job, 1, {7: "ValueError"})  # the second repair
     assert isinstance(plan_retry(other), NothingToRetry)
+
+
+@pytest.mark.parametrize("damage", ["removed", "plan", "success"])
+def test_rows_that_a_retry_took_are_known_without_the_damaged_run(
+    tmp_path: Path, damage: str
+) -> None:
+    run = first_run(tmp_path)
+    retried(run.store.uri, errors=["ValueError"])  # rows 7 and 11
+    fork = repaired(run.store.uri, run.job, 0, {3: "EngineDied"})
+    if damage == "removed":
+        shutil.rmtree(run.store.uri)
+    else:
+        Path(run.store.uri, {"plan": PLAN, "success": SUCCESS}[damage]).write_text("{")
+    assert taken(retried(fork)) == [3, 18]
+
+
+def test_a_retry_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = first_run(tmp_path)
+    child = retried(run.store.uri, errors=["ValueError"])
+    fork = repaired(run.store.uri, run.job, 0, {3: "EngineDied"})
+    shutil.rmtree(run.store.uri)
+    Path(child, PLAN).write_text("{")
+    with pytest.raises(CorruptRun, match=rf"key\.r1: plan\.json[^\n]*\n.* in {tmp_path}\Z"):
+        plan_retry(fork)
+
+
+def test_a_run_that_a_repaired_run_continues_gets_no_new_retry(tmp_path: Path) -> None:
+    run = first_run(tmp_path)
+    begun = planned(run.store.uri, ["ValueError"])
+    repaired(run.store.uri, run.job, 0, {4: "EngineDied"})
+    with pytest.raises(ConfigError, match=r"key\.m1 continues it[^\n]*\n  raybatch .*key\.m1"):
+        plan_retry(run.store.uri)
+    assert planned(run.store.uri, ["ValueError"]).run == begun.run
