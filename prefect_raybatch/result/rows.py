@@ -55,6 +55,12 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
                 )
 
 
+def failed_numbers(member: Member) -> np.ndarray:
+    """Return the ascending numbers of a finished run's failed rows, as `rows_of_member` does."""
+    failed = [rows for kind, _, rows in rows_of_member(member) if kind == "quarantine"]
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *failed]))
+
+
 def quarantine_of(member: Member, columns: list[str]) -> Iterator[tuple[str, np.ndarray, pa.Table]]:
     """Yield (file, row numbers, table of `columns`) of batches of a finished run's failed rows.
 

@@ -2,11 +2,14 @@
 
 Each run is verified by itself first. Then every input row of the first run must be found once: in
 the data of some run, among the rows that some run left out, or in a run's quarantine without being
-retried by another run.
+retried by another run. If the first run is a repaired one, the retries of the damaged runs count
+for rows that failed in the repaired run, which answered the others itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -15,7 +18,7 @@ import numpy as np
 from prefect_raybatch.errors import CorruptRun
 from prefect_raybatch.ledger.family import Family, Member, load_family
 from prefect_raybatch.ledger.row_numbers import among, name_rows
-from prefect_raybatch.result.rows import rows_of_member
+from prefect_raybatch.result.rows import failed_numbers, rows_of_member
 from prefect_raybatch.result.verify import MOST_NAMED, Verdict, verify
 from prefect_raybatch.storage import Store
 
@@ -93,17 +96,24 @@ def verify_chain(root: Store, key: str) -> ChainVerdict:
     `NoSuchRun` if there is no such run, `CorruptRun` if a run that it descends from is unreadable.
     """
     family = load_family(root, key)
+    family.read_former()
     first = family.members[family.base]
     found = ChainVerdict(first.ledger.store.uri, first.plan.rows)
     for stray in family.strays:
         found.fault(stray)
-    where = _Where(found)
+    members = family.members | family.former
     taken = {
         name: _numbers(member, found)
-        for name, member in family.members.items()
+        for name, member in members.items()
         if member.plan.parent is not None
     }
-    for member in family.members.values():
+    if family.former and first.summary is not None:
+        with suppress(CorruptRun):  # `_member` notes it
+            failed = failed_numbers(first)
+            for name in family.former:
+                taken[name] = taken[name][among(failed, taken[name])]
+    where = _Where(found)
+    for member in members.values():
         verdict = _verify(member, found)
         if verdict is None:
             continue
@@ -118,7 +128,7 @@ def verify_chain(root: Store, key: str) -> ChainVerdict:
         )
         found.runs.append(link)
         if verdict.finished:
-            link.retried = _member(family, member, taken, where, found)
+            _member(family, member, taken, where, link)
     if not found.faults:
         where.all_there()
     return found
@@ -152,14 +162,15 @@ def _member(
     member: Member,
     taken: dict[str, np.ndarray],
     where: _Where,
-    chain: ChainVerdict,
-) -> int:
+    link: Link,
+) -> None:
     """Note in `where` the file of each row of a run, except of failed rows that are retried.
 
-    Return the number of failed rows that are retried. `taken` is {key of a retry run: row numbers
-    that it retries}. Faults are added to `chain`.
+    Count the latter in `link`. `taken` is {key of a retry run: row numbers that it retries}. Of a
+    damaged run's retry, only these rows are looked at and counted. Faults are added to the chain.
     """
-    children = [child.key for child in family.children(member.key)]
+    chain = where.found
+    children = [child.key for child in family.takers(member.key)]
     for first, second in combinations(children, 2):
         both = np.intersect1d(taken[first], taken[second], assume_unique=True)
         if len(both):
@@ -168,15 +179,22 @@ def _member(
             )
     every = np.unique(np.concatenate([np.zeros(0, np.int64), *(taken[key] for key in children)]))
     failed = [np.zeros(0, np.int64)]
+    counts = Counter[str]()
     try:
         for kind, path, numbers in rows_of_member(member):
+            if member.key in family.former:
+                numbers = numbers[among(taken[member.key], numbers)]
+            counts[kind] += len(numbers)
             if kind == "quarantine":
                 failed.append(numbers)
                 numbers = numbers[~among(every, numbers)]
             where.note(f"{member.key}/{path}", numbers)
     except CorruptRun as fault:
         chain.fault(f"{member.key}: {fault}")
-        return 0
+        return
+    if member.key in family.former:
+        link.rows, link.skipped = len(taken[member.key]), counts["left out"]
+        link.data, link.quarantined = counts["data"], counts["quarantine"]
     in_quarantine = np.sort(np.concatenate(failed))
     for key in children:
         unexpected = taken[key][~among(in_quarantine, taken[key])]
@@ -185,7 +203,7 @@ def _member(
                 f"{key} retries {name_rows(unexpected)}, which are not in the quarantine of "
                 f"{member.key}"
             )
-    return int(among(every, in_quarantine).sum())
+    link.retried = int(among(every, in_quarantine).sum())
 
 
 class _Where:

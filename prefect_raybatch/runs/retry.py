@@ -32,7 +32,7 @@ from prefect_raybatch.ledger.record_files import put_record_if_absent, read_reco
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import prompt_lengths as tokens
-from prefect_raybatch.result.rows import quarantine_of
+from prefect_raybatch.result.rows import failed_numbers, quarantine_of
 from prefect_raybatch.runs.plan_run import RunInput, new_plan
 from prefect_raybatch.runs.retry_share import share_of_retry
 from prefect_raybatch.storage import Store
@@ -295,6 +295,28 @@ def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]
         )
         raise ConfigError(f"{said}, and some failed again. Retry those:\n{todo}")
     return NothingToRetry(parent.ledger.store.uri, f"{said}, and none failed again")
+
+
+def takers_of_all(family: Family, parent: Member) -> list[tuple[Member, int]]:
+    """Return (retry, how many rows failed there again) of the retries of a finished run.
+
+    Returns [] if some failed rows of the run are in no retry. Of a damaged run's retry, only rows
+    that failed in `parent` count. The number is 0 for an unfinished retry.
+    """
+    children = family.children(parent.key)
+    if family.is_fully_retried(parent):
+        return [(child, child.failed if child.summary else 0) for child in children]
+    if len(takers := family.takers(parent.key)) == len(children):
+        return []
+    failed = failed_numbers(parent)
+    found, free = [], failed
+    for taker in takers:
+        taken = taker.ledger.numbers(taker.plan).all()
+        if among(taken, failed).any():
+            again = failed_numbers(taker) if taker.summary else taken[:0]
+            found.append((taker, int(among(failed, again).sum())))
+            free = free[~among(taken, free)]
+    return [] if len(free) else found
 
 
 def _retry_command(root: str, member: Member) -> str:

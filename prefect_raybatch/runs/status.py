@@ -221,24 +221,23 @@ def _superseded_by(ledger: Ledger, plan: Plan) -> str | None:
 
 def _with_retries(state: Status, plan: Plan, options: StoreOptions | None) -> Status:
     """Add to the state of a finished run how its failed rows were retried; return it."""
-    from prefect_raybatch.runs.retry import options_of_retry
+    from prefect_raybatch.runs.retry import options_of_retry, takers_of_all
 
     if is_first_phase(plan):
         return state  # its rows are retried in the run itself
     state = replace(state, retry_options=tuple(options_of_retry(plan)))
     try:
         family = load_family(*locate_run(state.run, options))
+        family.read_former()
         member = family.members.get(plan.run_key)
+        takers = [] if member is None else takers_of_all(family, member)
     except (ConfigError, CorruptRun, NoSuchRun) as error:
         log.warning("retries of the failed rows are unknown: %s", error)
         return state
-    if member is None or not family.is_fully_retried(member):
+    state = replace(state, retried_by=tuple(taker.key for taker, _ in takers))
+    if not takers or any(taker.summary is None for taker, _ in takers):
         return state
-    children = family.children(member.key)
-    state = replace(state, retried_by=tuple(child.key for child in children))
-    if any(child.summary is None for child in children):
-        return state
-    return replace(state, failed_again=sum(child.failed for child in children))
+    return replace(state, failed_again=sum(failed for _, failed in takers))
 
 
 def _first_phase(store: Store, plan: Plan, options: StoreOptions | None) -> Status | None:

@@ -944,3 +944,24 @@ def test_a_run_that_a_repaired_run_continues_gets_no_new_retry(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"key\.m1 continues it[^\n]*\n  raybatch .*key\.m1"):
         plan_retry(run.store.uri)
     assert planned(run.store.uri, ["ValueError"]).run == begun.run
+
+
+def test_the_chain_and_the_state_of_a_repaired_run_know_the_retries_of_the_damaged_run(
+    tmp_path: Path,
+) -> None:
+    run = first_run(tmp_path)
+    child = retried(run.store.uri, failed={7: "ValueError"})
+    retried(child, failed={7: "ValueError"})
+    fork = repaired(run.store.uri, run.job, 0, {3: "EngineDied"})  # row 4 is answered this time
+    assert not status(fork).retried_by and not chain(fork).faults
+    assert taken(retried(fork)) == [3]
+    state, found = status(fork), chain(fork)
+    assert (state.retried_by, state.failed_again) == (("key.m1.r1", "key.r1"), 1)
+    assert found.ok and (found.data, found.quarantined) == (19, 1)
+    rows = {link.run_key: (link.rows, link.data, link.retried) for link in found.runs}
+    assert rows == {
+        "key.m1": (20, 16, 4),
+        "key.m1.r1": (1, 1, 0),
+        "key.r1": (3, 2, 1),
+        "key.r2": (1, 0, 0),
+    }
