@@ -56,12 +56,15 @@ def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
     Stops after 100 repaired runs, and before one that is missing, unreadable or the repair of
     another run.
     """
-    for _ in range(MOST_FORKS):
-        fork = _next(ledger, plan)
-        if fork is None:
-            break
-        ledger, plan = fork
-    return ledger, plan
+    return runs_to_last_fork(ledger, plan)[-1]
+
+
+def runs_to_last_fork(ledger: Ledger, plan: Plan) -> list[tuple[Ledger, Plan]]:
+    """Return (ledger, plan) of this run and of the repaired runs that `follow_forks` follows."""
+    runs = [(ledger, plan)]
+    while len(runs) <= MOST_FORKS and (fork := _next(*runs[-1])) is not None:
+        runs.append(fork)
+    return runs
 
 
 def _next(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan] | None:

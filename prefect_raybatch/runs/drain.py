@@ -8,8 +8,9 @@ import numpy as np
 
 from prefect_raybatch.errors import ConfigError, NoSuchRun
 from prefect_raybatch.ledger.drains import put_drain
-from prefect_raybatch.ledger.forks import follow_forks
+from prefect_raybatch.ledger.forks import runs_to_last_fork
 from prefect_raybatch.ledger.increments import requests_ledger
+from prefect_raybatch.ledger.layout import SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import JsonObject
@@ -44,24 +45,36 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
     If the run is complete and its answers are being judged, the judge is drained.
 
-    If the run was repaired, the run that continues it is drained.
+    If the run was repaired, the run that continues it is drained; so is the run itself if it is not
+    finished, since a driver may still work on it.
 
     Raises `ConfigError` for a complete run without a judge at work, `NoSuchRun` if `run_dir` has no
     run, and the store's errors.
     """
     ledger = Ledger(open_store(run_dir, dict(options) if options else None))
-    ledger, plan = follow_forks(ledger, need_plan(ledger))
-    store = ledger.store
-    if ledger.finished(plan) is not None:
-        return _drain_judge(store.uri, store, options)
+    *repaired, (ledger, plan) = runs_to_last_fork(ledger, need_plan(ledger))
     by = user_at_host()
-    put_drain(ledger, by)
-    asks = requests_ledger(store)
-    if asks.load_plan() is not None:
-        put_drain(asks, by)
+    live: list[JsonObject] = []
+    for former, _ in repaired:
+        if not former.store.holds(SUCCESS):
+            live += _drain_open(former, by)
+    if ledger.finished(plan) is None:
+        live += _drain_open(ledger, by)
+    elif not live:
+        return _drain_judge(ledger.store.uri, ledger.store, options)
+    live.sort(key=lambda beat: float(beat["age"]))
     # From the names of the commits: a damaged one does not matter here.
     done = int(np.diff(ledger.shards(plan).starts)[ledger.committed(plan)].sum())
-    return Drained(store.uri, plan.run_key, tuple(beats_at_work(store)), done, plan.rows)
+    return Drained(ledger.store.uri, plan.run_key, tuple(live), done, plan.rows)
+
+
+def _drain_open(ledger: Ledger, by: str) -> list[JsonObject]:
+    """Ask all attempts at an unfinished run to stop; return the heartbeats of drivers at work."""
+    put_drain(ledger, by)
+    asks = requests_ledger(ledger.store)
+    if asks.load_plan() is not None:
+        put_drain(asks, by)
+    return beats_at_work(ledger.store)
 
 
 def _drain_judge(run: str, store: Store, options: StoreOptions | None) -> Drained:

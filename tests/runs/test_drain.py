@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 import uuid
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,13 @@ from prefect_raybatch import BatchJob, batch_inference
 from prefect_raybatch.api import finalize_run, infer_run, plan_run, submission
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.driver.driver import Driver, Progress
+from prefect_raybatch.driver.heartbeat import Heartbeat
 from prefect_raybatch.errors import ConfigError, JobStopped, RunDrained
 from prefect_raybatch.flow.flows import call_flow as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.drains import Draining, put_drain, read_drain
-from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.layout import PIECES, commit_path, heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
@@ -157,6 +159,20 @@ def test_the_drain_of_a_repaired_run_is_that_of_the_run_that_continues_it(tmp_pa
     drained = drain_run(made.store.uri)
     assert (drained.run, drained.done, drained.rows) == (fork.store.uri, 15, 20)
     assert Draining(fork.store, "a")() and read_drain(made.store) is None
+
+
+def test_a_driver_at_work_on_a_run_that_was_repaired_is_drained(tmp_path):
+    made = first_run(tmp_path, finish=False)
+    next((tmp_path / "key" / PIECES).iterdir()).unlink()
+    repair_run(made.store.uri)
+    fork = Ledger(open_store(f"{made.store.uri}.m1"))
+    for ledger, name in ((made.ledger, "a"), (fork, "b")):
+        ledger.note_attempt(name, {})
+        ledger.store.put(heartbeat_path(name), Heartbeat(time.time()).to_bytes())
+    drained = drain_run(made.store.uri)
+    assert drained.run == fork.store.uri
+    assert sorted(beat["attempt"] for beat in drained.live) == ["a", "b"]
+    assert Draining(made.store, "a")() and Draining(fork.store, "b")()
 
 
 class HeldEngine(FakeEngine):
