@@ -28,9 +28,10 @@ def share_of_retry(
     """Return how many rows a cascade's retry may send to the larger model, and a Parquet table.
 
     The table has the positions, in the retry, of rows that a finished run of the family (a run and
-    its retries) sent to the larger model. These rows may be sent again. Of the other rows, as many
-    may be sent as `at_most` leaves after the rows sent so far and those that unfinished retries may
-    still send. `numbers` are the ascending row numbers of the retry's rows in the first run.
+    its retries, and those of damaged runs that it continues) sent to the larger model. These rows
+    may be sent again. Of the other rows, as many may be sent as `at_most` leaves after the rows
+    sent so far and those that unfinished retries may still send. `numbers` are the ascending
+    row numbers of the retry's rows in the first run.
 
     Returns None for a job without a cascade or with `at_most` 1. Raises `CorruptRun` if the record
     of rows that were sent is unreadable.
@@ -39,7 +40,7 @@ def share_of_retry(
         return None
     rows = family.members[family.base].plan.rows
     sent, kept = np.empty(0, np.int64), 0
-    for member in family.members.values():
+    for member in (*family.members.values(), *family.former.values()):
         increment = increment_of(member.plan)
         if increment is None or increment.ledger != OF_LARGER:
             continue

@@ -38,6 +38,7 @@ from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.increments import OF_LARGER, increment_of
+from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import Unit
@@ -505,6 +506,23 @@ def test_an_unfinished_retry_keeps_its_share_from_the_next_one(server, tmp_path)
     assert share_of(report.run) == (ROWS, 1, 0) and rows == {8: "large"}
     _, rows = retried(folder, **nulls)
     assert rows == {9: "demo", 10: "large"}
+
+
+def test_at_most_counts_retries_of_the_damaged_run_that_a_repaired_run_continues(server, tmp_path):
+    with_nulls(tmp_path, 9, 10)
+    refused_by_larger(server, 8)
+    rule = {"at_most": 0.2, "when": {"probability_below": 0.6}}
+    job = job_of(server, tmp_path, escalate=rule, limits={"max_failed_rows": 5})
+    _, folder = run_of(job)
+    nulls = {"errors": ["ValueError"], "overrides": {"prompt.on_null": "empty"}}
+    _, rows = retried(folder, **nulls)
+    assert rows == {9: "large", 10: "large"}
+    (folder / commit_path(0)).unlink()
+    repair_run(str(folder))
+    report, _ = run_of(job)
+    assert report.run == f"{folder}.m1"
+    report, _ = retried(report.run)
+    assert share_of(report.run) == (ROWS, 1, 0)
 
 
 def share_of(run: str) -> tuple[int, int, int]:
