@@ -365,6 +365,7 @@ TRANSIENT = {
     "BadUpload",
     "StoreUnavailable",
     "HubUnavailable",
+    "ImagesUnavailable",
     "EngineFailure",
     "EndpointUnavailable",
     "IncompleteRun",
