@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import pyarrow as pa
 
@@ -26,9 +27,10 @@ from prefect_raybatch.source.snapshot_writer import TABLE_CELLS, conform
 from prefect_raybatch.source.streams import one_line, open_bytes
 
 LINE_BYTES = 64 << 20  # a longer line: the file is not JSON Lines
-# A null outside of objects and arrays, or a text within a string that looks so. pyarrow ends the
-# process with a segmentation fault if a block begins with such a null, and makes others rows.
+# A null that may be outside of objects and arrays. pyarrow ends the process with a segmentation
+# fault if a block begins with such a null, and makes others rows.
 _NULL_ROW = re.compile(rb"[\r\n}][ \t]*null")
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _KEY = re.compile(rb'"((?:[^"\\]|\\.)*)"\s*:', re.DOTALL)
 
 
@@ -143,8 +145,11 @@ def _parse_json(
             f"{file.uri}, {unit} {line + deep} is nested more than {MOST_LEVELS} levels deep. "
             "Write flatter objects, or write the nested part as text"
         )
-    if _NULL_ROW.search(b"\n" + block) and (fault := _fault_in(file, block, line, unit)):
-        raise SourceError(fault)
+    if _NULL_ROW.search(b"\n" + block) and _has_null_row(block):
+        raise SourceError(
+            _fault_in(file, block, line, unit)
+            or f"{file.uri}, from {unit} {line}: a row is null, not an object"
+        )
     try:
         pieces = _pieces(file, block)
         return _merged((_parse_piece(file, piece, as_written) for piece in pieces), file.uri)
@@ -320,6 +325,17 @@ def _no_time(kind: pa.DataType) -> pa.DataType:
 
 def _null_as_text(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_null(kind) else kind
+
+
+def _has_null_row(block: bytes) -> bool:
+    """Return whether a null stands outside of objects and arrays, before any invalid JSON."""
+    text, decoder, at = block.decode(), json.JSONDecoder(), 0
+    with suppress(ValueError, RecursionError):
+        while (found := _NOT_SPACE.search(text, at)) is not None:
+            value, at = decoder.raw_decode(text, found.start())
+            if value is None:
+                return True
+    return False
 
 
 def _fault_in(file: File, block: bytes, line: int, unit: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from typing import Any
 
@@ -40,16 +40,19 @@ def _check_kept(value: Any, kind: pa.DataType) -> None:
     Arrow must accept the value for a column of type `kind`. Rounding to a float type is no loss.
     """
     types = pa.types
+    value = value.as_py() if isinstance(value, pa.Scalar) else value
     if value is None or _refuses_losses(kind):
         return
     if types.is_struct(kind):
         fields = {name: f.type for f in kind for name in (f.name, f.name.encode())}
-        for name, inner in dict(value).items():
-            if name not in fields:
+        for name, inner in _items(value, [f.name for f in kind]):
+            if name in fields:
+                _check_kept(inner, fields[name])
+            elif inner is not None:
                 raise ValueError(f"{name!r} is no field of the type")
-            _check_kept(inner, fields[name])
     elif types.is_map(kind):
-        for key, item in value.items() if isinstance(value, Mapping) else value:
+        for entry in value.items() if isinstance(value, Mapping) else value:
+            key, item = entry.values() if isinstance(entry, Mapping) else entry
             _check_kept(key, kind.key_type)
             _check_kept(item, kind.item_type)
     elif types.is_nested(kind) and kind.value_type not in _INFINITE_FROM:
@@ -63,6 +66,13 @@ def _check_kept(value: Any, kind: pa.DataType) -> None:
         _check_time(value, kind)
     elif value != int(value):
         raise ValueError(f"{value} is not a whole number")
+
+
+def _items(value: Any, names: Sequence[str]) -> Iterable[tuple[Any, Any]]:
+    """Return the (name, value) pairs of a struct: a mapping, such pairs, or a tuple of values."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return zip(names, value, strict=True) if isinstance(value, tuple) else value
 
 
 def _check_floats(values: np.ndarray, kind: pa.DataType) -> None:

@@ -788,6 +788,19 @@ def test_texts_with_null_are_no_rows(tmp_path, monkeypatch, block):
     assert table["t"].to_pylist() == ["{} null", "null"]
 
 
+@pytest.mark.parametrize(
+    ("content", "values"),
+    [
+        ('{"a":\n null, "b": 1}\n{"a":\n 3, "b": 2}\n', [None, 3]),
+        ('{"a": [\n1,\nnull\n]}\n{"a": []}\n', [[1, None], []]),
+        ('{"a": "}null"}{"a": "y"}', ["}null", "y"]),
+    ],
+)
+def test_nulls_within_objects_over_several_lines_are_no_rows(tmp_path, content, values):
+    _, table = copy(tmp_path, text(tmp_path / "a.jsonl", content))
+    assert table["a"].to_pylist() == values
+
+
 def test_a_null_in_an_array_of_rows_is_named(tmp_path):
     path = text(tmp_path / "a.json", '[{"a": 1}, null]')
     refused(tmp_path, path, "item 2 is not an object")

@@ -259,7 +259,8 @@ class SqlSource(TableSource):
                 return int(counted.scalar_one())
             if dialect == "postgresql":
                 explain = f"EXPLAIN (FORMAT JSON) {self._query}"
-                plan = self._connection.exec_driver_sql(explain).scalar_one()
+                with self._connection.begin_nested():  # a failure must not end the transaction
+                    plan = self._connection.exec_driver_sql(explain).scalar_one()
                 found = json.loads(plan) if isinstance(plan, str) else plan
                 return max(1, int(found[0]["Plan"]["Plan Rows"]))
         return None
