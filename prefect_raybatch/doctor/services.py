@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.sizing.sizes import Capacity, pool_for
 from prefect_raybatch.spec.cluster import ClusterSpec
 from prefect_raybatch.spec.sizes import SizeSpec
+from prefect_raybatch.storage.base import header_time
 from prefect_raybatch.storage.redirects import open_without_redirects, redirect_problem
 from prefect_raybatch.words import counted
 
@@ -342,11 +343,11 @@ def _ahead(url: str) -> float | None:
             date = answer.headers.get("Date")
     except urllib.error.HTTPError as error:  # a refusal has a date too
         date = error.headers.get("Date")
-    except OSError:
+    except (OSError, HTTPException):
         return None  # whether it answers is another check
-    if not date:
+    if (seconds := header_time(date)) is None:
         return None
-    there = parsedate_to_datetime(date).timestamp() + 0.5  # it gives whole seconds
+    there = seconds + 0.5  # it gives whole seconds
     off = (before + time.time()) / 2 - there
     return off if abs(off) > 1 + (time.time() - before) / 2 else 0.0
 
@@ -354,4 +355,4 @@ def _ahead(url: str) -> float | None:
 def _bare(url: str) -> str:
     """Return a URL with only scheme, host and path, because the other parts may be credentials."""
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

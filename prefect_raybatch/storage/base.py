@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -278,6 +279,13 @@ def not_found(uri: str) -> FileNotFoundError:
 def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
     """Return the error for a file of `size` bytes, more than the `max_bytes` that are read."""
     return CorruptRun(f"{uri} has {size} bytes, and at most {max_bytes} are read")
+
+
+def header_time(date: str | None) -> float | None:
+    """Return the time of a Date header in seconds since 1970; None if it is missing or invalid."""
+    with suppress(ValueError):
+        return parsedate_to_datetime(date).timestamp() if date else None
+    return None
 
 
 class SeekableReader(io.RawIOBase):

@@ -16,14 +16,13 @@ def redirect_problem(url: str, location: str | None) -> Problem:
     The text names only the location's host, because its path and query may hold credentials.
     """
     try:
-        target = urlsplit(urljoin(url, location or ""))
-        port = f":{target.port}" if target.port else ""
+        target = urljoin(url, location or "")
+        _ = urlsplit(target).port  # raises for an invalid one
     except ValueError:
         return Problem(f"{_bare(url)} redirects to an invalid URL", "Use another address")
-    place = f"{target.scheme}://{target.hostname or ''}{port}"
     return Problem(
-        f"{_bare(url)} redirects to {place}, but requests with credentials are not sent on to "
-        "another host",
+        f"{_bare(url)} redirects to {_bare(target)}, but requests with credentials are not sent "
+        "on to another host",
         "If that is the right server, use its address",
     )
 

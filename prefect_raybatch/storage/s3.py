@@ -8,13 +8,13 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from email.utils import parsedate_to_datetime
 from typing import Any, cast
 
 from prefect_raybatch.errors import UnsafeStore
 from prefect_raybatch.storage import bucket
 from prefect_raybatch.storage.base import (
     FileInfo,
+    header_time,
     in_batches,
     local_size,
     reading_local_file,
@@ -163,7 +163,7 @@ class S3Store(BucketStore):
     def now(self) -> float:
         found = self._call("list_objects_v2", None, MaxKeys=1, Prefix=f"{self._prefix}/")
         date = found["ResponseMetadata"]["HTTPHeaders"].get("date")
-        return parsedate_to_datetime(date).timestamp() if date else time.time()
+        return header_time(date) or time.time()
 
     def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
         skip = len(self._prefix) + 1 if self._prefix else 0

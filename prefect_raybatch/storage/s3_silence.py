@@ -78,4 +78,5 @@ def without_keys(url: str) -> str:
         port = found.port or (80 if found.scheme == "http" else 443)
     except ValueError:
         return "an invalid endpoint_url"
-    return f"{found.scheme}://{found.hostname}:{port}"
+    host = f"[{found.hostname}]" if ":" in (found.hostname or "") else found.hostname
+    return f"{found.scheme}://{host}:{port}"

@@ -30,6 +30,7 @@ from helpers.nvidia import ABSENT, Card, show
 from helpers.openai_server import openai_server
 from helpers.ray_head import Head
 from helpers.small import make_job
+from helpers.web_server import served
 from packaging.specifiers import SpecifierSet
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from ray._private.utils import resolve_object_store_memory
@@ -448,6 +449,17 @@ def test_the_clock_against_the_object_store() -> None:
         got = one(services.check_clock, make_job(output=output))
         assert got.mark == "fail" and "the object store" in got.found
         assert found(services.check_clock) == {}, "there is nothing to compare with"
+
+
+@pytest.mark.parametrize("answer", [b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nDate: today\r\n\r\n"])
+def test_a_server_without_a_valid_date_is_not_compared(answer: bytes) -> None:
+    class Odd(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(answer)
+
+    with served(Odd) as url, temporary_settings(restore_defaults={PREFECT_API_URL}):
+        output = {"uri": "s3://b/out", "options": {"endpoint_url": url}}
+        assert found(services.check_clock, make_job(output=output)) == {}
 
 
 # --- the cluster --------------------------------------------------------------------------------

@@ -115,6 +115,9 @@ def test_a_redirect_on_the_same_host_names_it_without_user_and_query() -> None:
     problem = redirect_problem(f"http://nightly:{KEY}@h:81/a", f"/b?sig={KEY}")
     assert problem.fault.startswith("http://h:81 redirects to http://h:81, but requests with ")
     assert "an invalid URL" in redirect_problem("http://h", "http://h:port/").fault
+    problem = redirect_problem("http://h:81/a", f"http://{KEY}@[fd00::1]:82/{KEY}")
+    assert problem.fault.startswith("http://h:81 redirects to http://[fd00::1]:82, but")
+    assert "http://h redirects to http://h, but" in redirect_problem("http://h/a", None).fault
 
 
 def test_the_doctor_follows_no_redirect_with_keys() -> None:

@@ -12,13 +12,14 @@ import re
 import urllib.error
 import urllib.request
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from prefect_raybatch.errors import ConfigError, StoreError
 from prefect_raybatch.schemes import CLOUD_SECRETS, EXTRAS, check_cloud_options
 from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.storage.base import header_time
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 KNOWN_CONNECTIONS = 16
@@ -139,9 +140,9 @@ class CloudConnection:
                 date = answer.headers.get("Date")
         except urllib.error.HTTPError as refusal:
             date = refusal.headers.get("Date")
-        except OSError:
+        except (OSError, HTTPException):
             return None
-        return parsedate_to_datetime(date).timestamp() if date else None
+        return header_time(date)
 
     def scrub(self, error: object) -> str:
         """Return the message of `error`, with URLs cut to their host and credentials removed."""
