@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -1087,15 +1086,6 @@ def test_a_file_that_a_batch_could_not_delete_is_told(answers) -> None:
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name.startswith("prefect_raybatch")]
-
-
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The endpoint of a server that takes connections and never says a word."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(100)
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
