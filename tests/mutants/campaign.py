@@ -36,6 +36,7 @@ USERS_OF_STORES = (
     "security/test_node_cache.py",
     "security/test_private_files.py",
     "security/test_redirects.py",
+    "stages/test_image_fetch.py",
 )
 USERS_OF_THE_DRIVER = (
     "attempts",
