@@ -13,8 +13,6 @@ from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.publish.publish import check_publish, check_unique
-from prefect_raybatch.spec.read import ReadSpec
-from prefect_raybatch.spec.result import FinishSpec
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_types
 from prefect_raybatch.storage import Store
@@ -49,7 +47,7 @@ def check_targets_of(
     if not targets:
         return ()
     known, whole = result_types(spec.finish, spec.sampling, spec.engine.model.task, input_schema)
-    columns = _InputColumns(spec.finish, spec.read, input_schema, inventory, store, later)
+    columns = _InputColumns(spec, input_schema, inventory, store, later)
     return tuple(check_publish(targets, run_key, keys, known, whole, columns.check))
 
 
@@ -58,14 +56,14 @@ class _InputColumns:
 
     def __init__(
         self,
-        finish: FinishSpec,
-        read: ReadSpec,
+        spec: RunSpec,
         input_schema: pa.Schema,
         inventory: Inventory | None,
         store: Store | None,
         later: bool,
     ) -> None:
-        self._finish, self._options = finish, dict(read.options)
+        self._finish, self._options = spec.finish, dict(spec.read.options)
+        self._several = spec.sampling.several
         self._input_schema, self._inventory, self._store, self._later = (
             input_schema,
             inventory,
@@ -73,7 +71,7 @@ class _InputColumns:
             later,
         )
         self._kept = {
-            name for name in finish.kept(input_schema.names) if name in input_schema.names
+            name for name in spec.finish.kept(input_schema.names) if name in input_schema.names
         }
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
@@ -108,7 +106,7 @@ class _InputColumns:
             check_unique(target, pa.concat_tables(keys), "the input")
 
     def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        form = self._finish.schema
+        form = None if self._several else self._finish.schema  # else one list column
         for name, shape in (columns_of(form) if form is not None else {}).items():
             if name in never_null and shape.nullable:
                 raise _may_be_null(target, name, "output.schema allows null")

@@ -91,7 +91,9 @@ def result_types(
         fields += list(declared_schema(output.types or {}))
         known = output.types is not None
     elif output.schema is not None:
-        fields += [shape.field(name) for name, shape in columns_of(output.schema).items()]
+        properties = [shape.field(name) for name, shape in columns_of(output.schema).items()]
+        record = pa.list_(pa.struct(properties))
+        fields += [pa.field(output.column, record)] if answers > 1 else properties
     elif output.classifier is not None:
         fields.append(pa.field(output.column, text))
     elif task == "embed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from datetime import datetime
 from pathlib import Path
@@ -147,6 +148,21 @@ def test_a_null_that_a_delta_table_does_not_take_is_found_in_the_input(tmp_path)
             check_targets_of(compile_job(job), found.schema, "key", found)
     with pytest.raises(ConfigError, match=r"null in column 'id', but the input column is nullable"):
         check_targets_of(compile_job(job), found.schema)
+
+
+def test_properties_of_several_answers_are_not_columns_of_the_table(tmp_path):
+    """A property may be null, and the input column of its name must not."""
+    record = pa.struct([("id", pa.int64())])
+    inputs = pa.schema([pa.field("id", pa.int64(), False), ("Company", pa.string())])
+    columns = [*inputs, ("response", pa.list_(record)), ("_row", pa.int64())]
+    target = TARGETS["delta"][0](tmp_path)
+    DeltaTable.create(target["uri"], schema=Schema.from_arrow(pa.schema(columns)))
+    form = {"type": "object", "properties": {"id": {"type": ["integer", "null"]}}}
+    (tmp_path / "form.json").write_text(json.dumps(form | {"required": ["id"]}))
+    output = {"uri": str(tmp_path), "schema_model": f"{tmp_path}/form.json", "publish": [target]}
+    job = make_job(output=output, sampling={"n": 2, "temperature": 1})
+    (line,) = check_targets_of(compile_job(job), inputs)
+    assert "its columns fit" in line
 
 
 def test_a_key_that_is_not_unique_or_null_is_found_in_the_input(tmp_path):

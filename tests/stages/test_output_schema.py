@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -12,9 +13,9 @@ import pyarrow as pa
 import pytest
 from helpers.small import make_job
 
-from prefect_raybatch.compile.job import finish_spec
+from prefect_raybatch.compile.job import compile_job, finish_spec
 from prefect_raybatch.stages.output_schema import fitting_columns, output_schema
-from prefect_raybatch.stages.result_columns import declared_schema
+from prefect_raybatch.stages.result_columns import declared_schema, result_types
 from prefect_raybatch.storage import open_store
 
 MORNING = datetime(2026, 1, 2, 3, 4, 5, 678_901)
@@ -135,3 +136,15 @@ def test_an_empty_object_in_the_first_shard_fails_its_row_alone(tmp_path: Path) 
     schema = output_schema(SPEC, False, open_store(str(tmp_path)), rows)
     assert schema.field("value").type == pa.string()
     assert stored(pa.string(), {}, None)[0] == [None]
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_the_columns_known_before_a_run_are_those_of_its_shards(answers, tmp_path):
+    form = {"label": {"type": "string"}, "years": {"type": ["integer", "null"]}}
+    record = {"type": "object", "properties": form, "required": ["label", "years"]}
+    (tmp_path / "form.json").write_text(json.dumps(record))
+    output = {"uri": "out", "columns": [], "schema_model": str(tmp_path / "form.json")}
+    spec = compile_job(make_job(output=output, sampling={"n": answers, "temperature": 1}))
+    known, is_all = result_types(spec.finish, spec.sampling, "generate", pa.schema([]))
+    columns = output_schema(spec.finish, spec.sampling.several, open_store(str(tmp_path)), [])
+    assert is_all and known == pa.schema([*columns, (spec.finish.row_number, pa.int64())])
