@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import subprocess
@@ -248,6 +249,101 @@ def test_what_a_function_of_a_notebook_uses_counts_in_the_fingerprint(
     assert function_digest("__main__:ask", "f") == before
     exec(cell, notebook)
     assert (function_digest("__main__:ask", "f") != before) is changes
+
+
+CLASSES = """
+import functools
+
+def clean(text):
+    return text.strip()
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*given):
+        return clean(function(*given))
+    return call
+
+class Base:
+    def end(self):
+        return "?"
+
+class Words(Base):
+    def __init__(self, first):
+        self.first = first
+    @staticmethod
+    def plain(text):
+        return clean(text)
+    @classmethod
+    def of(cls):
+        return "static"
+    @property
+    def word(self):
+        return self.first
+    def __call__(self, row):
+        return self.word + self.plain(row["Company"]) + self.of() + self.end()
+
+def asked(first, row):
+    return first + clean(row["Company"])
+
+@functools.lru_cache
+def cached(text):
+    return clean(text)
+
+@decorated
+def plain(text):
+    return text
+
+words = Words("a")
+partial = functools.partial(asked, "a")
+
+def by_class(row):
+    return Words("b")(row)
+
+def by_object(row):
+    return words(row)
+
+def by_cached(row):
+    return cached(row["Company"])
+
+def by_decorated(row):
+    return plain(row["Company"])
+"""
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("by_class", "return clean(text)", "return text"),
+        ("by_class", "text.strip()", "text.upper()"),
+        ("by_class", '"static"', '"other"'),
+        ("by_class", "return self.first", "return self.first * 2"),
+        ("by_class", 'return "?"', 'return "!"'),
+        ("by_object", "text.strip()", "text.upper()"),
+        ("by_object", 'Words("a")', 'Words("c")'),
+        ("words", 'return "?"', 'return "!"'),
+        ("words", 'Words("a")', 'Words("c")'),
+        ("partial", "text.strip()", "text.upper()"),
+        ("partial", 'asked, "a"', 'asked, "c"'),
+        ("by_cached", "text.strip()", "text.upper()"),
+        ("by_decorated", "text.strip()", "text.upper()"),
+        ("by_decorated", "clean(function(*given))", "clean(function(*given)) * 2"),
+    ],
+)
+def test_code_in_classes_objects_and_decorators_counts_in_the_fingerprint(
+    notebook: dict[str, Any], tmp_path: Path, name: str, before: str, after: str, in_file: bool
+) -> None:
+    def digest(cells: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(cells)
+        linecache.clearcache()
+        notebook["__file__"] = str(path)
+        exec(compile(cells, str(path) if in_file else "<stdin>", "exec"), notebook)
+        return function_digest(f"__main__:{name}", "f")
+
+    assert before in CLASSES
+    assert digest(CLASSES) == digest(f"UNUSED = 1\n{CLASSES}")
+    assert digest(CLASSES.replace(before, after)) != digest(CLASSES)
 
 
 def test_a_function_that_no_name_leads_to_is_refused(notebook: dict[str, Any]) -> None:

@@ -7,15 +7,17 @@ author could name any file of the machine.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from prefect_raybatch.bounded import read_regular_file
@@ -157,9 +159,9 @@ def function_digest(name: str, field: str) -> str:
     """Return the SHA-256 of the whole file of `file.py:NAME`, or of the code of `__main__:NAME`.
 
     In a notebook or script, the hash covers the function and everything there that it uses,
-    directly or not: the source of functions and classes, the value of JSON-compatible objects, the
-    type of other objects, and the name of modules. Changes in other cells or lines do not change
-    it.
+    directly or not: the source of functions, classes and decorators, the value of JSON-compatible
+    objects, the class and attributes of objects whose class is defined there, the type of other
+    objects, and the name of modules. Changes in other cells or lines do not change it.
     """
     place = name.rpartition(":")[0]
     if place != MAIN:
@@ -178,23 +180,63 @@ def _texts(first: object) -> Iterator[tuple[str, str]]:
     pending, seen = [("", first)], {""}
     while pending:
         name, value = pending.pop()
-        if not _is_defined_in(value, main):
-            yield name, _value_text(value)
+        is_code = _is_defined_in(value, main) and not _is_own_object(value)
+        yield name, _source_text(value) if is_code else _value_text(value)
+        used = _parts(name, value)
+        if is_code:
+            used += [(one, vars(main)[one]) for one in sorted(_used_names(value) & set(vars(main)))]
+        for place, part in used:
+            if place not in seen:
+                seen.add(place)
+                pending.append((place, part))
+
+
+def _is_own_object(value: object) -> bool:
+    """Return whether `value` is an object, but not a class, whose class `__main__` defines."""
+    return type(value).__module__ == MAIN and not isinstance(value, type)
+
+
+def _parts(name: str, value: object) -> list[tuple[str, object]]:
+    """Return (name, object) of what `value` uses without naming it in its code.
+
+    That is an object's class, a class's bases, and a partial function with its arguments.
+    """
+    parts: list[tuple[str, object]] = []
+    if isinstance(value, functools.partial):
+        parts = [(f"{name}.func", value.func), (f"{name}.args", [value.args, value.keywords])]
+    classes = [type(value), *(value.__bases__ if isinstance(value, type) else ())]
+    own = [one for one in classes if one.__module__ == MAIN]
+    return parts + [(f"{name}.{one.__qualname__}", one) for one in own]
+
+
+# What holds the function of a method, property, decorated or partial function.
+_HOLDERS = ("__func__", "__wrapped__", "fget", "fset", "fdel", "func")
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """Return the functions of `__main__` that a function or class consists of.
+
+    They include methods of all kinds, properties, and what decorators wrap and return.
+    """
+    namespace = vars(sys.modules[MAIN])
+    pending, seen = [value], {}
+    while pending:
+        one = pending.pop(0)
+        if id(one) in seen:
             continue
-        yield name, _source_text(value)
-        for used in sorted(_used_names(value)):
-            if used in vars(main) and used not in seen:
-                seen.add(used)
-                pending.append((used, vars(main)[used]))
+        seen[id(one)] = one
+        if isinstance(one, type):
+            pending += list(vars(one).values()) if one.__module__ == MAIN else []
+        elif type(one).__module__ in ("builtins", "functools"):
+            pending += [getattr(one, name) for name in _HOLDERS if hasattr(one, name)]
+    return [
+        one for one in seen.values() if inspect.isfunction(one) and one.__globals__ is namespace
+    ]
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, or of the plain methods of a class, and of inner functions.
-
-    Class methods, static methods and properties are left out.
-    """
-    members = list(vars(value).values()) if isinstance(value, type) else [value]
-    codes = [inspect.unwrap(one).__code__ for one in members if inspect.isfunction(one)]
+    """Yield the code of `_functions`, and of the functions within them."""
+    codes = [function.__code__ for function in _functions(value)]
     while codes:
         code = codes.pop()
         yield code
@@ -207,9 +249,14 @@ def _used_names(value: object) -> set[str]:
 
 def _source_text(value: Any) -> str:
     try:
-        return inspect.getsource(value)
+        text = inspect.getsource(value)
     except (OSError, TypeError):  # typed at a Python prompt: use the compiled code
         return repr([(c.co_code, c.co_names, _plain_constants(c)) for c in _codes(value)])
+    for function in _functions(value):
+        with suppress(OSError):  # a method that a decorator such as `dataclass` has generated
+            source = inspect.getsource(function.__code__)
+            text += "" if source in text else source  # what a decorator has put around it
+    return text
 
 
 def _plain_constants(code: CodeType) -> list[object]:
@@ -217,6 +264,13 @@ def _plain_constants(code: CodeType) -> list[object]:
 
 
 def _value_text(value: object) -> str:
+    if not _is_own_object(value):
+        return _plain_text(value)
+    attributes = {name: _plain_text(one) for name, one in getattr(value, "__dict__", {}).items()}
+    return f"{_plain_text(value)} {json.dumps(attributes, sort_keys=True)}"
+
+
+def _plain_text(value: object) -> str:
     if isinstance(value, ModuleType):
         return value.__name__
     try:
