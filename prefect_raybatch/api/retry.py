@@ -85,7 +85,7 @@ def plan_retry(
 
     `errors` are error classes; by default all failed rows that no other child has taken. The job is
     `job`, or that of the run's plan, with the fields in `overrides` ({"sampling.max_tokens": 99})
-    replaced. Without `job`, the fields of `FROM_OPERATOR` (targets, cluster) come only from
+    replaced. Without `job`, the fields of `FROM_OPERATOR` (targets, servers) come only from
     `overrides`. `keys` adds to a job the credentials of the blocks that it names. Any number of the
     child's rows may fail, because they already count against the limit of their run; but a limit in
     `overrides`, or one in `job` that differs from the run's, holds. Raises the errors of
@@ -143,10 +143,13 @@ def retry_request(
         return NothingToRetry(where, f"no row of {key} failed, so there is nothing to retry")
     if errors:
         check_classes(parent, errors)
+    is_retried = family.is_fully_retried(parent)
+    if job is None and not is_retried:  # before Prefect blocks that the plan names are loaded
+        _check_operators(parent, overrides)
     child = _job(parent, root.uri, overrides, job)
     resolved = resolve(keys(child), selection)
     going = unfinished_retry(family, key, resolved.identity.fingerprint)
-    if going is None and family.is_fully_retried(parent):
+    if going is None and is_retried:
         return require_all_retried(family, parent, family.children(key))
     if going is None:
         check_not_repaired(parent)
@@ -183,15 +186,16 @@ def planned_targets(
 
 
 def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the parent's plan has targets or a cluster not set in `overrides`.
+    """Raise `ConfigError` if the parent's plan has targets or servers not set in `overrides`.
 
     Others may write to a run directory, so its plan must not decide where rows and credentials are
-    sent: the caller has to confirm each of these job fields by setting it in `overrides`.
+    sent: the caller has to confirm each of these job fields by setting it, or a group with it, in
+    `overrides`.
     """
     lines = [
         f"  {field}: {hide_path(value)}"
         for field, value in operator_fields(parent.plan).items()
-        if not {field, field.partition(".")[0]} & set(overrides)
+        if not any(f"{field}.".startswith(f"{name}.") for name in overrides)
     ]
     if lines:
         raise ConfigError(

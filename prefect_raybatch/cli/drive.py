@@ -337,17 +337,19 @@ def retry_options(
     """Return the options that a user must give `raybatch retry-failed` for a run of `job`.
 
     A run directory does not decide where rows and credentials are sent. So if the job sets targets,
-    a cluster, store options or a credentials block, the options are `--job path`, each of `changes`
-    (FIELD=VALUE of `--set`) that a retry may set, and `--run-date` if the targets contain
-    {run_date} and the run key does not have that date. Returns [] if the job sets none of these,
-    and None if the options cannot be shown: one contains a credential, or `--set output=...` was
-    used, whose `uri` a retry must not set.
+    a cluster, a hosted model, store options or a credentials block, the options are `--job path`,
+    each of `changes` (FIELD=VALUE of `--set`) that a retry may set, and `--run-date` if the targets
+    contain {run_date} and the run key does not have that date. Returns [] if the job sets none of
+    these, and None if the options cannot be shown: one contains a credential, or `--set output=...`
+    was used, whose `uri` a retry must not set.
     """
     cluster, output = job.cluster, job.output
+    engines = [job.engine, *([output.escalate.engine] if output.escalate.engine else [])]
     named = (
         output.publish or output.options or output.credentials_block or cluster.block,
         cluster.address not in (None, LOCAL, "auto"),
         cluster.job_server or cluster.kubernetes.asked,
+        any(engine.endpoint.asked for engine in engines),
     )
     if not any(named):
         return []

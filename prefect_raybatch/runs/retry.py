@@ -38,8 +38,12 @@ from prefect_raybatch.runs.retry_share import share_of_retry
 from prefect_raybatch.storage import Store
 
 # Job fields that say where keys and rows are sent. They come from the caller, not from a plan,
-# because others may write to the run directory.
-FROM_OPERATOR = ("output.publish", "cluster.address", "cluster.job_server", "cluster.kubernetes")
+# because others may write to the run directory. The key of an endpoint is never in a plan.
+FROM_OPERATOR = (
+    *("output.publish", "cluster.address", "cluster.job_server", "cluster.kubernetes"),
+    *("cluster.block", "engine.endpoint.block", "engine.endpoint.url"),
+    "output.escalate.to.endpoint.url",
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def unfinished_retry(family: Family, key: str, fingerprint: str) -> Member | Non
 
 
 def operator_fields(plan: Plan) -> dict[str, str]:
-    """Return {job field: text} of the publish targets and the cluster that a run's plan names.
+    """Return {job field: text} of the targets, cluster and hosted models that a run's plan names.
 
     A retry takes these fields from its caller and not from the plan. Others may write to a run
     directory, and they must not decide where rows and keys are sent.
@@ -103,11 +107,16 @@ def operator_fields(plan: Plan) -> dict[str, str]:
 
     job = planned_job(plan)
     cluster, targets = job.cluster, targets_text(job.output.publish, plan.run_key)
+    endpoint, larger = job.engine.endpoint, job.output.escalate.engine
     named = {
         "output.publish": targets.replace("\n", "; ").strip(),
         "cluster.address": cluster.address if cluster.address not in (LOCAL, "auto") else None,
         "cluster.job_server": cluster.job_server,
         "cluster.kubernetes": cluster.kubernetes.asked and "a cluster of the run's own",
+        "cluster.block": cluster.block,
+        "engine.endpoint.block": endpoint.block,
+        "engine.endpoint.url": endpoint.url,
+        "output.escalate.to.endpoint.url": larger and larger.endpoint.url,
     }
     return {field: str(named[field]) for field in FROM_OPERATOR if named[field]}
 
@@ -126,8 +135,8 @@ def check_not_repaired(parent: Member) -> None:
 def options_of_retry(plan: Plan) -> list[str]:
     """Return the options that `raybatch retry-failed` needs for this run.
 
-    These are `--job JOB`, with JOB for the user to fill in, if the plan names publish targets or a
-    cluster; else none.
+    These are `--job JOB`, with JOB for the user to fill in, if the plan names publish targets, a
+    cluster or the server of a hosted model; else none.
     """
     return ["--job", "JOB"] if operator_fields(plan) else []
 

@@ -707,6 +707,9 @@ def test_the_next_command_is_one_that_can_be_run(made, capsys):
     assert "next" not in last_lines(capsys, replace(made.report, failed=0), True, None, False)
     job = made.job
     assert retry_options(job, "job.yaml", ["engine.replicas=2"]) == []
+    hosted = {"engine": {"endpoint": {"url": "http://a/v1", "model": "m"}}}
+    asked = BatchJob.from_dict({**job.to_dict(), **hosted})
+    assert retry_options(asked, "job.yaml", None) == ["--job", "job.yaml"]
     target = {"uri": "lake", "format": "jsonl", "name": "lines"}
     output = {**job.to_dict()["output"], "publish": [target]}
     published = BatchJob.from_dict({**job.to_dict(), "output": output})

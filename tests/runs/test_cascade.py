@@ -417,8 +417,7 @@ def test_failed_rows_are_retried_by_both_models(server, tmp_path):
     names = [None if n in (9, 0) else f"Company {n}" for n in range(ROWS)]
     pq.write_table(pa.table({"Company": names, "number": range(ROWS)}), tmp_path / "in.parquet")
     _, folder = run_of(job_of(server, tmp_path, limits={"max_failed_rows": 5}))
-    found = plan_retry(str(folder), overrides={"prompt.on_null": "empty"})
-    assert isinstance(found, Retry)
+    found = planned_retry(server, folder, {"prompt.on_null": "empty"})
     progress = infer_run(found.job, found.run)
     report = finalize_run(found.job, found.run, progress)
     rows = {row["_row"]: row["answered_by"] for row in rows_of(Path(found.run.uri))}
@@ -436,10 +435,19 @@ def test_a_retry_asks_the_server_of_the_larger_model_before_it_begins(server, tm
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
 
 
-def retried(run: Path | str, **more: Any) -> tuple[RunReport, dict[int, str]]:
-    """Retry the failed rows of a run; return the report, and who answered each good row."""
-    found = plan_retry(str(run), **more)
+def planned_retry(
+    server: OpenAIServer, run: Path | str, changes: Any = None, errors: Any = None
+) -> Retry:
+    """Plan a retry at the run's server of the larger model, which the caller has to name."""
+    changes = {"output.escalate.to.endpoint.url": server.url, **(changes or {})}
+    found = plan_retry(str(run), errors, changes)
     assert isinstance(found, Retry)
+    return found
+
+
+def retried(server: OpenAIServer, *arguments: Any) -> tuple[RunReport, dict[int, str]]:
+    """Retry the failed rows of a run; return the report, and who answered each good row."""
+    found = planned_retry(server, *arguments)
     report = finalize_run(found.job, found.run, infer_run(found.job, found.run))
     store = open_store(found.run.uri)
     assert verify(store).faults == []
@@ -471,10 +479,10 @@ def test_a_row_that_failed_at_the_larger_model_goes_there_again_in_a_retry(serve
     report, folder = run_of(job)
     assert report.failed == 2
     refused_by_larger(server, 8)
-    report, rows = retried(folder)
+    report, rows = retried(server, folder)
     assert rows == {10: "large"} and report.failed == 1
     refused_by_larger(server)
-    report, rows = retried(report.run)
+    report, rows = retried(server, report.run)
     assert rows == {8: "large"}, "also in the retry of a retry"
 
 
@@ -486,7 +494,7 @@ def test_at_most_counts_over_a_run_and_its_retries(server, tmp_path):
     job = job_of(server, tmp_path, escalate=rule, limits=limits)
     report, folder = run_of(job)
     assert report.cascade[1].asked == 1, "row 8"
-    report, rows = retried(folder, overrides={"prompt.on_null": "empty"})
+    report, rows = retried(server, folder, {"prompt.on_null": "empty"})
     assert rows == {9: "demo", 10: "large", 11: "demo"}
     assert "output.escalate.at_most (0.1 of the first run's 20 rows" in report.notes[0]
     assert "left 2 to demo" in report.notes[0]
@@ -498,13 +506,13 @@ def test_an_unfinished_retry_keeps_its_share_from_the_next_one(server, tmp_path)
     rule = {"at_most": 0.15, "when": {"probability_below": 0.6}}
     report, folder = run_of(job_of(server, tmp_path, escalate=rule, limits={"max_failed_rows": 5}))
     assert report.cascade[1].asked == 2, "rows 8 and 11, so one is left"
-    nulls = {"errors": ["ValueError"], "overrides": {"prompt.on_null": "empty"}}
-    first = plan_retry(str(folder), **nulls)
-    assert isinstance(first, Retry) and share_of(first.run.uri) == (ROWS, 0, 1)
+    nulls = ({"prompt.on_null": "empty"}, ["ValueError"])
+    first = planned_retry(server, folder, *nulls)
+    assert share_of(first.run.uri) == (ROWS, 0, 1)
     refused_by_larger(server)
-    report, rows = retried(folder, errors=["AnswerNotValid"])
+    report, rows = retried(server, folder, None, ["AnswerNotValid"])
     assert share_of(report.run) == (ROWS, 1, 0) and rows == {8: "large"}
-    _, rows = retried(folder, **nulls)
+    _, rows = retried(server, folder, *nulls)
     assert rows == {9: "demo", 10: "large"}
 
 
@@ -537,7 +545,7 @@ def test_a_retry_may_raise_at_most(server, tmp_path):
     rule = {"at_most": 0.05, "when": {"probability_below": 0.6}}
     _, folder = run_of(job_of(server, tmp_path, escalate=rule, limits={"max_failed_rows": 5}))
     changes = {"prompt.on_null": "empty", "output.escalate.at_most": 0.1}
-    _, rows = retried(folder, overrides=changes)
+    _, rows = retried(server, folder, changes)
     assert rows == {9: "demo", 10: "large"}
 
 

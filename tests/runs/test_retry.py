@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -44,7 +45,7 @@ from prefect_raybatch.result.verify import verify
 from prefect_raybatch.result.verify_chain import ChainVerdict, verify_chain
 from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.repair import repair_run
-from prefect_raybatch.runs.retry import NothingToRetry
+from prefect_raybatch.runs.retry import NothingToRetry, options_of_retry
 from prefect_raybatch.runs.run import run_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
@@ -798,6 +799,7 @@ TARGET = {"format": "parquet", "uri": "/tmp/planted", "name": "lake"}
         ({"cluster": {"job_server": "http://evil:8265"}}, r"cluster\.job_server: http://evil:8265"),
         ({"cluster": {"address": "evil:6379"}}, r"cluster\.address: evil:6379"),
         ({"cluster": {"kubernetes": {"image": "evil"}}}, r"cluster\.kubernetes: a cluster"),
+        ({"cluster": {"block": "ray-cluster/evil"}}, r"cluster\.block: ray-cluster/evil"),
     ],
 )
 def test_targets_and_clusters_come_from_the_operator(
@@ -812,6 +814,31 @@ def test_targets_and_clusters_come_from_the_operator(
     told = plan_retry(run.store.uri, None, changes)
     assert isinstance(told, Retry) and told.job.output.publish == []
     assert told.job.cluster.access.job_server is None and told.job.cluster.address is None
+
+
+EVIL, MINE = ({"url": f"http://{host}:1/v1", "model": "m"} for host in ("evil", "mine"))
+ESCALATE = {"to": {"endpoint": EVIL}, "when": {"logprob_below": -1}}
+BLOCK = {**EVIL, "block": "hosted-model/evil"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "field", "value"),
+    [
+        ({"engine": {"endpoint": EVIL}}, "engine.endpoint.url", "http://evil:1/"),
+        ({"engine": {"endpoint": BLOCK}}, "engine.endpoint.block", BLOCK["block"]),
+        ({"output": {"escalate": ESCALATE}}, "output.escalate.to.endpoint.url", "http://evil:1/"),
+    ],
+)
+def test_servers_of_hosted_models_come_from_the_operator(
+    tmp_path: Path, groups: dict[str, Any], field: str, value: str
+) -> None:
+    run = first_run(tmp_path, **groups)
+    with pytest.raises(ConfigError, match=f"{re.escape(field)}: {value}") as caught:
+        retry_request(run.store.uri)
+    assert "name the job with --job" in str(caught.value)
+    assert options_of_retry(run.plan) == ["--job", "JOB"]
+    changes = {field.rpartition(".")[0]: MINE}
+    assert isinstance(retry_request(run.store.uri, None, changes), RetryRequest)
 
 
 def test_a_retry_takes_the_targets_of_the_job_that_is_given(tmp_path: Path) -> None:
