@@ -246,12 +246,13 @@ def empties_table(handle: DeltaTable, commit: JsonObject) -> bool:
 def restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
     """Return the version that `commit`, a RESTORE, went back to; None if unknown.
 
-    The commit gives that version by number or by time. `commits` are the log's, by version.
+    The commit gives that version by number or by time. `commits` are the log's, by version. A
+    number that is not before the commit, as in a damaged log, counts as unknown.
     """
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")
     if version.isdigit():
-        return int(version)
+        return int(version) if int(version) < commit["version"] else None
     try:
         text = str(at)
         millis = int(text) if text.isdigit() else _millis(text)

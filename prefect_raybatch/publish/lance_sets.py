@@ -153,7 +153,7 @@ def _has_version(dataset: LanceDataset, recorded: str) -> bool:
     """Return whether a dataset's present history includes version `recorded` (a number as text).
 
     A restore removes the versions after the restored one. True also if `recorded` is no number, or
-    if the dataset's transactions were cleaned up.
+    if the dataset's transactions were cleaned up, or one restores a version that is not before it.
     """
     if not recorded.isdigit():
         return True
@@ -166,5 +166,8 @@ def _has_version(dataset: LanceDataset, recorded: str) -> bool:
         if transaction is None:
             return True
         operation: Any = transaction.operation
-        version = operation.version if type(operation).__name__ == "Restore" else version - 1
+        before = operation.version if type(operation).__name__ == "Restore" else version - 1
+        if before >= version:
+            return True
+        version = before
     return version == wanted

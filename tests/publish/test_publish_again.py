@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lance
@@ -387,6 +388,29 @@ def test_a_lance_set_that_is_restored_is_merged_into_again(run, other, tmp_path)
     publish_run(job_of(run, target), str(run))
     rows = {row["id"]: row["response"] for row in TARGETS["lance"][1](tmp_path)}
     assert rows == {n: ("other" if n in FAILED else "answer") + f" {n}" for n in range(20)}
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_lance_log_that_restores_no_earlier_version_ends_the_search(
+    later, run, other, tmp_path, monkeypatch
+):
+    target = TARGETS["lance"][0](
+        tmp_path, mode="merge", key=["id"], uri=str(tmp_path / "lance-all")
+    )
+    for one in (other, run):
+        publish_run(job_of(one, target), str(one))
+    lance.dataset(str(tmp_path / "lance-all")).delete("id = 3")
+    asked = []
+
+    def restores(dataset, version):
+        assert not asked, "else the search might never end"
+        asked.append(version)
+        return SimpleNamespace(operation=lance.LanceOperation.Restore(version + later))
+
+    monkeypatch.setattr(lance.LanceDataset, "read_transaction", restores)
+    before = lance.dataset(str(tmp_path / "lance-all")).version
+    publish_run(job_of(run, target), str(run))
+    assert asked == [before] and lance.dataset(str(tmp_path / "lance-all")).version == before
 
 
 def test_an_emptied_table_of_a_database_forgets_all_runs_that_it_lost(run, other, tmp_path):

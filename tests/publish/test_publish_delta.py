@@ -23,6 +23,8 @@ COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
     ("given", "version"),
     [
         ({"version": "3"}, 3),
+        ({"version": "4"}, None),
+        ({"version": "5"}, None),
         ({"version": "null", "timestamp": "2000"}, 2),
         ({"datetime": "2999"}, 2),
         ({"timestamp": "1970-01-01 00:00:02.0"}, 2),
@@ -71,6 +73,7 @@ def test_a_commit_that_empties_the_table_is_known_by_its_operation(
         ("", {5: {"operation": "WRITE"}}, "4"),
         ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "4"}}}, "4"),
         ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "3"}}}, None),
+        ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "5"}}}, "4"),
     ],
 )
 def test_a_log_that_was_cleaned_proves_no_rows_that_a_restore_went_back_behind(
