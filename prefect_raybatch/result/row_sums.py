@@ -6,6 +6,7 @@ checksums: one change in 4 billion would not show in them.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Sequence
@@ -25,18 +26,21 @@ _PRIME = np.uint64(0x100000001B3)  # FNV-1a's, http://www.isthe.com/chongo/tech/
 def row_sums(table: pa.Table) -> np.ndarray:
     """Return uint32[rows]: a checksum of each row.
 
-    It depends on the row's values, on the order of columns and on the first 8 bytes of their names,
-    not on chunking or encoding.
+    It depends on the row's values, on the order of columns and on the names of columns and struct
+    fields, not on chunking or encoding.
     Lists are hashed by their values: for a vector of 1,024 numbers this takes 20 us, while hashing
     it as JSON takes 2 ms.
     """
     total = np.full(table.num_rows, 0xCBF29CE484222325, np.uint64)
     for name in table.column_names:
         column = table[name].combine_chunks()
-        seed = np.uint64(int.from_bytes(name.encode()[:8].ljust(8, b"\0"), "little"))
-        total = (total ^ (_column(column) + seed)) * _PRIME
+        total = (total ^ (_column(column) + _seed(name))) * _PRIME
     sums: np.ndarray = (total ^ (total >> np.uint64(32))).astype(np.uint32)
     return sums
+
+
+def _seed(name: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
 def encode(rows: list[np.ndarray], sums: list[np.ndarray]) -> bytes:
@@ -91,7 +95,8 @@ def _column(array: pa.Array) -> np.ndarray:
     if pa.types.is_struct(kind):
         sums = np.full(len(array), 1, np.uint64)
         for index in range(kind.num_fields):
-            sums = (sums ^ _column(pc.struct_field(array, index))) * _PRIME
+            column = _column(pc.struct_field(array, index))
+            sums = (sums ^ (column + _seed(kind.field(index).name))) * _PRIME
     elif pa.types.is_null(kind):
         return np.full(len(array), _NULL)
     elif lists := _lists(array):

@@ -91,6 +91,16 @@ def test_encodings_do_not_matter_and_columns_do():
     assert not (row_sums(swapped)[1:] == row_sums(table)[1:]).any()
 
 
+@pytest.mark.parametrize("name", ["response_2", "response", "response_1\0", "\u00e9response_1"])
+def test_a_renamed_column_or_struct_field_changes_the_sums_of_all_rows(name):
+    values = ["x", None, "y"]
+    before = pa.table({"response_1": values})
+    assert not (row_sums(pa.table({name: values})) == row_sums(before)).any()
+    structs = (pa.table({"a": before.rename_columns([n]).to_struct_array()}) for n in (name, "b"))
+    renamed, other = map(row_sums, structs)
+    assert not (renamed == other).any()
+
+
 def test_parts_keep_rows_and_sums():
     sums = np.array([1, 2**32 - 1, 3], np.uint32)
     data = encode([np.array([5, 6]), np.array([9])], [sums[:2], sums[2:]])
