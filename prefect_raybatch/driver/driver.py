@@ -20,12 +20,9 @@ import numpy as np
 from prefect_raybatch.driver.stops import Stop, failed_rows
 from prefect_raybatch.errors import (
     EngineFailure,
-    EngineStartError,
     ErrorBudgetExceeded,
     ImagesUnavailable,
-    RayBatchError,
     RunDrained,
-    error_class,
 )
 from prefect_raybatch.installed import code_version
 from prefect_raybatch.job.limits import Limits
@@ -471,7 +468,7 @@ class Driver:
 
     def _record_loss(self, unit: Unit, why: Loss) -> None:
         if why.fatal:
-            raise error_of_loss(why)
+            raise why.to_error()
         if why.is_death and not why.counted:
             self.progress.core_deaths += 1
         if unit.shard not in self._warned:
@@ -561,12 +558,3 @@ def split_unit(unit: Unit) -> list[Unit]:
         Unit(unit.shard, unit.offset + at, min(size, unit.rows - at))
         for at in range(0, unit.rows, size)
     ]
-
-
-def error_of_loss(why: Loss) -> RayBatchError:
-    """Return the error that ends a run when units fail for the reason `why`.
-
-    Its class is kept if it is an error of this package; any other becomes `EngineStartError`.
-    """
-    kind = error_class(why.kind)
-    return kind(why.message) if kind else EngineStartError(f"the engine cannot work: {why}")

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from prefect_raybatch.errors import is_transient
+from prefect_raybatch.errors import EngineStartError, RayBatchError, error_class, is_transient
 from prefect_raybatch.ledger.strict import Count
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -54,6 +54,14 @@ class Loss:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}" if self.kind else self.message
+
+    def to_error(self) -> RayBatchError:
+        """Return the error that ends a run if the loss is fatal.
+
+        Its class is kept if it is an error of this package; any other becomes `EngineStartError`.
+        """
+        kind = error_class(self.kind)
+        return kind(self.message) if kind else EngineStartError(f"the engine cannot work: {self}")
 
     @property
     def is_death(self) -> bool:

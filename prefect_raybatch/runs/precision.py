@@ -76,7 +76,7 @@ def decided_precision(
     GPU time of the trials; `halted` returns the error if the run must stop.
 
     Raises `CorruptRun` if shards are committed without a decision, `ConfigError` if the input has
-    too few rows to show the required agreement, `EngineStartError` or `EngineFailure` if the
+    too few rows to show the required agreement, a fatal loss's error or `EngineFailure` if the
     unquantized model does not work.
     """
     note = read_precision(ledger.store)

@@ -135,7 +135,6 @@ def _answered(
 
     Raises `EngineFailure`, or the engine's error, if a block was not answered.
     """
-    from prefect_raybatch.driver.driver import error_of_loss
     from prefect_raybatch.stages.block import is_lost, losses
 
     quiet = {"use_tqdm_on_load": False}  # progress bars would be printed between the tables
@@ -149,7 +148,7 @@ def _answered(
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]
-            raise error_of_loss(loss) if loss.fatal else EngineFailure(loss.message)
+            raise loss.to_error() if loss.fatal else EngineFailure(loss.message)
     return tables
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.errors import EngineFailure, EngineStartError, SourceError
+from prefect_raybatch.errors import EngineFailure, RayBatchError, SourceError
+from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.layout import POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.records import Receipt
 from prefect_raybatch.stages.block import is_lost, losses
@@ -98,15 +99,15 @@ class TrialEngine:
         made = [self.stages.prepare(table) for table in tables if table.num_rows]
         for table in made:
             if is_lost(table):
-                raise EngineFailure(losses(table)[0].message)
+                raise _error_of(losses(table)[0])
         return [_greedy(table.filter(table[ERROR].is_null())) for table in made]
 
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
         """Return the blocks with their answers.
 
         A block with which the engine died is sent once more, alone; if the engine dies again, the
-        block is left out. Raises `EngineFailure` if none is left, and `EngineStartError` for a
-        fatal loss.
+        block is left out. Raises `EngineFailure` if none is left, and the error of
+        a fatal loss.
         """
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
@@ -117,7 +118,7 @@ class TrialEngine:
             if is_lost(answered):
                 loss = losses(answered)[0]
                 if loss.fatal:
-                    raise EngineStartError(loss.message)
+                    raise loss.to_error()
                 why = str(loss)
                 continue
             made.append(answered)
@@ -127,7 +128,7 @@ class TrialEngine:
 
     def _of_receipt(self, store: Store, receipt: Receipt) -> dict[SampledRow, RowOutcome]:
         if receipt.lost is not None:
-            raise EngineFailure(receipt.lost.message)
+            raise _error_of(receipt.lost)
         found: dict[SampledRow, RowOutcome] = {}
         for piece in receipt.pieces:
             table = parquet_table(store.read(piece_path(piece.path), piece.bytes))
@@ -148,12 +149,17 @@ class TrialEngine:
         return found
 
 
+def _error_of(loss: Loss) -> RayBatchError:
+    return loss.to_error() if loss.fatal else EngineFailure(loss.message)
+
+
 def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
     read, positions = shard
     tables = list(read())
     for table in tables:
         if is_lost(table):
-            raise SourceError(losses(table)[0].message)
+            loss = losses(table)[0]
+            raise loss.to_error() if loss.fatal else SourceError(loss.message)
     return pa.concat_tables(tables).take(pa.array(positions))
 
 

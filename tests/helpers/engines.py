@@ -255,8 +255,8 @@ class Fp8Engine(FakeEngine):
         if is_passthrough(table):
             return table
         env = self.spec.env
-        if self.fp8 and env.get(self.REFUSES):
-            return lost_block_like(table, Loss("RuntimeError", "no kernel for fp8", fatal=True))
+        if self.fp8 and (kind := env.get(self.REFUSES)):
+            return lost_block_like(table, Loss(kind, "no kernel for fp8", fatal=True))
         every = int(env.get(self.EVERY) or 0) if self.fp8 else 0
         texts = [
             f"other {i}" if every and i % every == 0 else f"answer {i}"

@@ -16,6 +16,7 @@ from helpers.engines import Fp8Engine, Fp8Vectors
 from helpers.nights import Nights
 from helpers.small import input_rows, job_dict, make_job
 
+from prefect_raybatch import errors
 from prefect_raybatch.api import dry_run, plan_run
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.cluster import connect, trial_actor
@@ -154,10 +155,20 @@ def test_less_may_be_asked_for(planned):
 
 def test_what_does_not_start_is_not_taken_and_told(planned):
     run = planned()
-    assert run.decide(**{Fp8Engine.REFUSES: "1"}) == {}
+    assert run.decide(**{Fp8Engine.REFUSES: "RuntimeError"}) == {}
     note = read_precision(run.store)
     assert note is not None and "no kernel for fp8" in note.tries[0].error
-    assert "did not work: EngineStartError: no kernel for fp8" in decision_text(note)
+    text = "did not work: EngineStartError: the engine cannot work: RuntimeError: no kernel for fp8"
+    assert text in decision_text(note)
+
+
+@pytest.mark.parametrize("kind", ["AccessDenied", "CredentialsUnusable"])
+def test_an_error_that_says_nothing_of_the_precision_ends_the_run(planned, kind):
+    """It keeps its class, and no decision against fp8 is recorded, which later runs would take."""
+    run = planned()
+    with pytest.raises(getattr(errors, kind), match="no kernel for fp8"):
+        run.decide(**{Fp8Engine.REFUSES: kind})
+    assert read_precision(run.store) is None
 
 
 def test_what_fails_together_is_tried_apart(planned):
