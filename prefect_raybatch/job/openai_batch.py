@@ -25,6 +25,7 @@ REQUEST_FUNCTIONS = (CHAT_REQUEST, EMBEDDING_REQUEST, COMPLETION_REQUEST, TEXT_R
 REQUEST_FORM = "1"
 HOSTED_TOKENS = 1024  # max_tokens of requests that set none: a rate limiter must reserve some
 KEPT_COLUMNS = ("custom_id", "body")  # input columns from which output.jsonl is written
+NO_LIMIT = {"max_failed_fraction": 1.0}  # failed requests have a line in error.jsonl each
 ANSWER_EXTRAS = ("finish_reason", "prompt_tokens", "output_tokens")
 
 
@@ -54,7 +55,7 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
         output["extras"] = list(dict.fromkeys([*(output.get("extras") or ()), *extras]))
         prompt["function"] = decided["prompt"]["function"]
         if _unset(limits, *FAILED_LIMITS):
-            limits["max_failed_fraction"] = 1.0
+            limits.update(NO_LIMIT)
     if _is_hosted(engine) and sampling.get("max_tokens", 0) is None:
         sampling["max_tokens"] = HOSTED_TOKENS
     return {**job, **{name: fields for name, fields in groups.items() if fields}}
@@ -88,7 +89,7 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
     """Return the fields of a job without those that `with_batch_fields` added.
 
     Used before other fields are changed: `with_batch_fields` then adds them again, to suit the
-    change. Fields with another value than the added one stay, and so do all fields of `limits`.
+    change. Fields with another value than the added one stay.
     `job` has the validated groups, `fields` their plain values without defaults. Returns `fields`
     if the source is no batch file, or if prompt.function is not the one that `with_batch_fields`
     would set.
@@ -97,7 +98,8 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
     own_function = job["prompt"].function != decided["prompt"]["function"]
     if job["source"].format != BATCH_FORMAT or own_function:
         return fields
-    groups = {name: dict(fields.get(name, {})) for name in ("prompt", "sampling", "output")}
+    names = ("prompt", "sampling", "output", "limits")
+    groups = {name: dict(fields.get(name, {})) for name in names}
     for group, values in decided.items():
         for name, value in values.items():
             actual = getattr(job[group], name)
@@ -108,6 +110,9 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
     if output.get("columns") == list(KEPT_COLUMNS):
         del output["columns"]
     output["extras"] = [one for one in output.get("extras", ()) if one not in ANSWER_EXTRAS]
+    limits = groups["limits"]
+    if {name: limits[name] for name in FAILED_LIMITS if limits.get(name) is not None} == NO_LIMIT:
+        del limits["max_failed_fraction"]
     return {**fields, **groups}
 
 

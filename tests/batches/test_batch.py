@@ -22,7 +22,7 @@ from prefect_raybatch.compile.resolved import resolve
 from prefect_raybatch.demo import demo_model_path
 from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import job_of_fields
+from prefect_raybatch.job.edits import edited, job_of_fields
 from prefect_raybatch.job.openai_batch import TEXT_REQUEST
 from prefect_raybatch.source.openai_batch import REQUEST_SCHEMA, rows_of_requests
 from prefect_raybatch.stages.block import load_tokenizer
@@ -227,6 +227,19 @@ def test_an_answer_without_max_tokens_may_fill_the_context(tmp_path: Path) -> No
     assert again == job and again.prompt.function == TEXT_REQUEST
     cold = job_of(tmp_path, [], sampling={"temperature": 0.0})
     assert BatchJob.from_dict(cold.to_dict()).sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"stall_seconds": 900.0}, {"max_failed_rows": 9}, {"max_failed_fraction": 0.5}],
+)
+def test_another_source_has_no_limits_of_a_batch_file(
+    tmp_path: Path, limits: dict[str, float]
+) -> None:
+    job = job_of(tmp_path, [], limits=limits)
+    assert edited(job, {"source.limit": 5}, "job").limits == job.limits
+    change = {"source.uri": "in.parquet", "source.format": "parquet", "prompt.template": "{a}"}
+    assert edited(job, change, "job").to_dict().get("limits", {}) == limits
 
 
 class Noting(Numbered):
