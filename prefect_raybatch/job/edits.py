@@ -11,12 +11,12 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job import answer_schema
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
-from prefect_raybatch.job.cluster import LOCAL, ClusterAccess
+from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.endpoint import ModelEndpoint
 from prefect_raybatch.job.engine import PRECISION_FIELDS, TRY_FP8, precision_tries
 from prefect_raybatch.job.escalate import first_changes, larger_changes
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.judge import judge_fields, judge_job
+from prefect_raybatch.job.judge import judge_fields, judge_job, local_cluster
 from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.placeholders import day_of_run, placeholders_in, render_text, today
@@ -67,7 +67,8 @@ def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = No
     if job.quality.judge.model or access is None or not access.remote:
         made = BatchJob.from_dict(value, "quality.judge")
         return made if access is None else with_access(made, access)
-    return BatchJob.from_dict({**value, "cluster": {"address": LOCAL}}, "quality.judge")
+    here = {**value, "cluster": local_cluster(value["cluster"])}
+    return BatchJob.from_dict(here, "quality.judge")
 
 
 def is_same_job(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -148,12 +148,15 @@ def judge_job(
 def _cluster(cluster: Mapping[str, Any], judge: Judge) -> dict[str, Any]:
     """Return the fields of the judge's cluster, which are usually those of the job.
 
-    If the job's runs are submitted as Ray jobs, a hosted judge is called from this machine; then
-    only the prices and the currency are kept.
+    If the job's runs are submitted as Ray jobs, a hosted judge is called from this machine.
     """
     remote = ("job_server", "kubernetes")
-    if judge.model or not any(cluster.get(name) for name in remote):
-        return dict(cluster)
+    is_here = not judge.model and any(cluster.get(name) for name in remote)
+    return local_cluster(cluster) if is_here else dict(cluster)
+
+
+def local_cluster(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a cluster on this machine, with the prices and currency of `cluster`."""
     priced = ("price_per_gpu_hour", "price_by_card", "currency")
     return {"address": LOCAL, **{name: cluster[name] for name in priced if name in cluster}}
 

@@ -45,7 +45,14 @@ from prefect_raybatch.errors import (
     RunDrained,
 )
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited, judging_job, render_placeholders, shown_job
+from prefect_raybatch.job.cluster import ClusterAccess
+from prefect_raybatch.job.edits import (
+    edited,
+    judging_job,
+    render_placeholders,
+    shown_job,
+    with_access,
+)
 from prefect_raybatch.job.trust import check_reach
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.last_attempt import JUDGING, PUBLISHING, read_last_attempt
@@ -550,6 +557,15 @@ def test_a_judge_in_vllm_uses_a_cluster_that_receives_jobs_and_a_hosted_one_does
     assert job.cluster.access.remote and job.to_dict()["cluster"] == cluster
     job = judging_job(job_of(tmp_path, server, cluster=cluster), "rows.parquet", "runs")
     assert not job.cluster.access.remote and job.cluster.price_per_gpu_hour == 2.0
+
+
+def test_a_hosted_judge_keeps_the_currency_and_prices_of_a_cluster_from_a_block(tmp_path, server):
+    priced = {"price_per_gpu_hour": 2.0, "currency": "EUR"}
+    job = job_of(tmp_path, server, cluster={"block": "ray-cluster/a", **priced})
+    job = with_access(job, ClusterAccess(job_server="http://ray:8265", block="ray-cluster/a"))
+    judging = judging_job(job, "rows.parquet", "runs")
+    assert not judging.cluster.access.remote
+    assert judging.to_dict()["cluster"] == {"address": "local", **priced}
 
 
 def test_a_judge_that_does_not_exist_is_found_before_any_row_is_answered(tmp_path, server):
