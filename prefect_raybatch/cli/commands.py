@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -113,6 +113,9 @@ from prefect_raybatch.runs.typed import typed_command, without_secrets
 from prefect_raybatch.storage.private import write_private
 from prefect_raybatch.storage.uri import is_remote
 from prefect_raybatch.words import counted
+
+if TYPE_CHECKING:
+    from prefect_raybatch.runs.tune import Tuned
 
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 plus the number of the signal
 DRIVING = ("run", "batch", "demo", "retry-failed", "backfill")  # commands that commit shards
@@ -287,6 +290,7 @@ def _show_next(step: NextStep, as_json: bool) -> None:
 
 @app.command(**in_catalog("tune"))
 def tune(
+    context: typer.Context,
     job: JobFile,
     minutes: Annotated[
         float, typer.Option(metavar="MINUTES", min=0.1, help="Approximate time of all trials")
@@ -316,6 +320,7 @@ def tune(
     from prefect_raybatch.api.tune import tune_cascade
     from prefect_raybatch.runs import tune as tuning
 
+    _check_tune_options(context, cascade)
     loaded = render_for_today(job_of_file(job, set_))
     path = write or Path(job).with_suffix(".tuned.yaml")
     check_writable(f"--write {path}", path)
@@ -340,12 +345,32 @@ def tune(
     write_tuned(job, path, lambda value: tuning.job_file(value, tuned))
     if as_json:
         print_json({**asdict(tuned), "settings": tuning.settings(tuned), "written": str(path)})
-        return
+    else:
+        _show_tuned(tuned, path)
+
+
+def _show_tuned(tuned: Tuned, path: Path) -> None:
+    from prefect_raybatch.runs import tune as tuning
+
     show_rows(tuning.table(tuned))
     for line in tuning.conclusion(tuned):
         out.print(line, markup=False)
     out.print(f"wrote {path}", markup=False)
     print_next("raybatch", "plan", str(path))
+
+
+def _check_tune_options(context: typer.Context, cascade: bool) -> None:
+    """Raise `ConfigError` for an option that has no effect with, or without, `--cascade`."""
+    unused = ("minutes", "seconds", "deadline") if cascade else ("agreement",)
+    sources = {name: context.get_parameter_source(name) for name in unused}
+    given = [f"--{name}" for name, source in sources.items() if source and source.name != "DEFAULT"]
+    if given and cascade:
+        raise ConfigError(
+            f"{', '.join(given)}: no effect with --cascade, which takes --agreement instead. "
+            f"Remove {'them' if given[1:] else 'it'}"
+        )
+    if given:
+        raise ConfigError("--agreement: no effect without --cascade. Remove it, or add --cascade")
 
 
 @app.command(**in_catalog("run"))

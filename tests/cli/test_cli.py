@@ -817,6 +817,19 @@ def test_a_wrong_command_or_option_suggests_the_nearest_one(call, arguments, nea
     assert code == 2 and f"Did you mean {near}" in err and err.startswith("Usage: raybatch")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cascade", "--minutes", "5"], "--minutes: no effect with --cascade"),
+        (["--cascade", "--seconds", "9", "--deadline", "6h"], "--seconds, --deadline: no effect"),
+        (["--agreement", "0.95"], "--agreement: no effect without --cascade"),
+    ],
+)
+def test_an_option_of_tune_that_has_no_effect_is_refused(call, arguments, message):
+    code, _, err = call("tune", "missing.yaml", *arguments)
+    assert code == 2 and message in err and "Remove" in err
+
+
 TREE = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, RayBatchError)]
 
 
