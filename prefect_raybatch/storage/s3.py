@@ -222,10 +222,9 @@ class S3Store(BucketStore):
         The other arguments, the None for `accept` and the errors are those of `_call`. Gives up
         after `retry_seconds`, but not before MIN_TRIES tries. Renews expired credentials once.
         """
-        began = time.monotonic()
-        deadline, silence = began + self.retry_seconds, self.connection.silence
+        began, silence = time.monotonic(), self.connection.silence
+        deadline, place = began + self.retry_seconds, f"s3://{self._bucket}/{key or self._prefix}"
         tries, renewed, pause, said = 0, False, bucket.FIRST_PAUSE, "nothing yet"
-        place = f"s3://{self._bucket}/{key or self._prefix}"
 
         def warn() -> None:
             silence.warn(place, self.connection.endpoint(fs), began, deadline, said)
