@@ -225,7 +225,7 @@ def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
     most = 2 * spec.sampling.max_tokens
     failed = report.failed_with("AnswerCutOff")
     if failed:
-        return failed_answers(report, failed, most)
+        return failed_answers(report, spec, failed, most)
     few = not report.good or number < CUT_OFF_SHARE * report.good
     if few or spec.sampling.fills_context:
         return None
@@ -237,7 +237,7 @@ def cut_off(report: RunReport, spec: RunSpec) -> Advice | None:
     )
 
 
-def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
+def failed_answers(report: RunReport, spec: RunSpec, failed: int, most: int) -> Advice:
     """Return the advice to retry rows that failed because their answers were cut off.
 
     `failed` is their number, `most` the max_tokens to retry with.
@@ -245,7 +245,7 @@ def failed_answers(report: RunReport, failed: int, most: int) -> Advice:
     return Advice(
         "answers are cut off",
         f"{failed:,} of {counted(report.rows, 'row')} failed with AnswerCutOff",
-        f"raybatch retry-failed {report.run} --error AnswerCutOff --set sampling.max_tokens={most}",
+        f"{_retry(report, spec, 'AnswerCutOff')} --set sampling.max_tokens={most}",
     )
 
 
@@ -258,9 +258,15 @@ def too_long(report: RunReport, spec: RunSpec) -> Advice | None:
         "prompts are too long",
         f"{number:,} of {report.rows:,} rows failed with PromptTooLong at engine.max_model_len "
         f"{spec.engine.model.context or 'of the model'}",
-        "a higher engine.max_model_len, then run "
-        f"raybatch retry-failed {report.run} --error PromptTooLong",
+        f"a higher engine.max_model_len, then run {_retry(report, spec, 'PromptTooLong')}",
     )
+
+
+def _retry(report: RunReport, spec: RunSpec, error: str) -> str:
+    """Return the command that retries the rows that failed with the class `error`."""
+    # A run directory does not decide where rows are sent.
+    job = " --job JOB" if spec.output.targets or spec.engine.model.endpoint is not None else ""
+    return f"raybatch retry-failed {report.run}{job} --error {error}"
 
 
 RULES: tuple[Callable[[RunReport, RunSpec], Advice | None], ...] = (

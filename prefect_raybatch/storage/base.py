@@ -283,7 +283,7 @@ def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
 
 def header_time(date: str | None) -> float | None:
     """Return the time of a Date header in seconds since 1970; None if it is missing or invalid."""
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         return parsedate_to_datetime(date).timestamp() if date else None
     return None
 

@@ -80,6 +80,27 @@ def test_a_listing_in_the_order_of_folders_loses_no_file(
     assert len(begun) == (1 if breaks is None else 2)
 
 
+def test_files_are_deleted_as_they_are_listed_although_a_page_fails(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        store.put(f"{number}", b"")
+    begun, real = [], obstore.list
+
+    def listed(*given: Any, **options: Any) -> Iterator[list[Any]]:
+        begun.append(1)
+        found = [item for page in real(*given, **options) for item in page]
+        for at in range(0, len(found), 2):
+            if len(begun) == 1 and at == 4:
+                raise GenericError("connection reset")
+            yield found[at : at + 2]
+
+    monkeypatch.setattr(obstore, "list", listed)
+    for info in store.list():
+        store.delete([info.path])
+    assert list(store.list()) == []
+
+
 def test_a_listing_goes_past_one_page(store: Store) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda n: store.put(f"{n:04}", b""), range(1200)))

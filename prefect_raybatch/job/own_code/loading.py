@@ -266,7 +266,9 @@ def _plain_constants(code: CodeType) -> list[object]:
 def _value_text(value: object) -> str:
     if not _is_own_object(value):
         return _plain_text(value)
-    attributes = {name: _plain_text(one) for name, one in getattr(value, "__dict__", {}).items()}
+    # As at the plan: an attribute that calls change, such as a counter, counts as a change, too.
+    held = getattr(value, "__dict__", {})
+    attributes = {str(name): _plain_text(one) for name, one in held.items()}
     return f"{_plain_text(value)} {json.dumps(attributes, sort_keys=True)}"
 
 

@@ -65,6 +65,7 @@ class CloudStore(BucketStore):
             return
         pages: Any = None
         last, again = "", False  # path listed last; whether the listing began again before it
+        is_sorted = True
 
         def page(client: Any) -> Any:
             nonlocal pages, again
@@ -77,13 +78,16 @@ class CloudStore(BucketStore):
                 raise
 
         # No `offset`: Azurite and Azure's servers before 2025 ignore it and list from the start.
-        # Nor are paths compared: Azure with a hierarchical namespace lists `A/1` before `A-B/1`.
+        # Azure with a hierarchical namespace lists `A/1` before `A-B/1`: paths are not sorted.
         while found := self._call("list", prefix, page):
             paths = [str(item["path"]) for item in found]
-            if again:
-                if last not in paths:
-                    continue
+            if again and last in paths:
                 found, again = found[paths.index(last) + 1 :], False
+            elif again and is_sorted and paths[-1] > last:  # `last` was deleted meanwhile
+                found, again = [item for item in found if item["path"] > last], False
+            elif again:
+                continue
+            is_sorted = is_sorted and paths == sorted(paths) and paths[0] >= last
             last = paths[-1]
             for item in sorted(found, key=lambda item: str(item["path"])):
                 yield _info(item["path"][skip:], item)
