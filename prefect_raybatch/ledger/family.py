@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.checks import check_run_key
-from prefect_raybatch.ledger.forks import MOST_FORKS, forked
+from prefect_raybatch.ledger.forks import MOST_FORKS, continued_key
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import no_run
 from prefect_raybatch.ledger.records import Plan
@@ -80,7 +80,7 @@ class Family:
         """Read `former`; problems of these runs are added to `strays`."""
         for family in former_families(self.root, self.members[self.base].plan):
             self.strays += family.strays
-            self.former |= {key: m for key, m in family.members.items() if key != family.base}
+            self.former |= family.members
 
     def is_fully_retried(self, member: Member) -> bool:
         """Return whether the runs that retry rows of `member` contain all its failed rows.
@@ -150,25 +150,27 @@ def _read_retries(family: Family) -> None:
 def former_families(root: Store, plan: Plan) -> Iterator[Family]:
     """Yield the families of the damaged runs that the repaired run of `plan` continues.
 
-    The last one comes first. If a damaged run is missing or unreadable, only its retries are in
-    `members`, and the runs that it continues are unknown.
+    The last one comes first; `members` has only the retries. If the plan of a damaged run is
+    missing or unreadable, the run that it continues is known from its key.
     """
+    forked_from = plan.forked_from
     for _ in range(MOST_FORKS):
-        if plan.forked_from is None:
+        if forked_from is None:
             return
-        family = Family(root, plan.forked_from["run_key"], {}, "")
+        key = forked_from["run_key"]
         damaged = None
         with suppress(CorruptRun):
-            damaged = _member(root, family.base)
-        if damaged is not None:
-            if forked(damaged.plan) != plan.forked_from:
-                return
-            family.members[damaged.key] = damaged
+            damaged = _plan(Ledger(root.sub(key)))
+        if damaged is not None and forked_from.get("plan", damaged.hash) != damaged.hash:
+            return
+        family = Family(root, key, {}, "")
         _read_retries(family)
         yield family
-        if damaged is None:
-            return
-        plan = damaged.plan
+        if damaged is not None:
+            forked_from = damaged.forked_from
+        else:
+            earlier = continued_key(key)
+            forked_from = None if earlier is None else {"run_key": earlier}
 
 
 def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
@@ -217,11 +219,16 @@ def _first(root: Store, member: Member) -> Member:
 
 def _member(root: Store, key: str) -> Member | None:
     ledger = Ledger(root.sub(key))
+    plan = _plan(ledger)
+    return None if plan is None else Member(key, ledger, plan, ledger.finished(plan))
+
+
+def _plan(ledger: Ledger) -> Plan | None:
+    """Return the plan, or None; raise `CorruptRun` if it is unreadable or of another folder."""
     plan = ledger.load_plan()
-    if plan is None:
-        return None
-    check_named(ledger, plan)
-    return Member(key, ledger, plan, ledger.finished(plan))
+    if plan is not None:
+        check_named(ledger, plan)
+    return plan
 
 
 def check_named(ledger: Ledger, plan: Plan) -> None:

@@ -25,6 +25,18 @@ def fork_key(key: str) -> str:
     return f"{match['base']}.m{int(match['number']) + 1}" if match else f"{key}.m1"
 
 
+def continued_key(key: str) -> str | None:
+    """Return the key of the run that the repaired run `key` continues, as its name tells.
+
+    That is X for X.m1, X.m1 for X.m2, and so on; None for a key that no repair makes.
+    """
+    match = _FORK.match(key)
+    if match is None:
+        return None
+    number = int(match["number"]) - 1
+    return f"{match['base']}.m{number}" if number else match["base"]
+
+
 def forks_of(key: str) -> int:
     """Return how many repairs, one after the other, led to run `key`: 2 for X.m2, 0 for X."""
     match = _FORK.match(key)

@@ -954,6 +954,24 @@ def test_rows_that_a_retry_took_are_known_without_the_damaged_run(
     assert taken(retried(fork)) == [3, 18]
 
 
+@pytest.mark.parametrize("damage", ["removed", "plan", "success", "renamed"])
+def test_rows_that_a_retry_took_are_known_without_the_repaired_run_between(
+    tmp_path: Path, damage: str
+) -> None:
+    run = first_run(tmp_path)
+    retried(run.store.uri, errors=["ValueError"])  # rows 7 and 11
+    between = repaired(run.store.uri, run.job, 0, {3: "EngineDied"})
+    fork = repaired(between, run.job, 0, {3: "EngineDied"})
+    if damage == "removed":
+        shutil.rmtree(between)
+    elif damage == "renamed":
+        shutil.copy(Path(run.store.uri, PLAN), Path(between, PLAN))
+    else:
+        Path(between, {"plan": PLAN, "success": SUCCESS}[damage]).write_text("{")
+    assert taken(retried(fork)) == [3, 18]
+    assert {link.run_key for link in chain(fork).runs} == {"key.m2", "key.m2.r1", "key.r1"}
+
+
 def test_a_retry_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     run = first_run(tmp_path)
     child = retried(run.store.uri, errors=["ValueError"])
