@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from prefect_raybatch.compile.job import planned_job
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
+from prefect_raybatch.ledger.forks import continued_key
 from prefect_raybatch.ledger.last_attempt import advice, read_last_attempt
 from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
 from prefect_raybatch.ledger.ledger import Ledger
@@ -149,9 +150,10 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     """Return (first run, all runs) of each family; the first retries or continues none of `lines`.
 
     The family whose first run was planned last comes first; a repaired run counts as planned when
-    the original was. An unreadable directory counts as a retry if its key ends in .rNUMBER.
-    Attempts without a plan and half removed runs are left out. A run that was repaired before it
-    was complete is a family by itself: it has no retries.
+    the original was. An unreadable directory counts as a retry if its key ends in .rNUMBER, and
+    as a repaired run if its key ends in .mNUMBER. Attempts without a plan and half removed runs are
+    left out. A run that was repaired before it was complete is a family by itself: it has no
+    retries.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     repaired = {line.forked_from for line in by_key.values()}
@@ -182,10 +184,12 @@ def _age_key(first: RunLine) -> tuple[object, ...]:
 def _parent(line: RunLine) -> str:
     """Return the key of the run that `line` retries or continues; "" if there is none.
 
-    For an unreadable directory, that is its own key without the ending .rNUMBER.
+    Of an unreadable directory, it is known from the key: X for X.r1 and X.m1, X.m1 for X.m2.
     """
-    match = _RETRY_KEY.match(line.run_key) if line.state == DAMAGED else None
-    return line.parent or line.forked_from or (match[1] if match else "")
+    if line.state != DAMAGED or line.parent or line.forked_from:
+        return line.parent or line.forked_from or ""
+    match = _RETRY_KEY.match(line.run_key)
+    return match[1] if match else continued_key(line.run_key) or ""
 
 
 def _retry_number(line: RunLine) -> int:

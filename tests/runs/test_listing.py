@@ -28,6 +28,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.family import locate_run
+from prefect_raybatch.ledger.forks import fork_key
 from prefect_raybatch.ledger.last_attempt import (
     JUDGING,
     MEASURING,
@@ -173,6 +174,23 @@ def test_a_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path
     first_run(tmp_path, key="next")
     found = prune_runs(str(tmp_path), 1)
     assert set(found.removed) == {"key", "key.r1", "key.m1"} and set(found.kept) == {"next"}
+
+
+@pytest.mark.parametrize("path", [PLAN, SUCCESS])
+def test_an_unreadable_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path, path):
+    run = first_run(tmp_path)
+    retried(run.store.uri)
+    for key in ("key", "key.m1"):
+        (tmp_path / key / commit_path(0)).unlink()
+        repair_run(str(tmp_path / key))
+        fork = Ledger(open_store(str(tmp_path / fork_key(key))))
+        commit(fork, run.job, 0, input_rows(0, 5), FAILED)
+        end(run.job, fork.store.uri)
+    first_run(tmp_path, key="next")
+    for key in ("key.m2", "key.m1"):
+        (tmp_path / key / path).write_text("{")
+        found = prune_runs(str(tmp_path), 1)
+        assert not found.removed and {"key", "key.r1", "key.m1", "key.m2"} < set(found.kept)
 
 
 def test_a_run_that_was_repaired_before_it_was_complete_does_not_keep_the_repaired_one(tmp_path):
