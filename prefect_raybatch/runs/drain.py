@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from prefect_raybatch.errors import ConfigError, NoSuchRun
+from prefect_raybatch.errors import ConfigError, CorruptRun, NoSuchRun
 from prefect_raybatch.ledger.drains import put_drain
 from prefect_raybatch.ledger.forks import runs_to_last_fork
 from prefect_raybatch.ledger.increments import requests_ledger
@@ -19,6 +20,8 @@ from prefect_raybatch.runs.drivers import beats_at_work
 from prefect_raybatch.runs.run import user_at_host
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage import Store, open_store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,15 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     ledger = Ledger(open_store(run_dir, dict(options) if options else None))
     *repaired, (ledger, plan) = runs_to_last_fork(ledger, need_plan(ledger))
     by = user_at_host()
-    live: list[JsonObject] = []
+    is_open = ledger.finished(plan) is None
+    live = _drain_open(ledger, by) if is_open else []
     for former, _ in repaired:
-        if not former.store.holds(SUCCESS):
-            live += _drain_open(former, by)
-    if ledger.finished(plan) is None:
-        live += _drain_open(ledger, by)
-    elif not live:
+        try:
+            if not former.store.holds(SUCCESS):
+                live += _drain_open(former, by)
+        except CorruptRun as error:
+            log.warning("The drivers of %s are unknown: %s", former.store.uri, error)
+    if not is_open and not live:
         return _drain_judge(ledger.store.uri, ledger.store, options)
     live.sort(key=lambda beat: float(beat["age"]))
     # From the names of the commits: a damaged one does not matter here.

@@ -32,7 +32,8 @@ from prefect_raybatch.flow.flows import call_flow as called_flow
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger import drains
 from prefect_raybatch.ledger.drains import Draining, put_drain, read_drain
-from prefect_raybatch.ledger.layout import PIECES, commit_path, heartbeat_path
+from prefect_raybatch.ledger.increments import requests_ledger
+from prefect_raybatch.ledger.layout import PIECES, PLAN, commit_path, heartbeat_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.result.verify import verify
 from prefect_raybatch.runs.drain import drain_run
@@ -172,6 +173,20 @@ def test_a_driver_at_work_on_a_run_that_was_repaired_is_drained(tmp_path):
     drained = drain_run(made.store.uri)
     assert drained.run == fork.store.uri
     assert sorted(beat["attempt"] for beat in drained.live) == ["a", "b"]
+    assert Draining(made.store, "a")() and Draining(fork.store, "b")()
+
+
+def test_a_damaged_record_of_a_repaired_run_does_not_keep_the_next_run_from_draining(tmp_path):
+    made = first_run(tmp_path, finish=False)
+    next((tmp_path / "key" / PIECES).iterdir()).unlink()
+    repair_run(made.store.uri)
+    fork = Ledger(open_store(f"{made.store.uri}.m1"))
+    for ledger, name in ((made.ledger, "a"), (fork, "b")):
+        ledger.note_attempt(name, {})
+        ledger.store.put(heartbeat_path(name), Heartbeat(time.time()).to_bytes())
+    requests_ledger(made.store).store.put(PLAN, b"{")
+    drained = drain_run(made.store.uri)
+    assert (drained.run, [beat["attempt"] for beat in drained.live]) == (fork.store.uri, ["b"])
     assert Draining(made.store, "a")() and Draining(fork.store, "b")()
 
 
