@@ -47,17 +47,23 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
         return
     for kind in KINDS:
         for part in _parts(member, kind):
-            with _opened(member, part, check=False) as (parquet, name):
-                yield (
-                    kind,
-                    part.path,
-                    parquet.read([name], use_threads=False)[name].to_numpy().astype(np.int64),
-                )
+            yield kind, part.path, _numbers_in(member, part)
 
 
 def failed_numbers(member: Member) -> np.ndarray:
-    """Return the ascending numbers of a finished run's failed rows, as `rows_of_member` does."""
-    failed = [rows for kind, _, rows in rows_of_member(member) if kind == "quarantine"]
+    """Return the ascending numbers of a finished run's failed rows, as `rows_of_member` does.
+
+    No file of answered rows is read.
+    """
+    if _compact(member):
+        failed = [_numbers_in(member, part) for part in _parts(member, "quarantine")]
+    else:
+        ledger, plan = member.ledger, member.plan
+        shards, numbers = ledger.shards(plan), ledger.numbers(plan)
+        failed = [
+            _of(numbers, shards[commit.shard].start, commit.failed)
+            for commit in ledger.commits(plan, ledger.listing(plan), exact=True)
+        ]
     return np.sort(np.concatenate([np.zeros(0, np.int64), *failed]))
 
 
@@ -139,6 +145,13 @@ def _committed(commit: Commit, numbers: RowNumbers, start: int) -> Iterator[Rows
     for kind, positions in (("data", commit.good), ("quarantine", commit.failed)):
         where = next((p.path for p in commit.pieces if p.kind == kind), "no piece")
         yield kind, where, _of(numbers, start, positions)
+
+
+def _numbers_in(member: Member, part: Part) -> np.ndarray:
+    with _opened(member, part, check=False) as (parquet, name):
+        column = parquet.read([name], use_threads=False)[name]
+        numbers: np.ndarray = column.to_numpy().astype(np.int64)
+        return numbers
 
 
 def _of(numbers: RowNumbers, start: int, positions: Positions) -> np.ndarray:

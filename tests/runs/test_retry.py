@@ -36,7 +36,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.family import load_family, locate_run
-from prefect_raybatch.ledger.layout import PLAN, SUCCESS, commit_path
+from prefect_raybatch.ledger.layout import PIECES, PLAN, SUCCESS, commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import Plan, digest
 from prefect_raybatch.ledger.row_numbers import RowNumbers, name_rows, numbers_table, read_numbers
@@ -1010,3 +1010,15 @@ def test_the_chain_and_the_state_of_a_repaired_run_know_the_retries_of_the_damag
         "key.r1": (3, 2, 1),
         "key.r2": (1, 0, 0),
     }
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_the_state_of_a_repaired_run_needs_no_file_of_answers(
+    tmp_path: Path, compact: bool
+) -> None:
+    run = first_run(tmp_path, output={"compact": compact})
+    child = retried(run.store.uri)
+    fork = repaired(run.store.uri, run.job, 0, {4: "EngineDied"})
+    for uri in (fork, child):
+        shutil.rmtree(Path(uri, "data" if compact else PIECES))
+    assert status(fork).retried_by == ("key.r1",)
