@@ -3,7 +3,8 @@
 Each run is verified by itself first. Then every input row of the first run must be found once: in
 the data of some run, among the rows that some run left out, or in a run's quarantine without being
 retried by another run. If the first run is a repaired one, the retries of the damaged runs count
-for rows that failed in the repaired run, which answered the others itself.
+for rows that failed in the repaired run, which answered the others itself. Those that took none of
+these rows are left out.
 """
 
 from __future__ import annotations
@@ -96,24 +97,26 @@ def verify_chain(root: Store, key: str) -> ChainVerdict:
     `NoSuchRun` if there is no such run, `CorruptRun` if a run that it descends from is unreadable.
     """
     family = load_family(root, key)
-    family.read_former()
     first = family.members[family.base]
+    if first.summary is None or first.failed:
+        family.read_former()
     found = ChainVerdict(first.ledger.store.uri, first.plan.rows)
     for stray in family.strays:
         found.fault(stray)
-    members = family.members | family.former
     taken = {
         name: _numbers(member, found)
-        for name, member in members.items()
+        for name, member in (family.members | family.former).items()
         if member.plan.parent is not None
     }
     if family.former and first.summary is not None:
         with suppress(CorruptRun):  # `_member` notes it
             failed = failed_numbers(first)
-            for name in family.former:
+            for name in list(family.former):
                 taken[name] = taken[name][among(failed, taken[name])]
+                if not len(taken[name]):
+                    del family.former[name]
     where = _Where(found)
-    for member in members.values():
+    for member in (family.members | family.former).values():
         verdict = _verify(member, found)
         if verdict is None:
             continue

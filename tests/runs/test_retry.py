@@ -1022,3 +1022,39 @@ def test_the_state_of_a_repaired_run_needs_no_file_of_answers(
     for uri in (fork, child):
         shutil.rmtree(Path(uri, "data" if compact else PIECES))
     assert status(fork).retried_by == ("key.r1",)
+
+
+@pytest.mark.parametrize(
+    ("damage", "failed"),
+    [
+        ("unfinished", {}),
+        ("unfinished", {3: "EngineDied"}),
+        ("no answers", {3: "EngineDied"}),
+        ("plan", {}),  # the rows that it took are unknown
+    ],
+)
+def test_a_chain_needs_no_retry_whose_rows_a_repaired_run_answered(
+    tmp_path: Path, damage: str, failed: dict[int, str]
+) -> None:
+    run = first_run(tmp_path, failed={4: "ValueError"})
+    child = planned(run.store.uri)
+    if damage != "unfinished":
+        work(child, child.job)
+        finalize_run(child.job, child.run)
+        if damage == "plan":
+            Path(child.run.uri, PLAN).write_text("{")
+        else:
+            shutil.rmtree(Path(child.run.uri, "data"))
+    found = chain(repaired(run.store.uri, run.job, 0, failed))
+    assert not found.faults and [link.run_key for link in found.runs] == ["key.m1"]
+    assert found.quarantined == len(failed)
+
+
+def test_a_chain_needs_a_retry_that_took_rows_which_failed_in_the_repaired_run(
+    tmp_path: Path,
+) -> None:
+    run = first_run(tmp_path)
+    child = retried(run.store.uri)
+    fork = repaired(run.store.uri, run.job, 0, {4: "EngineDied"})
+    Path(child, PLAN).write_text("{")
+    assert any("key.r1: plan.json" in fault for fault in chain(fork).faults)
