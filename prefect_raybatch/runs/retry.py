@@ -281,26 +281,27 @@ def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]
     publish or retry.
     """
     here = family.root.uri
-    ends = [end for taker in takers for end in _ends(family, taker)]
+    failed = failed_numbers(parent)
+    ends = [end for taker in takers for end in _ends(family, taker, failed)]
     said = f"the failed rows of {parent.key} are already retried by "
     said += ", ".join(member.key for member in takers)
-    for member in ends:
+    for member, _ in ends:
         if member.summary is None:
             raise ConfigError(
                 f"{said}; {member.key} is not finished. Finish it with the command that started "
                 "it or, if that cannot work and no process works on it, delete the folder "
                 f"{here}/{member.key}"
             )
-    for member in ends:
+    for member, _ in ends:
         if missing := _missing_targets(member):
             raise ConfigError(
                 f"{said}; {member.key} is finished and not published to {', '.join(missing)}. "
                 f"Publish it:\n  raybatch publish {here}/{member.key} --job JOB"
             )
-    again = [member for member in ends if member.failed]
+    again = [(member, rows) for member, rows in ends if rows]
     if again:
         todo = "\n".join(
-            f"  {_retry_command(here, member)}   ({member.failed:,} failed)" for member in again
+            f"  {_retry_command(here, member)}   ({rows:,} failed)" for member, rows in again
         )
         raise ConfigError(f"{said}, and some failed again. Retry those:\n{todo}")
     return NothingToRetry(parent.ledger.store.uri, f"{said}, and none failed again")
@@ -333,16 +334,23 @@ def _retry_command(root: str, member: Member) -> str:
     return shlex.join(words)
 
 
-def _ends(family: Family, member: Member) -> list[Member]:
-    """Return the last runs that retry failed rows of `member`, or [`member`].
+def _ends(family: Family, member: Member, rows: np.ndarray) -> list[tuple[Member, int]]:
+    """Return the last runs that retry those of `rows` that failed in `member`, or `member` itself.
 
-    If retries took all failed rows of `member`, returns the last retry of each chain, which may be
-    unfinished. Otherwise returns [`member`].
+    If retries took all these rows, returns the last retry of each chain, which may be unfinished.
+    Otherwise returns `member`. The number is how many of `rows` failed there, 0 if unfinished.
     """
-    children = family.children(member.key)
-    if member.summary is None or not children or not family.is_fully_retried(member):
-        return [member]
-    return [end for child in children for end in _ends(family, child)]
+    if member.summary is None or not member.failed:
+        return [(member, 0)]
+    failed = failed_numbers(member)
+    failed = failed[among(rows, failed)]
+    free, ends = failed, []
+    for child in family.children(member.key):
+        taken = child.ledger.numbers(child.plan).all()
+        if among(taken, failed).any():
+            free = free[~among(taken, free)]
+            ends += _ends(family, child, failed)
+    return [(member, len(failed))] if len(free) or not ends else ends
 
 
 def _with_parents_model(resolved: Resolved, parent: Plan) -> Resolved:

@@ -1058,3 +1058,27 @@ def test_a_chain_needs_a_retry_that_took_rows_which_failed_in_the_repaired_run(
     fork = repaired(run.store.uri, run.job, 0, {4: "EngineDied"})
     Path(child, PLAN).write_text("{")
     assert any("key.r1: plan.json" in fault for fault in chain(fork).faults)
+
+
+def test_only_rows_that_failed_in_the_repaired_run_have_to_be_retried_again(
+    tmp_path: Path,
+) -> None:
+    run = first_run(tmp_path, failed={4: "ValueError", 7: "ValueError"})
+    child = retried(run.store.uri, failed={4: "ValueError"})
+    other = repaired(run.store.uri, run.job, 0, {})  # row 4 is answered this time
+    assert isinstance(plan_retry(other), NothingToRetry)
+    planned(child)
+    assert isinstance(plan_retry(other), NothingToRetry)  # the retry of row 4 may stay unfinished
+
+
+def test_a_row_that_only_a_retry_of_a_retry_answered_is_answered_for_the_repaired_run(
+    tmp_path: Path,
+) -> None:
+    again = {4: "ValueError", 7: "EngineDied"}
+    run = first_run(tmp_path, failed=again)
+    child = retried(run.store.uri, failed=again)
+    fork = repaired(run.store.uri, run.job, 0, {})
+    with pytest.raises(ConfigError, match=r"key\.r1 .*\(1 failed\)"):
+        plan_retry(fork)
+    retried(child, errors=["EngineDied"])
+    assert isinstance(plan_retry(fork), NothingToRetry)
