@@ -522,14 +522,13 @@ def test_at_most_counts_retries_of_the_damaged_run_that_a_repaired_run_continues
     rule = {"at_most": 0.2, "when": {"probability_below": 0.6}}
     job = job_of(server, tmp_path, escalate=rule, limits={"max_failed_rows": 5})
     _, folder = run_of(job)
-    nulls = {"errors": ["ValueError"], "overrides": {"prompt.on_null": "empty"}}
-    _, rows = retried(folder, **nulls)
+    _, rows = retried(server, folder, {"prompt.on_null": "empty"}, ["ValueError"])
     assert rows == {9: "large", 10: "large"}
     (folder / commit_path(0)).unlink()
     repair_run(str(folder))
     report, _ = run_of(job)
     assert report.run == f"{folder}.m1"
-    report, _ = retried(report.run)
+    report, _ = retried(server, report.run)
     assert share_of(report.run) == (ROWS, 1, 0)
 
 
