@@ -199,7 +199,10 @@ def test_a_hub_model_is_told_by_its_config_and_file_list_alone(tmp_path, monkeyp
 
 def test_a_hub_name_that_cannot_be_reached_is_not_waited_for(monkeypatch):
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("no network and not in the cache")

@@ -302,7 +302,7 @@ MUTANTS = (
             ),
             Edit(
                 "api.retry:retry_request",
-                "if going is None and family.is_fully_retried(parent):",
+                "if going is None and is_retried:",
                 "if False:",
             ),
         ),

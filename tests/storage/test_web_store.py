@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +50,8 @@ def address() -> Iterator[str]:
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     made: list[float] = []
-    monkeypatch.setattr(web.time, "sleep", made.append)
+    # Its own module of time: threads of other tests sleep, too.
+    monkeypatch.setattr(web, "time", SimpleNamespace(**{**vars(time), "sleep": made.append}))
     return made
 
 
