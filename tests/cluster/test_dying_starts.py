@@ -66,7 +66,8 @@ def test_engines_that_die_as_they_start_are_told_as_that(
     assert "8 units not done" in said and "connection error code 2" in said
     assert "\n" not in said and len(said) < 600
     told = [r.getMessage() for r in caplog.records if "before its first shard" in r.getMessage()]
-    assert len(told) == STARTS and ", 1 time so far" in told[0] and ", 4 times" in told[-1]
+    # A look may see two deaths at once, and tells of them together.
+    assert 0 < len(told) <= STARTS and f", {STARTS} times so far" in told[-1]
     died = {path.name for path in (tmp_path / "notes").iterdir()}
     assert set(re.findall(r"process (\d+) on node ", " ".join(told))) <= died
 
