@@ -197,7 +197,7 @@ def test_a_listing_that_breaks_off_begins_again(
         yield [meta("p/b"), meta("p/a")]
         raise BaseError(AWAY)
 
-    calls.answers = [broken(), [[meta("p/a"), meta("p/b")], [meta("p/c")]]]
+    calls.answers = [broken(), [[meta("p/b"), meta("p/a")], [meta("p/c")]]]  # in the same order
     assert [info.path for info in store.list()] == ["a", "b", "c"] and clock.slept == [0.2]
     assert calls == [("list", 0, "p", PAGED)] * 2
 
