@@ -425,10 +425,11 @@ class Driver:
         )
 
     def _check_images(self, receipts: Sequence[Receipt], failed: int, rows: int) -> None:
-        """Raise `ImagesUnavailable` if `receipts` exceed the limits by such rows alone.
+        """Raise `ImagesUnavailable` if only images that are away now make too many rows fail.
 
-        Of `rows` rows, `failed` have failed, with those in `receipts`. Does nothing in a phase that
-        fetches no images: there, a retry would not help.
+        `failed` of the run's `rows` have failed, those in `receipts` included. Only images of rows
+        in `receipts` count. Does nothing in a phase that fetches no images, since a retry would not
+        help there.
         """
         away = 0.0
         for receipt in receipts if self.fetches_images else ():

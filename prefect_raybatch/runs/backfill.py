@@ -91,8 +91,8 @@ def dated_run(
     2. the newest complete run with the current job's fingerprint, e.g. one that a schedule started,
     3. the run `key`,
     4. the newest run with the current job's fingerprint.
-    If none exists, the state is NOT_STARTED. In place of a repaired run, it is the run that
-    continues it.
+    If none exists, the state is NOT_STARTED. A repaired run takes the place of the damaged run that
+    it continues.
 
     `plans` returns the plans of the runs below `root`, `identity` the current job's identity, which
     has its fingerprint. A complete run `key` with another fingerprint gets the state "failed", and

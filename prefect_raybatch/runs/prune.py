@@ -184,7 +184,7 @@ def _age_key(first: RunLine) -> tuple[object, ...]:
 def _parent(line: RunLine) -> str:
     """Return the key of the run that `line` retries or continues; "" if there is none.
 
-    Of an unreadable directory, it is known from the key: X for X.r1 and X.m1, X.m1 for X.m2.
+    For an unreadable directory, it is derived from its key: X for X.r1 and X.m1, X.m1 for X.m2.
     """
     if line.state != DAMAGED or line.parent or line.forked_from:
         return line.parent or line.forked_from or ""

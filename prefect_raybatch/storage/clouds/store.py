@@ -78,7 +78,7 @@ class CloudStore(BucketStore):
                 raise
 
         # No `offset`: Azurite and Azure's servers before 2025 ignore it and list from the start.
-        # Azure with a hierarchical namespace lists `A/1` before `A-B/1`: paths are not sorted.
+        # With a hierarchical namespace, Azure's paths are not sorted: `A/1` comes before `A-B/1`.
         while found := self._call("list", prefix, page):
             paths = [str(item["path"]) for item in found]
             if again and last in paths:
