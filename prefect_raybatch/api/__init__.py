@@ -282,9 +282,10 @@ def dry_run(
 def next_step(job: BatchJob | Resolved, run_key: str | None = None) -> NextStep | None:
     """Return what `raybatch run` would do with this job and run key; write nothing.
 
-    Raises `CorruptRun` if the run's records are unreadable, and the store's errors. Without
-    `run_key`, looks at the newest unfinished run of this job, which that command would resume.
-    Returns None if there is no such run, or if these errors prevent the search (logged).
+    Without `run_key`, it is about the newest unfinished run of the job, which the command would
+    resume, and None if there is no such run. An error while searching for it is only logged, and
+    also gives None. With `run_key`, raises `CorruptRun` if the records of that run are unreadable,
+    and the errors of the store.
     """
     resolved = resolve(job)
     if run_key is not None:

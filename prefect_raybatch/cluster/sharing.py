@@ -395,7 +395,7 @@ class ClusterSession:
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
-        """Release the lock for the block; meanwhile no other thread starts or ends the cluster."""
+        """Release the lock within the block; `_busy` keeps others from starting or ending Ray."""
         self._busy = True
         self._changed.release()
         try:

@@ -52,7 +52,8 @@ def read_data(data: object, fields: Sequence[str]) -> tuple[pa.Table, AddColumns
 def _normal(table: pa.Table) -> pa.Table:
     """Return the table with all texts as Arrow's `string` and without metadata.
 
-    So equal data has the same hash as input, whether it comes from pandas, Polars or Arrow.
+    pandas, Polars and Arrow use different types for texts. Without this, the same data would have
+    different hashes, and a second `ask` would not find the run of the first.
     """
     import pyarrow as pa
 

@@ -1,7 +1,8 @@
-"""Notes about written files of the result, which a finalizer that resumes after a crash can skip.
+"""Notes which files of the result are written and verified.
 
-Notes are only a cache: losing them costs only time. A note is valid if it belongs to the present
-layout, and if the store lists the file as it was when it was verified.
+A finalizer that resumes after a crash does not write the files with a valid note again. Losing
+notes costs only time. A note is valid if it belongs to the present layout of the result, and if the
+store still lists the file with the size and identity (`FileSeen`) that the note gives.
 """
 
 from __future__ import annotations

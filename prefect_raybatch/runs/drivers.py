@@ -83,5 +83,8 @@ def beats_at_work(store: Store) -> list[JsonObject]:
 
 
 def has_driver(store: Store) -> bool:
-    """Return whether a driver works on the run in `store`, or on its first phase."""
+    """Return whether a driver works on the run in the directory `store`.
+
+    The first phase of an increment or of a cascade, in a directory of its own below it, counts.
+    """
     return bool(beats_at_work(store))

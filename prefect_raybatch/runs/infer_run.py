@@ -133,7 +133,10 @@ def _infer_both(
 
 
 def _without_unneeded(rows: Phase, cascade: CascadeSpec | None) -> Phase:
-    """Return `rows`, with `keeps_all` set if a cascade's larger model has no row to infer."""
+    """Return `rows`, the second phase, with `keeps_all` set if it needs no engine.
+
+    That is so in a cascade whose first model answered all rows: none is left for the larger one.
+    """
     if cascade is None or rows.increment is None:
         return rows
     from prefect_raybatch.cluster.cascade import first_answers

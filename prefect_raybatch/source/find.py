@@ -268,7 +268,7 @@ def _may_be_read(file: File, format: str) -> bool:
 
 
 def _refuse_names(files: Sequence[File]) -> None:
-    """Raise SourceError for a file whose name is not UTF-8, so that no record can hold it."""
+    """Raise SourceError for a file whose name is not UTF-8: the plan could not record it."""
     for file in files:
         if storable(file.uri) != file.uri:
             raise SourceError(

@@ -50,7 +50,11 @@ class TextAnswers:
     calls: Calls
 
     def outcomes(self, table: pa.Table) -> list[FinishedRow]:
-        """Return each row's outcome in a block with answers: columns, a failure, or left out."""
+        """Return the outcome of each row of a block with answers.
+
+        That is its output columns, its failure, or, if `output.postprocess` returned None for it,
+        that the result leaves it out.
+        """
         texts = self.texts(table)
         failures = self._failures(table, texts)
         answers = self._answers(table, failures, texts)
