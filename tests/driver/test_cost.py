@@ -131,6 +131,49 @@ def test_what_had_no_price_counts_at_the_present_one():
     assert CostMeter(2.0, 1.0, 1, Spent(3600.0, 3.0)).total_cost == 3.0
 
 
+def test_gpus_held_beside_the_engines_count_while_they_are_held():
+    meter = CostMeter(3600.0, gpus_an_engine=1.0)
+    with meter.holding(4.0):
+        meter.see(0.0, {"ALIVE": 1})
+    assert meter.gpus == 5.0
+    meter.see(0.5, {})
+    meter.see(99.0, {})
+    assert (meter.gpu_seconds, meter.gpus) == (2.5, 0.0)
+
+
+def meter_of(price: float | None, tokens: float = 0.0, **of_meter) -> CostMeter:
+    """Return a meter that has seen two engines for 0.617 s, in which the tokens cost `tokens`."""
+    meter = CostMeter(price, **of_meter)
+    meter.tokens_cost = lambda: tokens
+    meter.see(1.0, {"ALIVE": 2})
+    meter.see(1.61728395, {"ALIVE": 2})
+    return meter
+
+
+PRICED_BEFORE, ONE_GPU = {"before": Spent(5.0, 5.0)}, {"gpus_an_engine": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("meter", "gpu_seconds", "cost", "cost_run", "cost_end"),
+    [
+        (CostMeter(), 0.0, None, None, None),
+        (CostMeter(3600.0), 0.0, 0.0, 0.0, 0.0),
+        (meter_of(3600.0), 0.0, 0.0, 0.0, 0.0),  # engines without GPUs
+        (meter_of(3600.0, **ONE_GPU), 1.235, 1.234568, 1.234568, 4.234568),
+        (meter_of(3600.0, **ONE_GPU, **PRICED_BEFORE), 1.235, 1.234568, 6.234568, 9.234568),
+        (meter_of(None, **ONE_GPU, **PRICED_BEFORE), 1.235, None, 5.0, None),
+        (meter_of(None, tokens=2.5, **PRICED_BEFORE), 0.0, 2.5, 7.5, None),
+        (meter_of(3600.0, tokens=2.5, **ONE_GPU), 1.235, 3.734568, 3.734568, 6.734568),
+    ],
+)
+def test_a_beat_says_what_is_spent_and_what_the_gpus_held_will_cost(
+    meter, gpu_seconds, cost, cost_run, cost_end
+):
+    of_attempt = {"gpu_seconds": gpu_seconds, "cost": cost, "cost_run": cost_run}
+    assert meter.figures(1.5) == {**of_attempt, "cost_end": cost_end}
+    assert meter.figures(None) == {**of_attempt, "cost_end": None}
+
+
 def test_small_sums_keep_their_digits():
     assert [money(v) for v in (0, 1234.5, 0.001234)] == ["0.00", "1,234.50", "0.00123"]
 
@@ -142,7 +185,7 @@ def test_a_driver_tells_its_costs_and_notices_the_limit(tmp_path):
     run, now = small_run(tmp_path), [0.0]
     limits = Limits(max_cost=30)
     made = Monitor("me", run.plan, run.store, limits, Heard(), lambda: {"ALIVE": 2}, lambda: now[0])
-    made.meter = CostMeter(3600.0, 1.0, 2, Spent(5.0, 5.0))
+    made.meter = CostMeter(3600.0, 1.0, 2, Spent(5.0, 5.0), "EUR")
     made(Progress(20, 4))
     for now[0] in (0.0, ASK_ENGINES):
         made.look()
@@ -152,13 +195,39 @@ def test_a_driver_tells_its_costs_and_notices_the_limit(tmp_path):
     assert Heartbeat.from_bytes(beat.to_bytes(), "beat") == beat and made.spent is None
     now[0] = 2 * ASK_ENGINES
     made.look()
-    assert "has cost 45.00, and limits.max_cost allows 30.00. 0 of 4 shards" in str(made.spent)
+    error = made.spent
+    assert str(error) == (
+        "the run has cost 45.00 EUR, and limits.max_cost allows 30.00 EUR. 0 of 4 shards are "
+        "committed and kept. Raise the limit and run the same command again to continue"
+    )
+    made.look()
+    assert made.spent is error, "the first one stands"
 
 
-def test_a_run_that_is_whole_is_never_over_its_limit():
-    check_cost(Limits(max_cost=1), 5.0, shards=4, committed=4)
-    with pytest.raises(CostExceeded):
+@pytest.mark.parametrize(
+    ("limit", "cost", "committed"),
+    [(1.0, 5.0, 4), (5.0, 4.99, 3), (5.0, None, 3), (None, 5.0, 3)],
+    ids=["whole", "below", "unknown", "no limit"],
+)
+def test_a_run_goes_on_if_it_is_whole_or_below_its_limit(limit, cost, committed):
+    check_cost(Limits(max_cost=limit), cost, shards=4, committed=committed)
+
+
+def test_a_run_that_has_reached_its_limit_is_over():
+    with pytest.raises(CostExceeded, match=r"cost 5\.00, and .* allows 5\.00\. 3 of 4 shards are"):
         check_cost(Limits(max_cost=5), 5.0, shards=4, committed=3)
+
+
+def test_the_last_beats_of_all_attempts_add_up(tmp_path):
+    run = small_run(tmp_path)
+    for name, seconds, cost in (("a", 10.0, 2.0), ("b", 20.0, None), ("c", 30.0, 3.0)):
+        run.ledger.note_attempt(name, {"started": name})
+        beat = Heartbeat(1.0, gpu_seconds=seconds, cost=cost)
+        run.store.put(heartbeat_path(name), beat.to_bytes())
+    run.ledger.note_attempt("d", {"started": "d"})  # without a beat
+    run.ledger.note_attempt("e", {"started": "e"})
+    run.store.put(heartbeat_path("e"), Heartbeat(1.0, gpu_seconds=40.0).to_bytes())
+    assert spent_on(run.ledger, run.plan) == Spent(100.0, 5.0, 60.0)
 
 
 def test_status_counts_killed_attempts_by_their_last_beats(tmp_path):

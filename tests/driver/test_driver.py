@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,12 +26,14 @@ from prefect_raybatch.errors import (
     EngineStartError,
     ErrorBudgetExceeded,
     ImagesUnavailable,
+    RunDrained,
     SourceError,
     StoreError,
     UnsafeStore,
     is_transient,
 )
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.failures import (
     ENGINE_DIED,
     ENGINES_DIED,
@@ -38,7 +42,7 @@ from prefect_raybatch.ledger.failures import (
     Loss,
 )
 from prefect_raybatch.ledger.increments import RequestWeights
-from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.layout import CHECKPOINTS, commit_path
 from prefect_raybatch.ledger.records import Commit, Receipt, Unit
 from prefect_raybatch.result.finalize import finalize
 
@@ -95,6 +99,40 @@ def test_a_second_driver_sends_only_what_is_pending_and_counts_what_was_done(tmp
     assert idle.calls == []  # nothing pending: no pass, so no engine
 
 
+def test_commits_of_this_attempt_and_of_earlier_ones_get_into_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "FOLD", 3)
+    run = small_run(tmp_path)
+    run.commit(2)
+    drive(run, Passes(run))
+    (file,) = run.store.list(CHECKPOINTS)
+    plan, *lines = gzip.decompress(run.store.read(file.path)).splitlines()
+    assert plan.decode() == run.plan.hash
+    assert [int(line.split()[0]) for line in lines] == [2, 0, 1]  # the fourth is too little
+
+
+@pytest.mark.parametrize(("started", "first"), [(50.0, 50.0), (None, 100.0)])
+def test_the_rate_counts_from_the_start_of_the_engines_work(tmp_path, monkeypatch, started, first):
+    now = [100.0]
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(time=lambda: now[0]))
+    run = small_run(tmp_path)
+    run.commit(3)
+    rates: list[tuple[float, float | None]] = []
+
+    def passes(units, isolated):
+        for unit in units:
+            now[0] += 10.0
+            receipt = run.receipt(unit)
+            yield replace(receipt, stats=replace(receipt.stats, started=started))
+
+    progress = drive(run, passes, observe=lambda p: rates.append((p.rate, p.seconds_left)))
+    assert list(progress.recent) == [(first, 5), (110.0, 5), (120.0, 5)]
+    spans = [now - first for now in (110.0, 120.0, 130.0)]
+    rate = [rows / span for rows, span in zip((5, 10, 15), spans, strict=True)]
+    assert rates == [(rate[0], 10 / rate[0]), (rate[1], 5 / rate[1]), (rate[2], 0.0)]
+    nothing = Progress(20, 4)
+    assert (nothing.rate, nothing.seconds_left) == (0.0, None)
+
+
 def test_a_pass_over_some_shards_leaves_the_others_and_what_it_lost(tmp_path):
     run = small_run(tmp_path, rows=25, per_shard=5)
     first, whole = Passes(run), Passes(run)
@@ -108,7 +146,7 @@ def test_a_pass_over_some_shards_leaves_the_others_and_what_it_lost(tmp_path):
     for run_pass, shards in ((first, [3]), (loses, [1, 3, 4]), (first, [3, 4]), (first, [3])):
         driver.run_once(run_pass, shards)
         assert not driver.progress.recent, "the rate of these engines is not that of the next"
-    assert [[u.shard for u in units] for units, _ in first.calls] == [[3], [4]]
+    assert first.calls == [((run.whole(3),), False), ((run.whole(4),), False)]
     driver.run(whole, whole.quarantine)
     # The first pass of all is not isolated, though other passes were before it.
     assert whole.calls == [((run.whole(0), run.whole(2)), False)]
@@ -160,6 +198,7 @@ def test_units_of_a_dead_engine_run_again_one_at_a_time(tmp_path):
     progress = drive(run, dies_once)
     assert [(len(units), isolated) for units, isolated in passes.calls] == [(8, False), (4, True)]
     assert progress.engine_deaths == 4 and progress.tally.failed == 0
+    assert progress.passes == 2 and progress.losses == {"EngineDied: segmentation fault": 4}
     check_whole(run)
 
 
@@ -189,6 +228,26 @@ def test_a_row_is_given_as_many_chances_as_the_limit_says(tmp_path, deaths):
     alone = [units for units, isolated in passes.calls if Unit(1, 4, 1) in units and isolated]
     assert len(alone) == deaths
     assert len(passes.quarantined) == 1
+
+
+def test_reasons_for_losses_are_counted_so_many_and_so_much_of_each(tmp_path, caplog):
+    run = small_run(tmp_path, rows=4, per_shard=2)
+    kinds = [f"E{n}" for n in range(22)]
+    told = [(shard, kind) for shard, kind in zip([0, 1] * 11, kinds, strict=True)]
+    told += [(0, "E3"), (0, "E21")]
+
+    def passes(units, isolated):
+        for shard, kind in told:
+            yield Receipt.of_lost(run.whole(shard), "a", Loss(kind, "x" * 300))
+        told.clear()
+        if isolated:
+            yield from (run.receipt(unit) for unit in units)
+
+    progress = drive(run, passes)
+    kept = {f"{kind}: {'x' * (198 - len(kind))}": 1 for kind in kinds[:20]}
+    assert progress.losses == {**kept, f"E3: {'x' * 196}": 2}
+    lost = [r.getMessage() for r in caplog.records if "was lost" in r.getMessage()]
+    assert lost == [f"shard {shard} was lost: E{shard}: {'x' * 300}" for shard in (0, 1)]
 
 
 def test_a_death_that_costs_several_blocks_is_counted_once(tmp_path):
@@ -265,6 +324,28 @@ def test_more_than_can_have_been_in_flight_is_not_isolated_at_first(tmp_path):
     assert flags == [(20, False), (10, False), (10, True), (1, True)]
 
 
+@pytest.mark.parametrize(
+    ("lost", "suspects", "isolated"),
+    [(5, {"suspects": 5}, True), (6, {"suspects": 5}, False), (64, {}, True), (65, {}, False)],
+)
+def test_as_many_units_as_may_be_in_flight_are_isolated(tmp_path, lost, suspects, isolated):
+    run = small_run(tmp_path, rows=66, per_shard=1)
+    calls: list[tuple[int, bool]] = []
+
+    def passes(units, alone):
+        calls.append((len(units), alone))
+        if len(calls) > 1:
+            raise InterruptedError  # it is known how the second pass goes
+        for unit in units[lost:]:
+            yield run.receipt(unit)
+
+    driver = driver_of(run)
+    driver.resume()
+    with pytest.raises(InterruptedError):
+        driver.run(passes, no_quarantine, **suspects)
+    assert calls == [(66, False), (lost, isolated)]
+
+
 def test_nothing_gets_through_is_an_infrastructure_error(tmp_path):
     run = small_run(tmp_path)
     everything = {(s, p) for s in range(4) for p in range(5)}
@@ -310,10 +391,72 @@ def test_rows_that_killed_engines_before_are_no_probes(tmp_path):
     assert [unit for unit, _ in passes.quarantined] == [Unit(4, 0, 1)]
 
 
-def test_silence_is_an_infrastructure_error_too(tmp_path):
+@pytest.mark.parametrize(
+    ("shards", "why", "text"),
+    [
+        (4, None, "20 units of work are left. Last reason: no receipt came back"),
+        (1, Loss("OSError", "busy"), "1 unit of work is left. Last reason: OSError: busy"),
+    ],
+    ids=["silence", "losses"],
+)
+def test_three_passes_without_progress_are_an_infrastructure_error(
+    tmp_path, caplog, shards, why, text
+):
+    run = small_run(tmp_path, rows=5 * shards, per_shard=5)
+
+    def passes(units, isolated):
+        yield from (Receipt.of_lost(unit, "a", why) for unit in units if why)
+
+    with pytest.raises(EngineFailure) as caught:
+        drive(run, passes)
+    assert str(caught.value) == f"no shard was committed in 3 passes; {text}"
+    whole = {4: "4 of 4 shards", 1: "1 of 1 shard"}[shards]
+    assert [r.getMessage() for r in caplog.records if "after pass" in r.getMessage()] == [
+        f"{whole} not committed after pass {number}; running them again" for number in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("committed", "text"),
+    [
+        (0, "0 of 4 shards are committed; 4 are left"),
+        (1, "1 of 4 shards is committed; 3 are left"),
+        (3, "3 of 4 shards are committed; 1 is left"),
+    ],
+)
+@pytest.mark.parametrize("once", [False, True], ids=["run", "run_once"])
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_drained_run_commits_what_is_in_flight_and_says_what_is_left(
+    tmp_path, committed, text, once, when
+):
     run = small_run(tmp_path)
-    with pytest.raises(EngineFailure, match="no receipt came back"):
-        drive(run, lambda units, isolated: iter(()))
+    asked_to_drain, calls = [when == "before"], []
+
+    def passes(units, isolated):
+        calls.append(len(units))
+        asked_to_drain[0] = True
+        for unit in units[:committed]:
+            yield run.receipt(unit)
+
+    if when == "before":
+        for shard in range(committed):
+            run.commit(shard)
+    driver = driver_of(run, draining=lambda: asked_to_drain[0])
+    driver.resume()
+    with pytest.raises(RunDrained) as caught:
+        if once:
+            driver.run_once(passes, range(4))
+        else:
+            driver.run(passes, no_quarantine)
+    assert str(caught.value) == f"drained: {text}. Run the same command again to finish them"
+    assert calls == ([4] if when == "during" else [])
+    assert run.ledger.committed(run.plan).sum() == committed
+
+
+def test_a_run_whose_last_pass_is_complete_is_not_drained(tmp_path):
+    run = small_run(tmp_path)
+    passes = Passes(run)
+    assert drive(run, passes, draining=lambda: bool(passes.calls)).done == 20
 
 
 def test_a_pass_that_gets_anything_through_starts_the_strikes_anew(tmp_path):
@@ -453,6 +596,7 @@ def test_units_are_isolated_so_many_at_a_time(tmp_path, monkeypatch):
     passes = Passes(run, poison={(0, 0), (5, 0)}, window=10)
     progress = drive(run, passes, suspects=3)
     assert progress.done == 10 and len(passes.quarantined) == 2
+    assert [len(units) for units, isolated in passes.calls if not isolated] == [10, 8, 5]
     assert all(len(units) <= 3 for units, isolated in passes.calls if isolated)
     check_whole(run)
 
@@ -497,18 +641,49 @@ def test_a_cut_is_a_partition_that_makes_progress(offset, rows):
 
 def test_the_shard_that_would_cross_the_limit_is_not_committed(tmp_path):
     run = small_run(tmp_path)
-    passes = Passes(run, failed={(0, 1), (1, 0), (1, 1)})
+    passes = Passes(run, failed={(0, 1), (1, 0), (2, 1), (2, 2)})
+    with pytest.raises(ErrorBudgetExceeded) as caught:
+        drive(run, passes, limits={"max_failed_rows": 3})
+    assert str(caught.value) == (
+        "4 of 15 rows tried failed, more than limits.max_failed_rows 3 (3 rows) allows; 5 were not "
+        "tried. Most common:\n"
+        "  4 rows: engine: ValueError: refused\n"
+        "Examples:\n"  # of the shard that is not committed
+        "  row 11: engine: ValueError: refused\n"
+        "  row 12: engine: ValueError: refused\n"
+        "2 of 4 shards are committed and kept. Fix the cause or raise the limit, then run the job "
+        "again."
+    )
+    assert run.ledger.committed(run.plan).tolist() == [True, True, False, False]
+
+
+def test_failed_requests_count_as_the_rows_that_wait_for_them_in_all_shards(tmp_path):
+    run = small_run(tmp_path, rows=4, per_shard=1)
+    waiting = RequestWeights(40, run.shards.starts, np.array([10, 10, 10, 10]))
+    for most, committed in ((19, 1), (29, 2)):  # the second attempt resumes
+        with pytest.raises(ErrorBudgetExceeded) as caught:
+            passes = Passes(run, failed={(shard, 0) for shard in range(4)})
+            drive(run, passes, limits={"max_failed_rows": most}, waiting=waiting)
+        allowed = f"limits.max_failed_rows {most} ({most} rows) allows"
+        failed = f"{10 * committed + 10} of 40 rows failed, more than {allowed}. Most common:"
+        assert str(caught.value).startswith(failed)
+        assert run.ledger.committed(run.plan).sum() == committed
+    driver = driver_of(run, limits={"max_failed_rows": 19}, waiting=waiting)
+    with pytest.raises(ErrorBudgetExceeded, match="20 of 40 rows failed"):
+        driver.resume()
+
+
+def test_the_five_most_common_failures_are_named(tmp_path):
+    run = small_run(tmp_path, rows=40, per_shard=40)
+    failures = {FailureKey("engine", f"Error{n}", "why"): n for n in range(1, 8)}
+
+    def passes(units, isolated):
+        yield replace(run.receipt(units[0], range(28)), failures=failures)
+
     with pytest.raises(ErrorBudgetExceeded) as caught:
         drive(run, passes, limits={"max_failed_rows": 2})
-    text = str(caught.value)
-    assert text.startswith("3 of 10 rows tried failed, more than limits")
-    assert (
-        "; 10 were not tried. Most common:" in text and "limits.max_failed_rows 2 (2 rows)" in text
-    )
-    assert "3 rows: engine: ValueError: refused" in text
-    assert "1 of 4 shards is committed" in text
-    assert "row 5: engine: ValueError: refused" in text  # of the shard that is not committed
-    assert run.ledger.committed(run.plan).tolist() == [True, False, False, False]
+    named = [line for line in str(caught.value).splitlines() if "Error" in line and "why" in line]
+    assert named == [f"  {n} rows: engine: Error{n}: why" for n in (7, 6, 5, 4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -532,6 +707,22 @@ def test_images_that_cannot_be_fetched_now_leave_a_run_to_a_retry(tmp_path, away
     with pytest.raises(kind) as caught:
         drive(run, outage, limits={"max_failed_rows": 2}, fetches_images=fetches)
     assert is_transient(caught.value) == (kind is ImagesUnavailable)
+
+
+@pytest.mark.parametrize(("away", "rows"), [(1, "1 row"), (2, "2 rows")])
+def test_images_that_are_away_are_told_with_the_limit_that_they_cross(tmp_path, away, rows):
+    run = small_run(tmp_path, rows=10, per_shard=5)
+
+    def outage(units, isolated):
+        failures = {FailureKey("prepare", "ImageUnavailable", "503"): away}
+        yield replace(run.receipt(units[1], range(away)), failures=failures)
+
+    with pytest.raises(ImagesUnavailable) as caught:
+        drive(run, outage, limits={"max_failed_rows": 0}, fetches_images=True)
+    assert str(caught.value) == (
+        f"the images of {rows} in shard 1 cannot be fetched now, and limits.max_failed_rows 0 "
+        "(0 rows) allows fewer rows to fail"
+    )
 
 
 def test_images_that_were_away_earlier_are_no_reason_for_a_retry(tmp_path):
@@ -558,8 +749,8 @@ def test_a_request_whose_image_is_away_counts_as_its_rows(tmp_path, limit):
             yield replace(receipt, failures={FailureKey("prepare", "ImageUnavailable", "503"): 2})
 
     waiting = RequestWeights(20, run.shards.starts, np.array([10, 10]))
-    with pytest.raises(ImagesUnavailable, match="of 20 rows"):
-        limits = {"max_failed_rows": limit}
+    with pytest.raises(ImagesUnavailable, match=rf"of 20 rows .* {limit / 20} \({limit} rows\)"):
+        limits = {"max_failed_fraction": limit / 20}
         drive(run, outage, limits=limits, waiting=waiting, fetches_images=True)
 
 

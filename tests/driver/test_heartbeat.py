@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import json
 import logging
 import re
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.heard import Heard, counts, wait_for
@@ -19,13 +23,17 @@ from prefect_raybatch.driver.heartbeat import (
     ENDED,
     INFERRING,
     STARTING,
+    UNHEARD,
     Counts,
     Heartbeat,
     Listener,
     Listeners,
     Ticker,
+    alive,
+    heartbeat_elsewhere,
     newest,
     read_heartbeats,
+    to_larger_text,
 )
 from prefect_raybatch.driver.monitor import Monitor
 from prefect_raybatch.errors import CorruptRun
@@ -44,6 +52,25 @@ def test_rates_and_time_left_come_from_the_latest_commits_and_fall_without_any()
     assert Heartbeat.of(counts(), 115.0).rate == 1.0
     first = Heartbeat.of(counts(commits=0, window_rows=0), 100.0)
     assert (first.rate, first.seconds_left, first.last_commit) == (0.0, None, None)
+    assert counts().rate(85.0) == counts().rate(80.0) == 30e6, "a clock that stands or was set back"
+
+
+def test_a_beat_has_rounded_rates_of_its_own_phase_and_all_that_was_counted():
+    figures: dict[str, Any] = {
+        **{"rows": 100, "shards": 11, "done": 40, "failed": 3, "skipped": 1, "committed": 5},
+        **{"passes": 6, "engine_deaths": 7, "held_back": 8, "to_larger": 9},
+    }
+    now = counts(
+        **figures, at=100.12345, before=7, later=11, window_rows=31, prompt_tokens=401.0,
+        output_tokens=83.0,
+    )  # fmt: skip
+    expected = Heartbeat(  # 31 rows in 15.98765 s; 33 of the rows and all tokens are of this phase
+        **figures, at=100.988, rate=1.94, prompt_tokens_rate=23.6, output_tokens_rate=4.9,
+        seconds_left=25.3, last_commit=100.123, phase=INFERRING, about="x",
+    )  # fmt: skip
+    assert Heartbeat.of(now, 100.98765, phase=INFERRING, about="x") == expected
+    none_of_this_phase = Heartbeat.of(replace(now, before=40), 100.98765)
+    assert (none_of_this_phase.prompt_tokens_rate, none_of_this_phase.output_tokens_rate) == (0, 0)
 
 
 def test_counts_are_those_of_the_progress(tmp_path):
@@ -62,23 +89,61 @@ def test_counts_are_those_of_the_progress(tmp_path):
     assert last.output_tokens == (progress.tally.stats.output_tokens or 0) > 0
 
 
-def test_a_beat_says_all_that_was_counted():
-    names = "rows shards done failed skipped committed passes engine_deaths held_back to_larger"
-    numbers = {name: at for at, name in enumerate(names.split(), start=1)}
-    beat = Heartbeat.of(counts(**numbers), 100.0)
-    assert {name: getattr(beat, name) for name in numbers} == numbers
-
-
-def test_counts_of_a_whole_run_add_its_other_phases(tmp_path):
+@pytest.fixture
+def progress(tmp_path) -> Progress:
+    """Of a phase with ten rows, of which two have failed and one was skipped, in two shards."""
     run = small_run(tmp_path)
-    passes = Passes(run, failed={(1, 2)})
-    driver = Driver(run.plan, run.shards, run.ledger, Limits(max_failed_fraction=0.5))
-    driver.resume()
-    progress = driver.run(passes, passes.quarantine)
-    progress.before, progress.later = PhaseProgress(7, 2, failed=3), PhaseProgress(100, 30)
-    whole = Counts.whole(progress)
-    assert (whole.rows, whole.done, whole.before, whole.later) == (127, 27, 7, 100)
-    assert (whole.shards, whole.committed, whole.failed) == (36, 6, 3)
+    made = Progress(20, 4, passes=5, core_deaths=2, process_deaths=4, held_back=6)
+    for shard, began in ((0, 70.0), (1, 80.0)):
+        made.add(run.commit(shard, [3]), began)
+    made.tally.good, made.tally.skipped = 7, 1
+    made.rows_of_failed = 2
+    return made
+
+
+def counts_of(progress: Progress, **changed: int) -> Counts:
+    tokens = progress.tally.stats
+    assert tokens.prompt_tokens and tokens.output_tokens
+    of_phase = Counts(
+        at=90.0, rows=20, shards=4, done=10, failed=2, skipped=1, committed=2, passes=5,
+        engine_deaths=6, prompt_tokens=tokens.prompt_tokens, output_tokens=tokens.output_tokens,
+        commits=2, window_rows=10, window_start=70.0, held_back=6,
+    )  # fmt: skip
+    return replace(of_phase, **changed)
+
+
+def test_counts_are_a_snapshot_of_the_progress(progress):
+    assert Counts.of(progress, 90.0) == counts_of(progress)
+    nothing = Counts.of(Progress(20, 4), 90.0)
+    assert nothing == Counts(90.0, 20, 4, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0.0)
+
+
+def test_rows_for_the_larger_model_are_no_failed_rows(progress):
+    progress.passed_on = frozenset({"ValueError", "Unsure"})
+    assert Counts.of(progress, 90.0) == counts_of(progress, failed=0, to_larger=2)
+    progress.before = PhaseProgress(failed=5)
+    assert progress.failed == 3
+    progress.passed_on = frozenset({"Unsure"})
+    assert Counts.of(progress, 90.0) == counts_of(progress)
+
+
+@pytest.mark.parametrize(("before", "rows_of_failed", "failed"), [(3, 2, 3), (0, 9, 9), (0, 0, 2)])
+def test_counts_of_a_whole_run_add_its_other_phases(progress, before, rows_of_failed, failed):
+    progress.before, progress.later = PhaseProgress(7, 2, before), PhaseProgress(100, 30)
+    progress.rows_of_failed = rows_of_failed
+    whole = counts_of(
+        progress, rows=127, done=17, shards=36, committed=4, failed=failed, before=7, later=100
+    )
+    assert replace(Counts.whole(progress), at=90.0) == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "later", "unit"),
+    [(0, 0, ("row", "rows")), (7, 0, ("step", "steps")), (0, 7, ("step", "steps"))],
+)
+def test_a_run_with_two_phases_counts_steps(before, later, unit):
+    two = Progress(20, 4, before=PhaseProgress(before), later=PhaseProgress(later))
+    assert two.unit == unit
 
 
 def test_listeners_are_all_told_of_everything_in_their_order():
@@ -118,6 +183,56 @@ def test_a_beat_survives_its_record():
     assert Heartbeat.from_bytes(beat.to_bytes(), "x") == beat
 
 
+def test_unknown_costs_and_zeros_that_older_versions_lack_are_left_out_of_a_record():
+    common = {
+        **{"at": 1.0, "phase": STARTING, "about": "", "dashboard": "", "engines": {}},
+        **dict.fromkeys(("rows", "shards", "done", "failed", "skipped", "committed"), 0),
+        **dict.fromkeys(("passes", "engine_deaths", "alarms", "held_back"), 0),
+        **dict.fromkeys(("rate", "prompt_tokens_rate", "output_tokens_rate", "quiet"), 0.0),
+        **{"seconds_left": None, "last_commit": None},
+    }
+    assert json.loads(Heartbeat(1.0).to_bytes()) == common
+    costs = {"gpu_seconds": 1.0, "cost": 2.0, "cost_run": 3.0, "cost_end": 4.0, "to_larger": 5}
+    assert json.loads(Heartbeat(1.0, **costs).to_bytes()) == {**common, **costs}
+
+
+def test_numbers_may_be_unknown_and_names_of_states_are_cut_off():
+    unknown = dict.fromkeys(("seconds_left", "last_commit", "cost", "cost_run", "cost_end"))
+    value = {"at": 1.0, **unknown, "engines": {"A" * 41: 2, "B": 1.0}}
+    read = Heartbeat.from_bytes(dump(value), "x")
+    assert read == Heartbeat(1.0, engines={"A" * 40: 2, "B": 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"rate": None}, "rate"), ({"about": None}, "about"), ({"phase": "asleep"}, "phase")],
+)
+def test_the_error_names_the_wrong_field_of_a_beat(wrong, named):
+    with pytest.raises(CorruptRun) as caught:
+        Heartbeat.from_bytes(dump({"at": 1.0, **wrong}), "beat.json")
+    text = f"beat.json is not a valid heartbeat: wrong value of {named}"
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("phase", "done", "committed", "corrected"),
+    [(STARTING, 4, 5, True), (STARTING, 5, 5, False), (INFERRING, 4, 5, False)],
+)
+def test_a_beat_from_before_the_latest_commit_no_longer_says_that_engines_start(
+    phase, done, committed, corrected
+):
+    beat = Heartbeat(1.0, phase, done=done, about="cluster 3 s", passes=2)
+    now = replace(beat, phase=INFERRING, about="") if corrected else beat
+    assert beat.with_committed(committed) == now
+
+
+def test_texts_and_numbers_of_a_beat():
+    assert [to_larger_text(rows) for rows in (0, 1, 1234)] == [
+        *("", ", 1 to the larger model", ", 1,234 to the larger model"),
+    ]
+    assert (alive({"ALIVE": 2, "DEAD": 3}), alive({"DEAD": 3}), alive({})) == (2, 0, 0)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -139,7 +254,8 @@ def test_what_is_no_beat_is_left_out_and_stops_no_status(tmp_path, value, caplog
     run.store.put(path, dump(value))
     with pytest.raises(CorruptRun, match="heartbeat"):
         Heartbeat.from_bytes(dump(value), path)
-    assert read_heartbeats(run.store, ["a", "missing"]) == {}
+    run.store.put(heartbeat_path("z"), Heartbeat(2.0).to_bytes())
+    assert read_heartbeats(run.store, ["a", "missing", "z"]) == {"z": Heartbeat(2.0)}
     assert path in caplog.text
     run.ledger.note_attempt("a", {"started": "2026"})
     assert status(str(tmp_path)).beats == ()
@@ -150,7 +266,31 @@ def test_a_follower_gets_the_newest_beat(tmp_path):
     assert newest(store) is None
     for name, at in (("a", 5.0), ("b", 9.0), ("c", 7.0)):
         store.put(heartbeat_path(name), Heartbeat(at).to_bytes())
-    assert newest(store).at == 9.0
+    store.put(f"{HEARTBEATS}/b copy.json", Heartbeat(99.0).to_bytes())
+    assert newest(store) == Heartbeat(9.0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "over", "is_used"),
+    [
+        (Heartbeat(1000.0, INFERRING), {}, True),
+        (Heartbeat(940.0, INFERRING), {}, True),
+        (Heartbeat(939.0, INFERRING), {}, False),
+        (Heartbeat(1000.0, ENDED), {}, False),
+        (Heartbeat(1000.0, ENDED), {"over": True}, True),
+        (Heartbeat(939.0, ENDED), {"over": True}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_follower_takes_no_beat_that_is_old_or_says_that_a_run_under_way_has_ended(
+    tmp_path, monkeypatch, stored, over, is_used
+):
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(time=lambda: 1000.0))
+    store = small_run(tmp_path).store
+    if stored is not None:
+        store.put(heartbeat_path("a"), stored.to_bytes())
+    of_commits = Heartbeat.of(counts(), 1000.0, phase=UNHEARD)
+    assert heartbeat_elsewhere(store, counts(), **over) == (stored if is_used else of_commits)
 
 
 # --- the thread ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import INFERRING, WAITING
 from prefect_raybatch.driver.monitor import Monitor, probe
-from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible
+from prefect_raybatch.driver.stall import Flowing, Stall, StallWatch, interruptible, starts
 from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreUnavailable
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
@@ -88,6 +88,23 @@ def test_engines_have_longer_to_start_in_each_pass():
     assert not found.starting
 
 
+def test_a_new_pass_ends_a_stall_without_a_word():
+    found = watch(stall_seconds=10.0, stall_start_seconds=50.0)
+    found.look(0.0, counts(), 1)
+    assert found.look(10.0, counts(), 1) == Stall(10.0, 10.0, 1, False)
+    assert found.look(11.0, counts(), 2) is None
+    assert (found.alarms, found.since) == (0, 11.0)
+    assert found.look(61.0, counts(), 2) == Stall(50.0, 50.0, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("commits", "passes", "begun", "starting"),
+    [(0, 1, 1, True), (1, 1, 1, False), (1, 1, 2, True), (1, 2, 1, False)],
+)
+def test_engines_start_until_a_commit_of_their_pass(commits, passes, begun, starting):
+    assert starts(counts(commits=commits, passes=passes), begun) == starting
+
+
 def test_a_run_that_is_whole_does_not_stall():
     found = watch(stall_seconds=1.0)
     found.look(0.0, counts(committed=10), 1)
@@ -148,24 +165,60 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
     assert "a listing failed after 0.0 s: 503 for a minute" in probe(store)
 
 
-def test_a_stall_names_an_error_of_the_listing(tmp_path):
-    made, clock, heard = stalled(tmp_path, stall_start_seconds=30.0)
+@pytest.mark.parametrize(
+    ("states", "written", "engines", "heard_of"),
+    [
+        ({}, None, "none alive", "no heartbeat was written yet"),
+        (
+            {"DEAD": 1, "ALIVE": 2},
+            1.6,
+            "2 alive, 1 dead",
+            "the last heartbeat was written 29 s ago",
+        ),
+        (None, None, "none known (last known; Ray did not answer: OSError: gone)", "no heartbeat"),
+    ],
+)
+def test_a_stall_can_end_the_run_and_says_all_that_is_known(
+    tmp_path, states, written, engines, heard_of
+):
+    def answer() -> dict[str, int]:
+        if states is None:
+            raise OSError("gone")
+        return states
 
     def broken(*_):
         raise ConnectionResetError("by peer")
 
+    run, heard, clock = small_run(tmp_path), Heard(), Clock()
+    limits = Limits(stall_start_seconds=30.0, fail_on_stall=True)
+    made = Monitor("me", run.plan, run.store, limits, heard, answer, clock)
+    progress = Progress(20, 4, passes=1)
+    made(progress)
+    progress.core_deaths, progress.process_deaths = 1, 2
+    made.look()
+    if written is not None:
+        clock.now = written
+        made.write()
     made.store.list = broken
-    clock.now = 30.0
+    clock.now = 30.57
     made.look()
-    assert "Store: listing it failed: ConnectionResetError: by peer" in heard.beats[-1].about
-
-
-def test_a_stall_can_end_the_run(tmp_path):
-    made, clock, _ = stalled(tmp_path, stall_start_seconds=30.0, fail_on_stall=True)
-    clock.now = 30.0
+    text = (
+        "no shard was committed for 31 s, where 30 s are allowed until the first of a pass "
+        f"(0 of 4 shards, pass 1, 3 engine deaths). Engines: {engines}. Store: listing it failed: "
+        f"ConnectionResetError: by peer; {heard_of}"
+    )
+    beat = heard.beats[-1]
+    assert beat.about.startswith(text)
+    assert (beat.phase, beat.alarms, beat.quiet) == (WAITING, 1, 30.6)
+    failure = made.failure
+    assert isinstance(failure, EngineFailure) and failure.transient
+    assert str(failure) == (
+        f"{beat.about}. limits.fail_on_stall ends the run. Committed shards are kept; run the same "
+        "command again to continue"
+    )
+    clock.now = 60.0
     made.look()
-    assert isinstance(made.failure, EngineFailure) and made.failure.transient
-    assert "limits.fail_on_stall" in str(made.failure)
+    assert heard.beats[-1].alarms == 2 and made.failure is failure
 
 
 @pytest.mark.parametrize(

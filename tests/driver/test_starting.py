@@ -46,12 +46,35 @@ def test_the_phases_follow_each_other_and_the_last_one_goes_on(clock: Clock) -> 
     assert start.text() == told
 
 
+def test_seconds_have_one_decimal(clock: Clock) -> None:
+    start = Starting(clock)
+    clock.now += 1.26
+    assert start.seconds() == {"cluster": 1.3}
+    start.again()
+    clock.now += 0.75
+    start.heard([{"imports": 1001.5}])
+    assert start.seconds() == {"cluster": 1.3, "workers": 0.2, "imports": 0.5}
+
+
+def test_a_phase_counts_from_the_moment_at_which_it_begins(clock: Clock) -> None:
+    start = Starting(clock)
+    start.again()
+    clock.now = 1004.0
+    start.heard([{"imports": 990.0, "weights": 1000.0, "compile": 1003.0, "graphs": 1004.0}])
+    # `imports` of these prewarmed engines ended as the run got them; `graphs` begins now.
+    phases = {"workers": 0.0, "weights": 3.0, "compile": 1.0, "graphs": 0.0}
+    assert start.seconds() == {"cluster": 0.0, **phases}
+
+
 def test_at_the_first_commit_the_start_is_over(clock: Clock) -> None:
     start = Starting(clock)
     start.again()
     clock.now += 9
+    assert start.ended is None
     start.end()
     clock.now += 100
+    start.end()  # of a later commit
+    assert start.ended == 1009.0
     start.heard([{"imports": 1002.0, "first step": 1005.0, "stepped": 1008.0}])
     seconds = {"cluster": 0.0, "workers": 2.0, "imports": 3.0, "first step": 3.0, "rows": 1.0}
     assert start.seconds() == seconds and sum(seconds.values()) == 9
@@ -74,8 +97,10 @@ def test_of_several_engines_the_one_least_far_is_told(clock: Clock) -> None:
     ready = {"imports": 1001.0, "weights": 1002.0, "first step": 1003.0, "stepped": 1004.0}
     start.heard([ready, {"imports": 1001.0, "weights": 1005.0}])
     clock.now += 10
-    told = "cluster 0 s, workers 1 s, imports 4 s, weights 5 s (1 of 2 engines ready)"
-    assert start.text() == told
+    told = "cluster 0 s, workers 1 s, imports 4 s, weights 5 s"
+    assert start.text() == f"{told} (1 of 2 engines ready)"
+    start.heard([{"imports": 1001.0, "weights": at} for at in (1003.0, 1005.0, 1004.0)])
+    assert start.text() == f"{told} (0 of 3 engines ready)", "the one that is there last"
 
 
 def test_a_later_pass_starts_engines_anew_and_no_cluster(clock: Clock) -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.small import small_run
 
-from prefect_raybatch.driver.stops import FROM_A_SHARD, Sample, Stop, failed_sample, last_stop
+from prefect_raybatch.driver import stops
+from prefect_raybatch.driver.stops import (
+    FROM_A_SHARD,
+    LINE,
+    Sample,
+    Stop,
+    failed_rows,
+    failed_sample,
+    last_stop,
+)
 from prefect_raybatch.ledger.layout import PLAN, attempt_path
+from prefect_raybatch.ledger.records import Piece, Unit
+from prefect_raybatch.stages.block import Failure
 
 
 def stop_of(rows: range) -> Stop:
@@ -26,6 +39,7 @@ def test_the_rows_shown_are_half_of_the_stop_and_half_of_committed_shards(tmp_pa
     run.commit(0, failed=range(1, 9))
     stop = stop_of(range(20, 28))
     assert rows_shown(tmp_path, 6, stop) == [1, 2, 3, 20, 21, 22]
+    assert rows_shown(tmp_path, 5, stop) == [1, 2, 3, 20, 21]
     of_one_shard = list(range(1, 1 + FROM_A_SHARD))
     assert rows_shown(tmp_path, 20, stop) == [*of_one_shard, *range(20, 28)]
     assert rows_shown(tmp_path, 20, None) == of_one_shard
@@ -54,7 +68,8 @@ def test_the_stop_of_a_run_is_that_of_its_latest_attempt(tmp_path: Path) -> None
     run, stop = small_run(tmp_path), stop_of(range(5, 7))
     assert last_stop(str(tmp_path), None) is None
     run.ledger.note_attempt("b" * 32, {"started": "2026-03-01", "stopped": stop.to_dict()})
-    run.store.put(attempt_path("d" * 32), b"no record")
+    for name in ("0", "d"):  # before and after the others
+        run.store.put(attempt_path(name * 32), b"no record")
     assert last_stop(str(tmp_path), None) == stop
     run.ledger.note_attempt("a" * 32, {"started": "2026-02-01"})
     assert last_stop(str(tmp_path), None) == stop
@@ -74,3 +89,61 @@ def test_a_stop_says_how_many_rows_failed_and_which_shard_was_not_committed() ->
         "7, which was therefore not committed"
     )
     assert Stop(3, 0, 2, 40).line() == "3 of 40 rows failed, at most 2 may"
+    assert Stop(1, 0, 0, 3, tried=1).line() == (
+        "1 of 1 row tried failed, at most 0 may; 2 were not tried"
+    )
+
+
+def test_a_message_shows_two_failed_rows_each_on_a_short_line() -> None:
+    texts = ["a" * LINE, "b" * (LINE + 1), "not shown"]
+    sample = tuple(Sample(999 + at, "engine", "ValueError", t) for at, t in enumerate(texts))
+    assert Stop(3, 3, 2, 40, 1, sample).lines() == [
+        f"row 999: engine: ValueError: {'a' * 160}",
+        f"row 1,000: engine: ValueError: {'b' * 157}...",
+    ]
+    spaced = Sample(7, "prepare", "KeyError", " no\n  name ")
+    assert Stop(1, 1, 0, 40, 1, (spaced,)).lines() == ["row 7: prepare: KeyError: no name"]
+
+
+NOTED = stop_of(range(20, 22)).to_dict()
+
+
+@pytest.mark.parametrize("wrong", ["3", 3.0, True, None])
+@pytest.mark.parametrize("field", ["failed", "held_back", "allowed", "rows", "tried", "row"])
+def test_a_stop_whose_numbers_are_none_is_not_read(field: str, wrong: object) -> None:
+    (first, second) = NOTED["sample"]
+    if field == "row":
+        note = {**NOTED, "sample": [first, {**second, "row": wrong}]}
+    else:
+        note = {**NOTED, field: wrong}
+    read = Stop.from_note({"stopped": note})
+    assert read == (stop_of(range(20, 22)) if (field, wrong) == ("tried", None) else None)
+
+
+def test_failed_rows_are_a_bounded_number_in_order_with_bounded_messages(tmp_path: Path) -> None:
+    run = small_run(tmp_path, rows=60, per_shard=30)
+    pieces: list[Piece] = []
+    for offset, letter in ((15, "b"), (0, "a")):
+        unit = Unit(1, offset, 15)
+        rows = run.block(unit).select(["__rb_pos", "id", "Company", "tags"])
+        failure = Failure("prepare", "KeyError", letter * 501)
+        pieces += run.finish().failed(unit, rows, failure, 2).pieces
+    gone = replace(pieces[0], path=f"{pieces[0].path[:-1]}x")
+    data = run.receipt(Unit(1, 0, 1)).pieces
+
+    def sample(row: int, letter: str) -> Sample:
+        return Sample(row, "prepare", "KeyError", f"{letter * 497}...")
+
+    numbers = partial(run.ledger.numbers, run.plan)
+    found = failed_rows(run.store, [gone, *data, *pieces], 30, numbers)
+    assert found == tuple(sample(row, "a" if row < 45 else "b") for row in range(30, 50))
+
+
+def test_so_many_commits_are_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(tmp_path, rows=20, per_shard=5)
+    run.commit_all({(1, 1), (2, 2), (3, 3)})
+    for most, rows in ((1, []), (2, [6]), (3, [6, 12]), (1000, [6, 12, 18])):
+        monkeypatch.setattr(stops, "COMMITS_READ", most)
+        assert rows_shown(tmp_path, 6, None) == rows
