@@ -150,28 +150,36 @@ def meter_of(price: float | None, tokens: float = 0.0, **of_meter) -> CostMeter:
     return meter
 
 
-PRICED_BEFORE, ONE_GPU = {"before": Spent(5.0, 5.0)}, {"gpus_an_engine": 1.0}
+SPENT, GPU = {"before": Spent(5.0, 5.0)}, {"gpus_an_engine": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("meter", "gpu_seconds", "cost", "cost_run", "cost_end"),
+    ("price", "tokens", "of_meter", "gpu_seconds", "cost", "cost_run", "cost_end"),
     [
-        (CostMeter(), 0.0, None, None, None),
-        (CostMeter(3600.0), 0.0, 0.0, 0.0, 0.0),
-        (meter_of(3600.0), 0.0, 0.0, 0.0, 0.0),  # engines without GPUs
-        (meter_of(3600.0, **ONE_GPU), 1.235, 1.234568, 1.234568, 4.234568),
-        (meter_of(3600.0, **ONE_GPU, **PRICED_BEFORE), 1.235, 1.234568, 6.234568, 9.234568),
-        (meter_of(None, **ONE_GPU, **PRICED_BEFORE), 1.235, None, 5.0, None),
-        (meter_of(None, tokens=2.5, **PRICED_BEFORE), 0.0, 2.5, 7.5, None),
-        (meter_of(3600.0, tokens=2.5, **ONE_GPU), 1.235, 3.734568, 3.734568, 6.734568),
+        (3600.0, 0.0, {}, 0.0, 0.0, 0.0, 0.0),  # engines without GPUs
+        (3600.0, 0.0, GPU, 1.235, 1.234568, 1.234568, 4.234568),
+        (3600.0, 0.0, {**GPU, **SPENT}, 1.235, 1.234568, 6.234568, 9.234568),
+        (None, 0.0, {**GPU, **SPENT}, 1.235, None, 5.0, None),
+        (None, 2.5, SPENT, 0.0, 2.5, 7.5, None),
+        (3600.0, 2.5, GPU, 1.235, 3.734568, 3.734568, 6.734568),
     ],
 )
 def test_a_beat_says_what_is_spent_and_what_the_gpus_held_will_cost(
-    meter, gpu_seconds, cost, cost_run, cost_end
+    price, tokens, of_meter, gpu_seconds, cost, cost_run, cost_end
 ):
+    meter = meter_of(price, tokens, **of_meter)
     of_attempt = {"gpu_seconds": gpu_seconds, "cost": cost, "cost_run": cost_run}
     assert meter.figures(1.5) == {**of_attempt, "cost_end": cost_end}
     assert meter.figures(None) == {**of_attempt, "cost_end": None}
+
+
+@pytest.mark.parametrize(("price", "cost"), [(None, None), (3600.0, 0.0)])
+def test_a_meter_that_has_seen_no_engine_holds_nothing(price, cost):
+    nothing = {"gpu_seconds": 0.0, "cost": cost, "cost_run": cost, "cost_end": cost}
+    assert CostMeter(price).figures(10.0) == nothing
+    pending = CostMeter(price, gpus_an_engine=1.0)
+    pending.see(0.0, {"PENDING_CREATION": 3})
+    assert pending.figures(10.0) == nothing, "no number of engines is promised"
 
 
 def test_small_sums_keep_their_digits():

@@ -689,10 +689,10 @@ def test_the_five_most_common_failures_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("away", "fetches", "kind"),
     [
-        (2, True, ErrorBudgetExceeded),
-        (3, True, ImagesUnavailable),
-        (5, True, ImagesUnavailable),
-        (5, False, ErrorBudgetExceeded),
+        (2, {"fetches_images": True}, ErrorBudgetExceeded),
+        (3, {"fetches_images": True}, ImagesUnavailable),
+        (5, {"fetches_images": True}, ImagesUnavailable),
+        (5, {}, ErrorBudgetExceeded),
     ],
 )
 def test_images_that_cannot_be_fetched_now_leave_a_run_to_a_retry(tmp_path, away, fetches, kind):
@@ -705,7 +705,7 @@ def test_images_that_cannot_be_fetched_now_leave_a_run_to_a_retry(tmp_path, away
             yield replace(run.receipt(unit, range(5)), failures=failures)
 
     with pytest.raises(kind) as caught:
-        drive(run, outage, limits={"max_failed_rows": 2}, fetches_images=fetches)
+        drive(run, outage, limits={"max_failed_rows": 2}, **fetches)
     assert is_transient(caught.value) == (kind is ImagesUnavailable)
 
 

@@ -114,6 +114,35 @@ def test_a_process_that_is_scraped_waits_for_a_scrape_of_its_end(scraped_before:
         assert process.wait(60) == 0
 
 
+def test_each_metric_is_a_number_of_the_beat():
+    beat = Heartbeat(
+        at=1.0, rows=2, shards=3, done=4, failed=5, skipped=6, committed=7, rate=8.0,
+        prompt_tokens_rate=9.0, output_tokens_rate=10.0, seconds_left=11.0, passes=12,
+        engine_deaths=13, engines={"ALIVE": 14, "DEAD": 99}, last_commit=15.0, alarms=1,
+        gpu_seconds=16.0, cost=99.0, cost_run=17.0, cost_end=99.0,
+    )  # fmt: skip
+    found = {name: value(beat) for name, (_, value) in {**COUNTERS, **GAUGES}.items()}
+    assert found == {
+        "raybatch_planned_rows": 2,
+        "raybatch_planned_shards": 3,
+        "raybatch_rows": 4,
+        "raybatch_failed_rows": 5,
+        "raybatch_skipped_rows": 6,
+        "raybatch_shards": 7,
+        "raybatch_rows_per_second": 8.0,
+        "raybatch_prompt_tokens_per_second": 9.0,
+        "raybatch_output_tokens_per_second": 10.0,
+        "raybatch_seconds_left": 11.0,
+        "raybatch_passes": 12,
+        "raybatch_engine_deaths": 13,
+        "raybatch_engines_alive": 14,
+        "raybatch_last_commit_timestamp_seconds": 15.0,
+        "raybatch_stalled": 1.0,
+        "raybatch_gpu_seconds": 16.0,
+        "raybatch_cost": 17.0,
+    }
+
+
 def test_what_is_not_known_yet_is_nan_and_a_stall_is_one(port):
     with metrics.serving("j", "k", lambda: Heartbeat(1.0, alarms=2)):
         found = scrape(port)
@@ -137,7 +166,13 @@ def test_without_a_port_nothing_is_served(value, monkeypatch):
     assert metrics.port() is None
 
 
-@pytest.mark.parametrize("value", ["http", "-1", "70000", "9500x"])
+@pytest.mark.parametrize(("value", "number"), [(" 9500 ", 9500), ("1", 1), ("65535", 65535)])
+def test_any_port_may_be_set(value, number, monkeypatch):
+    monkeypatch.setenv(metrics.METRICS_PORT, value)
+    assert metrics.port() == number
+
+
+@pytest.mark.parametrize("value", ["http", "-1", "65536", "9500x"])
 def test_a_wrong_port_is_said_before_the_work(value, monkeypatch):
     monkeypatch.setenv(metrics.METRICS_PORT, value)
     with pytest.raises(ConfigError, match=metrics.METRICS_PORT):

@@ -105,19 +105,14 @@ def test_a_message_shows_two_failed_rows_each_on_a_short_line() -> None:
     assert Stop(1, 1, 0, 40, 1, (spaced,)).lines() == ["row 7: prepare: KeyError: no name"]
 
 
-NOTED = stop_of(range(20, 22)).to_dict()
-
-
 @pytest.mark.parametrize("wrong", ["3", 3.0, True, None])
 @pytest.mark.parametrize("field", ["failed", "held_back", "allowed", "rows", "tried", "row"])
 def test_a_stop_whose_numbers_are_none_is_not_read(field: str, wrong: object) -> None:
-    (first, second) = NOTED["sample"]
-    if field == "row":
-        note = {**NOTED, "sample": [first, {**second, "row": wrong}]}
-    else:
-        note = {**NOTED, field: wrong}
-    read = Stop.from_note({"stopped": note})
-    assert read == (stop_of(range(20, 22)) if (field, wrong) == ("tried", None) else None)
+    stop = stop_of(range(20, 22))
+    note = stop.to_dict()
+    (note["sample"][1] if field == "row" else note)[field] = wrong
+    unknown = (field, wrong) == ("tried", None)
+    assert Stop.from_note({"stopped": note}) == (stop if unknown else None)
 
 
 def test_failed_rows_are_a_bounded_number_in_order_with_bounded_messages(tmp_path: Path) -> None:
