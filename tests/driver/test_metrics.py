@@ -160,6 +160,28 @@ def test_a_taken_port_is_a_warning(port, caplog):
     assert f"metrics cannot be served at 127.0.0.1:{port}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("host", "served_at"),
+    [(None, "127.0.0.1"), (" ", "127.0.0.1"), (" 10.0.0.7 ", "10.0.0.7")],
+)
+def test_only_this_host_is_served_unless_another_address_is_named(
+    port, monkeypatch, caplog, host, served_at
+):
+    opened: list[tuple[str, int]] = []
+
+    def start(number, address, registry):
+        opened.append((address, number))
+        raise OSError("not here")
+
+    monkeypatch.setattr("prometheus_client.start_http_server", start)
+    monkeypatch.delenv(metrics.METRICS_HOST)
+    if host is not None:
+        monkeypatch.setenv(metrics.METRICS_HOST, host)
+    with metrics.serving("j", "k", lambda: Heartbeat(1.0)):
+        assert opened == [(served_at, port)]
+    assert f"metrics cannot be served at {served_at}:{port}: not here" in caplog.text
+
+
 @pytest.mark.parametrize("value", ["", "0", " "])
 def test_without_a_port_nothing_is_served(value, monkeypatch):
     monkeypatch.setenv(metrics.METRICS_PORT, value)

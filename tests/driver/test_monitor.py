@@ -221,20 +221,35 @@ def test_deaths_after_the_first_commit_are_counted_with_what_they_cost(
     for _ in range(2):
         watched.monitor.look_at_deaths()
     assert watched.progress.process_deaths == times
-    assert messages(caplog) == [
+    engines.died = {"a": (times + 2, ""), "b": (1, "")}
+    watched.monitor.look_at_deaths()
+    assert watched.progress.process_deaths == times + 3
+    assert messages(caplog)[:1] == [
         f"an engine's process died{told} so far; its shards in flight run again in the next pass"
     ]
 
 
-def test_who_listens_is_told_once_that_the_process_will_end(watched: Watched) -> None:
-    watched.commit()
+@pytest.mark.parametrize("done", [0, 5])
+def test_who_listens_is_told_once_that_the_process_will_end(watched: Watched, done: int) -> None:
+    if done:
+        watched.commit()
     watched.monitor.set_cluster("", dict, lambda: True)
     for ends in (0, 1, 1):
         watched.monitor.look()
         assert len(watched.heard.ends) == ends
     (cause,) = watched.heard.ends
     assert cause.startswith("Ray on this host died (its raylet process ended)")
-    assert "5 of 20 rows are committed" in cause
+    assert f" {done} of 20 rows are committed" in cause
+
+
+def test_a_limit_on_costs_holds_before_anything_is_counted(watched: Watched) -> None:
+    watched.monitor.limits = Limits(max_cost=20)
+    watched.monitor.meter = CostMeter(3600.0, gpus_an_engine=1.0)
+    watched.monitor.watch(Engines(states={"ALIVE": 2}))
+    for watched.clock.now, is_spent in ((0.0, False), (9.9, False), (10.0, True)):
+        watched.monitor.look()
+        assert (watched.monitor.spent is not None) == is_spent
+    assert "0 of 4 shards are committed" in str(watched.monitor.spent)
 
 
 # --- the start ----------------------------------------------------------------------------------

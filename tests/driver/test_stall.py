@@ -27,6 +27,7 @@ from prefect_raybatch.errors import CostExceeded, EngineFailure, StoreUnavailabl
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import Limits
+from prefect_raybatch.ledger.layout import COMMITS
 from prefect_raybatch.ledger.records import Receipt, Unit
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.stages.block import is_passthrough
@@ -158,6 +159,7 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
     store = small_run(tmp_path).store
 
     def away(prefix="", recursive=True):
+        assert prefix == COMMITS
         raise StoreUnavailable("503 for a minute")
         yield
 

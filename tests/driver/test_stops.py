@@ -22,6 +22,7 @@ from prefect_raybatch.driver.stops import (
 from prefect_raybatch.ledger.layout import PLAN, attempt_path
 from prefect_raybatch.ledger.records import Piece, Unit
 from prefect_raybatch.stages.block import Failure
+from prefect_raybatch.storage import Store
 
 
 def stop_of(rows: range) -> Stop:
@@ -62,6 +63,21 @@ def test_rows_of_a_run_that_cannot_be_read_are_not_shown(
     small_run(tmp_path).store.put(PLAN, b"no plan")
     assert rows_shown(tmp_path, 6, stop) == []
     assert "failed rows cannot be shown" in caplog.text
+
+
+def test_a_run_is_read_with_the_options_of_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, options, opened = small_run(tmp_path), {"region": "eu-west-1"}, list[object]()
+
+    def opens(*of_store: object) -> Store:
+        opened.append(of_store)
+        return run.store
+
+    monkeypatch.setattr(stops, "open_store", opens)
+    failed_sample("s3://b/run", options, 6, None)
+    last_stop("s3://b/run", options)
+    assert opened == [("s3://b/run", options)] * 2
 
 
 def test_the_stop_of_a_run_is_that_of_its_latest_attempt(tmp_path: Path) -> None:
