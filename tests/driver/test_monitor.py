@@ -14,7 +14,7 @@ from helpers.heard import Heard
 from helpers.small import SmallRun, small_run
 
 from prefect_raybatch.driver import monitor
-from prefect_raybatch.driver.cost import CostMeter
+from prefect_raybatch.driver.cost import CostMeter, Spent
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import ENDED, INFERRING, STARTING, WAITING, Heartbeat
 from prefect_raybatch.driver.monitor import Monitor
@@ -250,6 +250,15 @@ def test_a_limit_on_costs_holds_before_anything_is_counted(watched: Watched) -> 
         watched.monitor.look()
         assert (watched.monitor.spent is not None) == is_spent
     assert "0 of 4 shards are committed" in str(watched.monitor.spent)
+
+
+def test_a_run_that_is_whole_has_not_spent_too_much(watched: Watched) -> None:
+    watched.monitor.limits = Limits(max_cost=20)
+    watched.monitor.meter = CostMeter(3600.0, before=Spent(99.0, 99.0))
+    for shard in range(4):
+        watched.commit(shard)
+    watched.monitor.look()
+    assert watched.monitor.spent is None
 
 
 # --- the start ----------------------------------------------------------------------------------

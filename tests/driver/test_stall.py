@@ -362,12 +362,15 @@ def test_an_interruptible_pass_gives_on_what_comes_and_what_is_raised():
         yield Receipt(1, "a")
         raise ValueError("from Ray")
 
-    given = interruptible(passes, lambda: EngineFailure("never asked for"), lambda: None)
+    def stop():
+        raise AssertionError("there is nothing to stop")
+
+    given = interruptible(passes, lambda: EngineFailure("never asked for"), stop)
     found = given(UNITS, True)
     assert [next(found).shard, next(found).shard] == [0, 1]
     with pytest.raises(ValueError, match="from Ray"):
         next(found)
-    assert list(interruptible(lambda *_: iter(()), lambda: None, lambda: None)(UNITS, False)) == []
+    assert list(interruptible(lambda *_: iter(()), lambda: None, stop)(UNITS, False)) == []
 
 
 @pytest.mark.parametrize("how", ["stall", "error of the driver"])

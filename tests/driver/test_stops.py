@@ -131,7 +131,9 @@ def test_a_stop_whose_numbers_are_none_is_not_read(field: str, wrong: object) ->
     assert Stop.from_note({"stopped": note}) == (stop if unknown else None)
 
 
-def test_failed_rows_are_a_bounded_number_in_order_with_bounded_messages(tmp_path: Path) -> None:
+def test_failed_rows_are_a_bounded_number_in_order_with_bounded_messages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = small_run(tmp_path, rows=60, per_shard=30)
     pieces: list[Piece] = []
     for offset, letter in ((15, "b"), (0, "a")):
@@ -148,6 +150,7 @@ def test_failed_rows_are_a_bounded_number_in_order_with_bounded_messages(tmp_pat
     numbers = partial(run.ledger.numbers, run.plan)
     found = failed_rows(run.store, [gone, *data, *pieces], 30, numbers)
     assert found == tuple(sample(row, "a" if row < 45 else "b") for row in range(30, 50))
+    assert len(caplog.records) == 1, "of the piece that is gone"
 
 
 def test_so_many_commits_are_looked_through(
