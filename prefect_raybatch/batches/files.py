@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,26 @@ from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.source.find import File, find
 from prefect_raybatch.source.json_lines import line_blocks
 from prefect_raybatch.source.openai_batch import COMPLETION_URL, EMBEDDING_URL
-from prefect_raybatch.spec.options import StoreOptions
+from prefect_raybatch.spec.options import HiddenOptions, StoreOptions
 from prefect_raybatch.storage import open_store
 
 _KEY_LENGTH = 24  # hex digits of the job's fingerprint that name a run
 
 
 def batch_fields(
-    source: str, output: str, names: list[str], changes: Mapping[str, object]
+    source: str,
+    output: str,
+    names: list[str],
+    changes: Mapping[str, object],
+    options_of_block: Callable[[str], Mapping[str, object]],
 ) -> dict[str, Any]:
     """Copy a batch file to a folder beside the output file; return the fields of the job for it.
 
     `source` and `output` are the URIs of the two files. The copy is named by a hash of its content,
     so the same arguments give the same job. `names` are the model names that requests may contain;
-    the first is the model that answers. `changes` are {field: value} of the user's `--set`. Raises
-    `ConfigError`, `SourceError` and the errors of the stores.
+    the first is the model that answers. `changes` are {field: value} of the user's `--set`.
+    `options_of_block` returns the store options of a saved Prefect block. Raises `ConfigError`,
+    `SourceError` and the errors of the stores.
     """
     if output.startswith(("http://", "https://")):
         raise ConfigError("-o: a URL cannot be written. Name a local or s3:// file")
@@ -57,10 +63,17 @@ def batch_fields(
     fields = with_fields(fields, changes)
     input_file = _valid(Source, fields["source"], "-i")
     written = _valid(Output, fields["output"], "-o")
-    _, files = find(read_spec(input_file))
+    read_options, write_options = (
+        {**(options_of_block(block) if block else {}), **options}
+        for block, options in (
+            (input_file.credentials_block, input_file.options),
+            (written.credentials_block, written.options),
+        )
+    )
+    _, files = find(replace(read_spec(input_file), options=HiddenOptions(read_options)))
     if len(files) != 1:
         raise SourceError(f"-i {source!r} has {len(files)} files. Name one file")
-    requests, first_url = _copied(files[0], place, written.options)
+    requests, first_url = _copied(files[0], place, write_options)
     # The copy is beside the output, so it is reached in the same way.
     reach = {"options": written.options, "credentials_block": written.credentials_block}
     fields["source"] |= {"uri": requests, **reach}

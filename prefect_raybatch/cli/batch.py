@@ -13,7 +13,7 @@ from prefect_raybatch.cli.arguments import (
     in_catalog,
     kept_seconds,
 )
-from prefect_raybatch.cli.drive import run_job
+from prefect_raybatch.cli.drive import options_of_block, run_job, with_keys
 from prefect_raybatch.cli.terminal import out
 from prefect_raybatch.job.edits import job_of_fields
 
@@ -62,11 +62,12 @@ def batch(
     changes = field_changes(set_)
     if max_tokens is not None:
         changes["sampling.max_tokens"] = max_tokens
-    fields = batch_fields(input_file, output_file, [model, *(served_as or ())], changes)
+    names = [model, *(served_as or ())]
+    fields = batch_fields(input_file, output_file, names, changes, options_of_block)
     job = job_of_fields(fields, {}, "the job of the batch file")
     key = batch_key(resolve(job).identity.fingerprint)
     report, _ = run_job(job, key, False, False, keep_seconds=kept_seconds(keep_engines))
-    write_output(output_file, report.run, job.output.options)
+    write_output(output_file, report.run, with_keys(job).output.options)
     out.print(
         f"wrote {output_file}: {report.good:,} answers, {report.failed:,} errors", markup=False
     )

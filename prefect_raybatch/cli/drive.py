@@ -289,6 +289,15 @@ def with_keys(job: BatchJob) -> BatchJob:
     return with_blocks(job)
 
 
+def options_of_block(name: str) -> dict[str, Any]:
+    """Return the store options of the Prefect block that `credentials_block` names."""
+    from prefect_raybatch.doctor.services import check_api
+    from prefect_raybatch.flow.blocks.store import options_of
+
+    check_api()
+    return options_of(name)
+
+
 def run_flow(
     name: str, arguments: tuple[Any, ...], show: TerminalProgress, job: BatchJob, **more: Any
 ) -> Any:

@@ -118,7 +118,7 @@ def test_every_line_is_answered_in_order_by_the_same_ids(without_ray: None, tmp_
     runs: list[Path] = []
 
     def answer() -> list[dict[str, Any]]:
-        job = job_of_fields(batch_fields(str(source), str(output), ["demo"], {}), {}, "job")
+        job = job_of_fields(batch_fields(str(source), str(output), ["demo"], {}, dict), {}, "job")
         run = plan_run(resolve(job), batch_key(resolve(job).identity.fingerprint))
         report = finalize_run(job, run, infer_run(job, run, engine=Numbered))
         write_output(str(output), report.run, job.output.options)
@@ -160,9 +160,9 @@ def test_a_file_without_requests_and_a_url_to_write_are_refused(tmp_path: Path) 
     source = tmp_path / "in.jsonl"
     source.write_text("\n\n", encoding="utf-8")
     with pytest.raises(SourceError, match="no requests"):
-        batch_fields(str(source), str(tmp_path / "out.jsonl"), ["demo"], {})
+        batch_fields(str(source), str(tmp_path / "out.jsonl"), ["demo"], {}, dict)
     with pytest.raises(ConfigError, match="-o"):
-        batch_fields(str(source), "https://host/out.jsonl", ["demo"], {})
+        batch_fields(str(source), "https://host/out.jsonl", ["demo"], {}, dict)
 
 
 def job_of(tmp_path: Path, lines: list[str], **groups: Any) -> BatchJob:
@@ -319,7 +319,7 @@ def test_the_key_of_a_run_is_that_of_another_version(
     source.write_text(json.dumps(request("a")), encoding="utf-8")
 
     def key() -> str:
-        fields = batch_fields(str(source), str(tmp_path / "out.jsonl"), ["demo"], {})
+        fields = batch_fields(str(source), str(tmp_path / "out.jsonl"), ["demo"], {}, dict)
         return resolve(BatchJob.from_dict(fields)).identity.fingerprint
 
     before = key()

@@ -16,6 +16,7 @@ from helpers.openai_server import openai_server
 from helpers.web_server import served
 from s3server import S3Server
 
+from prefect_raybatch.flow.blocks import ObjectStore
 from prefect_raybatch.storage import open_store
 
 ROWS = 12
@@ -90,6 +91,32 @@ def test_input_and_output_are_reached_each_by_its_own_options(
         assert code == 0, err
         answers = open_store(places[kind], options[kind]).read("out.jsonl").decode()
         assert contents(answers) == [f"about row {number}" for number in range(ROWS)]
+
+
+def test_the_keys_of_blocks_reach_the_input_and_the_output(
+    prefect_api: None, s3: S3Server, without_ray: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ObjectStore(
+        access_key_id=s3.key,
+        secret_access_key=s3.secret,
+        endpoint_url=s3.endpoint,
+        region=s3.options["region"],
+    ).save("batch-places", overwrite=True)
+    place = "s3://batch-places/block"
+    store = open_store(place, s3.options)
+    store.put("in.jsonl", lines())
+    with openai_server() as server:
+        changes = (
+            f"engine.endpoint.url={server.url}",
+            "source.credentials_block=object-store/batch-places",
+            "output.credentials_block=object-store/batch-places",
+        )
+        more = [word for change in changes for word in ("--set", change)]
+        files = "-i", f"{place}/in.jsonl", "-o", f"{place}/out.jsonl"
+        code, _, err = called(capsys, "batch", *files, "--model", "large", *more)
+        assert code == 0, err
+    answers = store.read("out.jsonl").decode()
+    assert contents(answers) == [f"about row {number}" for number in range(ROWS)]
 
 
 def test_a_batch_file_behind_http_is_answered(
