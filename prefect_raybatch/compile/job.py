@@ -103,7 +103,7 @@ def compile_job(
         sizes=size_spec(job),
         finish=finish_spec(job, columns, planned),
         output=output_spec(job.output, planned),
-        limits=job.limits,
+        limits=job.effective_limits,
         cluster=cluster_spec(job),
         reuse=ReuseSpec(
             run=job.reuse,

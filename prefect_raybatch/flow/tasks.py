@@ -190,7 +190,7 @@ def infer_shards(job: BatchJob, run: Run) -> Progress:
         Page(
             run,
             loaded.output,
-            loaded.limits,
+            loaded.effective_limits,
             cluster_spec(loaded),
             size_spec(loaded),
             observers=_observers.get(),
@@ -326,7 +326,7 @@ def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[Batch
     try:
         with explained(
             *(task_name, job.name, run.run_key, RETRY["retries"], run.uri),
-            *(sample, stop, job.limits),
+            *(sample, stop, job.effective_limits),
         ):
             yield filled, loaded
     except Exception as error:

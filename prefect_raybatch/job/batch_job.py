@@ -34,7 +34,12 @@ from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.job_file import read_job_file, with_fields
 from prefect_raybatch.job.judge import judge_fields, judge_job
 from prefect_raybatch.job.limits import Limits
-from prefect_raybatch.job.openai_batch import BATCH_FORMAT, check_batch_file, with_batch_fields
+from prefect_raybatch.job.openai_batch import (
+    BATCH_FORMAT,
+    check_batch_file,
+    with_batch_fields,
+    with_batch_limits,
+)
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.own_code.loading import is_own_code
 from prefect_raybatch.job.prompt import Prompt
@@ -111,6 +116,11 @@ class BatchJob(Group):
     def keeps_answers(self) -> bool:
         """Whether a run stores its raw answers, for its own equal requests and for later runs."""
         return self.reuse is not None or self.output.keep_answers is not None
+
+    @property
+    def effective_limits(self) -> Limits:
+        """`limits` of a run; its default for failed rows depends on the input."""
+        return with_batch_limits(self.source, self.limits)
 
     @field_validator("reuse")
     @classmethod

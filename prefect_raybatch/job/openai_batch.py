@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from prefect_raybatch.job.limits import FAILED_LIMITS
+from prefect_raybatch.job.limits import FAILED_LIMITS, Limits
 
 if TYPE_CHECKING:
     from prefect_raybatch.job.output import Output
@@ -39,11 +39,11 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     source = _fields(job.get("source"))
     if source is None or source.get("format") != BATCH_FORMAT:
         return job
-    names = ("prompt", "sampling", "engine", "limits", "output")
+    names = ("prompt", "sampling", "engine", "output")
     groups = {name: fields for name in names if (fields := _fields(job.get(name, {}))) is not None}
     if len(groups) < len(names):
         return job
-    prompt, sampling, engine, limits, output = (groups[name] for name in names)
+    prompt, sampling, engine, output = (groups[name] for name in names)
     if _unset(prompt, "template", "function", "messages"):
         decided = _decided_fields(engine)
         for group, fields in decided.items():
@@ -54,8 +54,6 @@ def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
         extras = ANSWER_EXTRAS[1:2] if engine.get("task") == "embed" else ANSWER_EXTRAS
         output["extras"] = list(dict.fromkeys([*(output.get("extras") or ()), *extras]))
         prompt["function"] = decided["prompt"]["function"]
-        if _unset(limits, *FAILED_LIMITS):
-            limits.update(NO_LIMIT)
     if _is_hosted(engine) and sampling.get("max_tokens", 0) is None:
         sampling["max_tokens"] = HOSTED_TOKENS
     return {**job, **{name: fields for name, fields in groups.items() if fields}}
@@ -98,7 +96,7 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
     own_function = job["prompt"].function != decided["prompt"]["function"]
     if job["source"].format != BATCH_FORMAT or own_function:
         return fields
-    names = ("prompt", "sampling", "output", "limits")
+    names = ("prompt", "sampling", "output")
     groups = {name: dict(fields.get(name, {})) for name in names}
     for group, values in decided.items():
         for name, value in values.items():
@@ -110,10 +108,14 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
     if output.get("columns") == list(KEPT_COLUMNS):
         del output["columns"]
     output["extras"] = [one for one in output.get("extras", ()) if one not in ANSWER_EXTRAS]
-    limits = groups["limits"]
-    if {name: limits[name] for name in FAILED_LIMITS if limits.get(name) is not None} == NO_LIMIT:
-        del limits["max_failed_fraction"]
     return {**fields, **groups}
+
+
+def with_batch_limits(source: Source, limits: Limits) -> Limits:
+    """Return `limits`; for a batch file, all rows may fail unless `limits` bounds failed rows."""
+    if source.format != BATCH_FORMAT or not _unset(dict(limits), *FAILED_LIMITS):
+        return limits
+    return limits.model_copy(update=NO_LIMIT)
 
 
 def _unset(group: Mapping[str, Any], *names: str) -> bool:

@@ -230,13 +230,20 @@ def test_an_answer_without_max_tokens_may_fill_the_context(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{}, {"stall_seconds": 900.0}, {"max_failed_rows": 9}, {"max_failed_fraction": 0.5}],
+    ("limits", "allowed"),
+    [
+        ({}, 20),
+        ({"stall_seconds": 900.0}, 20),
+        ({"max_failed_rows": 9}, 9),
+        ({"max_failed_fraction": 0.5}, 10),
+        ({"max_failed_fraction": 1.0}, 20),
+    ],
 )
 def test_another_source_has_no_limits_of_a_batch_file(
-    tmp_path: Path, limits: dict[str, float]
+    tmp_path: Path, limits: dict[str, float], allowed: int
 ) -> None:
     job = job_of(tmp_path, [], limits=limits)
+    assert job.effective_limits.allowed(20) == allowed
     assert edited(job, {"source.limit": 5}, "job").limits == job.limits
     change = {"source.uri": "in.parquet", "source.format": "parquet", "prompt.template": "{a}"}
     assert edited(job, change, "job").to_dict().get("limits", {}) == limits
