@@ -24,6 +24,7 @@ from pyarrow import types as kinds
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.trusted_places import FILE_DATABASES
 from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
+from prefect_raybatch.publish.sql_numbers import number_check
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE, missing_driver
 from prefect_raybatch.words import storable_in
@@ -245,11 +246,35 @@ class SqlSink(Sink):
         valid, stale = self._published(engine, table, marks)
         if rows.plan in valid:
             return True
+        self._check_numbers(table, rows)
         observe("looked")
         if not self._insert(engine, table, marks, stale, rows, observe):
             return False
         observe("committed")
         return True
+
+    def _check_numbers(self, table: Table, rows: AnsweredRows) -> None:
+        """Raise `ConfigError` for the first number that its column of the table would round."""
+        dialect, names = self.system, rows.schema.names
+        checks = {
+            str(column.name): (holds, column.type)
+            for column in table.columns
+            if column.name in names
+            and (holds := number_check(rows.schema.field(column.name).type, column.type, dialect))
+        }
+        number = 0
+        for batch in rows.read() if checks else ():
+            for name, (holds, kind) in checks.items():
+                for at, value in enumerate(batch[name].to_pylist(), number):
+                    if value is not None and not holds(value):
+                        raise ConfigError(
+                            f"{self.what}: row {at:,} of the result (counted from 0), column "
+                            f"{name!r}, is {value}, which the existing table's type {kind} would "
+                            "round. The result in data/ is complete. Change the column's type and "
+                            "publish again; or round the value in output.postprocess and run the "
+                            "job under another run key, where reuse keeps the answers"
+                        )
+            number += len(batch)
 
     def _insert(
         self,

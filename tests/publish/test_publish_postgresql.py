@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from helpers.postgresql import PASSWORD, postgresql
 from helpers.retries import FAILED, first_run, retried
 from helpers.small import make_job, read_json
 from helpers.targets import published_rows
+from pyarrow import types as kinds
 
 from prefect_raybatch.api import publish_run
 from prefect_raybatch.compile.job import compile_job
@@ -377,6 +379,33 @@ def test_a_table_of_the_databases_own_types_takes_what_they_mean(server, run):
         schema = rows.schema.set(rows.schema.names.index(column), pa.field(column, kind))
         with pytest.raises(ConfigError, match=f"column '{column}' is .* in the existing table"):
             sink.check(schema)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "rounded"),
+    [
+        (pa.float64(), [0.1, 0.1 + 0.2, -1e15, 123456.78], 0.126),
+        (pa.float32(), [0.1, 1234.56], 0.126),
+        (pa.float64(), [], 1e-9),
+        (pa.decimal128(20, 6), [Decimal("1.25"), Decimal("0.100000")], Decimal("1.255")),
+        (pa.list_(pa.float64()), [[0.1, None]], [0.1, 0.126]),
+    ],
+    ids=str,
+)
+def test_a_fraction_that_a_numeric_column_would_round_is_refused(server, kind, kept, rounded):
+    with connect(server) as own:
+        own.execute("DROP TABLE IF EXISTS prices")
+        own.execute(f"CREATE TABLE prices (n numeric(20,2){'[]' * kinds.is_list(kind)})")
+    forget(server)
+    sink = open_sink(PublishTarget.model_validate(target(server, "prices")), "key", {})
+    rows = pa.table({"n": pa.array([*kept, None, rounded], kind)})
+    with pytest.raises(
+        ConfigError, match=rf"row {len(rows) - 1} .*'n'.*(NUMERIC|ARRAY).*would round"
+    ):
+        sink.publish(published_rows(rows, "k" * 64), lambda step: None)
+    sink.publish(published_rows(rows.slice(0, len(rows) - 1), "k" * 64), lambda step: None)
+    with connect(server) as own:
+        assert len(own.execute("SELECT * FROM prices").fetchall()) == len(rows) - 1
 
 
 def test_times_do_not_depend_on_the_time_zone_of_the_server(server):

@@ -205,6 +205,33 @@ def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(for
     assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
 
 
+ROUNDED = [
+    ("decimal(30, 4)", None, Decimal("0.1"), Decimal("12345678901234567.8901")),
+    ("decimal(30, 4)", pa.int64(), 2**60, 2**53 + 1),
+    ("double", None, Decimal("0.3"), Decimal("0.12345678901234567890")),
+    ("double", pa.int64(), 2**60, 2**53 + 1),
+    ("double", pa.uint64(), 2**63, 2**63 + 1),
+]
+
+
+@pytest.mark.parametrize(("column", "kind", "kept", "rounded"), ROUNDED)
+def test_a_number_that_a_column_would_round_is_refused_by_row_and_column(
+    column, kind, kept, rounded, tmp_path
+):
+    def rows(value: object) -> pa.Table:
+        typed = pa.decimal128(38, 20) if isinstance(value, Decimal) else kind
+        return pa.table({"_row": [0, 1, 2], "n": pa.array([None, kept, value], typed)})
+
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        base.execute(f"CREATE TABLE answers (_row integer, n {column})")
+    said = rf"row 2 of the result .*column 'n', is {rounded}.*{column[:6].upper()}.* would round"
+    with pytest.raises(ConfigError, match=said):
+        put("sql", tmp_path, rows(rounded))
+    assert TARGETS["sql"][1](tmp_path) == []
+    put("sql", tmp_path, rows(kept))
+    assert [row["n"] for row in TARGETS["sql"][1](tmp_path)] == [None, float(kept), float(kept)]
+
+
 @pytest.mark.parametrize("unique", [False, True])
 def test_a_merge_loses_no_row_where_the_database_compares_keys_without_case(unique, tmp_path):
     target = TARGETS["sql"][0](tmp_path, mode="merge", key=["id"])
