@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -61,6 +61,8 @@ class FilesSink(Sink):
             self.check_names(wanted.names)
         if self.planned:
             self.check_place()
+            with self.with_plain_errors():
+                self._check_layout(open_store(self.target.uri or "", self.options))
         return "gets new files"
 
     def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
@@ -77,6 +79,7 @@ class FilesSink(Sink):
             observe("opened")
             if self._whole(store, rows.plan):
                 return ""
+            self._check_layout(store, rows.plan)
             observe("looked")
             named: dict[str, int] = {}
             with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
@@ -116,6 +119,30 @@ class FilesSink(Sink):
         The target's format is part of the name, because two targets may share a folder.
         """
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
+
+    def _check_layout(self, store: Store, plan: str = "") -> None:
+        """Raise `ConfigError` if runs other than that of `plan` were published in other partitions.
+
+        All runs in a folder have the same partitions, so the first readable marker decides.
+        """
+        for info in store.list(recursive=False):
+            is_mark = info.path.startswith(f"_{PROPERTY}")
+            is_mark = is_mark and info.path.endswith(f".{self.target.format}.json")
+            if not is_mark or info.path == self._mark(plan):
+                continue
+            try:
+                path = next(iter(json.loads(store.read(info.path, MARK_BYTES))["files"]))
+            except (FileNotFoundError, ValueError, KeyError, TypeError, StopIteration):
+                continue
+            by = [unquote(folder.partition("=")[0]) for folder in path.split("/")[:-1]]
+            if by != self.target.partition_by:
+                wanted = ", ".join(self.target.partition_by) or "not set"
+                raise ConfigError(
+                    f"{self.what}: partition_by is {wanted}, but the files of earlier runs in "
+                    f"{store.uri} are partitioned by {', '.join(by) or 'no column'}. Set "
+                    f"partition_by to {json.dumps(by)}, or publish to another folder"
+                )
+            return
 
     def _whole(self, store: Store, plan: str) -> bool:
         """Return whether the marker of `plan` exists, and all files (path, size) that it lists."""

@@ -328,6 +328,35 @@ def test_nulls_and_empty_texts_are_partitions_of_their_own(tmp_path, format):
     assert found == dict(zip(keys, range(len(keys)), strict=True))
 
 
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ([], ["day"], r"partition_by is day, .* by no column\. Set partition_by to \[\]"),
+        (["day"], [], r'is not set, .* by day\. Set partition_by to \["day"\]'),
+        (["day"], ["a b"], r"partition_by is a b, .* by day\. Set"),
+        (["a b", "day"], ["day", "a b"], r"is day, a b, .* by a b, day\. Set"),
+    ],
+)
+def test_a_folder_keeps_the_partitions_of_earlier_runs(tmp_path, format, first, then, said):
+    table = pa.table({"_row": [0, 1], "day": ["1", "2"], "a b": ["x", None]})
+    other = next(iter({"parquet", "jsonl"} - {format}))
+    folder = {"uri": str(tmp_path / "rows")}
+    put(format, tmp_path, table, partition_by=first, **folder)
+    put(other, tmp_path, table, partition_by=then, **folder)  # its readers see its files only
+    before = sorted(tmp_path.rglob("*"))
+    target = TARGETS[format][0](tmp_path, partition_by=then) | folder
+    with pytest.raises(ConfigError, match=said):
+        quiet(table.schema, target)
+    sink = open_sink(PublishTarget.model_validate(target), "key", {})
+    with pytest.raises(ConfigError, match=said):
+        sink.publish(published_rows(table, "q" * 64), lambda step: None)
+    assert sorted(tmp_path.rglob("*")) == before
+    again = PublishTarget.model_validate(target | {"partition_by": first})
+    open_sink(again, "key", {}).publish(published_rows(table, "q" * 64), lambda step: None)
+    assert "gets new files" in quiet(table.schema, target | {"partition_by": first})[0]
+
+
 def test_partitions_are_folders_and_the_files_leave_their_columns_out(tmp_path):
     table = pa.table({"_row": list(range(6)), "day": ["1/7", "2", None] * 2, "a": ["x"] * 6})
     for format in ("parquet", "jsonl", "delta"):
