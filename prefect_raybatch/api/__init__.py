@@ -37,6 +37,7 @@ from prefect_raybatch.job.edits import (
     judging_job,
     larger_of,
     locations_are_dated,
+    planned_run_date,
     render_locations,
     render_placeholders,
     render_targets,
@@ -466,7 +467,7 @@ def publish_run(
 
     Anyone who can write to a run directory could add a target to its plan. So without `job`, the
     targets in the plan are refused, unless `targets_from_plan` says that the user has reviewed
-    them. `run_date` is the value of {run_date} in a target, by default the date in the run key.
+    them. `run_date` is the value of {run_date} in a target, by default that of the run.
     `written` and `sender` are those of `finalize_run`. `observe` is called with a text for each
     step. Raises `IncompleteRun` while the run is not finished, `QualityTooLow` if the accuracy by
     golden rows (without them, by the judge) does not show `quality.at_least`, `ConfigError` for
@@ -488,7 +489,7 @@ def publish_run(
                 f"directory itself names these:\n{targets_text(job.output.publish, member.key)}\n"
                 "To publish to them, check each of them and add --targets-from-plan"
             )
-    job = render_targets(job, member.key, run_date)
+    job = _with_dated_targets(job, member.plan, run_date)
     check_trust(job)
     store, report = member.ledger.store, None
     if job.quality.golden is not None or job.quality.judge.asked:
@@ -505,6 +506,12 @@ def publish_run(
         return publish_member(member, job.output.publish, options, observe)
 
 
+def _with_dated_targets(job: BatchJob, plan: Plan, run_date: date | None) -> BatchJob:
+    """Return the job with {run_date} in its targets filled in, by default with the run's date."""
+    when = run_date or planned_run_date(job, planned_job(plan), plan.run_key)
+    return render_targets(job, plan.run_key, when)
+
+
 def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tuple[str, str] | None:
     """Return (targets of the job, targets in the run's plan) as text, one per line; None if equal.
 
@@ -515,7 +522,7 @@ def other_targets(job: BatchJob, uri: str, run_date: date | None = None) -> tupl
 
     plan = need_plan(Ledger(open_store(uri, job.output.options or None)))
     of_job, of_plan = (
-        targets_text(render_targets(j, plan.run_key, run_date).output.publish, plan.run_key)
+        targets_text(_with_dated_targets(j, plan, run_date).output.publish, plan.run_key)
         for j in (job, planned_job(plan))
     )
     return None if of_job == of_plan else (of_job, of_plan)

@@ -10,7 +10,7 @@ from prefect_raybatch.compile.job import compile_job, planned_job, public_job
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import edited, render_targets
+from prefect_raybatch.job.edits import edited, planned_run_date, render_targets
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.limits import FAILED_LIMITS
 from prefect_raybatch.job.secrets import hide_path
@@ -253,4 +253,5 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
     }
     changed = edited_job.to_dict() | {"source": source}
     changed["output"] = {**changed["output"], "uri": root}
-    return render_targets(BatchJob.from_dict(changed, where), parent.key)
+    when = planned_run_date(edited_job, planned_job(parent.plan), parent.key)
+    return render_targets(BatchJob.from_dict(changed, where), parent.key, when)

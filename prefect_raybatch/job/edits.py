@@ -19,7 +19,14 @@ from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.judge import judge_fields, judge_job, local_cluster
 from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
-from prefect_raybatch.job.placeholders import day_of_run, placeholders_in, render_text, today
+from prefect_raybatch.job.placeholders import (
+    date_in,
+    date_of_key,
+    day_of_run,
+    placeholders_in,
+    render_text,
+    today,
+)
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
@@ -274,6 +281,34 @@ def render_targets(job: BatchJob, run_key: str, run_date: date | None = None) ->
     ]
     output = job.output.model_copy(update={"publish": targets})
     return job.model_copy(update={"output": output})
+
+
+def planned_run_date(job: BatchJob, planned: BatchJob, run_key: str) -> date | None:
+    """Return the date with which {run_date} in `job` gives the locations in `planned`.
+
+    `planned` is the job in the plan of run `run_key`, whose date may differ from that in the key.
+    Returns None if no location tells the date.
+    """
+    pairs = [
+        *zip(job.source.uris, planned.source.uris, strict=False),
+        (job.source.query, planned.source.query),
+        (job.source.filter, planned.source.filter),
+        (job.output.uri, planned.output.uri),
+    ]
+    targets = {target.label: target for target in planned.output.publish}
+    for target in job.output.publish:
+        if (other := targets.get(target.label)) is not None:
+            pairs += [(target.uri, other.uri), (target.table, other.table)]
+    texts = [
+        (render_text(given, run_key, None), render_text(filled, run_key, None))
+        for given, filled in pairs
+        if given and filled
+    ]
+    dates = {pair: when for pair in texts if (when := date_in(*pair)) is not None}
+    for when in (date_of_key(run_key), *dates.values()):
+        if dates and when and all(render_text(given, None, when) == text for given, text in dates):
+            return when
+    return None
 
 
 def _changed(job: BatchJob, fill: Callable[[str], str]) -> BatchJob:

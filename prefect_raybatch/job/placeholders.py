@@ -112,6 +112,19 @@ def render_text(text: str, run_key: str | None, run_date: date | None) -> str:
     return _WORD.sub(word, text)
 
 
+def date_in(template: str, text: str) -> date | None:
+    """Return a date with which {run_date} in `template` gives `text`; None if none is found."""
+    form, at = "", 0
+    for word in _WORD.finditer(template):
+        form += template[at : word.start()].replace("%", "%%") + (word[2] or "%Y-%m-%d")
+        at = word.end()
+    form += template[at:].replace("%", "%%")
+    try:
+        return datetime.strptime(text, form).date() if at else None
+    except (ValueError, re.error):  # re.error: a directive is repeated
+        return None
+
+
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
     """Return the folder of a URI above its first placeholder, and a pattern for each level below.
 

@@ -16,9 +16,10 @@ from helpers.retries import FAILED, first_run, retried
 from helpers.small import read_json
 from helpers.targets import TARGETS
 
-from prefect_raybatch.api import publish_run
+from prefect_raybatch.api import other_targets, publish_run
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.placeholders import render_text
 from prefect_raybatch.runs.status import report_of
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
@@ -250,6 +251,24 @@ def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path)
     child = retried(parent, overrides={"output.publish": [target]})
     publish_run(None, child, targets_from_plan=True)
     assert {p.name for p in (tmp_path / "lake").iterdir()} == {"2026-07-01", "2026-07-02"}
+
+
+@pytest.mark.parametrize(
+    "form", ["{run_date}", "{run_date:%Y/%m/%d}", "{run_date:%Y-%m}", "{run_key}/{run_date}"]
+)
+def test_targets_have_the_date_that_the_run_used_also_if_its_key_has_another(tmp_path, form):
+    """A run of 00:30 in Berlin has the date of its schedule, and a key in UTC."""
+    key = "nightly-20260630T223000Z"
+    target = {"format": "jsonl", "uri": f"{tmp_path}/lake/{form}"}
+    used = target | {"uri": render_text(target["uri"], None, date(2026, 7, 1))}
+    parent = first_run(tmp_path / "out", key=key, output={"publish": [used]})
+    whole = parent.job.to_dict()
+    job = BatchJob.from_dict(whole | {"output": {**whole["output"], "publish": [target]}})
+    assert other_targets(job, parent.store.uri) is None
+    (done,) = publish_run(job, parent.store.uri).published
+    assert done.place == used["uri"].replace("{run_key}", key)
+    child = retried(parent.store.uri, job=job)
+    assert read_json(Path(child) / "_raybatch/plan.json")["job"]["output"]["publish"] == [used]
 
 
 def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):
