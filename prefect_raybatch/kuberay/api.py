@@ -20,7 +20,7 @@ import yaml
 from prefect_raybatch.errors import ClusterUnavailable, ConfigError, InsufficientResources
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.kuberay.manifest import MADE_HERE, MANAGED_BY, JsonMapping, KubeObject
-from prefect_raybatch.storage.library_errors import certificate_problem, text_of
+from prefect_raybatch.storage.library_errors import ca_file_problem, certificate_problem, text_of
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class KubeApi:
         client, found = _client(kubernetes)
         self.namespace = kubernetes.namespace or found or "default"
         self.server = str(client.configuration.host)
+        self._ca_file = client.configuration.ssl_ca_cert
         from kubernetes.client import AuthorizationV1Api, CoreV1Api, CustomObjectsApi
 
         self._custom, self._core = CustomObjectsApi(client), CoreV1Api(client)
@@ -232,6 +233,10 @@ class KubeApi:
                         f"cluster.kubernetes: the TLS certificate of {self.server} is not valid: "
                         f"{problem}. Correct the cluster's server or certificate-authority in the "
                         "kubeconfig, or the pod's service account"
+                    ) from None
+                if problem := ca_file_problem(("certificate-authority", self._ca_file)):
+                    raise ConfigError(
+                        f"cluster.kubernetes: kubeconfig of {self.server}: {problem}"
                     ) from None
                 trouble = " ".join(str(getattr(error, "reason", None) or error).split())[:200]
                 trouble = trouble or type(error).__name__

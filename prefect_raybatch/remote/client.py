@@ -25,7 +25,7 @@ from prefect_raybatch.cluster.tokens import check_token_file, token_missing, tok
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.runs.backfill import interruptible_sleep
-from prefect_raybatch.storage.library_errors import certificate_problem
+from prefect_raybatch.storage.library_errors import ca_file_problem, certificate_problem
 from prefect_raybatch.storage.redirects import redirect_problem
 
 log = logging.getLogger(__name__)
@@ -184,6 +184,10 @@ class JobServer:
                         f"{problem}. Set REQUESTS_CA_BUNDLE to the file of the certificate "
                         "authority that signed it, or renew it"
                     ) from None
+                names = "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"
+                around = [(name, os.environ.get(name)) for name in names]
+                if self.url.startswith("https://") and (problem := ca_file_problem(*around)):
+                    raise ConfigError(f"cluster.job_server: {self.url}: {problem}") from None
                 now = time.monotonic()
                 if now + pause > deadline:
                     raise JobServerUnavailable(

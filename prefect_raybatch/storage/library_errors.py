@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from typing import Literal
@@ -62,6 +63,25 @@ def certificate_problem(error: BaseException) -> str:
             return cause.verify_message
         first = cause.args[0] if cause.args else None
         cause = cause.__cause__ or cause.__context__ or first
+    return ""
+
+
+def ca_file_problem(*settings: tuple[str, object]) -> str:
+    """Return the setting whose file of CA certificates cannot be loaded, and why; "" if none.
+
+    `settings` are (name, value) in the order in which the client looks; only the first value that
+    is set counts. A client reports such a file as if the server did not answer.
+    """
+    name, path = next(((name, value) for name, value in settings if value), ("", None))
+    if not isinstance(path, str) or os.path.isdir(path):
+        return ""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except (ssl.SSLError, FileNotFoundError, PermissionError) as error:
+        return (
+            f"{name}: {path!r} is no readable PEM file of CA certificates ({error.strerror}). "
+            "Name one, or remove the setting"
+        )
     return ""
 
 

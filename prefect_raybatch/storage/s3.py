@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-from prefect_raybatch.errors import UnsafeStore
+from prefect_raybatch.errors import ConfigError, UnsafeStore
 from prefect_raybatch.storage import bucket
 from prefect_raybatch.storage.base import (
     FileInfo,
@@ -240,6 +240,8 @@ class S3Store(BucketStore):
                 answer = judge(error, self.connection.scrub)
             tries += 1
             silence.answered = silence.answered or answer.status > 0
+            if answer.status == 0 and (problem := self.connection.ca_problem(fs)):
+                raise ConfigError(f"{place}: {problem}") from None
             said = answer.reply
             if answer.status == accept:
                 return None
@@ -250,12 +252,10 @@ class S3Store(BucketStore):
             wait = random.uniform(0.5, 1.0) * pause
             late = time.monotonic() + wait > deadline and tries >= bucket.MIN_TRIES
             if late or not answer.worth_retrying:
-                credentials = self.connection.credentials()
+                reached = self.connection.credentials(), self.connection.endpoint(fs)
+                call = operation, self._bucket, key or self._prefix, tries
                 # Not chained: the client's own texts can hold URLs with credentials.
-                endpoint = self.connection.endpoint(fs)
-                raise answer.error(
-                    operation, self._bucket, key or self._prefix, tries, credentials, endpoint
-                ) from None
+                raise answer.error(*call, *reached) from None
             warn()
             time.sleep(wait)
             pause = min(2 * pause, bucket.LONGEST_PAUSE)

@@ -19,6 +19,7 @@ from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import local_size
 from prefect_raybatch.storage.bucket import PARALLEL_PARTS, SLOWEST
 from prefect_raybatch.storage.internet import MOVED
+from prefect_raybatch.storage.library_errors import ca_file_problem
 from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
@@ -120,6 +121,18 @@ class Connection:
             os.environ.get("AWS_ENDPOINT_URL"),
         )
         return next((without_keys(str(one)) for one in given if one), "AWS")
+
+    def ca_problem(self, fs: object) -> str:
+        """Return the setting whose file of CA certificates cannot be loaded; "" if none."""
+        if self.endpoint(fs).startswith("http://"):
+            return ""
+        client = self.options.get("client_kwargs") or {}
+        verify = client.get("verify")
+        if verify is False:
+            return ""
+        names = "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"
+        around = [(name, os.environ.get(name)) for name in names]
+        return ca_file_problem(("options.client_kwargs.verify", verify), *around)
 
     def credentials(self) -> str:
         """Return, for a message, where the credentials come from, without revealing them."""

@@ -392,6 +392,22 @@ def test_a_certificate_that_is_not_trusted_is_no_outage(kube: KubeServer, tmp_pa
     assert sleep.slept == 0
 
 
+def test_a_certificate_authority_that_is_no_pem_is_no_outage(
+    kube: KubeServer, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "ca.der"
+    wrong.write_bytes(b"\x30\x82")
+    with untrusted_server(tmp_path) as kube.url:
+        config = kube.kubeconfig(tmp_path / "kubeconfig")
+        value = yaml.safe_load(config.read_text())
+        value["clusters"][0]["cluster"]["certificate-authority"] = str(wrong)
+        config.write_text(yaml.safe_dump(value))
+        sleep = Sleeper()
+        with pytest.raises(ConfigError, match=r"certificate-authority: '.*ca\.der' is no readable"):
+            KubeApi(asked(), 60, sleep).get("x")
+    assert sleep.slept == 0
+
+
 def test_a_cluster_that_cannot_be_deleted_is_left_to_its_lease(
     kube: KubeServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,6 +164,22 @@ def test_a_certificate_that_is_not_trusted_is_no_outage(tmp_path: Path) -> None:
     assert slept == []
 
 
+def test_a_file_of_certificates_that_is_no_pem_is_no_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    wrong = tmp_path / "ca.der"
+    wrong.write_bytes(b"\x30\x82")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(wrong))
+    with untrusted_server(tmp_path) as url:
+        server = JobServer(url, patience=5, sleep=slept.append)
+        with pytest.raises(
+            ConfigError, match=r"REQUESTS_CA_BUNDLE: '.*ca\.der' is no readable PEM"
+        ):
+            server.find("a job")
+    assert slept == []
+
+
 def test_headers_for_a_proxy_are_sent_and_wrong_ones_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

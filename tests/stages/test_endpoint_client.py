@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ def server() -> Iterator[OpenAIServer]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_BACKOFF", 0.01)
     monkeypatch.setattr(client, "MOST_BACKOFF", 0.05)
+
+
+def test_a_file_of_certificates_that_is_no_pem_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "ca.der"
+    wrong.write_bytes(b"\x30\x82")
+    monkeypatch.setenv("SSL_CERT_FILE", str(wrong))
+    said = r"engine\.endpoint: SSL_CERT_FILE: '.*ca\.der' is no readable PEM"
+    with pytest.raises(ConfigError, match=said), engine_for("https://127.0.0.1:9/v1"):
+        pass
 
 
 def test_a_row_over_the_limit_that_the_server_reports_does_not_hold_up_the_others(

@@ -13,6 +13,7 @@ import s3fs
 from aiohttp import ClientError as AioError
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
+from helpers.tls import untrusted_server
 from pyarrow import fs
 
 from prefect_raybatch.errors import (
@@ -361,3 +362,22 @@ def test_warnings_come_late_and_seldom(
     said = "p: no valid answer from e for {} s (m). Retrying for {} s. Check that the"
     expected = [[], [said.format(15, 85)], [], [said.format(75, 25)], [said.format(175, 0)]]
     assert warned == [[text[:73] for text in texts] for texts in expected]
+
+
+@pytest.mark.parametrize("setting", ["client_kwargs.verify", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"])
+@pytest.mark.parametrize("content", [b"\x30\x82", None], ids=["no PEM", "missing"])
+def test_a_file_of_certificates_that_cannot_be_used_is_no_outage(
+    setting: str, content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "ca.der"
+    if content is not None:
+        wrong.write_bytes(content)
+    more: dict[str, Any] = {"client_kwargs": {"verify": str(wrong)}}
+    if setting.isupper():
+        monkeypatch.setenv(setting, str(wrong))
+        more = {}
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asked again"))
+    with untrusted_server(tmp_path) as url:
+        store = open_store("s3://b/x", {"key": "k", "secret": "s", "endpoint_url": url, **more})
+        with pytest.raises(ConfigError, match=rf"s3://b/x/a: .*{setting}: '.*ca\.der' is no reada"):
+            store.read("a")

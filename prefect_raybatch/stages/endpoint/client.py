@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 import re
 import threading
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
 from prefect_raybatch.stages.endpoint.answers import (
     NOT_AS_AGREED,
@@ -29,6 +30,7 @@ from prefect_raybatch.stages.endpoint.answers import (
 )
 from prefect_raybatch.stages.endpoint.headers import limits_of, may_retry, pause_of
 from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Signal, Usage
+from prefect_raybatch.storage.library_errors import ca_file_problem
 
 if TYPE_CHECKING:
     import httpx
@@ -389,8 +391,11 @@ class EndpointEngine:
 
 
 def _client_of(spec: EndpointSpec, key: str) -> httpx.AsyncClient:
+    """Return the HTTP client; raise `ConfigError` if its file of CA certificates is unusable."""
     import httpx
 
+    if problem := ca_file_problem(("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))):
+        raise ConfigError(f"engine.endpoint: {problem}")
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(spec.timeout, connect=min(SERVER_CONNECT, spec.timeout)),
