@@ -11,7 +11,7 @@ next call complete an interrupted removal.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prefect_raybatch.compile.job import planned_job
@@ -152,11 +152,11 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     The family whose first run was planned last comes first; a repaired run counts as planned when
     the original was. An unreadable directory counts as a retry if its key ends in .rNUMBER, and
     as a repaired run if its key ends in .mNUMBER. Attempts without a plan and half removed runs are
-    left out. A run that was repaired before it was complete is a family by itself: it has no
-    retries.
+    left out, and their place in a chain of repairs is skipped. A run that was repaired before it
+    was complete is a family by itself: it has no retries.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
-    repaired = {line.forked_from for line in by_key.values()}
+    repaired = {_parent(line, by_key) for line in by_key.values() if line.forked_from}
     alone = {
         line.run_key
         for line in by_key.values()
@@ -166,7 +166,7 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     for line in by_key.values():
         first = above = line
         seen = {line.run_key}
-        while (key := _parent(above)) in by_key and key not in seen:
+        while (key := _parent(above, by_key)) in by_key and key not in seen:
             above = by_key[key]
             seen.add(key)
             if line.run_key not in alone and key not in alone:
@@ -181,15 +181,20 @@ def _age_key(first: RunLine) -> tuple[object, ...]:
     return first.first_created or 0.0, *recency_key(first)
 
 
-def _parent(line: RunLine) -> str:
+def _parent(line: RunLine, by_key: Mapping[str, RunLine]) -> str:
     """Return the key of the run that `line` retries or continues; "" if there is none.
 
-    For an unreadable directory, it is derived from its key: X for X.r1 and X.m1, X.m1 for X.m2.
+    For an unreadable directory, it is derived from its key: X for X.r1 and X.m1, X.m1 for X.m2. A
+    repaired run that is missing in `by_key` stands for the run that it continued.
     """
     if line.state != DAMAGED or line.parent or line.forked_from:
-        return line.parent or line.forked_from or ""
-    match = _RETRY_KEY.match(line.run_key)
-    return match[1] if match else continued_key(line.run_key) or ""
+        key = line.parent or line.forked_from or ""
+    else:
+        match = _RETRY_KEY.match(line.run_key)
+        key = match[1] if match else continued_key(line.run_key) or ""
+    while key not in by_key and (continued := continued_key(key)):
+        key = continued
+    return key
 
 
 def _retry_number(line: RunLine) -> int:

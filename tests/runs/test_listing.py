@@ -176,6 +176,22 @@ def test_a_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path
     assert set(found.removed) == {"key", "key.r1", "key.m1"} and set(found.kept) == {"next"}
 
 
+def test_a_repaired_run_keeps_the_first_run_also_if_the_one_between_was_deleted(tmp_path):
+    run = first_run(tmp_path)
+    retried(run.store.uri)
+    for key in ("key", "key.m1"):
+        (tmp_path / key / commit_path(0)).unlink()
+        repair_run(str(tmp_path / key))
+        fork = Ledger(open_store(str(tmp_path / fork_key(key))))
+        commit(fork, run.job, 0, input_rows(0, 5), FAILED)
+        end(run.job, fork.store.uri)
+    shutil.rmtree(tmp_path / "key.m1")
+    assert set(prune_runs(str(tmp_path), 1).kept) == {"key", "key.r1", "key.m2"}
+    first_run(tmp_path, key="next")
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"key", "key.r1", "key.m2"} and set(found.kept) == {"next"}
+
+
 @pytest.mark.parametrize("path", [PLAN, SUCCESS])
 def test_an_unreadable_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path, path):
     run = first_run(tmp_path)
