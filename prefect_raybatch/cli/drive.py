@@ -84,11 +84,12 @@ def run_job(
     """
     from prefect_raybatch.ledger.ledger import Ledger
 
-    loaded, written = job, job.output.uri
+    loaded, plain, written = job, job, job.output.uri
     try:
         if run_date is not None or job_placeholders(job):
             key = resolve_run(with_keys(job), key, None, run_date)[1]
-            job = render_placeholders(job, key, run_date or date_of_key(key))
+            run_date = run_date or date_of_key(key)
+            job = render_placeholders(job, key, run_date)
         loaded = with_keys(job)
         check_places(read_spec(loaded.source), loaded.output.uri, loaded.output.options)
         resolved = resolve(loaded)
@@ -97,13 +98,12 @@ def run_job(
         record_unplanned(loaded, key, error, run_date)
         raise
     name_typed_run(key)
+    flow_arguments = (plain, key, None, run_date)  # it finds earlier runs below `written`
     store = run_store(loaded.output, key)
     if Ledger(store).finished() is not None:
         run = plan_run(resolved, key, accept=accept)
         if run.finished:
-            with closing(TerminalProgress(quiet)) as show:
-                report = finalize_run(loaded, run, None, written, sender_of(job, loaded, show))
-                return _published(job, loaded, report, written, show), False
+            return _complete_run(job, loaded, run, written, quiet), False
         key, store = run.run_key, run_store(loaded.output, run.run_key)  # a repaired run
     with recorded_attempt(store, loaded, key, PLANNING, begin=False):
         resolved = precheck(resolved, store, accept)
@@ -112,9 +112,21 @@ def run_job(
             show.begin(store.uri)
             options = {"accept": list(accept)} if accept else {}
             with quality_shown(store.uri, loaded.output.options or None, quiet):
-                return run_flow("batch_inference", (job, key), show, loaded, **options), True
+                return run_flow("batch_inference", flow_arguments, show, loaded, **options), True
         plan = partial(plan_run, resolved, key, accept=accept)
         return _run_here(job, loaded, plan, show, keep_seconds, written), True
+
+
+def _complete_run(
+    job: BatchJob, loaded: BatchJob, run: Run, written: str, quiet: bool
+) -> RunReport:
+    """Measure the quality of a complete run and publish it, as far as missing; return its report.
+
+    The arguments are those of `_run_here`; `quiet`: show no progress.
+    """
+    with closing(TerminalProgress(quiet)) as show:
+        report = finalize_run(loaded, run, None, written, sender_of(job, loaded, show))
+        return _published(job, loaded, report, written, show)
 
 
 def _run_here(

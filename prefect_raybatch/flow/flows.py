@@ -182,6 +182,8 @@ def _run_to_end(job: BatchJob, key: str, accept: list[str] | None, notes: FlowNo
     try:
         with prewarm_allowed():
             run = plan_shards(job, key, **({"accept": accept} if accept else {}))
+            if run.run_key != key:  # a repaired run; {run_key} is still that of the damaged one
+                job = render_placeholders(job, key)
             progress = infer_shards(job, run)
         return _finalize_and_publish(job, run, progress, notes)
     except RunDrained as drained:

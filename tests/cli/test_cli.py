@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -44,7 +44,10 @@ from prefect_raybatch.errors import (
     PlanMismatch,
     RayBatchError,
 )
+from prefect_raybatch.flow import flows
+from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import render_placeholders
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
@@ -657,6 +660,46 @@ def test_a_command_is_a_flow_if_an_api_is_configured(
     with temporary_settings({PREFECT_API_URL: api}):
         code, _, err = call("run", made.path, "--run-key", "other", *words)
     assert (flows, code) == ((["batch_inference"], 0) if flow else ([], 2)), err
+
+
+def test_a_flow_gets_the_job_as_written_and_the_date_of_its_run(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier runs are looked for below output.uri as written: in one night's folder are none."""
+    out = f"{tmp_path}/out/{{run_date}}"
+    path = write_job(tmp_path, engine={"model": "demo"})
+    planned: list[tuple[str, str, str]] = []
+
+    class Planned(RayBatchError):
+        pass
+
+    def plan_shards(job: BatchJob, key: str, **_: object) -> None:
+        filled = render_placeholders(job, key)
+        planned.append((key, written_uri(filled.output.uri), filled.output.uri))
+        raise Planned("planned")
+
+    def run_flow(name: str, arguments: tuple[Any, ...], *_: Any, **more: Any) -> RunReport:
+        report: RunReport = getattr(flows, name).fn(*arguments, **more)
+        return report
+
+    monkeypatch.setattr(flows, "plan_shards", plan_shards)
+    monkeypatch.setattr("prefect_raybatch.cli.drive.run_flow", run_flow)
+    # A flow run around the command may have another scheduled date, in another time zone.
+    monkeypatch.setattr(flows, "scheduled_date", lambda start: date(1999, 1, 1))
+    monkeypatch.setattr(flows, "scheduled_start", lambda: datetime(1999, 1, 1, tzinfo=UTC))
+    midnight = "nightly-20260701T000000Z"
+    for words in (
+        ("--run-date", "2026-07-01"),
+        ("--run-key", midnight),
+        ("--run-key", "monday", "--run-date", "2026-07-01"),
+    ):
+        changes = ("--set", f"output.uri={out}", "--prefect")
+        code, _, err = call("run", path, *words, *changes)
+        assert code == 1 and "planned" in err, err
+    assert [key for key, _, _ in planned] == [midnight, midnight, "monday"]
+    assert {(written, place) for _, written, place in planned} == {
+        (out, f"{tmp_path}/out/2026-07-01")
+    }
 
 
 @pytest.mark.parametrize(

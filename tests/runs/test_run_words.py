@@ -19,6 +19,7 @@ from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import job_placeholders, render_placeholders
 from prefect_raybatch.job.placeholders import date_of, date_of_key
+from prefect_raybatch.runs.run import Run
 
 NIGHT = date(2026, 7, 1)
 
@@ -181,6 +182,25 @@ def test_a_scheduled_date_is_that_of_the_schedules_own_time_zone(tmp_path, monke
                     flows.batch_inference.fn(written, **arguments)
         assert dates == [str(day) for day in days for _ in range(2)]
         dates.clear()
+
+
+def test_a_flow_that_continues_a_repaired_run_keeps_the_places_of_its_key(monkeypatch):
+    places: list[str] = []
+
+    class Inferred(Exception):
+        pass
+
+    def infer_shards(job: BatchJob, run: Run) -> None:
+        places.append(render_placeholders(job, run.run_key).output.uri)
+        raise Inferred
+
+    key = "k-20260701T020000Z"
+    repaired = Run(f"out/{key}/{key}.m1", f"{key}.m1", "hash", 1, 1, False)
+    monkeypatch.setattr(flows, "plan_shards", lambda job, key: repaired)
+    monkeypatch.setattr(flows, "infer_shards", infer_shards)
+    with pytest.raises(Inferred):
+        flows.batch_inference.fn(make_job(output={"uri": "out/{run_key}"}), key)
+    assert places == [f"out/{key}"]
 
 
 def test_the_time_zone_of_a_flow_run():
