@@ -76,6 +76,7 @@ CHECKS: Mapping[str, tuple[Check, float, str]] = {
 
 # Checks of `raybatch doctor FOLDER|URI`: only the output of the job is used.
 STORE_CHECKS: Mapping[str, tuple[Check, float, str]] = {
+    BLOCKS: (check_saved_blocks, 75, "correct the block, or its name in the job"),
     "store": (check_store, 75, "correct the URI, or give options with --set output.options.NAME="),
     "disk": (check_disk, 30, "correct the folder"),
     "clock": (check_store_clock, 75, "fix the other findings first"),
@@ -96,9 +97,12 @@ def examine(
     answers: dict[str, SimpleQueue[list[CheckResult]]] = {}
     for name, (check, _, remedy) in checks.items():
         answers[name] = SimpleQueue()
+        repeats_blocks = name != BLOCKS and BLOCKS in checks
         # Daemons: one that hangs must not keep the command from ending.
         threading.Thread(
-            target=_run, args=(name, check, context, remedy, answers[name]), daemon=True
+            target=_run,
+            args=(name, check, context, remedy, answers[name], repeats_blocks),
+            daemon=True,
         ).start()
     findings: list[CheckResult] = []
     for name, (_, seconds, _) in checks.items():
@@ -123,11 +127,12 @@ def _run(
     context: CheckContext,
     remedy: str,
     answer: SimpleQueue[list[CheckResult]],
+    repeats_blocks: bool,
 ) -> None:
     try:
         answer.put(list(check(context)))
     except RayBatchError as error:
-        if error is context.block_fault and name != BLOCKS:
+        if error is context.block_fault and repeats_blocks:
             answer.put([])  # the check of the blocks reports it
             return
         answer.put([failed(name, str(error), remedy)])

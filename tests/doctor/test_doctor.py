@@ -707,15 +707,19 @@ def test_a_check_that_hangs_or_raises_stops_no_other() -> None:
     assert got["fine"].mark == "pass"
 
 
-def test_a_block_that_cannot_be_loaded_is_one_finding() -> None:
+@pytest.mark.parametrize("has_job", [True, False])
+def test_a_block_that_cannot_be_loaded_is_one_finding(has_job: bool) -> None:
     def with_keys(job: BatchJob) -> BatchJob:
         raise ConfigError("credentials_block: 'x/y' cannot be loaded")
 
-    checks = {
-        name: doctor.CHECKS[name] for name in ("blocks", "output", "source", "model", "clock")
-    }
-    (got,) = doctor.examine(CheckContext(make_job(), with_keys), checks)
+    names = ("blocks", "output", "source", "model", "clock")
+    checks = {name: doctor.CHECKS[name] for name in names} if has_job else doctor.STORE_CHECKS
+    job = make_job(output={"uri": "s3://bucket/out"})
+    (got,) = doctor.examine(CheckContext(job, with_keys), checks)
     assert (got.check, got.mark) == ("blocks", "fail") and "x/y" in got.found
+    without = {name: check for name, check in checks.items() if name != "blocks"}
+    wrong = doctor.examine(CheckContext(job, with_keys), without)
+    assert wrong and all(one.mark == "fail" and "x/y" in one.found for one in wrong)
 
 
 def test_the_checks_of_a_hosted_model_take_the_fields_of_its_block(
