@@ -23,6 +23,12 @@ from prefect_raybatch.storage.library_errors import ca_file_problem
 from prefect_raybatch.storage.redirects import redirect_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
+# HTTP status of each code with which a store refuses to delete a key, now and later.
+PERMANENT = {
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "InvalidObjectState"), 403),
+    **dict.fromkeys(("ExpiredToken", "InvalidArgument", "InvalidRequest", "KeyTooLongError"), 400),
+    **{"NoSuchBucket": 404, "MethodNotAllowed": 405, "NotImplemented": 501},
+}
 LEAST_WAIT = 60.0  # seconds that even the upload of a small file may take
 
 Send = Callable[[Any], Awaitable[Any]]  # sends a request with s3fs's file system
@@ -286,13 +292,13 @@ def upload(source: str, target: str, part_bytes: int) -> Send:
 def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
     """Raise ClientError for the first key that a batch deletion could not delete.
 
-    A batch answers 200 even if keys failed.
+    A batch answers 200 even if keys failed. A code that is not known to be permanent gets status
+    503, so that the batch is sent again: a deletion may be repeated.
     """
     from botocore.exceptions import ClientError
 
-    statuses = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}
     for failed in found.get("Errors", ()):
         if failed.get("Code") != "NoSuchKey":
-            status = statuses.get(failed.get("Code", ""), 400)
+            status = PERMANENT.get(failed.get("Code", ""), 503)
             said = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
             raise ClientError(said, operation)

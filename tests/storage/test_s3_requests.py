@@ -175,8 +175,9 @@ def test_checksums_are_computed_where_md5_is_not_for_security(
 @pytest.mark.parametrize(
     ("codes", "status"),
     [
-        *[(["AccessDenied"], 403), (["InternalError"], 500), (["NoSuchKey", "SlowDown"], 503)],
-        *[(["Other"], 400), ([None, "SlowDown"], 400), (["NoSuchKey"], 0), ([], 0)],
+        *[(["AccessDenied"], 403), (["InternalError"], 503), (["NoSuchKey", "SlowDown"], 503)],
+        *[(["InvalidRequest"], 400), (["MethodNotAllowed", "SlowDown"], 405), (["NoSuchKey"], 0)],
+        *[([], 0), ([None, "AccessDenied"], 503), (["ServiceUnavailable"], 503)],
     ],
 )
 def test_a_batch_fails_for_its_first_key_that_is_not_deleted(

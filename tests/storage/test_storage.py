@@ -1081,6 +1081,16 @@ def test_a_file_that_a_batch_could_not_delete_is_told(answers) -> None:
     store.delete(["x"])
 
 
+@pytest.mark.parametrize(
+    "code", ["SlowDownWrite", "OperationAborted", "XMinioServerNotInitialized"]
+)
+def test_a_file_that_a_batch_could_not_delete_yet_is_deleted_again(answers, code: str) -> None:
+    handler, store = answers
+    handler.refused[:] = [code, "NoSuchKey"]
+    store.delete(["x"])
+    assert handler.refused == [] and handler.seen.count("POST") == 2
+
+
 # --- a store that is away -----------------------------------------------------------------------
 
 
