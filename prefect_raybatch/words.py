@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -70,6 +71,15 @@ def change_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, tuple):
         return tuple(change_texts(inner, change) for inner in value)
     return value
+
+
+def finite_in(value: Any) -> Any:
+    """Return `value` with null for NaN and infinity, which JSON cannot express, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_in(inner) for name, inner in value.items()}
+    return [finite_in(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def error_text(error: BaseException) -> str:

@@ -9,7 +9,15 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import prefect_raybatch
-from prefect_raybatch.words import are, counted, error_text, some_are, storable, storable_in
+from prefect_raybatch.words import (
+    are,
+    counted,
+    error_text,
+    finite_in,
+    some_are,
+    storable,
+    storable_in,
+)
 
 NOUNS = "engines|rows|shards|nodes|CPUs|deaths|replicas|processes"
 # A number put straight before a noun in the plural is wrong where it is 1.
@@ -22,6 +30,15 @@ BARE = re.compile(r"\{(?!counted)[^{}]*\} (" + NOUNS + r")\b(?!/s)")
 )
 def test_a_counted_noun(number, text):
     assert counted(number, "row") == text
+
+
+def test_numbers_that_json_has_not_become_null():
+    nan, endless = float("nan"), float("inf")
+    assert finite_in({"a": [nan, (1, -endless)], 2: {"b": 0.5, "c": endless}, "d": "x"}) == {
+        "a": [None, [1, None]],
+        2: {"b": 0.5, "c": None},
+        "d": "x",
+    }
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from prefect_raybatch.report.report import duration, failure_table
 from prefect_raybatch.runs.listing import COMPLETED
 from prefect_raybatch.runs.starts import starts_of
 from prefect_raybatch.spec.cascade import most_rows
-from prefect_raybatch.words import are, counted, money, sentence
+from prefect_raybatch.words import are, counted, finite_in, money, sentence
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -404,10 +404,10 @@ def write_page(path: Path, page: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a value as one line of JSON."""
+    """Print a value as one line of JSON; NaN and infinity become null."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
-    print(json.dumps(value, default=str))
+    print(json.dumps(finite_in(value), default=str))
 
 
 def _driver(beat: JsonObject) -> str:

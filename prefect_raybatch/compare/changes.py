@@ -14,6 +14,7 @@ from prefect_raybatch.words import counted
 FAILED_ROW = "(failed)"
 LEFT_OUT_ROW = "(left out)"
 NO_COLUMN = "(no such column)"
+WHOLE_ROW = "(row)"  # in place of a column, if neither side has an answer
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,18 @@ def diff_of(
 
 
 def _differing(old: AnswerValues, new: AnswerValues) -> dict[str, tuple[Any, Any]]:
-    if old is None and new is None:
-        return {}
-    names = dict.fromkeys([*(old or {}), *(new or {})])
+    names = dict.fromkeys([*(old or {}), *(new or {})]) or [WHOLE_ROW]
     pairs = {name: (_value(old, name), _value(new, name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in pairs.items() if not _is_equal(*pair)}
+
+
+def _is_equal(old: Any, new: Any) -> bool:
+    """Return whether two values are equal; NaN equals NaN, at any depth."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_is_equal(old[name], new[name]) for name in old)
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        return len(old) == len(new) and all(map(_is_equal, old, new))
+    return bool(old == new or (old != old and new != new))
 
 
 def _value(answer: AnswerValues, name: str) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, 
 from prefect_raybatch.publish.sql_numbers import number_check
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE, missing_driver
-from prefect_raybatch.words import storable_in
+from prefect_raybatch.words import finite_in, storable_in
 
 if TYPE_CHECKING:
     from sqlalchemy import Column, ColumnElement, Table
@@ -736,15 +735,7 @@ def json_text(value: object) -> str:
     NaN and infinity, which JSON cannot express, become null at any depth. Decimals and
     times become texts, bytes base64.
     """
-    return json.dumps(_finite(value), default=_as_text, ensure_ascii=False)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    return json.dumps(finite_in(value), default=_as_text, ensure_ascii=False)
 
 
 def _as_text(value: object) -> str:

@@ -36,6 +36,7 @@ from prefect_raybatch.cli import commands as cli
 from prefect_raybatch.cli.commands import exit_status
 from prefect_raybatch.cli.drive import page_hint, retry_options
 from prefect_raybatch.cli.ending import show_ending
+from prefect_raybatch.cli.show import print_json
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.errors import (
     ConfigError,
@@ -781,6 +782,11 @@ def test_the_next_command_has_the_date_that_the_run_key_does_not_name(made):
     output = {**output, "publish": [{**target, "uri": "lake"}]}
     undated = BatchJob.from_dict({**made.job.to_dict(), "output": output})
     assert retry_options(undated, "job.yaml", None, first, "key") == ["--job", "job.yaml"]
+
+
+def test_numbers_that_are_not_finite_are_null_in_printed_json(capsys):
+    print_json({"changes": [{"values": {"score": (float("nan"), 0.5)}}]})
+    assert json.loads(capsys.readouterr().out) == {"changes": [{"values": {"score": [None, 0.5]}}]}
 
 
 def test_a_run_ends_with_the_origin_of_its_answers(made, capsys):

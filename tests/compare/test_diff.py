@@ -235,6 +235,23 @@ def test_structured_answers_are_compared_field_by_field():
     assert [(change.row, change.values) for change in changes] == [(4, {"sure": (True, False)})]
 
 
+def test_numbers_that_are_not_a_number_before_and_after_did_not_change():
+    nan, other = float("nan"), float("nan")
+    old = [{"score": nan, "more": [{"a": nan}, (1, nan)]}, {"score": nan}, {"score": [nan]}]
+    new = [{"score": other, "more": [{"a": other}, (1, other)]}, {"score": 0.5}, {"score": [0]}]
+    changes = changes_of([4, 7, 9], ["x", "y", "z"], old, new, {})
+    assert [change.row for change in changes] == [7, 9]
+    assert changes[0].values["score"][1] == 0.5
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, {}), ({}, None)])
+def test_a_row_that_failed_and_is_left_out_now_has_changed(old: Any, new: Any) -> None:
+    (change,) = changes_of([4], ["x"], [old], [new], {})
+    before, after = ("(failed)" if side is None else "(left out)" for side in (old, new))
+    assert list(change.values.values()) == [(before, after)]
+    assert changes_of([4], ["x"], [old], [old], {}) == ()
+
+
 def test_the_page_escapes_what_rows_say():
     old, new = [{"response": "<b>x</b>"}], [{"response": "<script>"}]
     found = diff_of(
