@@ -27,6 +27,7 @@ SCALES: dict[str | None, Decimal] = {
     **{f"{letter}i": Decimal(1024**power) for power, letter in enumerate("KMGTP", 1)},
 }
 GPU = "nvidia.com/gpu"
+HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
 # Values for fields that are not set. They are no pydantic defaults, because Prefect's form would
 # send those and so request a cluster: only an empty group means no cluster.
 WORKERS, GPUS, WORKER_CPU, WORKER_MEMORY = 1, 1, "8", "32Gi"
@@ -74,6 +75,11 @@ class PodShape:
     def head_ray_cpus(self) -> int:
         """Return the number of CPUs that Ray may use on the head: whole ones, at least 1."""
         return max(1, int(quantity(self.head_cpu)))
+
+
+def _filled(url: str, name: str, namespace: str) -> str:
+    # str.format would also fill in parts of a value, such as {name[0]}.
+    return url.replace("{name}", name).replace("{namespace}", namespace)
 
 
 class Kubernetes(Group):
@@ -233,12 +239,11 @@ class Kubernetes(Group):
     def _url(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        try:
-            filled = value.format(name="name", namespace="namespace")
-        except (KeyError, IndexError, ValueError):
+        filled = _filled(value, "name", "namespace")
+        if "{" in filled or "}" in filled:
             raise ValueError(
-                f"{value!r} has unknown fields; use only {{name}} and {{namespace}}"
-            ) from None
+                f"{value!r} has other text in braces; use only {{name}} and {{namespace}}"
+            )
         if not SERVER.match(filled):
             raise ValueError(
                 f"{value!r} is not the URL of a job server; write only http://host:8265"
@@ -280,6 +285,10 @@ class Kubernetes(Group):
     def asked(self) -> Kubernetes | None:
         """Return the group, or None if it is empty: the job then creates no cluster."""
         return self if self.image or self.manifest or self.manifest_file else None
+
+    def server_url(self, name: str, namespace: str) -> str:
+        """Return the URL of the job server of the cluster `name`: `url`, or that of its head."""
+        return _filled(self.url or HEAD_URL, name, namespace)
 
     @property
     def shape(self) -> PodShape:

@@ -28,6 +28,7 @@ from prefect_raybatch.policy.in_force import POLICY_FILE
 from prefect_raybatch.policy.policy import JobPolicy, matches_any
 
 WHERE = "cluster.kubernetes"
+SAMPLE_NAME = "raybatch-run-00000000"  # of a cluster
 POD_NUMBERS = ("replicas", "minReplicas", "maxReplicas", "numOfHosts")
 POD_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 POD_HOOKS = ("postStart", "preStop")
@@ -60,8 +61,9 @@ def check_pods(kubernetes: Kubernetes, policy: JobPolicy) -> None:
     _check_names("secrets", kubernetes.secrets, limits.secrets, "secrets")
     _check_variables("env", kubernetes.env, policy)
     if kubernetes.url is not None and policy.limited:
-        # Any name and namespace do here: each is only one label of the host's name.
-        reach.connect_url(f"{WHERE}.url", kubernetes.url.format(name="name", namespace="namespace"))
+        # The run's own URL is checked once the cluster's name is known: see RunCluster.url.
+        url = kubernetes.server_url(SAMPLE_NAME, namespace or "namespace")
+        reach.connect_url(f"{WHERE}.url", url)
     if kubernetes.manifest_file is not None and policy.limited:
         reach.read(f"{WHERE}.manifest_file", kubernetes.manifest_file)
     if (kubernetes.manifest or kubernetes.manifest_file) and not limits.manifest:

@@ -26,6 +26,7 @@ from datetime import UTC, datetime, timedelta
 from prefect_raybatch.driver.heartbeat import Ticker
 from prefect_raybatch.errors import ClusterNotReady, ConfigError, RayBatchError
 from prefect_raybatch.job.kubernetes import Kubernetes
+from prefect_raybatch.job.trusted_places import url_check
 from prefect_raybatch.kuberay.api import Conflict, KubeApi
 from prefect_raybatch.kuberay.manifest import (
     DEADLINE,
@@ -55,7 +56,6 @@ END_WITHIN = 8.0  # seconds to delete: Prefect kills a cancelled process after 3
 SUCCESSOR_SECONDS = 600.0  # that a cluster waits for the next run of its flow
 NOBODY = "nobody"  # the holder of a cluster that is kept
 RACES = 100  # lost races before giving up
-HEAD_URL = "http://{name}-head-svc.{namespace}.svc:8265"
 
 
 class RunCluster:
@@ -89,10 +89,14 @@ class RunCluster:
 
     @property
     def url(self) -> str:
-        """Return the URL of the job server on the head."""
-        return (self.kubernetes.url or HEAD_URL).format(
-            name=self.name, namespace=self.api.namespace
-        )
+        """Return the URL of the job server on the head.
+
+        Raises `ConfigError` if the job sets it and the policy in force does not allow its host.
+        """
+        url = self.kubernetes.server_url(self.name, self.api.namespace)
+        if self.kubernetes.url is not None:
+            url_check("cluster.kubernetes.url")(url)
+        return url
 
     def __enter__(self) -> RunCluster:
         """Create the cluster or take it over, and renew its deadline until the block is left."""

@@ -34,6 +34,8 @@ from prefect_raybatch.kuberay import api as kube_api
 from prefect_raybatch.kuberay.api import KubeApi
 from prefect_raybatch.kuberay.manifest import DEADLINE, HOLDER, RunIdentity
 from prefect_raybatch.kuberay.run_cluster import RunCluster, delete_expired, notes_of
+from prefect_raybatch.policy.in_force import policy_applied
+from prefect_raybatch.policy.policy import JobPolicy
 
 RUN = RunIdentity("night", "nightly", "s3://b/out/night", "f" * 64)
 NAME = RUN.name
@@ -100,6 +102,19 @@ def test_a_cluster_is_made_awaited_and_deleted(kube: KubeServer) -> None:
 def test_the_flow_names_where_it_reaches_the_job_server(kube: KubeServer) -> None:
     made = cluster(asked(url="https://{name}.{namespace}.example.com/"))
     assert made.url == f"https://{NAME}.ray.example.com"
+
+
+def test_the_url_that_is_used_is_compared_with_the_policy(kube: KubeServer) -> None:
+    """The policy in force names a host; the run key is part of the host that is used."""
+    made = cluster(asked(url="https://{name}.com"))
+    for hosts in (("*.com",), (f"{NAME}.com",)):
+        with policy_applied(JobPolicy("p", hosts=hosts)):
+            assert made.url == f"https://{NAME}.com"
+    refused = rf"cluster\.kubernetes\.url: .* name the host {NAME}\.com"
+    with policy_applied(JobPolicy("p", hosts=("raybatch-run.com",))):
+        with pytest.raises(ConfigError, match=refused):
+            _ = made.url
+        assert cluster().url.endswith(".svc:8265")  # of the cluster's own network
 
 
 def test_of_many_flows_one_makes_it_and_the_last_holds_it(kube: KubeServer) -> None:

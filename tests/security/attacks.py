@@ -569,6 +569,12 @@ ATTACKS = (
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
     ),
     _pods("a manifest", r"manifest: a manifest can set", {"manifest": manifest()}),
+    _pods(
+        "a server",
+        r"url: .* name the host raybatch-run-00000000\.evil\.com",
+        {"image": "a", "url": "http://{name}.evil.com"},
+        policy={**ALLOWED, "hosts": ["name.evil.com"], "kubernetes": {"images": ["*"]}},
+    ),
     _pods("manifest_file", r"manifest_file: .* may not read", {"manifest_file": "/etc/passwd"}),
     _pods(
         "a manifest's Secret",
