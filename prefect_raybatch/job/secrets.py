@@ -8,16 +8,18 @@ credentials.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from prefect_raybatch.job.variables import VARIABLE
 
 MASK = "**********"
+ELLIPSIS = "..."  # in a URL that must stay valid, because a job is made of it again
 CLEAR = {"clear": True}  # pydantic context that leaves credentials unmasked
 SAFE_NAMES = "RAYBATCH_SAFE_NAMES"  # variable: comma-separated names of harmless values
 # Store options that hold no secret.
@@ -70,6 +72,19 @@ PASSWORD = re.compile(
     r"|(.*[_-])?(api|access|account|auth|private|secret|shared|subscription)[_-]?(key|token|secret)"
     r"|sig(nature)?|sas",
     re.IGNORECASE,
+)
+# (names that a URL has, parameters that are then part of its signature); one of S3 and GCS says so
+# itself. Without these names, such a parameter may as well select the rows.
+_SIGNED_WITH = (
+    (frozenset[str](), re.compile(r"x-(amz|goog)-.*|sig(nature)?", re.IGNORECASE)),
+    (
+        frozenset(("sig", "sv")),  # Azure
+        re.compile(r"s[eprtv]|spr|skoid|sktid|sk[testv]", re.IGNORECASE),
+    ),
+    (
+        frozenset(("signature",)),  # CloudFront, older ones of S3 and GCS
+        re.compile(r"expires|policy|key-pair-id|awsaccesskeyid|googleaccessid", re.IGNORECASE),
+    ),
 )
 # Engine arguments that are mappings with arbitrary names: each text in them counts as secret.
 FREE_ARGUMENTS = frozenset(
@@ -142,7 +157,7 @@ def catalog_place(value: Mapping[str, Any]) -> dict[str, Any]:
     Each credential is replaced by `...`, because the usual mask would make the job invalid.
     """
     return {
-        name: hide_users(item).replace(MASK, "...") if isinstance(item, str) else item
+        name: hide_users(item).replace(MASK, ELLIPSIS) if isinstance(item, str) else item
         for name, item in counted_catalog(value).items()
     }
 
@@ -242,33 +257,52 @@ def _is_token(segment: str, before: str) -> bool:
 
 
 def recorded(url: str) -> str:
-    """Return a URL without signing parameters, and with `...` in place of tokens in its path.
+    """Return a URL without its signature, and with `...` in place of other values to hide.
 
     For records and messages. It is still a valid URL, so that the job in a plan is still valid.
     """
-    return hide_tokens(unsigned(url), "...")
+    return hide_tokens(_without_signature(url, lambda value: ELLIPSIS), ELLIPSIS)
 
 
 def unsigned(url: str) -> str:
-    """Return a URL without the parameters that sign it and without fragment, for the fingerprint.
+    """Return a URL without its signature and fragment, for the fingerprint.
 
-    Signatures expire, so they differ between runs of a job, and they are secret.
+    Signatures expire, so they differ between runs of a job. Any other parameter that may be secret
+    counts by the SHA-256 of its value, because it may also select the rows.
+    """
+    return _without_signature(url, lambda value: hashlib.sha256(value.encode()).hexdigest())
+
+
+def _without_signature(url: str, hidden: Callable[[str], str]) -> str:
+    """Return a URL without its signature and fragment.
+
+    `hidden` returns the text for the value of another parameter that may be secret.
     """
     parts = urlsplit(url)
-    query = parse_qsl(parts.query, keep_blank_values=True)
-    kept = [(name, value) for name, value in query if not SIGNATURE.fullmatch(name)]
-    return urlunsplit((parts.scheme.lower(), parts.netloc, parts.path, urlencode(kept), ""))
+    query = [text.partition("=") for text in parts.query.split("&") if text]
+    names = {unquote(name).lower() for name, _, _ in query}
+    signing = [pattern for needed, pattern in _SIGNED_WITH if needed <= names]
+    kept = []
+    for name, equals, value in query:
+        plain = unquote(name)
+        if not any(pattern.fullmatch(plain) for pattern in signing):
+            kept.append(name + equals + (hidden(value) if _hides(plain, value) else value))
+    return urlunsplit((parts.scheme.lower(), parts.netloc, parts.path, "&".join(kept), ""))
 
 
 def hide_signature(url: str) -> str:
     """Return a URL with masked values for the parameters that sign it or hold a password."""
 
     def shown(match: re.Match[str]) -> str:
-        name = unquote(match[2])
-        hidden = match[3] and (SIGNATURE.fullmatch(name) or PASSWORD.fullmatch(name))
+        hidden = _hides(unquote(match[2]), match[3])
         return f"{match[1]}{match[2]}={MASK}" if hidden else match[0]
 
     return _PARAMETER.sub(shown, url)
+
+
+def _hides(name: str, value: str) -> bool:
+    """Return whether the value of a URL's parameter `name` may be secret."""
+    return bool(value and (SIGNATURE.fullmatch(name) or PASSWORD.fullmatch(name)))
 
 
 def holds_password(url: str) -> bool:

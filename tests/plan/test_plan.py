@@ -586,6 +586,20 @@ def test_a_mismatch_says_where_what_and_the_remedy():
     assert "prompt.template: 'What is {Company}?' -> 'Other {Company}'" in text
 
 
+def test_a_difference_in_a_hidden_part_of_a_url_is_refused_by_name():
+    """Also where another difference was accepted: nobody can see whether this one was."""
+
+    def job(token: str, template: str = "{Company}") -> BatchJob:
+        source = {"uri": f"https://h/a.csv?token={token}"}
+        return make_job(source=source, prompt={"template": template})
+
+    files = [InputFile("a", 1, None, 1, 5)]
+    plan, _ = new_plan_of(Resolved.of(job("s3cret"), MODEL), "k", files, SCHEMA, 10.0, False)
+    for other in (job("another"), job("another", "{Company}?")):
+        with pytest.raises(PlanMismatch, match=r"source\.uri: changed \(value hidden\)"):
+            check_same(plan, fingerprint(other, MODEL), "/run", left_out=["prompt.template"])
+
+
 @pytest.mark.parametrize(("value", "counts"), [("1", True), ("0", False), ("", False)])
 def test_batch_invariant_kernels_make_another_job_where_they_are_on(value, counts):
     plain = fingerprint(job_with(), MODEL)
