@@ -73,6 +73,7 @@ PASSWORD = re.compile(
     r"|sig(nature)?|sas",
     re.IGNORECASE,
 )
+SHORT_URL_HASH = 12  # hex digits
 # (names that a URL has, parameters that are then part of its signature); one of S3 and GCS says so
 # itself. Without these names, such a parameter may as well select the rows.
 _SIGNED_WITH = (
@@ -262,6 +263,17 @@ def recorded(url: str) -> str:
     For records and messages. It is still a valid URL, so that the job in a plan is still valid.
     """
     return hide_tokens(_without_signature(url, lambda value: ELLIPSIS), ELLIPSIS)
+
+
+def url_identity(url: str) -> str:
+    """Return `recorded(url)`; if it hides a part, with # and a short hash, so that URLs differ.
+
+    Two URLs that differ only in their signatures have the same identity.
+    """
+    shown, counted = recorded(url), unsigned(url)
+    if shown == counted:
+        return shown
+    return f"{shown}#{hashlib.sha256(counted.encode()).hexdigest()[:SHORT_URL_HASH]}"
 
 
 def unsigned(url: str) -> str:

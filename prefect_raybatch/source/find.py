@@ -15,6 +15,7 @@ import pyarrow as pa
 from prefect_raybatch.errors import ConfigError, CorruptRun, SourceError
 from prefect_raybatch.job.checks import is_web, missing_path
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT
+from prefect_raybatch.job.secrets import hide_users
 from prefect_raybatch.job.trusted_places import check_links, url_check
 from prefect_raybatch.ledger.layout import RESULT_FOLDERS
 from prefect_raybatch.ledger.records import InputFile
@@ -244,8 +245,8 @@ def _add(found: dict[str, File], files: Sequence[File], given: str) -> None:
         before = found.setdefault(file.uri, file)
         if before is not file:
             raise SourceError(
-                f"source.uri: {file.uri} is listed twice, by {before.given!r} and by {given!r}, so "
-                "its rows would be read twice. Remove one"
+                f"source.uri: {file.uri} is listed twice, by {hide_users(before.given)!r} and by "
+                f"{hide_users(given)!r}, so its rows would be read twice. Remove one"
             )
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO, NoReturn, cast
 from urllib.parse import unquote, urljoin, urlsplit
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreError, StoreUnavailable
-from prefect_raybatch.job.secrets import recorded
+from prefect_raybatch.job.secrets import url_identity
 from prefect_raybatch.storage.base import FileInfo, SeekableReader, Store, too_large
 from prefect_raybatch.storage.internet import (
     AGAIN,
@@ -64,7 +64,7 @@ class WebStore(Store):
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], rules: WebRules) -> None:
-        self.uri = recorded(url)
+        self.uri = url_identity(url)
         self.name = unquote(urlsplit(url).path.rpartition("/")[2])
         self._url, self._headers, self._rules = url, dict(headers), rules
         self._lock = threading.Lock()

@@ -53,7 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         cls = type(self)
         cls.seen.append({**self.headers, "path": self.path})
         kind, _, name = self.path.partition("?")[0].lstrip("/").partition("/")
-        body = cls.files.get(name, CSV)
+        whole = self.path.removeprefix(f"/{kind}/")
+        body = cls.files.get(whole, cls.files.get(name, CSV))
         if kind == "moved":
             self.answer(302, Location=f"/tagged/{name}")
         elif kind == "status":
@@ -128,6 +129,28 @@ def test_a_file_is_fetched_once_and_named_in_the_plan(server, tmp_path, kind):
     assert made.table["version"] == f"{tag}, {len(CSV):,} bytes"
     assert 2000 < peek(source).rows < 4000
     assert peek(source).schema == made.schema
+
+
+def test_urls_that_differ_in_a_hidden_value_are_two_files(server, tmp_path):
+    """Each has types of its own, and is told from the other without its value."""
+    Handler.files["a.csv?st=CA"] = b"id,text\n1,a\n"
+    Handler.files["a.csv?st=s3cret"] = b"id,text\n2,b\n"
+    url = f"{server}/plain/a.csv?st="
+    made, rows = copied(tmp_path, by_web([f"{url}CA", f"{url}s3cret"]))
+    assert sorted(rows, key=str) == [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}]
+    first, second = made.table["uri"].split()
+    assert first != second and first.partition("#")[0] == second.partition("#")[0] == f"{url}..."
+    Handler.files["a.csv?st=s3cret"] = b"id,other\n2,b\n"
+    with pytest.raises(SourceError, match=r"\?st=\.\.\.#\w+ has no column") as caught:
+        copied(tmp_path, by_web([f"{url}CA", f"{url}s3cret"]))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_url_with_two_signatures_is_one_file(server, tmp_path):
+    uris = [f"{server}/plain/a.csv?X-Amz-Signature={key}" for key in ("s3cret", "hush")]
+    with pytest.raises(SourceError, match=r"a\.csv is listed twice, by .*Signature=\*") as caught:
+        copied(tmp_path, by_web(uris))
+    assert "s3cret" not in str(caught.value) and "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.arrow"])
