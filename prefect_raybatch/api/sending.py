@@ -25,6 +25,7 @@ from prefect_raybatch.job.secrets import (
     hide_catalog,
     hide_env,
     hide_options,
+    hide_users,
     masked,
 )
 from prefect_raybatch.remote.follower import Owner, Submission
@@ -122,6 +123,8 @@ def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) 
     The message names the field below `group` (`engine`, `output.escalate.to`) and says where to set
     it instead: `nodes`, such as "in the environment of the cluster's nodes".
     """
+    shown = {"url": hide_users(engine.endpoint.url)}
+    _refuse(f"{group}.endpoint", shown, "Use a server that takes its key from endpoint.key")
     if key := engine.endpoint.key:
         shown = hide_catalog({"key": key})
         _refuse(f"{group}.endpoint", shown, f"Write ${{NAME}} there, and set the variable {nodes}")
@@ -139,8 +142,8 @@ def _refuse(where: str, shown: Mapping[str, Any], remedy: str) -> None:
     if field is not None:
         raise ConfigError(
             f"{field} may be a secret, which Ray's dashboard at cluster.job_server would show. "
-            f"{remedy}. If it is not a secret, add its name to {SAFE_NAMES} in the flow's "
-            "environment"
+            f"{remedy}. If it is not a secret, add its name (of a URL: that part of the path) to "
+            f"{SAFE_NAMES} in the flow's environment"
         )
 
 
@@ -154,6 +157,8 @@ def environment(job: BatchJob, api: str) -> dict[str, str]:
     block = job.output.credentials_block
     output = {"options": job.output.options, "credentials_block": block}
     env = {OUTPUT_ENV: json.dumps(output)}
+    if names := os.environ.get(SAFE_NAMES):  # so that it hides the same as the plan
+        env[SAFE_NAMES] = names
     if field := field_of_block(job):
         if not api or "@" in api.split("/api", 1)[0]:
             raise ConfigError(

@@ -480,7 +480,7 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
     if (larger := job.output.escalate.engine) is not None:
         _without_secrets(value["output"]["escalate"]["to"], larger)
     if (judge := value.get("quality", {}).get("judge")) is not None:
-        judge.get("endpoint", {}).pop("key", None)
+        _without_key(judge)
         _without_secrets(judge.get("engine", {}), Engine.model_validate(judge.get("engine", {})))
     return value
 
@@ -488,10 +488,18 @@ def public_job(job: BatchJob, finish: FinishSpec | None = None) -> dict[str, Any
 def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
     """Remove what may be secret from `value`, the plain values of `engine`."""
     value.pop("env", None)
-    value.get("endpoint", {}).pop("key", None)
+    _without_key(value)
     for name in engine.vllm_arguments:
         if is_masked(hide_argument(value.get(name), name)):
             del value[name]
+
+
+def _without_key(value: dict[str, Any]) -> None:
+    """Remove what may be secret from the hosted model in `value`, the plain values of a group."""
+    endpoint = value.get("endpoint", {})
+    endpoint.pop("key", None)
+    if endpoint.get("url"):
+        endpoint["url"] = recorded(endpoint["url"])
 
 
 def _pooling_fields(job: BatchJob) -> dict[str, Any]:

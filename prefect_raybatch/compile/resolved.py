@@ -236,7 +236,7 @@ FIELD_READERS: dict[str, Callable[[BatchJob], Any]] = {
     "output.postprocess": lambda job: _shown(job.output.postprocess),
     "engine.(extra)": _engine_arguments,
     "engine.endpoint.url": lambda job: (
-        job.engine.endpoint.url and recorded(job.engine.endpoint.url)
+        job.engine.endpoint.url and unsigned(job.engine.endpoint.url)
     ),
     "engine.endpoint.model": lambda job: job.engine.endpoint.model,
     "output.schema_model": lambda job: job.output.answer_form,
@@ -317,6 +317,8 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     if "source.uri" in parts:
         uris = parts["source.uri"]
         shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
+    if url := parts.get("engine.endpoint.url"):
+        shown["engine.endpoint.url"] = recorded(url)
     if parts.get("source.catalog"):
         shown["source.catalog"] = catalog_place(parts["source.catalog"])
     return shown

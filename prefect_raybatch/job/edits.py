@@ -27,6 +27,7 @@ from prefect_raybatch.job.placeholders import (
     render_text,
     today,
 )
+from prefect_raybatch.job.secrets import hide_users
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
@@ -169,7 +170,7 @@ def _endpoint_of_block(
     own = {name: value for name, value in own.items() if value is not None}
     if own.get("url", fields["url"]) != fields["url"]:
         raise ConfigError(
-            f"{where}.url: the block {endpoint.block} is for {fields['url']} and its key "
+            f"{where}.url: the block {endpoint.block} is for {hide_users(fields['url'])} and its key "
             "goes nowhere else; remove url, or remove block"
         )
     return ModelEndpoint.model_validate({**fields, **own})

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from prefect_raybatch.job.checks import without_user
 from prefect_raybatch.job.faults import FieldPlace
 from prefect_raybatch.job.group import Group, field, field_check
-from prefect_raybatch.job.secrets import MASK
+from prefect_raybatch.job.secrets import MASK, hide_users
 from prefect_raybatch.job.variables import VARIABLE
 
 # Fields of `engine` and of `sampling` that have a meaning for a hosted model.
@@ -136,9 +136,11 @@ class ModelEndpoint(Group):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        return name == "key"
+        return name in ("key", "url")
 
     def _shown(self, name: str, value: Any) -> Any:
+        if name == "url":
+            return hide_users(value)
         return MASK if name == "key" and value and not VARIABLE.fullmatch(value) else value
 
 

@@ -11,7 +11,10 @@ from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.spec.run import Identity
 
-URL_PARTS = ("source.uri",)  # parts that count a URL of which they show a part
+URL_PARTS = (
+    "source.uri",
+    "engine.endpoint.url",
+)  # parts that count a URL of which they show a part
 LARGER_PART = "output.escalate.to"  # the parts of a cascade's larger model
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.endpoint import HEADER_TEXT
+from prefect_raybatch.job.secrets import hide_users
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.options import HiddenOptions
 
@@ -35,6 +36,11 @@ class EndpointSpec:
     price_in: float | None
     price_out: float | None
     batch: bool
+
+    @property
+    def shown_url(self) -> str:
+        """Return `url` for messages, with parts masked that look like tokens."""
+        return str(hide_users(self.url))
 
     @property
     def limited(self) -> bool:

@@ -19,12 +19,13 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from prefect_raybatch.api import plan_run
-from prefect_raybatch.api.sending import sendable
-from prefect_raybatch.compile.job import public_job
+from prefect_raybatch.api.sending import environment, sendable
+from prefect_raybatch.compile.job import model_request, public_job
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.errors import ConfigError, PlanMismatch, RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.secrets import MASK
+from prefect_raybatch.model.pinned import pin
 from prefect_raybatch.runs.run import run_store
 from prefect_raybatch.storage import S3Store, s3_silence
 
@@ -144,6 +145,52 @@ def test_what_signs_a_url_is_shown_and_kept_nowhere(tmp_path, monkeypatch):
         ConfigError, match=r"signature of the URL was masked .* with a credentials_block"
     ):
         BatchJob.from_dict(job.model_dump(mode="json"))
+
+
+TOKEN_URL = "https://h/deploy/{}EFGH12345678x/v1"
+
+
+def hosted(token: str = "PLANTEDkey0001") -> BatchJob:
+    """A cascade of two hosted models and a judge, all at servers with a token in the path."""
+    endpoint = {"url": TOKEN_URL.format(token), "model": "m", "key": "${KEY}"}
+    return make_job(
+        engine={"endpoint": endpoint},
+        output={
+            "uri": "out",
+            "schema_model": '{"type": "object", "properties": {"a": {"type": "string"}}}',
+            "escalate": {"to": {"endpoint": endpoint}, "when": {"fails_schema": True}},
+        },
+        quality={"judge": {"endpoint": endpoint, "prompt": "{answer}?"}},
+    )
+
+
+def test_a_token_in_the_path_to_a_hosted_model_counts_and_is_kept_nowhere():
+    job, other = hosted(), hosted("PLANTEDsecret0002")
+    kept = public_job(job)
+    url = "https://h/deploy/.../v1"
+    assert kept["engine"]["endpoint"] == {"url": url, "model": "m"}
+    assert kept["output"]["escalate"]["to"]["endpoint"]["url"] == url
+    assert kept["quality"]["judge"]["endpoint"]["url"] == url
+    assert public_job(BatchJob.from_dict(kept, "plan.json")) == kept
+    one, two = fingerprint(job, MODEL), fingerprint(other, MODEL)
+    assert one.fingerprint != two.fingerprint
+    assert one.parts["engine.endpoint.url"] == two.parts["engine.endpoint.url"] == url
+    pinned, moved = (pin(model_request(a_job.engine))["identity"] for a_job in (job, other))
+    assert pinned != moved and pinned.startswith(f"m@{url}#")
+    shown = [job.model_dump_json(), repr(job), json.dumps([kept, one.parts, pinned])]
+    assert found_in(" ".join(shown)) == []
+    with pytest.raises(ConfigError, match=r"url contains a key that was masked"):
+        BatchJob.from_dict(job.model_dump(mode="json"))
+
+
+def test_a_url_that_may_hold_a_token_is_not_sent_to_a_cluster_unless_it_holds_none(monkeypatch):
+    with pytest.raises(ConfigError, match=r"engine\.endpoint\.url may be a secret") as caught:
+        sendable(hosted())
+    assert found_in(str(caught.value)) == []
+    monkeypatch.setenv("RAYBATCH_SAFE_NAMES", "PLANTED*")
+    url = hosted().engine.endpoint.url
+    assert sendable(hosted())["engine"]["endpoint"] == {"url": url, "model": "m", "key": "${KEY}"}
+    assert environment(hosted(), "")["RAYBATCH_SAFE_NAMES"] == "PLANTED*"
 
 
 def test_a_password_behind_the_question_mark_of_a_database_is_refused():

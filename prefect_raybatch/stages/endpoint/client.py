@@ -176,7 +176,7 @@ class EndpointEngine:
             except httpx.HTTPError as error:
                 if attempt == MODEL_LIST_TRIES:
                     raise EndpointUnavailable(
-                        f"engine.endpoint.url: {self.spec.url} cannot be reached "
+                        f"engine.endpoint.url: {self.spec.shown_url} cannot be reached "
                         f"({type(error).__name__}: {error})"
                     ) from None
                 await asyncio.sleep(backoff(attempt))
@@ -186,7 +186,7 @@ class EndpointEngine:
             remedy = "the server redirects, which is not followed; write the address that it names"
         if remedy is not None:
             raise EndpointRefused(
-                f"engine.endpoint: {self.spec.url}/models answers {status}: {remedy}. The server "
+                f"engine.endpoint: {self.spec.shown_url}/models answers {status}: {remedy}. The server "
                 f"says: {_said(response)}"
             )
         names = _model_names(response)
@@ -385,7 +385,7 @@ class EndpointEngine:
         silent = self._loop.time() - max(self._answered_at, since)
         if silent > SERVER_OUTAGE:
             raise EndpointUnavailable(
-                f"engine.endpoint: {self.spec.url} has answered nothing for {silent / 60:.0f} "
+                f"engine.endpoint: {self.spec.shown_url} has answered nothing for {silent / 60:.0f} "
                 f"minutes ({problem})"
             )
 

@@ -222,8 +222,8 @@ class BatchEngine(EndpointEngine):
             if error.status not in NO_BATCH_API:
                 raise _refused(error) from None
             raise EndpointRefused(
-                f"engine.endpoint.batch: {self.spec.url} has no batch API "
-                f"({self.spec.url}/batches answers {error.status}). Remove batch to send single "
+                f"engine.endpoint.batch: {self.spec.shown_url} has no batch API "
+                f"({self.spec.shown_url}/batches answers {error.status}). Remove batch to send single "
                 "requests"
             ) from None
 
