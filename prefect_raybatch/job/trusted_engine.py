@@ -42,8 +42,7 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
                 "engine loads; set it on the cluster's nodes, or add it to engine_variables in "
                 f"{file}"
             )
-        pattern = VARIABLE_VALUES.get(name, VARIABLE_VALUE)
-        if not re.fullmatch(pattern, value) and not matches_any(name, policy.engine_variables):
+        if not may_have_value(name, value, policy):
             raise ConfigError(
                 f"engine.env: {name} may not contain a path, a URL or control characters in a job, "
                 "since a library may open what it names; correct it, or add the variable to "
@@ -57,6 +56,15 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
                 f"engine.{place} may name code, a file or a host, so a job may not set it; if you "
                 f"trust it, add {place} to engine_arguments in {file}"
             )
+
+
+def may_have_value(name: str, value: str, policy: JobPolicy) -> bool:
+    """Return whether a job may set environment variable `name`, which it may set, to `value`.
+
+    A path, a URL and control characters are allowed only if the policy names the variable.
+    """
+    pattern = VARIABLE_VALUES.get(name, VARIABLE_VALUE)
+    return bool(re.fullmatch(pattern, value)) or matches_any(name, policy.engine_variables)
 
 
 def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> Iterator[str]:

@@ -9,6 +9,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.ray_cluster import given_manifest
+from prefect_raybatch.job.trusted_engine import may_have_value
 from prefect_raybatch.job.trusted_places import Reach
 from prefect_raybatch.policy.allowed import (
     CLUSTER_FIELDS,
@@ -105,16 +106,22 @@ def _check_names(
             )
 
 
-def _check_variables(field: str, names: Iterable[str], policy: JobPolicy) -> None:
+def _check_variables(field: str, variables: Mapping[str, str], policy: JobPolicy) -> None:
     """Raise `ConfigError` for an environment variable that a job may not set on pods.
 
-    Such a variable could decide which code a process loads. Does nothing for a job that its owner
-    runs.
+    Such a variable, or a path in its value, could decide which code a process loads. Does nothing
+    for a job that its owner runs.
     """
-    for name in names:
-        if policy.limited and not policy.may_set_variable(name):
+    for name, value in variables.items() if policy.limited else ():
+        if not policy.may_set_variable(name):
             raise ConfigError(
                 f"{WHERE}.{field}: a job may not set {name}; put it into the image, or add it to "
+                f"engine_variables in the file of {POLICY_FILE}"
+            )
+        if not may_have_value(name, value, policy):
+            raise ConfigError(
+                f"{WHERE}.{field}: {name} may not contain a path, a URL or control characters in a "
+                "job, since a library may open what it names; correct it, or add the variable to "
                 f"engine_variables in the file of {POLICY_FILE}"
             )
 
@@ -182,7 +189,8 @@ def _check_container(container: Mapping[str, Any], place: str, policy: JobPolicy
         secret = _mapping(source.get("secretRef"), f"{place}.envFrom").get("name")
         _check_names(f"{place}.envFrom", [secret], limits.secrets, "secrets")
     for variable in _list(container.get("env"), f"{place}.env"):
-        _check_variables(f"{place}.env", [str(variable.get("name"))], policy)
+        given = {str(variable.get("name")): str(variable.get("value") or "")}
+        _check_variables(f"{place}.env", given, policy)
         source = _mapping(variable.get("valueFrom"), f"{place}.env")
         _check_fields(source, VARIABLE_SOURCES, f"{place}.env.valueFrom")
         reference = _mapping(source.get("secretKeyRef"), f"{place}.env.valueFrom")

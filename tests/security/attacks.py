@@ -662,6 +662,18 @@ ATTACKS = (
         policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
     ),
     _pods(
+        "a variable of pods with a path",
+        r"env: TZ may not contain a path",
+        {"image": "a", "env": {"TZ": "/tmp/planted"}},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2}},
+    ),
+    _pods(
+        "a variable of a manifest with a URL",
+        r"env: TZ may not contain a path, a URL",
+        {"manifest": manifest(container={"env": [{"name": "TZ", "value": "http://evil.com"}]})},
+        policy={**ALLOWED, "kubernetes": {"images": ["*"], "max_workers": 2, "manifest": True}},
+    ),
+    _pods(
         "a variable of a manifest",
         r"env: a job may not set RAYBATCH_POLICY",
         {"manifest": manifest(container={"env": [{"name": "RAYBATCH_POLICY", "value": "/tmp/a"}]})},
