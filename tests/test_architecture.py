@@ -25,7 +25,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     "errors",
     "words harmless exit_codes bounded cpu_limit installed proxies schemes uncollected",
-    "temporary_server",
+    "temporary_server yaml_text",
     "nvml",
     "demo",
     "policy",

@@ -19,9 +19,9 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import nearest, template_fields
 from prefect_raybatch.job.csv_options import Csv
 from prefect_raybatch.job.trust import check_trust
-from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.records import Unit
 from prefect_raybatch.model.pinned import DEMO
+from prefect_raybatch.yaml_text import visible_yaml
 
 if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory

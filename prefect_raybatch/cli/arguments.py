@@ -60,7 +60,7 @@ def kept_seconds(text: str | None) -> float:
 
 def field_changes(overrides: list[str] | None) -> dict[str, Any]:
     """Return the changes of `--set FIELD=VALUE` as {field: value}; values are YAML."""
-    from prefect_raybatch.job.yaml_text import read_yaml
+    from prefect_raybatch.yaml_text import read_yaml
 
     changes = {}
     for text in overrides or ():

@@ -48,7 +48,7 @@ from prefect_raybatch.job.sampling import Sampling
 from prefect_raybatch.job.secrets import CLEAR
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools
-from prefect_raybatch.job.yaml_text import NO_TEXT, YamlText
+from prefect_raybatch.yaml_text import NO_TEXT, YamlText
 
 JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"  # the dialect
 

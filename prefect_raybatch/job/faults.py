@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from prefect_raybatch.job.checks import nearest
 from prefect_raybatch.job.secrets import hide_users
-from prefect_raybatch.job.yaml_text import NO_TEXT, YamlText
+from prefect_raybatch.yaml_text import NO_TEXT, YamlText
 
 FieldPlace = tuple[int | str, ...]  # names of fields and numbers in lists, from the top
 HIDDEN = {"options", "env", "hf_token", "key"}  # fields whose values are not shown

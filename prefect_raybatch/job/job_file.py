@@ -12,7 +12,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
 
 if TYPE_CHECKING:
-    from prefect_raybatch.job.yaml_text import YamlText
+    from prefect_raybatch.yaml_text import YamlText
 
 MAX_JOB_BYTES = 4 << 20
 
@@ -23,7 +23,7 @@ def read_job_file(path: str | Path) -> YamlText:
     Raises `ConfigError` if it is missing, not YAML, not a mapping, or too large, or if it repeats a
     key.
     """
-    from prefect_raybatch.job.yaml_text import read_yaml
+    from prefect_raybatch.yaml_text import read_yaml
 
     try:
         if Path(path).stat().st_size > MAX_JOB_BYTES:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import yaml
-
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.policy.allowed import SECRETS
 from prefect_raybatch.policy.policy import ANY, MOST_WORKERS, JobPolicy, KubernetesLimits
 from prefect_raybatch.schemes import STORES
+from prefect_raybatch.yaml_text import read_yaml
 
 MAX_POLICY_BYTES = 1 << 20
 LISTS = (
@@ -33,14 +32,17 @@ def read_policy(path: str) -> JobPolicy:
         data = read_regular_file(path, MAX_POLICY_BYTES + 1)
         if len(data) > MAX_POLICY_BYTES:
             raise ConfigError(f"{path}: too large for a policy (over 1 MiB)")
-        value = yaml.safe_load(data.decode())
+        value = read_yaml(data.decode()).value
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: the policy cannot be read: {error}. Correct RAYBATCH_POLICY, or unset it for "
             "the strict default"
         ) from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply for a policy. Correct it") from None
+    except ValueError as error:
+        lines = str(error).split("\n")
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
     values = _mapping({} if value is None else value, path, FIELDS)
     folder = os.path.dirname(os.path.abspath(path))
     lists: dict[str, Any] = {

@@ -20,7 +20,6 @@ from prefect_raybatch.cluster import sizes as sized
 from prefect_raybatch.errors import ConfigError, RayBatchError
 from prefect_raybatch.harmless import visible
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
 from prefect_raybatch.ledger.precision import PrecisionTry
@@ -32,6 +31,7 @@ from prefect_raybatch.runs.precision import SampleBench
 from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.storage import Store
 from prefect_raybatch.words import counted
+from prefect_raybatch.yaml_text import visible_yaml
 
 if TYPE_CHECKING:
     from prefect_raybatch.cluster.pipeline import Pipeline

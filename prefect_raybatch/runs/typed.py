@@ -16,7 +16,7 @@ from prefect_raybatch.job.secrets import (
     safe_option,
 )
 from prefect_raybatch.job.variables import VARIABLE
-from prefect_raybatch.job.yaml_text import read_yaml
+from prefect_raybatch.yaml_text import read_yaml
 
 SECRET_GROUPS = FREE_ARGUMENTS.union(
     ("options", "env", "env_vars", "headers", "catalog", "client_kwargs")

@@ -15,7 +15,7 @@ from helpers.small import job_dict
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.job_file import read_job_file
-from prefect_raybatch.job.yaml_text import read_yaml
+from prefect_raybatch.yaml_text import read_yaml
 
 JOB = """\
 name: j

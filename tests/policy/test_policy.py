@@ -66,6 +66,9 @@ def test_each_field_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("kubernetes: {manifest: 'yes'}", "manifest: must be true or false"),
         ("[a]", "must be a mapping"),
         ("a: [", "not valid YAML"),
+        ("hosts: [a]\nread: [b]\nhosts: ['*']", "hosts: duplicate key in lines 1 and 3; remove"),
+        ("kubernetes: {images: [a], images: ['*']}", "kubernetes.images: duplicate key in lines 1"),
+        ("[" * 5000, "nested too deeply"),
     ],
 )
 def test_a_wrong_file_is_an_error_and_no_policy(

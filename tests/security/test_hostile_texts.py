@@ -33,7 +33,6 @@ from prefect_raybatch.flow import artifacts
 from prefect_raybatch.flow.page import live_rows
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable
 from prefect_raybatch.harmless import code_span, fenced, link, markdown_text, visible
-from prefect_raybatch.job.yaml_text import visible_yaml
 from prefect_raybatch.remote.logs import MarkedLines, parse
 from prefect_raybatch.report.html import history_html, html
 from prefect_raybatch.report.report import markdown, table_lines
@@ -41,6 +40,7 @@ from prefect_raybatch.report.run_history import history_markdown
 from prefect_raybatch.result.verify import Verdict
 from prefect_raybatch.stages.vllm.phases import START_PHASES
 from prefect_raybatch.words import change_texts
+from prefect_raybatch.yaml_text import visible_yaml
 
 DRAWS = True
 
