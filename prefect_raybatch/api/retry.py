@@ -158,7 +158,7 @@ def retry_request(
     check_schema_names(resolved.job.output.output_schema)
     schema = decode_schema(parent.plan.input_schema)
     spec = compile_job(resolved.job, schema.names)
-    planning.check_against_schema(spec, schema)
+    planning.check_against_schema(spec, schema, judge=None)  # retried rows are not judged
     check_targets_of(spec, schema, family.next_key, later=True)
     limited = _limits_failed_rows(parent, overrides, job)
     return RetryRequest(family, parent, child, resolved, selection, going, limited)

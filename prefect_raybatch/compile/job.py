@@ -19,7 +19,7 @@ from prefect_raybatch.job.early_stop import (
     may_continue_answer,
     may_stop_early,
 )
-from prefect_raybatch.job.edits import first_of, larger_of
+from prefect_raybatch.job.edits import first_of, judging_job, larger_of
 from prefect_raybatch.job.endpoint import HOSTED_BATCH_SHARDS, HOSTED_IMAGE_SHARDS, ModelEndpoint
 from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
@@ -151,6 +151,17 @@ def _compile_cascade(
     names = None if planned is None else replace(planned, names={})
     spec = compile_job(larger, columns, planned)
     return spec.of_cascade(cascade, compile_job(first, columns, names))
+
+
+def compile_judge(job: BatchJob) -> RunSpec | None:
+    """Return the spec of the run in which the judge's engines answer.
+
+    It reads and writes placeholders, since the rows to judge do not exist yet. Returns None for a
+    hosted judge, which has no engines, and for a job without a judge.
+    """
+    if job.quality.judge.model is None:
+        return None
+    return compile_job(judging_job(job, "rows.parquet", "runs"))
 
 
 def _model_name(engine: Engine) -> str:

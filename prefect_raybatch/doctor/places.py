@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from prefect_raybatch.compile.job import compile_job, model_request, read_spec
+from prefect_raybatch.compile.job import compile_job, compile_judge, model_request, read_spec
 from prefect_raybatch.doctor.check_result import CheckContext, CheckResult, failed, passed, warned
 from prefect_raybatch.errors import ConfigError, HubUnavailable, RayBatchError
 from prefect_raybatch.job.engine import Engine
@@ -129,7 +129,7 @@ def check_source(context: CheckContext) -> Iterator[CheckResult]:
     else:  # the first file with rows is enough here; the plan reads every footer
         found = source.inventory(replace(read, limit=1))
     spec = compile_job(job, found.schema.names)
-    planning.check_against_schema(spec, found.schema)
+    planning.check_against_schema(spec, found.schema, compile_judge(job))
     check_quality_columns(job.quality, job.output, answer_spec(spec), found.schema.names)
     columns = ", ".join(found.schema.names)
     yield passed("source", f"{found.format}, columns {columns[:200]}")

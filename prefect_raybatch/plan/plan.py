@@ -16,6 +16,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.checks import RESERVED
 from prefect_raybatch.job.escalate import ANSWERED_BY
+from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.sampling import UNWRITTEN
 from prefect_raybatch.job.vllm.engine_values import wrong_values
@@ -77,12 +78,18 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
     return work if each.max() > UNLIKE * each.min() else None
 
 
-def check_against_schema(spec: RunSpec, schema: pa.Schema) -> None:
+def check_against_schema(spec: RunSpec, schema: pa.Schema, judge: RunSpec | None) -> None:
     """Raise `ConfigError` if the job does not fit the input's columns, or can never succeed.
 
     Checks prompt and result columns, the size of result files and the settings for vLLM. The
-    message names the field and what to do. `spec` must be compiled for these columns.
+    message names the field and what to do. `spec` must be compiled for these columns. `judge` is
+    the result of `compile_judge`; None, too, if the run is not judged.
     """
+    if judge is not None:
+        try:
+            check_accepted_by_vllm(judge)
+        except ConfigError as error:
+            raise ConfigError(judge_fields(str(error))) from None
     names = list(schema.names)
     _check_writable(spec.output.layout.file_bytes, spec.sampling)
     check_accepted_by_vllm(spec)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import compile_job, read_spec
+from prefect_raybatch.compile.job import compile_job, compile_judge, read_spec
 from prefect_raybatch.compile.resolved import Resolved
 from prefect_raybatch.errors import ConfigError, InsufficientResources
 from prefect_raybatch.job.edits import judging_job
@@ -168,7 +168,7 @@ def _checked(resolved: Resolved, run_key: str | None, what_if: Capacity | None) 
     copied = source.needs_snapshot(read)
     found = source.peek(read) if copied else source.inventory(read)
     spec = compile_job(job, found.schema.names)
-    planning.check_against_schema(spec, found.schema)
+    planning.check_against_schema(spec, found.schema, compile_judge(job))
     names = found.schema.names
     golden = check_quality_columns(job.quality, job.output, answer_spec(spec), names)
     whole = None if copied else found

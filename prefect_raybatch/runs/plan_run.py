@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_raybatch.cluster import sizes as sized
-from prefect_raybatch.compile.job import cluster_spec, compile_job, public_job, read_spec
+from prefect_raybatch.compile.job import (
+    cluster_spec,
+    compile_job,
+    compile_judge,
+    public_job,
+    read_spec,
+)
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, HubUnavailable, SourceError
 from prefect_raybatch.job.edits import judging_job
@@ -110,7 +116,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     else:  # the first file with rows is enough here; the plan reads every footer
         schema = source.inventory(replace(read, limit=1)).schema
     spec = compile_job(job, schema.names)
-    planning.check_against_schema(spec, schema)
+    planning.check_against_schema(spec, schema, compile_judge(job))
     check_quality_columns(job.quality, job.output, answer_spec(spec), schema.names)
     check_targets_of(spec, schema, later=True)
     return resolved
@@ -280,9 +286,9 @@ def _write_plan(
 
     taken = _taken_input(resolved, ledger.store, dataset)
     found = taken.found
-    spec = compile_job(resolved.job, found.schema.names)
-    planning.check_against_schema(spec, found.schema)
     job = resolved.job
+    spec = compile_job(job, found.schema.names)
+    planning.check_against_schema(spec, found.schema, compile_judge(job))
     check_quality_columns(job.quality, job.output, answer_spec(spec), found.schema.names)
     if warning := judge_warning(job.quality, job.engine, job.output.escalate.engine):
         log.warning("%s", warning)

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from prefect_raybatch.compile.job import (
     compile_job,
+    compile_judge,
     finish_spec,
     model_request,
     prompt_spec,
@@ -111,7 +112,7 @@ def new_plan_of(
 
 def check_columns(job: BatchJob, schema: pa.Schema) -> None:
     """Raise `ConfigError` where a job does not fit an input with that schema."""
-    check_against_schema(compile_job(job, schema.names), schema)
+    check_against_schema(compile_job(job, schema.names), schema, compile_judge(job))
 
 
 def reads(**fields: Any) -> ReadSpec:

@@ -35,6 +35,8 @@ from prefect_raybatch.api import (
 )
 from prefect_raybatch.compile.job import public_job
 from prefect_raybatch.compile.resolved import resolve
+from prefect_raybatch.doctor.check_result import CheckContext
+from prefect_raybatch.doctor.places import check_source
 from prefect_raybatch.driver.driver import Progress
 from prefect_raybatch.driver.heartbeat import Listener
 from prefect_raybatch.errors import (
@@ -582,6 +584,32 @@ def test_a_judge_that_does_not_exist_is_found_before_any_row_is_answered(tmp_pat
     judge = {"endpoint": {}, "model": "demo", "engine": {"tensor_parallel_size": 4}}
     with pytest.raises(ConfigError, match=r"4 GPUs .*on one node"):
         plan_run(job_of(tmp_path, server, judge, cluster=kubernetes), "night")
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [
+        ({"max_num_seqs": 50, "max_num_batched_tokens": 10}, r"max_num_batched_tokens \(10\) must"),
+        (
+            {"structured_outputs_config": {"backend": "lm-format-enforcer"}},
+            r"structured_outputs_config: .*cannot load the backend",
+        ),
+        ({"dtype": "flot16"}, r"dtype: must be .*flot16"),
+    ],
+)
+def test_a_judge_whose_engine_cannot_start_is_found_before_any_row_is_answered(
+    tmp_path, server, engine, fault
+):
+    job = job_of(tmp_path, server, {"endpoint": {}, "model": "demo", "engine": engine})
+    for check in (
+        dry_run,
+        partial(plan_run, run_key="night"),
+        lambda job: precheck_resolved(resolve(job), open_store(str(tmp_path / "out/night"))),
+        lambda job: list(check_source(CheckContext(job))),
+    ):
+        with pytest.raises(ConfigError, match=rf"^quality\.judge\.engine\.{fault}"):
+            check(job)
+    assert not list((tmp_path / "out").rglob("plan.json"))
 
 
 def test_a_hosted_judge_that_its_server_lacks_is_found_before_any_row_is_answered(tmp_path):
