@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
@@ -17,12 +16,12 @@ from prefect_raybatch.distill.classifier import (
     classifier_identity,
     read_file,
 )
-from prefect_raybatch.errors import ConfigError, HubUnavailable
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
 from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
 from prefect_raybatch.job.edits import first_of, larger_of, with_answer_schema, with_template_text
-from prefect_raybatch.job.escalate import larger_fields
+from prefect_raybatch.job.escalate import larger_named
 from prefect_raybatch.job.functions import source_digest
 from prefect_raybatch.job.openai_batch import BATCH_FORMAT, REQUEST_FORM, REQUEST_FUNCTIONS
 from prefect_raybatch.job.own_code.loading import shown_name
@@ -131,7 +130,7 @@ class Resolved:
         if all(one.pinned_model is not None for one in both):
             return self
         first = None if self.first is None else self.first.pinned()
-        with _larger_named(self.job):
+        with larger_named(self.first is not None):
             model = models.pin(self.request)
         found = replace(self, pinned_model=model, first=first)
         found.check_encoder()
@@ -159,23 +158,9 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
         return job.retrying(retry) if retry is not None else job
     check_trust(job)
     job = with_answer_schema(job)
-    with _larger_named(job):
+    with larger_named(job.output.escalate.engine is not None):
         model = _folder_model(model_request(larger_of(job).engine))
     return Resolved.of(job, model, retry)
-
-
-@contextmanager
-def _larger_named(job: BatchJob) -> Iterator[None]:
-    """In a cascade, rename engine.X to output.escalate.to.X in an error from the block.
-
-    The block works on the larger model, whose fields the job sets under that name.
-    """
-    try:
-        yield
-    except (ConfigError, HubUnavailable) as error:
-        if job.output.escalate.engine is not None:
-            error.args = (larger_fields(str(error)),)
-        raise
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:

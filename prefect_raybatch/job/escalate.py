@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError, model_validator
 
+from prefect_raybatch.errors import ConfigError, HubUnavailable
 from prefect_raybatch.job.engine import Engine, precision_tries
 from prefect_raybatch.job.faults import explain
 from prefect_raybatch.job.group import Group, field, field_check
@@ -186,6 +188,17 @@ def first_changes(job: Mapping[str, Any]) -> dict[str, object]:
 def larger_fields(error: str) -> str:
     """Return an error about the larger model, with output.escalate.to.X in place of engine.X."""
     return re.sub(r"(?<![\w.])engine\.", "output.escalate.to.", error)
+
+
+@contextmanager
+def larger_named(is_larger: bool) -> Iterator[None]:
+    """If `is_larger`, the block checks the larger model: rewrite its errors by `larger_fields`."""
+    try:
+        yield
+    except (ConfigError, HubUnavailable) as error:
+        if is_larger:
+            error.args = (larger_fields(str(error)),)
+        raise
 
 
 def larger_changes(output: Mapping[str, Any]) -> dict[str, object]:

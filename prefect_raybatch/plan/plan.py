@@ -15,7 +15,7 @@ import numpy as np
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.checks import RESERVED
-from prefect_raybatch.job.escalate import ANSWERED_BY
+from prefect_raybatch.job.escalate import ANSWERED_BY, larger_named
 from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES
 from prefect_raybatch.job.sampling import UNWRITTEN
@@ -83,13 +83,22 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema, judge: RunSpec | None
 
     Checks prompt and result columns, the size of result files and the settings for vLLM. The
     message names the field and what to do. `spec` must be compiled for these columns. `judge` is
-    the result of `compile_judge`; None, too, if the run is not judged.
+    the result of `compile_judge`; None, too, if the run is not judged. In a cascade, both models
+    are checked.
     """
     if judge is not None:
         try:
             check_accepted_by_vllm(judge)
         except ConfigError as error:
             raise ConfigError(judge_fields(str(error))) from None
+    if spec.first is not None:
+        check_against_schema(spec.first, schema, judge=None)
+    with larger_named(spec.first is not None):
+        _check_own_model(spec, schema)
+
+
+def _check_own_model(spec: RunSpec, schema: pa.Schema) -> None:
+    """Check a run as `check_against_schema` does, without a cascade's first model and the judge."""
     names = list(schema.names)
     _check_writable(spec.output.layout.file_bytes, spec.sampling)
     check_accepted_by_vllm(spec)

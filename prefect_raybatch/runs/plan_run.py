@@ -21,6 +21,7 @@ from prefect_raybatch.compile.job import (
 from prefect_raybatch.compile.resolved import Resolved, resolve
 from prefect_raybatch.errors import ConfigError, HubUnavailable, SourceError
 from prefect_raybatch.job.edits import judging_job
+from prefect_raybatch.job.escalate import larger_named
 from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.ray_cluster import check_made_cluster
 from prefect_raybatch.ledger import increments
@@ -215,9 +216,10 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
     if endpoint is not None:  # its server is asked when an engine starts
         endpoint.api_key()
         return
-    model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
-    chat_template.check_template(spec.prompt, spec.engine.model, model)
-    check_labels(spec.sampling.labels, spec.engine.model, model)
+    with larger_named(spec.first is not None):
+        model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
+        chat_template.check_template(spec.prompt, spec.engine.model, model)
+        check_labels(spec.sampling.labels, spec.engine.model, model)
 
 
 def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = True) -> None:

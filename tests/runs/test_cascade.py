@@ -726,6 +726,34 @@ def test_a_larger_model_that_is_missing_is_named_as_the_job_names_it(server, tmp
         dry_run(job_of(server, tmp_path, escalate={"to": to}))
 
 
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ({"engine": {"device": "cpu", "dtype": "flot16"}}, r"engine\.dtype: .*flot16"),
+        (
+            {"escalate": {"to": {"model": "demo", "dtype": "flot16"}}},
+            r"output\.escalate\.to\.dtype: .*flot16",
+        ),
+        (
+            {"escalate": {"to": {"model": "demo", "max_model_len": 9999}}},
+            r"output\.escalate\.to\.max_model_len: 9,999 is more",
+        ),
+    ],
+)
+def test_a_model_of_a_cascade_whose_engine_cannot_start_is_found_before_any_row_is_answered(
+    server, tmp_path, groups, fault
+):
+    job = job_of(server, tmp_path, **groups)
+    for check in (
+        dry_run,
+        lambda job: plan_run(job, "night"),
+        lambda job: precheck_resolved(resolve(job), open_store(str(tmp_path / "out/night"))),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{fault}"):
+            check(job)
+    assert not list((tmp_path / "out").rglob("plan.json"))
+
+
 def test_a_larger_model_that_its_server_lacks_is_found_before_any_row_is_answered(tmp_path):
     field = r"^output\.escalate\.to\.endpoint\.model: the server has no model 'large'; use .*other"
     with openai_server(models=("other",)) as server, pytest.raises(EndpointRefused, match=field):
