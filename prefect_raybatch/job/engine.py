@@ -81,7 +81,7 @@ class Engine(Group):
         None,
         title="Tokens per step",
         text="Maximum number of tokens in one engine step. Default: 16384 on a GPU "
-        "(less if memory is short), 4096 on a CPU.",
+        "(less if memory is short), 4096 on a CPU; at least max_num_seqs.",
         gt=0,
     )
     batch_size: int = field(

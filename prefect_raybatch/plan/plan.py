@@ -36,7 +36,7 @@ from prefect_raybatch.ledger.plan_tables import (
 from prefect_raybatch.ledger.records import QUARANTINE, InputFile, JsonObject, Plan, digest
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.sizing.shards import choose_rows_per_shard
-from prefect_raybatch.sizing.sizes import expected_engines
+from prefect_raybatch.sizing.sizes import check_step, expected_engines
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import PromptSpec, SamplingSpec
 from prefect_raybatch.spec.result import FinishSpec, ParsingSpec
@@ -138,8 +138,7 @@ def check_accepted_by_vllm(spec: RunSpec) -> None:
     engine, sampling = spec.engine.model.vllm_arguments, spec.sampling
     if (wrong := wrong_values(engine)) is not None:
         raise ConfigError(wrong)
-    if not spec.engine.model.pools:
-        _check_step(spec.sizes)
+    check_step(spec.sizes, spec.sizes.context)
     if sampling.fields.get("thinking_token_budget") is not None:
         _check_thinking(spec.finish.parsing, engine)
     form, forms = sampling.form, engine.get("structured_outputs_config")
@@ -154,15 +153,6 @@ def check_accepted_by_vllm(spec: RunSpec) -> None:
         check_labels_enforced(sampling.choices, where, forms)
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from None
-
-
-def _check_step(sizes: SizeSpec) -> None:
-    sequences, step = sizes.max_num_seqs, sizes.max_num_batched_tokens
-    if step is not None and sequences is not None and sequences > step:
-        raise ConfigError(
-            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_num_seqs "
-            f"({sequences:,}). Raise the one, or lower the other"
-        )
 
 
 def _check_thinking(parsing: ParsingSpec | None, engine: JsonObject) -> None:

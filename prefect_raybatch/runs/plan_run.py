@@ -31,6 +31,7 @@ from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.model import check as model_check
+from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.pinned import PinnedModel
 from prefect_raybatch.plan import image_bytes
 from prefect_raybatch.plan import plan as planning
@@ -46,7 +47,7 @@ from prefect_raybatch.runs.quality import AnswerSpec, check_quality_columns, jud
 from prefect_raybatch.runs.run import Run, run_of, user_at_host
 from prefect_raybatch.schemes import with_account
 from prefect_raybatch.sizing.agreement import trial_rows
-from prefect_raybatch.sizing.sizes import assumed
+from prefect_raybatch.sizing.sizes import assumed, check_step
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
@@ -220,6 +221,8 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
         model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
         chat_template.check_template(spec.prompt, spec.engine.model, model)
         check_labels(spec.sampling.labels, spec.engine.model, model)
+        if spec.sizes.takes_whole_prompts and not spec.engine.model.context_auto:
+            check_step(spec.sizes, spec.sizes.context or models.own_length(model))
 
 
 def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = True) -> None:
@@ -248,12 +251,15 @@ def length_of_spec(
     """Return `measured` with the `max_model_len` that `auto` resolves to.
 
     This is the measured length or, in a run that reuses answers, the earlier run's if it is larger.
+    Raises `ConfigError` if the job sets too few tokens per step for it.
     """
-    if not spec.reuse.keeps:
-        return measured
-    from prefect_raybatch.runs.reusable_runs import with_reused_context
+    if spec.reuse.keeps:
+        from prefect_raybatch.runs.reusable_runs import with_reused_context
 
-    return with_reused_context(spec.reuse.run, spec.output, spec.name, run_key, measured)
+        reused = spec.reuse.run
+        measured = with_reused_context(reused, spec.output, spec.name, run_key, measured)
+    check_step(spec.sizes, measured.max_model_len)
+    return measured
 
 
 def begin_run(

@@ -65,6 +65,19 @@ def _precision(tries: Sequence[Mapping[str, str]], least: float) -> list[Figure]
     return [Figure("precision", f"fp8 {' and '.join(tries[0])}, or as stored", why)]
 
 
+def _step_why(spec: SizeSpec, device: str, arguments: EngineArguments) -> str:
+    """Return the reason for the number of tokens per engine step."""
+    step, usual = arguments.max_num_batched_tokens, BATCHED[device][0]
+    if spec.max_num_batched_tokens:
+        return "engine.max_num_batched_tokens"
+    if step > usual and step == arguments.max_num_seqs:
+        return "engine.max_num_seqs, since each takes a token of a step"
+    if step > usual:
+        return "the context length, since engine.enable_chunked_prefill is false"
+    fewer = ", fewer if they would leave too little KV cache" if step < usual else ""
+    return f"{usual} on a {device.upper()}{fewer}"
+
+
 def _engine_figures(
     spec: SizeSpec,
     request: ModelRequest,
@@ -94,15 +107,10 @@ def _engine_figures(
             Figure("engines a GPU", str(pool.engines_per_gpu), pool.packing_why),
         ]
     batched, seqs = arguments.max_num_batched_tokens, arguments.max_num_seqs
-    step = f"{BATCHED[pool.device][0]} on a {pool.device.upper()}"
-    if batched != BATCHED[pool.device][0]:
-        step += ", fewer if they would leave too little KV cache"
-    if spec.max_num_batched_tokens:
-        step = "engine.max_num_batched_tokens"
     shown += [
         Figure("engines", _span((pool.fewest, pool.engines)), "replicas * engines a GPU"),
         Figure("max_num_seqs", str(seqs), size.sequences_why),
-        Figure("max_num_batched_tokens", str(batched), step),
+        Figure("max_num_batched_tokens", str(batched), _step_why(spec, pool.device, arguments)),
         Figure(
             "max_model_len",
             str(size.length or "the model's"),

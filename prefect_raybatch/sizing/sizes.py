@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.ray_cluster import PodGroup
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.model.arguments import EngineArguments
@@ -290,7 +291,7 @@ def choose_pool(
             gpu=gpu,
             cpus_a_gpu=capacity.cpus_a_gpu,
             cpus_an_engine=spec.cpus,
-            arguments=_asked(spec, device),
+            arguments=_asked(spec, device, length),
             row=row,
             length=length,
             pools=spec.pools,
@@ -339,16 +340,45 @@ def max_model_copies(spec: SizeSpec, capacity: Capacity) -> int:
     return sum(int(gpus // each) for gpus in nodes)
 
 
-def _asked(spec: SizeSpec, device: str) -> EngineArguments:
+def _asked(spec: SizeSpec, device: str, length: int | None) -> EngineArguments:
     """Return the job's engine arguments, with defaults that `_engine_sizes` may still change."""
+    step = max(BATCHED[device][0], least_step(spec, length))
     return EngineArguments(
         tensor_parallel_size=spec.tensor,
         pipeline_parallel_size=spec.pipeline,
         max_num_seqs=spec.max_num_seqs or SEQUENCES,
-        max_num_batched_tokens=spec.max_num_batched_tokens or BATCHED[device][0],
+        max_num_batched_tokens=spec.max_num_batched_tokens or step,
         max_model_len=spec.context,
         more=spec.vllm_arguments,
     )
+
+
+def least_step(spec: SizeSpec, length: int | None) -> int:
+    """Return the fewest tokens per engine step with which vLLM starts.
+
+    Each sequence takes a token of a step. Without chunked prefill, a step must hold a prompt of the
+    context length `length` (None if it is unknown).
+    """
+    whole = length if spec.takes_whole_prompts else None
+    return max(spec.max_num_seqs or 1, whole or 1)
+
+
+def check_step(spec: SizeSpec, length: int | None) -> None:
+    """Raise `ConfigError` if the job sets fewer tokens per step than `least_step`."""
+    step, sequences = spec.max_num_batched_tokens, spec.max_num_seqs or 1
+    if step is None:
+        return
+    if step < sequences:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_num_seqs "
+            f"({sequences:,}). Raise the one, or lower the other"
+        )
+    if step < least_step(spec, length):
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({step:,}) must be at least the context length "
+            f"({length:,}), since engine.enable_chunked_prefill is false. Raise it, lower "
+            "engine.max_model_len, or remove enable_chunked_prefill"
+        )
 
 
 # --- all sizes ----------------------------------------------------------------------------------
@@ -442,7 +472,7 @@ def _engine_sizes(
     pool: Pool,
 ) -> _EngineSizes:
     """Return the sizes of one engine; raise the errors of `sizes_of`."""
-    arguments, fit = _asked(spec, pool.device), None
+    arguments, fit = _asked(spec, pool.device, length), None
     if pool.device == "gpu" and model and pool.gpu_bytes:
         fit = Fit(model, arguments, pool.gpu_bytes, length or 0)
     seqs, why = packing.choose_max_num_seqs(
@@ -471,7 +501,7 @@ def _sizes_in_memory(
         share = packed(fit.model, arguments, pool.gpu_bytes, pool.engines_per_gpu)
     else:
         if not spec.max_num_batched_tokens:
-            batched = step_tokens(fit, row, BATCHED["gpu"])
+            batched = max(step_tokens(fit, row, BATCHED["gpu"]), least_step(spec, fit.length))
             fit = fit.with_arguments(max_num_batched_tokens=batched)
         warnings = cramped(fit, row)
         arguments = fit.arguments

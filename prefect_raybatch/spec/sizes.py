@@ -69,6 +69,11 @@ class SizeSpec:
     def gpus_per_replica(self) -> int:
         return self.tensor * self.pipeline
 
+    @property
+    def takes_whole_prompts(self) -> bool:
+        """True if a step must hold a whole prompt (`engine.enable_chunked_prefill: false`)."""
+        return self.vllm_arguments.get("enable_chunked_prefill") in (False, 0)
+
     def device_for(self, gpus: float) -> Literal["gpu", "cpu"]:
         """Return the device of the engines in a cluster of `gpus` GPUs."""
         if self.device != "auto":

@@ -174,7 +174,8 @@ def engine_launch(
     if task is not None:
         arguments = task.engine_arguments(arguments, request.vllm_arguments)
     arguments |= adapters.arguments(model.get("adapters") or {}, request.vllm_arguments)
-    if cpu and task is None and request.endpoint is None:
+    is_whole = cpu or spec.sizes.takes_whole_prompts
+    if is_whole and task is None and request.endpoint is None:
         given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.vllm_arguments}
         rows_may = spec.prompt.function is not None
         arguments = with_whole_prompts(

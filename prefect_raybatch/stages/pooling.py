@@ -42,8 +42,8 @@ class Pooling:
     """A pooling task, such as embed or score: its request fields and its model's properties.
 
     `fields` go to vLLM with each row. `encodes`: the model is an encoder, which processes a prompt
-    in one step, so that a step must have room for `longest` tokens (0: no minimum). `labels` are
-    the model's labels, if it classifies.
+    in one step. Then, or without chunked prefill, a step must have room for `longest` tokens (0: no
+    minimum). `labels` are the model's labels, if it classifies.
     """
 
     task: str
@@ -68,7 +68,8 @@ class Pooling:
             texts = Texts.PAIR if asked == "classify" else Texts.SEPARATE
         encodes = _encodes(model, config)
         longest = 0
-        if encodes and not spec.sizes.max_num_batched_tokens:
+        is_whole = encodes or spec.sizes.takes_whole_prompts
+        if is_whole and not spec.sizes.max_num_batched_tokens:
             longest = model.context or own_context(config) or 0
         return cls(
             task=model.task,

@@ -1,4 +1,4 @@
-"""Makes an engine on a CPU process a whole prompt in one step if answers are sampled with a seed.
+"""Makes an engine process a whole prompt in one step, if the job or a seed on a CPU needs it.
 
 vLLM processes a prompt in parts if it does not fit into a step. It samples after each part, drops
 the sample, and resets the row's random number generator. On a CPU, PyTorch's generators cannot be
@@ -30,20 +30,21 @@ def with_whole_prompts(
     rows_may: bool,
     length: Callable[[], int | None],
 ) -> dict[str, Any]:
-    """Return vLLM's `arguments` for an engine on a CPU, changed so that seeds do not crash it.
+    """Return vLLM's `arguments`, changed so that seeds do not crash an engine on a CPU.
 
-    If answers are sampled with a seed, no prompt is processed in parts, and a step has room for the
-    longest prompt.
+    If answers are sampled with a seed, or the job switches chunked prefill off, no prompt is
+    processed in parts, and a step has room for the longest prompt. Do not call it for a GPU unless
+    the job switches chunked prefill off.
 
     `given` has the arguments that the job sets, `sampling` the job's sampling fields. `rows_may`: a
     row may set a seed itself. If only rows may, the step is not enlarged, and prompts are processed
     whole only if the longest one fits into it. `length` returns how many tokens the model takes
-    (None if unknown: nothing is changed); it is called only if seeds are possible.
+    (None if unknown: nothing is changed); it is called only if prompts may have to be whole.
 
     Raises `ConfigError` if the job sets an argument with which the engine would crash.
     """
     made = dict(arguments)
-    certain = _seeded(sampling)
+    certain = _seeded(sampling) or given.get(IN_PARTS) in (False, 0)
     context = length() if certain or rows_may else None
     if context is None:
         return made

@@ -730,8 +730,18 @@ def test_a_step_that_holds_fewer_tokens_than_there_are_sequences():
         ConfigError, match=r"engine\.max_num_batched_tokens \(63\) must be at least"
     ):
         check_columns(make_job(engine=engine), SCHEMA)
+    with pytest.raises(ConfigError, match="must be at least"):
+        check_columns(make_job(engine={**engine, "task": "embed"}), SCHEMA)
     check_columns(make_job(engine={**engine, "max_num_seqs": 63}), SCHEMA)
     check_columns(make_job(engine={**engine, "max_num_seqs": "auto"}), SCHEMA)
+
+
+def test_a_step_that_holds_no_whole_prompt_where_prompts_are_not_processed_in_parts():
+    engine = {"max_model_len": 4096, "max_num_batched_tokens": 4095}
+    with pytest.raises(ConfigError, match=r"engine\.max_num_batched_tokens \(4,095\) .*\(4,096\)"):
+        check_columns(make_job(engine={**engine, "enable_chunked_prefill": False}), SCHEMA)
+    check_columns(make_job(engine={**engine, "enable_chunked_prefill": True}), SCHEMA)
+    check_columns(make_job(engine=engine), SCHEMA)
 
 
 @pytest.mark.parametrize(

@@ -668,6 +668,37 @@ def test_a_step_has_fewer_tokens_where_memory_is_short(kind, engine, tokens):
     assert found.arguments.max_num_batched_tokens == tokens
 
 
+WHOLE = {"enable_chunked_prefill": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "capacity", "engine", "tokens", "why"),
+    [
+        (LLAMA_8B, "H200", {"max_num_seqs": 20_000}, 20_000, "engine.max_num_seqs"),
+        (None, "H200", {"max_num_seqs": 20_000}, 20_000, "engine.max_num_seqs"),
+        (LLAMA_8B, "L4", {"max_num_seqs": 9000}, 9000, "fewer if"),
+        (LLAMA_8B, "H200", {"max_num_seqs": 9000, "engines_per_gpu": 2}, 16384, "16384 on a GPU"),
+        (None, None, {"max_num_seqs": 5000}, 5000, "engine.max_num_seqs"),
+        (LLAMA_8B, "H200", {**WHOLE, "max_model_len": 32_768}, 32_768, "enable_chunked_prefill"),
+        (None, None, {**WHOLE, "max_model_len": 8192}, 8192, "enable_chunked_prefill"),
+        (None, None, {**WHOLE, "max_model_len": 64}, 4096, "4096 on a CPU"),
+        (
+            {**LLAMA_8B, "max_position_embeddings": 32_768},
+            "H200",
+            WHOLE,
+            32_768,
+            "enable_chunked_prefill",
+        ),
+    ],
+)
+def test_a_step_is_never_so_small_that_vllm_refuses_it(config, capacity, engine, tokens, why):
+    have = imagined(capacity, 1, 16) if capacity else NO_GPU
+    assert sized(config, have, **engine).arguments.max_num_batched_tokens == tokens
+    model = describe(config, {}) if config else None
+    value, reason = shown(make_job(engine=engine), have, model)["max_num_batched_tokens"]
+    assert value == str(tokens) and why in reason
+
+
 def test_a_step_counts_what_layers_with_a_window_keep_of_long_rows():
     row, steps = cost.Tokens(0, 8000, 0, ""), (16384, 8192)
     arguments = EngineArguments(max_num_seqs=16, max_num_batched_tokens=16384)

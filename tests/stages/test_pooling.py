@@ -254,3 +254,7 @@ def test_an_encoder_takes_a_prompt_in_one_step_and_caches_nothing(folder):
         decoder = Stages(folder, {"architectures": [name]}, prompt=ONE, engine={"task": "score"})
         assert decoder.task is not None
         assert decoder.task.engine_arguments(sized, ()) == {**sized, "runner": "pooling"}
+    engine = {"task": "score", "max_model_len": 32, "enable_chunked_prefill": False}
+    whole = Stages(folder, {"architectures": ["LlamaModel"]}, prompt=ONE, engine=engine)
+    assert whole.task is not None
+    assert whole.task.engine_arguments(sized, ())["max_num_batched_tokens"] == 32

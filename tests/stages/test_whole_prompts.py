@@ -77,6 +77,14 @@ def test_a_job_without_a_length_has_the_models():
     assert "enable_chunked_prefill" not in greedy.arguments
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_step_has_room_for_the_longest_prompt_if_the_job_wants_prompts_whole(monkeypatch, device):
+    monkeypatch.setattr(models, "own_length", lambda model: 20_000)
+    engine = {"model": "demo", "device": device, "enable_chunked_prefill": False}
+    found = spec_of(engine=engine).arguments
+    assert (found["enable_chunked_prefill"], found["max_num_batched_tokens"]) == (False, 20_000)
+
+
 @needs_vllm
 @pytest.mark.whole
 def test_real_vllm_draws_by_seed_what_does_not_fit_a_step(monkeypatch):

@@ -1,0 +1,39 @@
+"""Tokens per engine step that vLLM refuses are found when a run is planned."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import make_job
+
+from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault"),
+    [
+        ({}, r"\(10\) must be at least the context length \(2,048\)"),  # the model's own
+        ({"max_model_len": "auto"}, r"\(10\) must be at least the context length"),
+        ({"max_model_len": 64}, r"\(10\) must be at least the context length \(64\)"),
+    ],
+)
+def test_a_step_too_small_for_a_whole_prompt(
+    tmp_path: Path, engine: dict[str, Any], fault: str
+) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("Company\n" + "Acme\n" * 60)
+
+    step = {"model": "demo", "enable_chunked_prefill": False, "max_num_batched_tokens": 10}
+    job = make_job(
+        source={"uri": str(path)},
+        engine={**step, **engine},
+        output={"uri": str(tmp_path / "out")},
+    )
+    for plan in (dry_run, partial(plan_run, run_key="night")):
+        with pytest.raises(ConfigError, match=rf"^engine\.max_num_batched_tokens {fault}"):
+            plan(job)
+    assert not list((tmp_path / "out").rglob("plan.json"))
