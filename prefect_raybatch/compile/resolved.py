@@ -19,7 +19,7 @@ from prefect_raybatch.distill.classifier import (
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import is_web
-from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS
+from prefect_raybatch.job.counted_fields import FINGERPRINTED, FREE_ENGINE_ARGUMENTS, counted_env
 from prefect_raybatch.job.edits import first_of, larger_of, with_answer_schema, with_template_text
 from prefect_raybatch.job.escalate import larger_named
 from prefect_raybatch.job.functions import source_digest
@@ -187,9 +187,6 @@ def _classifier(job: BatchJob, identity: Identity) -> tuple[bytes | None, Traini
     return data, training
 
 
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
-
-
 def _uris(job: BatchJob) -> list[str]:
     return [unsigned(uri) if is_web(uri) else uri for uri in job.source.uris]
 
@@ -330,6 +327,4 @@ def answer_fields(job: BatchJob) -> dict[str, Any]:
         for name in FINGERPRINTED
         if name not in BY_CONTENT and (name not in COUNTED_WHEN or COUNTED_WHEN[name](job))
     }
-    if job.engine.env.get(BATCH_INVARIANT, "0") not in ("", "0"):
-        parts[f"engine.env.{BATCH_INVARIANT}"] = job.engine.env[BATCH_INVARIANT]
-    return parts
+    return parts | counted_env(job.engine.env)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # Every job field is in exactly one of these two tables (a test proves it). The first decide what
 # the answers are; the second only how, where or how fast they are made.
 FINGERPRINTED = {
@@ -149,3 +151,12 @@ FREE_ENGINE_ARGUMENTS = frozenset(  # vLLM arguments that change speed or memory
         "stream_interval",
     )
 )
+
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # other kernels, whose answers differ in the last bits
+
+
+def counted_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `engine.env` that change answers, as {"engine.env.NAME": value}."""
+    value = env.get(BATCH_INVARIANT, "0")
+    return {} if value in ("", "0") else {f"engine.env.{BATCH_INVARIANT}": value}

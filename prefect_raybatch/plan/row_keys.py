@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.errors import ConfigError, SourceError, StoreUnavailable
-from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS
+from prefect_raybatch.job.counted_fields import FREE_ENGINE_ARGUMENTS, counted_env
 from prefect_raybatch.job.engine import TRY_FP8
 from prefect_raybatch.job.secrets import hide_argument
 from prefect_raybatch.ledger.records import JsonObject, Unit
@@ -315,4 +315,4 @@ def _context(spec: RunSpec, model: PinnedModel) -> JsonObject:
         parts["special_tokens"] = True  # vLLM detokenized, and kept the tokens that parsers need
     if adapters.named(request):
         parts["adapters"] = True  # such an engine also computes differently without one
-    return parts
+    return parts | counted_env(request.env)

@@ -24,6 +24,7 @@ def context(job: BatchJob, **model: Any) -> str:
         {"engine": {"max_model_len": 64}},
         {"engine": {"dtype": "float16"}},
         {"engine": {"quantization": "fp8"}},
+        {"engine": {"env": {"VLLM_BATCH_INVARIANT": "1"}}},
         {"prompt": {"template": "What is {Company}?", "on_too_long": "truncate_left"}},
         {"prompt": {"template": "What is {Company}?", "prefill": "It is"}},
         {"prompt": {"template": "What is {Company}?", "special_tokens_in_rows": "allow"}},
@@ -46,6 +47,7 @@ def test_what_changes_an_answer_is_in_it(groups: dict[str, Any]) -> None:
         {"prompt": {"template": "What is {Company}?", "system": "Be short."}},  # so is this
         {"engine": {"gpu_memory_utilization": 0.5, "max_num_seqs": 8, "batch_size": 9}},
         {"engine": {"order": "input", "device": "cpu", "replicas": 2}},
+        {"engine": {"env": {"VLLM_BATCH_INVARIANT": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}}},
         {"output": {"uri": "out", "column": "said", "extras": ["prompt_tokens"]}},
         {"output": {"uri": "out", "on_cut_off": "fail", "columns": []}},
         {"output": {"uri": "out", "tool_parser": "hermes"}},
