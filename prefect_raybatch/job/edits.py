@@ -170,8 +170,8 @@ def _endpoint_of_block(
     own = {name: value for name, value in own.items() if value is not None}
     if own.get("url", fields["url"]) != fields["url"]:
         raise ConfigError(
-            f"{where}.url: the block {endpoint.block} is for {hide_users(fields['url'])} and its key "
-            "goes nowhere else; remove url, or remove block"
+            f"{where}.url: the block {endpoint.block} is for {hide_users(fields['url'])} and its "
+            "key goes nowhere else; remove url, or remove block"
         )
     return ModelEndpoint.model_validate({**fields, **own})
 

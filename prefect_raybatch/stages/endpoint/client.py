@@ -186,8 +186,8 @@ class EndpointEngine:
             remedy = "the server redirects, which is not followed; write the address that it names"
         if remedy is not None:
             raise EndpointRefused(
-                f"engine.endpoint: {self.spec.shown_url}/models answers {status}: {remedy}. The server "
-                f"says: {_said(response)}"
+                f"engine.endpoint: {self.spec.shown_url}/models answers {status}: {remedy}. The "
+                f"server says: {_said(response)}"
             )
         names = _model_names(response)
         if names and self.spec.model not in names:
@@ -385,8 +385,8 @@ class EndpointEngine:
         silent = self._loop.time() - max(self._answered_at, since)
         if silent > SERVER_OUTAGE:
             raise EndpointUnavailable(
-                f"engine.endpoint: {self.spec.shown_url} has answered nothing for {silent / 60:.0f} "
-                f"minutes ({problem})"
+                f"engine.endpoint: {self.spec.shown_url} has answered nothing for "
+                f"{silent / 60:.0f} minutes ({problem})"
             )
 
 

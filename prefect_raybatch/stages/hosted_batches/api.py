@@ -223,8 +223,8 @@ class BatchEngine(EndpointEngine):
                 raise _refused(error) from None
             raise EndpointRefused(
                 f"engine.endpoint.batch: {self.spec.shown_url} has no batch API "
-                f"({self.spec.shown_url}/batches answers {error.status}). Remove batch to send single "
-                "requests"
+                f"({self.spec.shown_url}/batches answers {error.status}). Remove batch to send "
+                "single requests"
             ) from None
 
     def _call(
