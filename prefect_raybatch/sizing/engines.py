@@ -23,9 +23,9 @@ SHORT = 32  # most output tokens of a short answer
 CORES = 3  # CPU cores per engine that shares a GPU: actor, core process, part of the CPU stages
 MOST_ENGINES = 6
 ENGINE_GAIN = 0.05  # least gain for more engines: the cost model is off by 5 % for 8B models
-# Engines on a GPU for pooling tasks: the fitted host time is that of sampling tokens, and a vector
-# takes less.
-MOST_POOLING = 2
+# Engines on a GPU for pooling tasks, whose host time the cost model overestimates: five were 3 %
+# faster than four (pooling-h200.jsonl).
+MOST_POOLING = 4
 TRIED = (SEQUENCES, 512, 1024)  # values of max_num_seqs; higher ones were not measured
 MOST_TOTAL = 2048  # sequences of all engines on a GPU: two of 1,024 were measured, no more
 # Sequences of an engine whose model is a mixture of experts: 1,024 of half of Qwen3-30B-A3B gave

@@ -399,10 +399,10 @@ def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
     embeds = {"prompt": {"template": "{Company}"}, "task": "embed", "sampling": {}}
     found = sized(LLAMA_05B, **embeds)
     assert found.pool.engines_per_gpu == packing.MOST_POOLING
-    assert "at most 2 for pooling tasks" in found.pool.packing_why
+    assert "at most 4 for pooling tasks" in found.pool.packing_why
     assert sized(LLAMA_8B, **embeds, row_bytes=8000).pool.engines_per_gpu == 1
     job = make_job(engine={"task": "embed"}, prompt={"template": "{Company}"})
-    assert expected_engines(size_spec(job), None) == 16
+    assert expected_engines(size_spec(job), None) == 32
 
 
 def test_answers_to_prompts_of_a_function_are_as_long_as_the_job_says():
