@@ -48,7 +48,7 @@ NIGHTLY = {
     *("cpu.py", "early_start.py", "fp8_gate.py", "frames.py", "images.py", "images_memory.py"),
     *("kinds.py", "pooling.py", "start.py", "sweep.py", "whole_time.py"),
 }
-NEED_GPUS = {"gpu.py", "gpu_big.py"}
+NEED_GPUS = {"gpu.py", "gpu_big.py", "shared_weights.py"}
 # No programs, or one that another test runs.
 OTHERS = {"gpu_page.py", "mps.py", "photos.py", "variants.py", "vision_models.py"}
 
