@@ -882,6 +882,22 @@ def test_another_driver_commits_in_the_middle(tmp_path):
     check_whole(run)
 
 
+def test_a_commit_of_another_driver_leaves_the_other_shards_pending(tmp_path):
+    run = small_run(tmp_path)
+    passes = Passes(run)
+
+    def cut_short(units, isolated):
+        receipts = passes(units, isolated)
+        yield next(receipts)
+        if not run.commit(1, attempt="theirs"):  # in the second pass
+            yield from receipts
+
+    progress = drive(run, cut_short)
+    assert [[u.shard for u in units] for units, _ in passes.calls] == [[0, 1, 2, 3], [2, 3]]
+    assert progress.done == 20
+    check_whole(run)
+
+
 def test_losing_the_race_for_a_commit_takes_the_winners_record(tmp_path):
     run = small_run(tmp_path)
 

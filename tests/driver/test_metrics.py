@@ -114,6 +114,14 @@ def test_a_process_that_is_scraped_waits_for_a_scrape_of_its_end(scraped_before:
         assert process.wait(60) == 0
 
 
+def test_an_endpoint_that_was_never_scraped_does_not_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(metrics, "LAST_SCRAPE_SECONDS")  # a wait would read it, and fail
+    endpoint = metrics.Endpoint("127.0.0.1", 0)
+    endpoint.begin("j", "k", lambda: Heartbeat(1.0))
+    endpoint.complete("j", "k")
+    endpoint.wait_for_last_scrape()
+
+
 def test_each_metric_is_a_number_of_the_beat():
     beat = Heartbeat(
         at=1.0, rows=2, shards=3, done=4, failed=5, skipped=6, committed=7, rate=8.0,

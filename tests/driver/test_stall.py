@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from functools import partial
@@ -165,6 +166,10 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
 
     store.list = away
     assert "a listing failed after 0.0 s: 503 for a minute" in probe(store)
+
+
+def test_a_store_without_commits_answers_as_well(tmp_path):
+    assert probe(small_run(tmp_path).store).startswith("a listing took ")
 
 
 @pytest.mark.parametrize(
@@ -358,6 +363,7 @@ UNITS = [Unit(0, 0, 5)]
 def test_an_interruptible_pass_gives_on_what_comes_and_what_is_raised():
     def passes(units, isolated):
         assert (units, isolated) == (UNITS, True)
+        assert threading.current_thread().daemon, "a pass that hangs would keep the process alive"
         yield Receipt(0, "a")
         yield Receipt(1, "a")
         raise ValueError("from Ray")
@@ -393,6 +399,30 @@ def test_a_pass_that_is_given_up_is_stopped(how, monkeypatch):
             next(found)
     else:
         found.close()
+    assert ended.wait(60)
+
+
+def test_a_pass_that_waits_with_a_receipt_ends_once_it_is_given_up(monkeypatch):
+    waits, ended = threading.Event(), threading.Event()
+
+    class Receipts(queue.Queue):
+        def put(self, item, *args, **kwargs):
+            if item.shard == 2:  # the call blocks, since shard 1 is not taken
+                waits.set()
+            super().put(item, *args, **kwargs)
+
+    def passes(units, isolated):
+        try:
+            yield from (Receipt(shard, "a") for shard in range(3))
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(stall, "STALL_LOOK", 0.02)
+    monkeypatch.setattr(queue, "Queue", Receipts)
+    found = interruptible(passes, lambda: None, lambda: None)(UNITS, False)
+    assert next(found).shard == 0
+    assert waits.wait(60)
+    found.close()
     assert ended.wait(60)
 
 
