@@ -74,6 +74,8 @@ def test_a_commit_that_empties_the_table_is_known_by_its_operation(
         ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "4"}}}, "4"),
         ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "3"}}}, None),
         ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "5"}}}, "4"),
+        ("", {1: {"operation": "WRITE"}}, "0"),
+        ("", {0: {"operation": "WRITE"}}, None),  # the whole log
     ],
 )
 def test_a_log_that_was_cleaned_proves_no_rows_that_a_restore_went_back_behind(
@@ -88,6 +90,9 @@ def test_a_log_that_was_cleaned_proves_no_rows_that_a_restore_went_back_behind(
     monkeypatch.setattr(delta, "commits_of_log", lambda handle: (max(log), commits))
     table = DeltaTable(str(tmp_path / "t"))
     assert version_with(table, "a" * 64, recorded) == version
+    sink = sink_of(tmp_path / "t")
+    assert sink.holds("a" * 64, recorded) == (version is not None)
+    assert sink.holds("b" * 64, recorded) == bool(recorded and version)  # without a transaction
 
 
 def sink_of(place: Path) -> Sink:
@@ -97,6 +102,17 @@ def sink_of(place: Path) -> Sink:
 
 def published(place: Path, plan: str) -> str:
     return sink_of(place).publish(published_rows(ROWS, plan * 64), lambda step: None)
+
+
+def test_a_commit_names_the_run_and_counts_its_publications(tmp_path: Path) -> None:
+    for number in (1, 2):
+        assert published(tmp_path / "t", "a") == str(2 * number - 1)
+        table = DeltaTable(str(tmp_path / "t"))
+        assert table.transaction_version(f"raybatch:{'a' * 64}") == number
+        commit = table.history(1)[0]
+        marks = {name: commit[name] for name in commit if name.startswith("raybatch")}
+        assert marks == {"raybatch.plan": "a" * 64, "raybatch.run_key": "key"}
+        table.delete()
 
 
 def test_the_version_of_rows_stays_while_others_publish(tmp_path: Path) -> None:
